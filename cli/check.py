@@ -1,0 +1,184 @@
+"""Compare results with the float64 reference, on all rows or on a sample of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
+
+from .cases import Case
+from .inputs import Arrays, Inputs, numpy_dtype
+
+# Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
+# over float64 scores, on the host by exp.
+_GPU_SCORES = 2_000_000_000
+_HOST_SCORES = 40_000_000
+# More blocks than this cost more in launches than in arithmetic.
+_MOST_BLOCKS = 256
+# A sample: this many heads, and of each this many rows in blocks spread over the sequence.
+_SAMPLE_HEADS = 4
+_SAMPLE_ROWS = 1024
+_BLOCK_ROWS = 128
+# Bytes of a block's float32 scores.
+_BLOCK_BYTES = 1 << 28
+# Below this many rows the naive result may be exact by luck.
+_FEW_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query rows `start` to `stop` of one head."""
+
+    batch: int
+    head: int
+    start: int
+    stop: int
+
+
+def choose_blocks(case: Case, seed: int, most_scores: int) -> list[Block]:
+    """All rows where that is little work, else a random sample that holds every head's last rows.
+
+    Parameters
+    ----------
+    case
+        Whose rows.
+    seed
+        Of the choice.
+    most_scores
+        Elements of the score matrix that may be computed.
+    """
+    heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
+    if not heads or not case.seqlen_q:
+        return []
+    rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
+    blocks_per_head = -(-case.seqlen_q // rows)
+    if case.scores <= most_scores and len(heads) * blocks_per_head <= _MOST_BLOCKS:
+        starts = range(0, case.seqlen_q, rows)
+        return [Block(b, h, s, min(s + rows, case.seqlen_q)) for b, h in heads for s in starts]
+    rng = np.random.default_rng(seed)
+    wanted = min(len(heads), _MOST_BLOCKS, max(_SAMPLE_HEADS, _SAMPLE_ROWS // case.seqlen_q))
+    chosen = sorted(rng.choice(len(heads), wanted, replace=False))
+    all_starts = np.arange(0, case.seqlen_q, _BLOCK_ROWS)
+    some = min(len(all_starts), _SAMPLE_ROWS // _BLOCK_ROWS)
+    blocks = []
+    for index in chosen:
+        starts = {int(s) for s in rng.choice(all_starts[:-1], some - 1, replace=False)}
+        for start in sorted(starts | {int(all_starts[-1])}):
+            blocks.append(Block(*heads[index], start, min(start + _BLOCK_ROWS, case.seqlen_q)))
+    return blocks
+
+
+@functools.cache
+def why_no_matmul() -> str | None:
+    """Why cupy.matmul cannot be used, or None if it can."""
+    import cupy
+
+    try:
+        one = cupy.ones((2, 2), np.float64)
+        cupy.matmul(one, one)
+    except Exception as error:  # cuBLAS missing shows as one of several kinds
+        return f"cupy.matmul needs the cuBLAS library: {' '.join(str(error).split())[:80]}"
+    return None
+
+
+class Check:
+    """The reference of a case's sampled rows, and the error that it allows.
+
+    The rule is `error_bound`'s: twice what the naive formula in the same precision gets on the
+    same rows, and a few units in the last place.
+
+    Attributes
+    ----------
+    rows, all_rows
+        Query rows compared, and those there are, over the batch and all heads.
+    bound
+        Largest absolute difference that passes.
+    """
+
+    def __init__(self, inputs: Inputs, seed: int, *, on_gpu: bool) -> None:
+        case = inputs.case
+        # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
+        self._on_gpu = on_gpu and why_no_matmul() is None
+        self._layout = case.layout
+        self._blocks = choose_blocks(case, seed, _GPU_SCORES if self._on_gpu else _HOST_SCORES)
+        self.rows = sum(block.stop - block.start for block in self._blocks)
+        self.all_rows = case.batch * case.heads_q * case.seqlen_q
+        self.bound = 0.0
+        self._reference: Any = None
+        if self._blocks:
+            self._reference, self.bound = self._compute(case, inputs.gpu if on_gpu else inputs.host)
+
+    def _compute(self, case: Case, arrays: Arrays) -> tuple[Any, float]:
+        q, k, v = (_to_bshd(array, case.layout) for array in arrays)
+        group = case.heads_q // case.heads_kv
+        references, lses, naives = [], [], []
+        for block in self._blocks:
+            rows = _rows(q, block)
+            keys, values = (
+                x[block.batch : block.batch + 1, :, block.head // group : block.head // group + 1]
+                for x in (k, v)
+            )
+            rows, keys, values = (self._placed(x) for x in (rows, keys, values))
+            options = {
+                "causal": case.causal,
+                "softmax_scale": case.softmax_scale,
+                "q_offset": case.first_query + block.start,
+            }
+            out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
+            references.append(out)
+            lses.append(lse)
+            naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
+        xp = _module(references[0])
+        reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
+        # float64 shares the reference's own error, and few rows may be exact by luck.
+        vague = case.dtype == "float64" or self.rows < _FEW_ROWS
+        lse = xp.concatenate(lses, 2) if vague else None
+        return reference, error_bound(naive, reference, numpy_dtype(case.dtype), lse=lse)
+
+    def error(self, out: Any) -> float:
+        """Largest absolute difference of a result, in the case's layout, from the reference."""
+        if not self._blocks:
+            return 0.0
+        bshd = _to_bshd(out, self._layout)
+        rows = [self._placed(_rows(bshd, block)).astype(np.float64) for block in self._blocks]
+        return max_error(_module(rows[0]).concatenate(rows, 1), self._reference)
+
+    def _placed(self, array: Any) -> Any:
+        """The array where the reference is computed."""
+        is_host = isinstance(array, np.ndarray)
+        if self._on_gpu == (not is_host):
+            return array
+        import cupy
+
+        return cupy.asarray(array) if is_host else cupy.asnumpy(array)
+
+
+def _module(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _to_bshd(array: Any, layout: str) -> Any:
+    return array.swapaxes(1, 2) if layout == "bhsd" else array
+
+
+def _rows(array: Any, block: Block) -> Any:
+    """(1, rows, 1, dim) of a (batch, seqlen, heads, dim) array."""
+    return array[
+        block.batch : block.batch + 1, block.start : block.stop, block.head : block.head + 1
+    ]
+
+
+def summary(checks: Sequence[Check]) -> str:
+    """How many rows were compared, for a caption."""
+    rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
+    share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
+    return f"{share} query rows compared with the float64 reference"

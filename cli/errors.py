@@ -1,0 +1,54 @@
+"""How the commands report what went wrong: one line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from cupy_flash.errors import CompileError
+from cupy_flash.tuning import TableError
+
+
+class OneLineErrors(click.Group):
+    """A command group that reports a wrong option in one line and exits with 2."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "cupy-flash"
+            click.echo(f"{command}: {' '.join(error.format_message().split())}", err=True)
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
+        except (CompileError, TableError) as error:
+            click.echo(str(error), err=True)
+            sys.exit(1)
+        except click.Abort:
+            click.echo("interrupted", err=True)
+            sys.exit(130)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+@contextlib.contextmanager
+def library_errors_as_usage() -> Iterator[None]:
+    """Turn what the library says about its arguments into a usage error.
+
+    Only for arithmetic on what the user asked for: elsewhere a ValueError is a defect and shows.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error

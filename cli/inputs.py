@@ -1,0 +1,161 @@
+"""The arrays that all providers of a row share."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import ml_dtypes
+import numpy as np
+
+from cupy_flash.problem import DTYPES
+
+from .cases import Case
+from .errors import library_errors_as_usage
+
+Arrays = tuple[Any, Any, Any]
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a name in `cupy_flash.problem.DTYPES`."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@dataclass
+class Inputs:
+    """q, k and v of a case in its layout; copied to the host, or to the GPU, when first asked for.
+
+    Attributes
+    ----------
+    case
+        What they are inputs of.
+    """
+
+    case: Case
+    _gpu: Arrays | None = None
+    _host: Arrays | None = None
+
+    @property
+    def gpu(self) -> Arrays:
+        """As CuPy arrays on the current device."""
+        import cupy
+
+        if self._gpu is None:
+            assert self._host is not None
+            q, k, v = (cupy.asarray(array) for array in self._host)
+            self._gpu = (q, k, v)
+        return self._gpu
+
+    @property
+    def host(self) -> Arrays:
+        """As NumPy arrays."""
+        import cupy
+
+        if self._host is None:
+            assert self._gpu is not None
+            q, k, v = (cupy.asnumpy(array) for array in self._gpu)
+            self._host = (q, k, v)
+        return self._host
+
+
+def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
+    """Standard normal inputs, generated where they are used."""
+    shapes = [
+        shape if case.layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
+        for shape in case.bshd_shapes
+    ]
+    if on_gpu:
+        import cupy
+
+        # Not RandomState, which needs the cuRAND library.
+        generator: Any = cupy.random.default_rng(seed)
+    else:
+        generator = np.random.default_rng(seed)
+    dtype = numpy_dtype(case.dtype)
+    drawn = np.float64 if case.dtype == "float64" else np.float32
+    q, k, v = (
+        generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False) for shape in shapes
+    )
+    return Inputs(case, _gpu=(q, k, v)) if on_gpu else Inputs(case, _host=(q, k, v))
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """Real q, k and v in bshd order."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> InputFile:
+        """Read an npz file that holds q, k and v.
+
+        Raises
+        ------
+        click.UsageError
+            If it is not such a file.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                missing = [name for name in "qkv" if name not in file]
+                if missing:
+                    raise click.UsageError(
+                        f"{path} holds {', '.join(file) or 'nothing'}; expected arrays q, k and v"
+                    )
+                arrays = [_with_dtype(file[name]) for name in "qkv"]
+        except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+            raise click.UsageError(f"{path} cannot be read as an npz file: {error}") from error
+        for name, array in zip("qkv", arrays, strict=True):
+            if array.ndim != 4 or array.dtype.name not in DTYPES:
+                raise click.UsageError(
+                    f"{name} in {path} is {array.dtype} of shape {array.shape}; expected a float "
+                    "array of shape (batch, seqlen, heads, head_dim)"
+                )
+        return cls(*arrays)
+
+    def case(self, **flags: Any) -> Case:
+        """The case that the file's arrays make, with the remaining fields given.
+
+        Raises
+        ------
+        click.UsageError
+            If the arrays do not go together.
+        """
+        q, k, v = self.q.shape, self.k.shape, self.v.shape
+        if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+            raise click.UsageError(
+                f"q, k and v of --input have shapes {q}, {k} and {v}; expected one batch, q and k "
+                "of one head_dim, k and v of one seqlen and number of heads"
+            )
+        case = Case(
+            batch=q[0],
+            seqlen_q=q[1],
+            seqlen_k=k[1],
+            heads_q=q[2],
+            heads_kv=k[2],
+            head_dim=q[3],
+            head_dim_v=v[3],
+            **flags,
+        )
+        with library_errors_as_usage():
+            case.problem()
+        return case
+
+    def inputs(self, case: Case) -> Inputs:
+        """The arrays in the case's dtype and layout."""
+        dtype = numpy_dtype(case.dtype)
+        axes = (0, 1, 2, 3) if case.layout == "bshd" else (0, 2, 1, 3)
+        q, k, v = (
+            np.ascontiguousarray(array.astype(dtype, copy=False).transpose(axes))
+            for array in (self.q, self.k, self.v)
+        )
+        return Inputs(case, _host=(q, k, v))
+
+
+def _with_dtype(array: np.ndarray) -> np.ndarray:
+    # NumPy files know no bfloat16: it is kept as two bytes of nothing in particular.
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

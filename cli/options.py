@@ -1,0 +1,196 @@
+"""The shape options that commands share, and comma-separated lists that sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import click
+
+from cupy_flash.arrays import LAYOUTS
+from cupy_flash.problem import DTYPES
+
+from . import report
+from .cases import Case, sweep
+from .errors import library_errors_as_usage
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class CommaList(click.ParamType, Generic[T]):
+    """Values separated by commas."""
+
+    name = "list"
+
+    def __init__(self, item: Callable[[str], T], what: str, example: str) -> None:
+        self.item, self.what, self.example = item, what, example
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[T, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        items = []
+        for text in value.split(","):
+            try:
+                items.append(self.item(text.strip()))
+            except ValueError:
+                self.fail(f"{text!r} is not {self.what}; for example {self.example}", param, ctx)
+        return tuple(items)
+
+
+def _bounded(low: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if (number := int(text)) < low:
+            raise ValueError(text)
+        return number
+
+    return convert
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return convert
+
+
+_YES_NO = {"yes": True, "no": False}
+
+
+def _yes_no(text: str) -> bool:
+    if text not in _YES_NO:
+        raise ValueError(text)
+    return _YES_NO[text]
+
+
+def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
+    """A list of names out of `choices`."""
+    return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0])
+
+
+COUNTS = CommaList(_bounded(0), "a whole number from 0", "1,2,4")
+HEADS = CommaList(_bounded(1), "a whole number from 1", "8,16")
+INTEGERS = CommaList(int, "a whole number", "0,128")
+FLOATS = CommaList(float, "a number", "0.125,1")
+FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
+
+_SHAPE_OPTIONS = (
+    click.option("--batch", type=COUNTS, help="Batch sizes."),
+    click.option("--seqlen-q", type=COUNTS, help="Query rows."),
+    click.option("--seqlen-k", type=COUNTS, help="Key and value rows; --seqlen-q if left out."),
+    click.option("--heads", type=HEADS, help="Query heads."),
+    click.option("--kv-heads", type=HEADS, help="Key and value heads; --heads if left out."),
+    click.option("--head-dim", type=HEADS, help="Width of queries and keys, 1 to 256."),
+    click.option("--head-dim-v", type=HEADS, help="Width of values; --head-dim if left out."),
+    click.option("--dtype", type=names_list(DTYPES, "a dtype"), help=", ".join(DTYPES) + "."),
+    click.option("--layout", type=names_list(LAYOUTS, "a layout"), help="bshd (default) or bhsd."),
+    click.option(
+        "--causal",
+        type=FLAGS,
+        is_flag=False,
+        flag_value="yes",
+        help="Causal masks; 'no,yes' for both.",
+    ),
+    click.option("--q-offset", type=INTEGERS, help="Position of the first query, if causal."),
+    click.option("--softmax-scale", type=FLOATS, help="Factor on the scores."),
+)
+
+# What a file of arrays, or a preset, decides instead of the options.
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
+
+
+def shape_options(command: Command) -> Command:
+    """Add the options that `cases_from` reads."""
+    for option in reversed(_SHAPE_OPTIONS):
+        command = option(command)
+    return command
+
+
+SHAPE_NAMES = (*SIZES, "dtype", "layout", "causal", "q_offset", "softmax_scale")
+
+
+def split_shape(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the shape options out of a command's options; those not given are None."""
+    return {name: options.pop(name) for name in SHAPE_NAMES}
+
+
+def cases_from(shape: dict[str, Any], defaults: dict[str, Sequence[Any]]) -> list[Case]:
+    """Every combination of the options, checked by the library.
+
+    Parameters
+    ----------
+    shape
+        As `split_shape` returns it.
+    defaults
+        For batch, seqlen_q, heads, head_dim and dtype.
+
+    Raises
+    ------
+    click.UsageError
+        With the library's message, for what no kernel computes.
+    """
+    fallbacks: dict[str, Sequence[Any]] = {"causal": (False,), "layout": ("bshd",)} | defaults
+    given = {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
+    cases = sweep(**given)
+    with library_errors_as_usage():
+        for case in cases:
+            case.problem()
+    return cases
+
+
+def refuse(shape: dict[str, Any], names: Sequence[str], because: str) -> None:
+    """Raise a usage error if any of these options was given."""
+    for name in names:
+        if shape[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
+
+
+def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str, int] | None:
+    """The fields of a forced tile, from options and from NAME=VALUE texts; None if there are none.
+
+    Raises
+    ------
+    click.UsageError
+        For a text that is not NAME=VALUE.
+    """
+    request = {name: value for name, value in fields.items() if value is not None}
+    for text in more:
+        name, _, value = text.partition("=")
+        if not name or not value.isdigit():
+            raise click.UsageError(
+                f"--tile {text!r} is not NAME=NUMBER; for example --tile threads=128"
+            )
+        request[name] = int(value)
+    return request or None
+
+
+def output_option(command: Command) -> Command:
+    """Add `--output`, whose file is known to be writable before any work starts."""
+    return click.option(
+        "--output",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_writable,
+        help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
+    )(command)
+
+
+def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    if path.suffix not in report.WRITERS:
+        raise click.BadParameter(
+            f"{str(path)!r} ends in {path.suffix!r}; expected one of {', '.join(report.WRITERS)}"
+        )
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+    return path

@@ -1,0 +1,272 @@
+"""Who can compute a case: every provider behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_flash import cpu
+from cupy_flash.attention import flash_attention
+from cupy_flash.device import Device, device_for_id, gpu_unavailable
+from cupy_flash.families import FAMILIES
+from cupy_flash.planner import Plan, choose_cpu_tile, freeze_tile, make_cpu_plan, make_plan
+from cupy_flash.reference import attention_naive
+
+from . import check
+from .cases import Case
+from .inputs import Inputs
+from .timing import Timed
+
+TileFields = Mapping[str, int] | None
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A provider made ready for one case's inputs.
+
+    Attributes
+    ----------
+    call
+        Computes the output.
+    to_array
+        Turns what `call` returned into a NumPy or CuPy array in the case's layout.
+    scope
+        Entered around calls, outside the timed span.
+    plan
+        What the library chose; None for other providers.
+    kernel_digest
+        Of the sources of what runs; None for other providers.
+    note
+        What a reader of the numbers should know.
+    """
+
+    call: Callable[[], Any]
+    to_array: Callable[[Any], Any] = _same
+    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    plan: Plan | None = None
+    kernel_digest: str | None = None
+    note: str | None = None
+
+    @property
+    def tile(self) -> dict[str, int] | None:
+        """Fields of the plan's tile."""
+        return dataclasses.asdict(self.plan.tile) if self.plan else None
+
+    @property
+    def timed(self) -> Timed:
+        """What a timer takes."""
+        return Timed(self.call, self.scope)
+
+
+class Provider(ABC):
+    """One way to compute attention.
+
+    Attributes
+    ----------
+    name
+        As the option and the results spell it.
+    on_gpu
+        Whether it takes CuPy arrays; NumPy arrays otherwise.
+    ours
+        Whether a failed check is ours to answer for.
+    """
+
+    name: str
+    on_gpu: bool
+    ours: bool = False
+
+    @abstractmethod
+    def why_not(self, case: Case) -> str | None:
+        """Why it cannot compute the case here, or None if it may."""
+
+    @abstractmethod
+    def scratch_bytes(self, case: Case) -> int:
+        """Estimate of the memory it takes besides inputs and output."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Prepared:
+        """Make it ready; raises ValueError or RuntimeError with the reason if it refuses."""
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine at all, or None if it can."""
+        return gpu_unavailable() if self.on_gpu else None
+
+
+def current_device() -> Device:
+    """CuPy's current device."""
+    import cupy
+
+    return device_for_id(cupy.cuda.runtime.getDevice())
+
+
+class Dispatcher(Provider):
+    """The library: its own choice of family, or one family."""
+
+    ours = True
+
+    def __init__(self, name: str, family: str | None, tile: TileFields) -> None:
+        self.name = name
+        self.family = family
+        self.tile = dict(tile) if tile else None
+        # The dispatcher's choice where there is no GPU is the CPU backend.
+        self.on_gpu = family is not None or gpu_unavailable() is None
+
+    def _plan(self, case: Case) -> Plan:
+        if not self.on_gpu:
+            return cpu_plan(case, self.tile)
+        return make_plan(
+            case.problem(), current_device(), family=self.family, tile=freeze_tile(self.tile)
+        )
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        try:
+            self._plan(case)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return self._plan(case).workspace
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        plan = self._plan(inputs.case)
+        q, k, v = inputs.gpu if self.on_gpu else inputs.host
+        return Prepared(
+            functools.partial(
+                flash_attention, q, k, v, family=self.family, tile=self.tile, **inputs.case.arguments
+            ),
+            plan=plan,
+            kernel_digest=FAMILIES[plan.family].digest() if self.on_gpu else cpu.digest(),
+        )
+
+
+class CpuBackend(Provider):
+    """The library's NumPy backend."""
+
+    name = "cupy_flash-cpu"
+    on_gpu = False
+    ours = True
+
+    def __init__(self, tile: TileFields) -> None:
+        self.tile = dict(tile) if tile else None
+
+    def why_not(self, case: Case) -> str | None:
+        try:
+            cpu_plan(case, self.tile)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return cpu_plan(case, self.tile).workspace
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        q, k, v = inputs.host
+        arguments = inputs.case.arguments
+        return Prepared(
+            functools.partial(
+                flash_attention, q, k, v, backend="cpu", tile=self.tile, **arguments
+            ),
+            plan=cpu_plan(inputs.case, self.tile),
+            kernel_digest=cpu.digest(),
+        )
+
+
+def cpu_plan(case: Case, tile: TileFields) -> Plan:
+    """The CPU backend's plan of a case; raises ValueError for a tile that it does not take."""
+    problem = case.problem()
+    return make_cpu_plan(problem, choose_cpu_tile(problem, freeze_tile(tile)), gpu_unavailable())
+
+
+class Formula(Provider):
+    """`attention_naive`: matmul, softmax, matmul on the whole score matrix.
+
+    In float32 for 16-bit inputs, whose products NumPy does not offer.
+    """
+
+    def __init__(self, name: str, *, on_gpu: bool) -> None:
+        self.name = name
+        self.on_gpu = on_gpu
+
+    def missing(self) -> str | None:
+        return super().missing() or (check.why_no_matmul() if self.on_gpu else None)
+
+    def why_not(self, case: Case) -> str | None:
+        return self.missing()
+
+    def scratch_bytes(self, case: Case) -> int:
+        # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
+        itemsize = 8 if case.dtype == "float64" else 4
+        rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
+        return case.scores * (2 * itemsize + rounded)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        q, k, v = inputs.gpu if self.on_gpu else inputs.host
+        return Prepared(functools.partial(attention_naive, q, k, v, **inputs.case.arguments))
+
+
+def _makers() -> dict[str, Callable[[TileFields], Provider]]:
+    from . import torch_providers
+
+    def of_family(family: str) -> Callable[[TileFields], Provider]:
+        return lambda tile: Dispatcher(f"cupy_flash-{family}", family, tile)
+
+    makers: dict[str, Callable[[TileFields], Provider]] = {
+        "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
+        **{f"cupy_flash-{family}": of_family(family) for family in FAMILIES},
+        "cupy_flash-cpu": CpuBackend,
+        "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
+        "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
+    }
+    for torch_provider in torch_providers.ALL:
+        makers[torch_provider.name] = lambda _, found=torch_provider: found
+    return makers
+
+
+def names() -> tuple[str, ...]:
+    """All providers, whether they can run here or not."""
+    return tuple(_makers())
+
+
+def provider(name: str, tile: TileFields = None) -> Provider:
+    """A provider by name; `tile` forces the tile of the library's own."""
+    return _makers()[name](tile)
+
+
+def free_bytes(*, on_gpu: bool) -> int | None:
+    """Memory that can still be allocated, or None where the system does not tell."""
+    if on_gpu:
+        import cupy
+
+        from . import torch_providers
+
+        free = int(cupy.cuda.runtime.memGetInfo()[0])
+        return free + cupy.get_default_memory_pool().free_bytes() + torch_providers.idle_bytes()
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS no such name
+        return None
+
+
+def release_memory() -> None:
+    """Hand cached device memory back, so that every provider finds the same."""
+    from . import torch_providers
+
+    if gpu_unavailable() is None:
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch_providers.release_memory()

@@ -1,0 +1,175 @@
+"""How long a call takes, on the GPU and on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Clock = Callable[[], float]
+
+# Passes of the flush before each timed call. One pass over twice the L2 takes 40 us on an H100,
+# about what the slowest host needs to enqueue a call; four keep the launch queued behind them, so
+# that the events see the GPU's time alone.
+_FLUSH_PASSES = 4
+# Calls between synchronizations while the host's time is taken: the launch queue never fills up.
+_QUEUED_CALLS = 20
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call to time, within a scope that is entered and left outside the timed span."""
+
+    call: Callable[[], Any]
+    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated timings, in the unit they were taken in."""
+
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    @property
+    def relative(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+
+def spread(times: Sequence[float]) -> Spread:
+    """Median and quartiles of at least one timing."""
+    if len(times) == 1:
+        return Spread(times[0], times[0], times[0], 1)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return Spread(median, low, high, len(times))
+
+
+class Timer(Protocol):
+    """Times calls on one kind of processor."""
+
+    def once(self, timed: Timed) -> float:
+        """Seconds of one call, from a quiet start to its end."""
+
+    def interleaved(
+        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
+    ) -> list[list[float]]:
+        """Milliseconds of each repeat of each call, taking turns."""
+
+
+class HostTimer:
+    """Times calls that return when they are done."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+
+    def once(self, timed: Timed) -> float:
+        with timed.scope():
+            start = self._clock()
+            timed.call()
+            return self._clock() - start
+
+    def interleaved(
+        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
+    ) -> list[list[float]]:
+        for timed in calls:
+            for _ in range(warmup):
+                self.once(timed)
+        return take_turns(lambda timed: 1e3 * self.once(timed), calls, repeats)
+
+
+class GpuTimer:
+    """Times calls that enqueue work on CuPy's current stream, by events, with the L2 flushed."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._stream = cupy.cuda.get_current_stream()
+        device = cupy.cuda.runtime.getDevice()
+        l2_bytes = cupy.cuda.runtime.getDeviceProperties(device)["l2CacheSize"]
+        self._flush_buffer = cupy.empty(max(2 * l2_bytes, 1 << 20), "uint8")
+
+    def once(self, timed: Timed) -> float:
+        with timed.scope():
+            self._stream.synchronize()
+            start = time.perf_counter()
+            timed.call()
+            self._stream.synchronize()
+            return time.perf_counter() - start
+
+    def interleaved(
+        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
+    ) -> list[list[float]]:
+        for timed in calls:
+            with timed.scope():
+                for _ in range(warmup):
+                    timed.call()
+        events = take_turns(self._enqueue, calls, repeats)
+        self._stream.synchronize()
+        elapsed = self._cupy.cuda.get_elapsed_time
+        return [[float(elapsed(start, end)) for start, end in pairs] for pairs in events]
+
+    def _enqueue(self, timed: Timed) -> tuple[Any, Any]:
+        start, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        with timed.scope():
+            for _ in range(_FLUSH_PASSES):
+                self._flush_buffer.data.memset_async(0, self._flush_buffer.nbytes, self._stream)
+            start.record(self._stream)
+            timed.call()
+            end.record(self._stream)
+        return start, end
+
+
+def take_turns(
+    measure: Callable[[Timed], Any], calls: Sequence[Timed], repeats: Sequence[int]
+) -> list[list[Any]]:
+    """What `measure` gives for each repeat of each call, repeat by repeat.
+
+    A call with fewer repeats than the others sits out the last rounds.
+    """
+    results: list[list[Any]] = [[] for _ in calls]
+    for turn in range(max(repeats, default=0)):
+        for timed, wanted, result in zip(calls, repeats, results, strict=True):
+            if turn < wanted:
+                result.append(measure(timed))
+    return results
+
+
+def host_microseconds(
+    timed: Timed,
+    synchronize: Callable[[], None],
+    *,
+    calls: int = 200,
+    clock: Clock = time.perf_counter,
+) -> Spread:
+    """Microseconds until a call returns to Python, whatever the GPU still has to do."""
+    times = []
+    with timed.scope():
+        for index in range(calls):
+            if index % _QUEUED_CALLS == 0:
+                synchronize()
+            start = clock()
+            timed.call()
+            times.append(1e6 * (clock() - start))
+    synchronize()
+    return spread(times)
+
+
+def repeats_within(seconds: float, one_call: float, warmup: int, repeats: int) -> int:
+    """How many repeats, at most those asked for, fit the seconds after the warm-up; 0 if under 3.
+
+    A median of fewer than three says nothing.
+    """
+    if one_call <= 0:
+        return repeats
+    fit = int(seconds / one_call) - warmup
+    if fit >= repeats:
+        return repeats
+    return fit if fit >= 3 else 0

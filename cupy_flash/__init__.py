@@ -1,0 +1,29 @@
+"""FlashAttention for CuPy and NumPy arrays, compiled at run time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent
+if not (_ROOT / "cli").is_dir():
+    # In a checkout, cli/ lies beside this folder, in a wheel inside it.
+    __path__.append(str(_ROOT.parent))
+
+from cupy_flash.attention import flash_attention, flash_attention_qkvpacked, plan
+from cupy_flash.errors import CompileError, UnsupportedError
+from cupy_flash.planner import Plan
+from cupy_flash.reference import attention_reference
+from cupy_flash.tile import Tile
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "Plan",
+    "Tile",
+    "UnsupportedError",
+    "attention_reference",
+    "flash_attention",
+    "flash_attention_qkvpacked",
+    "plan",
+]

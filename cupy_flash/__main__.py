@@ -1,0 +1,6 @@
+"""`python -m cupy_flash` is the command `cupy-flash`."""
+
+from cupy_flash.cli.main import main
+
+if __name__ == "__main__":
+    main(prog_name="cupy-flash")

@@ -1,0 +1,216 @@
+"""What the caller passed in: array kinds, layouts, and how to hand the result back in kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
+
+LAYOUTS = ("bshd", "bhsd")
+# DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 3, 13)
+
+
+def is_cupy(array: Any) -> bool:
+    """Whether an array is CuPy's, without importing CuPy."""
+    return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
+
+
+def require_layout(layout: str) -> None:
+    """Raise ValueError for an unknown layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+
+
+def to_bshd(array: Any, layout: str) -> Any:
+    """View of an array in (batch, seqlen, heads, dim) order."""
+    return array.swapaxes(1, 2) if layout == "bhsd" else array
+
+
+def require_4d(name: str, array: Any) -> None:
+    """Raise ValueError unless an array has four axes."""
+    if array.ndim != 4:
+        raise ValueError(
+            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected 4: "
+            "batch, seqlen, heads and head_dim in the order of layout"
+        )
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name as `cupy_flash.problem.DTYPES` spells it."""
+    return str(array.dtype.name)
+
+
+def is_readable_in_place(array: Any) -> bool:
+    """Whether kernels can address a 4-d array as it lies.
+
+    They can if its last axis is contiguous, or of length 1, and its strides are whole elements.
+    """
+    if array.ndim != 4:
+        return True
+    size = array.itemsize
+    strides = array.strides
+    return (strides[3] == size or array.shape[3] <= 1) and not any(s % size for s in strides)
+
+
+def readable_in_place(array: Any) -> Any:
+    """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
+    return array if is_readable_in_place(array) else array.copy(order="C")
+
+
+def address_of(array: Any) -> int:
+    """Address of the first element of a NumPy or CuPy array."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two CuPy arrays share an element, from addresses alone.
+
+    NumPy decides it on stand-ins that carry the device addresses and are never dereferenced;
+    a case too hard for its bounded search counts as an overlap.
+    """
+    stand_ins = [np.asarray(_StandIn(array)) for array in (a, b)]
+    if not np.may_share_memory(*stand_ins):
+        return False
+    try:
+        return np.shares_memory(*stand_ins, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _StandIn:
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+            "data": (array.data.ptr, False),
+            "version": 3,
+        }
+
+
+def spec_of(array: Any, address: int) -> ArraySpec:
+    """How a (batch, seqlen, heads, dim) array lies in memory.
+
+    Parameters
+    ----------
+    array
+        NumPy or CuPy array with a contiguous last axis.
+    address
+        Of its first element.
+    """
+    size = array.itemsize
+    batch, seqlen, heads, _ = (stride // size for stride in array.strides)
+    alignment = address & -address if address else MAX_ALIGNMENT
+    return ArraySpec(
+        shape=tuple(array.shape),
+        strides=(batch, seqlen, heads),
+        dtype=dtype_name(array),
+        alignment=min(alignment, MAX_ALIGNMENT),
+    )
+
+
+def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """An input as a NumPy or CuPy array over the same memory, and the way back.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for messages.
+    array
+        NumPy, CuPy, or any array with ``__dlpack__``.
+
+    Returns
+    -------
+    array
+        NumPy for host memory, CuPy for device memory. Device memory of another library is
+        ordered after its producer's current stream.
+    convert
+        Turns a result of that kind into the input's kind.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array, _identity
+    if not hasattr(array, "__dlpack_device__"):
+        raise TypeError(
+            f"{name} is a {type(array).__name__}; expected a NumPy or CuPy array, or one that "
+            "speaks DLPack"
+        )
+    device_type = int(array.__dlpack_device__()[0])
+    if device_type in _DLPACK_CUDA:
+        import cupy
+
+        return cupy.from_dlpack(array), _importer(array)
+    if device_type == _DLPACK_CPU:
+        return _host_array(name, array), _importer(array)
+    raise TypeError(f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory")
+
+
+def _identity(result: Any) -> Any:
+    return result
+
+
+def _host_array(name: str, array: Any) -> np.ndarray:
+    if str(array.dtype).endswith("bfloat16"):
+        # NumPy's DLPack import knows no bfloat16: the bits travel as integers.
+        import ml_dtypes
+
+        if _root_module(array) == "torch":
+            return np.from_dlpack(array.view(_torch().int16)).view(ml_dtypes.bfloat16)
+        return np.asarray(array)
+    try:
+        return np.from_dlpack(array)
+    except (TypeError, BufferError) as error:
+        raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
+
+
+def _root_module(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _importer(array: Any) -> Callable[[Any], Any]:
+    """What turns a NumPy or CuPy result into the library's array that `array` belongs to."""
+    root = _root_module(array)
+    if root == "torch":
+        return _to_torch
+    if root in ("jax", "jaxlib"):
+        return _to_jax
+    namespace = getattr(array, "__array_namespace__", None)
+    if namespace is not None and hasattr(namespace(), "from_dlpack"):
+        return lambda result: namespace().from_dlpack(result)
+    raise TypeError(f"{type(array).__name__} offers no from_dlpack to hand the result back with")
+
+
+def _to_torch(result: Any) -> Any:
+    torch = _torch()
+    if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
+        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(result)
+
+
+def _to_jax(result: Any) -> Any:
+    import jax
+
+    if isinstance(result, np.ndarray):
+        return jax.numpy.asarray(result)
+    return jax.dlpack.from_dlpack(result)
+
+
+def require_float(name: str, array: Any) -> None:
+    """Raise TypeError unless the dtype is one that attention is computed in."""
+    if dtype_name(array) not in DTYPES:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")

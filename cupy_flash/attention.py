@@ -1,0 +1,275 @@
+"""The public functions: arrays to Problem to Plan to launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from cupy_flash import arrays, compiler, cpu, launch
+from cupy_flash.device import device_for_arch, device_for_id, gpu_unavailable
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.launch import Options
+from cupy_flash.planner import (
+    Plan,
+    TileRequest,
+    choose_cpu_tile,
+    freeze_tile,
+    make_cpu_plan,
+    make_plan,
+)
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
+
+BACKENDS = ("auto", "gpu", "cpu")
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    out: Any | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+) -> Any:
+    """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
+
+    The tiled online-softmax algorithm of FlashAttention-2 (Dao 2023, section 3.1).
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that speaks
+        DLPack. Arrays with a contiguous last axis are read in place whatever their other
+        strides and their alignment (16-byte aligned rows are fastest); others are copied.
+    k : array, shape (batch, seqlen_k, heads_kv, head_dim)
+        Keys, of the same dtype and kind. heads_q is a multiple of heads_kv; query head h reads
+        head h // (heads_q // heads_kv).
+    v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
+        Values. Head dims are 1 to 256, head_dim_v may differ from head_dim.
+    causal : bool
+        Query i sees only the keys j <= i + q_offset.
+    softmax_scale : float, optional
+        Factor on the scores, by default 1 / sqrt(head_dim).
+    q_offset : int, optional
+        Position of the first query among the keys, for causal masks. By default seqlen_k -
+        seqlen_q: the last query sees every key. 0 aligns the mask at the top left.
+    layout : {"bshd", "bhsd"}
+        Order of the axes; "bhsd" is (batch, heads, seqlen, dim), for the output too.
+    return_lse : bool
+        Also return the log-sum-exp of each row's scaled scores.
+    out : array, optional
+        Where to write the result; same kind, dtype and shape as the result, contiguous last
+        axis, no overlap with the inputs.
+    backend : {"auto", "gpu", "cpu"}
+        Where NumPy arrays are computed. "auto": on the GPU where there is one.
+    family : str, optional
+        Kernel family to use instead of the planner's choice: "mma", "tf32x3", "simt", "naive".
+    tile : Tile, mapping or (Br, Bc), optional
+        Tile to use instead of the tuned or default one.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Of the inputs' kind and dtype. A row that sees no key is 0.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
+        row that sees no key.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind of array or dtype.
+    ValueError
+        For shapes that do not go together, a wrong value, or a family or tile that does not fit.
+    CompileError
+        If a kernel does not compile.
+
+    Notes
+    -----
+    Runs on the current device and stream and does not synchronize (NumPy results apart). Same
+    inputs give the same bits. 16-bit inputs are accumulated in float32. NaN and inf propagate
+    as in the naive formula, and masked keys leave no trace; a NaN in a value row that
+    causality masks for some rows of its tile can reach them as 0 * NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention
+    >>> q = k = v = np.ones((1, 4, 2, 8), np.float32)
+    >>> flash_attention(q, k, v, causal=True).shape
+    (1, 4, 2, 8)
+    """
+    options = Options(
+        causal, softmax_scale, q_offset, layout, return_lse, family, freeze_tile(tile)
+    )
+    if _all_cupy(q, k, v) and out is None and backend == "auto" and layout == "bshd":
+        # The common call, without the checks that its arguments passed by their types.
+        result, lse = launch.forward(q, k, v, None, options)
+        return (result, lse) if return_lse else result
+    arrays.require_layout(layout)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    (q, convert), (k, _), (v, _) = (
+        arrays.normalize(name, array) for name, array in (("q", q), ("k", k), ("v", v))
+    )
+    target = None if out is None else arrays.normalize("out", out)[0]
+    _require_one_kind(q, k, v, target)
+    if isinstance(q, np.ndarray):
+        result, lse = _from_host(q, k, v, target, backend, options)
+    elif backend == "cpu":
+        raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
+    else:
+        result, lse = launch.forward(q, k, v, target, options)
+    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
+    result = convert(result) if out is None else (convert(result), out)[1]
+    return (result, convert(lse)) if return_lse else result
+
+
+def flash_attention_qkvpacked(qkv: Any, **options: Any) -> Any:
+    """`flash_attention` of queries, keys and values that lie in one array, read in place.
+
+    Parameters
+    ----------
+    qkv : array, shape (batch, seqlen, 3, heads, head_dim)
+        Queries, keys and values along the third axis.
+    **options
+        As in `flash_attention`; layout is "bshd".
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen, heads, head_dim)
+        And lse with return_lse.
+
+    Raises
+    ------
+    ValueError
+        If qkv is not of that shape, and as `flash_attention`.
+    """
+    shape = tuple(getattr(qkv, "shape", ()))
+    if len(shape) != 5 or shape[2] != 3:
+        raise ValueError(f"qkv has shape {shape}; expected (batch, seqlen, 3, heads, head_dim)")
+    if options.get("layout", "bshd") != "bshd":
+        raise ValueError(f"layout is {options['layout']!r}; packed arrays are 'bshd'")
+    return flash_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], **options)
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    arch: str | None = None,
+) -> Plan:
+    """The Plan that a call with these arguments would use, without computing anything.
+
+    Parameters
+    ----------
+    q, k, v, causal, softmax_scale, q_offset, layout, backend, family, tile
+        As in `flash_attention`. The arrays are not read.
+    arch : str, optional
+        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+
+    Returns
+    -------
+    Plan
+        Family, tile, resources and reasons; `print` it.
+    """
+    options = Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
+    arrays.require_layout(layout)
+    q, k, v = (arrays.normalize(n, a)[0] for n, a in (("q", q), ("k", k), ("v", v)))
+    _require_one_kind(q, k, v, None)
+    q, k, v = (arrays.readable_in_place(array) for array in (q, k, v))
+    problem = launch.problem_of(q, k, v, None, options)
+    if arch is not None:
+        return make_plan(problem, device_for_arch(arch), family=family, tile=options.tile)
+    if isinstance(q, np.ndarray) and not _host_runs_on_gpu(backend):
+        return make_cpu_plan(problem, _cpu_tile(problem, options), gpu_unavailable())
+    if reason := gpu_unavailable():
+        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
+    import cupy
+
+    made = make_plan(
+        problem,
+        device_for_id(cupy.cuda.runtime.getDevice()),
+        family=family,
+        tile=options.tile,
+    )
+    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
+
+
+def _all_cupy(q: Any, k: Any, v: Any) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and type(q) is type(k) is type(v) is cupy.ndarray
+
+
+def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:
+    for name, array in (("k", k), ("v", v), ("out", out)):
+        if array is not None and isinstance(array, np.ndarray) != isinstance(q, np.ndarray):
+            host, device = ("q", name) if isinstance(q, np.ndarray) else (name, "q")
+            raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
+
+
+def _host_runs_on_gpu(backend: str) -> bool:
+    if backend == "gpu" and (reason := gpu_unavailable()):
+        raise UnsupportedError(f"backend is 'gpu', but {reason}")
+    return backend == "gpu" or (backend == "auto" and gpu_unavailable() is None)
+
+
+def _from_host(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray | None,
+    backend: str,
+    options: Options,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    problem = launch.problem_of(q, k, v, out, options)
+    if out is None:
+        out = np.empty(launch.out_shape(q, v), q.dtype)
+    elif any(arrays.overlap(out, array) for array in (q, k, v)):
+        raise ValueError("out overlaps an input; pass memory of its own")
+    if _host_runs_on_gpu(backend):
+        import cupy
+
+        result, lse = launch.forward(*map(cupy.asarray, (q, k, v)), None, options)
+        out[...] = cupy.asnumpy(result)
+        return out, None if lse is None else cupy.asnumpy(lse)
+    lse = None
+    if options.return_lse:
+        lse_dtype = np.float64 if problem.dtype == "float64" else np.float32
+        lse = np.empty((problem.batch, problem.heads_q, problem.seqlen_q), lse_dtype)
+    cpu.forward(
+        *(arrays.to_bshd(array, options.layout) for array in (q, k, v, out)),
+        lse,
+        causal=problem.causal,
+        q_offset=problem.q_offset,
+        softmax_scale=problem.softmax_scale,
+        tile=_cpu_tile(problem, options),
+    )
+    return out, lse
+
+
+def _cpu_tile(problem: Problem, options: Options) -> Tile:
+    if options.family not in (None, "cpu"):
+        raise UnsupportedError(
+            f"family {options.family!r} is a GPU kernel, but the CPU backend computes this"
+            + (f": {reason}" if (reason := gpu_unavailable()) else "")
+        )
+    return choose_cpu_tile(problem, options.tile)

@@ -1,0 +1,269 @@
+"""The one place that compiles: a translation unit to a loaded kernel, or to a cubin with no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cupy_flash.device import Device, Resources, device_for_id
+from cupy_flash.errors import CompileError
+from cupy_flash.families.base import KERNEL_DIR, TranslationUnit
+
+logger = logging.getLogger("cupy_flash")
+
+# NVRTC 12.0 is the first that targets sm_90 and knows the C++17 the kernels use.
+OLDEST_NVRTC = (12, 0)
+# -ftz is what CuPy adds by itself; naming it here makes ahead-of-time cubins the same.
+_OPTIONS = ("-std=c++17", "-ftz=true", "-default-device")
+CUBINS_VARIABLE = "CUPY_FLASH_CUBINS"
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of a unit for one architecture."""
+
+    image: bytes
+    resources: dict[str, Resources]
+    log: str
+    seconds: float
+
+
+def compile_options(device: Device) -> tuple[str, ...]:
+    """NVRTC options besides the architecture."""
+    return (*_OPTIONS, f"-I{KERNEL_DIR}")
+
+
+def unit_digest(unit: TranslationUnit, device: Device) -> str:
+    """Key of a unit's machine code: its text (which holds the sources' digest), target, options."""
+    text = "\0".join([unit.text, device.sm, *_OPTIONS])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def why_no_compiler() -> str | None:
+    """Why NVRTC cannot be used here, or None if it can."""
+    try:
+        from cupy.cuda import nvrtc
+
+        version = nvrtc.getVersion()
+    except Exception as error:  # CuPy missing, or its NVRTC library missing or broken
+        return f"NVRTC cannot be loaded: {error}"
+    if version < OLDEST_NVRTC:
+        return (
+            f"NVRTC {version[0]}.{version[1]} is too old; "
+            f"{OLDEST_NVRTC[0]}.{OLDEST_NVRTC[1]} or newer is needed"
+        )
+    return None
+
+
+def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
+    """Compile a unit with NVRTC, with or without a GPU.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log and the unit.
+    """
+    if reason := why_no_compiler():
+        raise CompileError(f"{unit.title} for {device.sm}: {reason}")
+    from cupy.cuda import nvrtc
+
+    start = time.perf_counter()
+    program = nvrtc.createProgram(unit.text, "unit.cu", (), ())
+    try:
+        options = (*compile_options(device), f"-arch={device.sm}", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            raise CompileError(
+                _compile_message(unit, device, nvrtc.getProgramLog(program))
+            ) from error
+        log = nvrtc.getProgramLog(program)
+        image = nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return Cubin(image, _parse_resources(log), log, time.perf_counter() - start)
+
+
+def _compile_message(unit: TranslationUnit, device: Device, log: str) -> str:
+    numbered = "\n".join(f"{i:4} {t}" for i, t in enumerate(unit.text.splitlines(), 1))
+    return (
+        f"{unit.title} does not compile for {device.sm}.\n"
+        f"Compiler log:\n{log.strip() or '(empty)'}\n"
+        f"Translation unit (headers in {KERNEL_DIR}):\n{numbered}"
+    )
+
+
+def _parse_resources(log: str) -> dict[str, Resources]:
+    resources = {}
+    for block in re.split(r"Compiling entry function", log)[1:]:
+        name = re.search(r"'(\w+)'", block)
+        registers = re.search(r"Used (\d+) registers", block)
+        if name is None or registers is None:
+            continue
+        local = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", block)
+        shared = re.search(r"(\d+) bytes smem", block)
+        resources[name[1]] = Resources(
+            registers=int(registers[1]),
+            spill_bytes=max(map(int, local), default=0),
+            static_shared_memory=int(shared[1]) if shared else 0,
+        )
+    return resources
+
+
+def kernel_cache_dir() -> Path:
+    """Where CuPy keeps compiled kernels."""
+    default = Path.home() / ".cupy" / "kernel_cache"
+    return Path(os.environ.get("CUPY_CACHE_DIR", default))
+
+
+class KernelCache:
+    """Loaded kernels, by device and unit."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[int, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, unit: TranslationUnit, shared_memory: dict[str, int]) -> dict[str, Any]:
+        """The unit's kernels on the current device, compiled on first use.
+
+        Parameters
+        ----------
+        unit
+            What to compile.
+        shared_memory
+            Dynamic shared memory of each entry, in bytes.
+
+        Returns
+        -------
+        dict
+            Entry name to a `cupy.cuda.Function`.
+
+        Raises
+        ------
+        CompileError
+            With the compiler's log and the unit.
+        """
+        import cupy
+
+        device_id = cupy.cuda.runtime.getDevice()
+        key = (device_id, unit.text)
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            with self._lock:
+                kernels = self._kernels.get(key)
+                if kernels is None:
+                    kernels = _load(unit, device_for_id(device_id), shared_memory)
+                    self._kernels[key] = kernels
+        return kernels
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any kernel was loaded in this process."""
+        return bool(self._kernels)
+
+    def find(self, device_id: int, unit: TranslationUnit) -> dict[str, Any] | None:
+        """The unit's kernels if they are loaded on that device."""
+        return self._kernels.get((device_id, unit.text))
+
+
+kernel_cache = KernelCache()
+
+
+def _load(unit: TranslationUnit, device: Device, shared_memory: dict[str, int]) -> dict[str, Any]:
+    if reason := why_no_compiler():
+        raise CompileError(f"{unit.title} for {device.sm}: {reason}")
+    start = time.perf_counter()
+    module, origin = _load_module(unit, device)
+    kernels = {}
+    for entry in unit.entries:
+        raw = module.get_function(entry)
+        if shared_memory[entry]:
+            raw.max_dynamic_shared_size_bytes = shared_memory[entry]
+            # All of the unified L1 as shared memory, so that as many blocks fit as planned.
+            raw.preferred_shared_memory_carveout = 100
+        kernels[entry] = raw.kernel
+    logger.info(
+        "%s for %s: ready in %.2f s (%s)",
+        unit.title,
+        device.name,
+        time.perf_counter() - start,
+        origin,
+    )
+    return kernels
+
+
+def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
+    import cupy
+
+    if prebuilt := find_prebuilt(unit, device):
+        return cupy.RawModule(path=str(prebuilt)), f"prebuilt in {prebuilt.parent}"
+    cache = kernel_cache_dir()
+    logger.info("%s for %s: compiling unless cached in %s", unit.title, device.name, cache)
+    module = cupy.RawModule(code=unit.text, options=compile_options(device))
+    try:
+        module.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(_compile_message(unit, device, error.get_message())) from None
+    except OSError as error:
+        # A cache that cannot be written costs a compilation in each process, no more.
+        logger.warning("%s cannot be written (%s): kernels are not kept on disk", cache, error)
+        with _kernels_in_memory():
+            module = cupy.RawModule(code=unit.text, options=compile_options(device))
+            module.compile()
+    return module, f"cache {cache}"
+
+
+@contextlib.contextmanager
+def _kernels_in_memory() -> Any:
+    variable = "CUPY_CACHE_IN_MEMORY"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def prebuilt_name(unit: TranslationUnit, device: Device) -> str:
+    """File name of a unit's cubin in a prebuilt set; its digest makes it valid or not found."""
+    return f"{unit_digest(unit, device)}.{device.sm}.cubin"
+
+
+def find_prebuilt(unit: TranslationUnit, device: Device) -> Path | None:
+    """The unit's cubin under ``CUPY_FLASH_CUBINS``, or None."""
+    folder = os.environ.get(CUBINS_VARIABLE)
+    if not folder:
+        return None
+    path = Path(folder) / prebuilt_name(unit, device)
+    return path if path.is_file() else None
+
+
+def loaded_resources(unit: TranslationUnit) -> Resources | None:
+    """Resources of the unit's first entry where it is loaded on the current device."""
+    if not kernel_cache.is_used:
+        return None
+    import cupy
+
+    kernels = kernel_cache.find(cupy.cuda.runtime.getDevice(), unit)
+    if kernels is None:
+        return None
+    attribute = cupy.cuda.driver.funcGetAttribute
+    pointer = kernels[unit.entries[0]].ptr
+    return Resources(
+        registers=attribute(cupy.cuda.driver.CU_FUNC_ATTRIBUTE_NUM_REGS, pointer),
+        spill_bytes=attribute(cupy.cuda.driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, pointer),
+        static_shared_memory=attribute(
+            cupy.cuda.driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, pointer
+        ),
+    )

@@ -1,0 +1,468 @@
+"""The tiled attention forward pass in NumPy: the backend where there is no GPU.
+
+The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 1): a
+tile of Br query rows stays put while tiles of Bc keys and values pass by; a running row maximum and
+row sum replace the softmax over whole rows, and the division by the sum waits until the last tile.
+The score matrix never exists as a whole, so scratch memory does not grow with the sequence.
+
+One step goes beyond the paper. Where the norms of a tile's queries and of the keys they see bound
+all scores to a range in which exp can neither overflow nor underflow, the running maximum is left
+at 0: that saves two of the four passes over the scores that are not matrix products.
+
+Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
+the time is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import ThreadpoolController
+
+Array = NDArray[Any]
+
+#: Bytes that the scratch of all workers together stays under; no more workers start than fit.
+SCRATCH_LIMIT = 60 << 20
+
+# Scores within [-SCORE_BOUND, SCORE_BOUND] need no running maximum: exp stays within [1e-13, 1e13],
+# far from float32's ends even when multiplied by values of magnitude VALUE_BOUND, or its inverse,
+# and summed. Normal random inputs of any head_dim stay below 25.
+SCORE_BOUND = 30.0
+VALUE_BOUND = 1e16
+
+# Keys' norms and values' magnitudes are bounded per this many keys.
+KEY_GROUP = 64
+
+# Fewer query rows per key/value head do not pay back the pass over K and V that finds the bounds.
+MIN_ROWS_FOR_BOUNDS = 128
+
+# Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2 ms.
+MIN_PAIRS_PER_WORKER = 1 << 17
+
+
+@dataclass(frozen=True)
+class CpuTile:
+    """Tile of the CPU backend: ``Br`` query rows by ``Bc`` keys."""
+
+    Br: int
+    Bc: int
+
+    def __post_init__(self) -> None:
+        for name, size in (("Br", self.Br), ("Bc", self.Bc)):
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} must be an int, not {type(size).__name__}")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+
+
+def default_tile(
+    dtype: np.dtype[Any], seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int
+) -> CpuTile:
+    """The tile to use where none was tuned.
+
+    Does not depend on the number of threads, so that results do not either.
+    """
+    # Best of nine interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32,
+    # 1 x 8 x 4096 x 64:  256x512 598, 384x512 452, 512x256 522, 512x512 428, 768x512 397,
+    # 1024x256 394, 1024x512 408. Wider tiles make better matrix products; past 512 rows little is
+    # gained, and the tiles become too few to share out evenly. Short sequences have few to start
+    # with.
+    Br = 512 if seqlen_q >= 2048 else 256
+    return CpuTile(min(Br, max(seqlen_q, 1)), min(512, max(seqlen_k, 1)))
+
+
+def candidate_tiles(
+    dtype: np.dtype[Any], seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int
+) -> Iterator[CpuTile]:
+    """Tiles worth timing for a problem: powers of two that its sequences can fill.
+
+    Each leaves room in :data:`SCRATCH_LIMIT` for at least four workers.
+    """
+
+    def sizes(smallest: int, largest: int, seqlen: int) -> Iterator[int]:
+        size = smallest
+        while size <= largest:
+            yield size
+            if size >= seqlen:
+                return
+            size *= 2
+
+    for Br in sizes(32, 2048, seqlen_q):
+        for Bc in sizes(64, 2048, seqlen_k):
+            tile = CpuTile(Br, Bc)
+            if 4 * scratch_bytes(tile, dtype, head_dim, head_dim_v) <= SCRATCH_LIMIT:
+                yield tile
+
+
+def scratch_bytes(tile: CpuTile, dtype: np.dtype[Any], head_dim: int, head_dim_v: int) -> int:
+    """Bytes of scratch that one worker needs for ``tile``."""
+    sizes = _scratch_sizes(tile.Br, tile.Bc, head_dim, head_dim_v)
+    return sum(sizes.values()) * _compute_dtype(dtype).itemsize
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    causal: bool,
+    q_offset: int,
+    softmax_scale: float,
+    tile: CpuTile,
+    threads: int | None = None,
+) -> None:
+    """Attention of ``q`` over ``k`` and ``v`` into ``out``, and its log-sum-exp into ``lse``.
+
+    The arguments are taken as checked. float64 computes in float64, everything else in float32.
+    The same inputs and tile give the same bits, whatever the number of threads. While the call
+    lasts, BLAS is held to one thread per call in the whole process.
+
+    Parameters
+    ----------
+    q : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim)
+        float16, bfloat16 (ml_dtypes), float32 or float64; any strides, as for the other arrays.
+    k : numpy.ndarray, (batch, seqlen_k, heads_kv, head_dim)
+        ``heads_q`` is a multiple of ``heads_kv``.
+    v : numpy.ndarray, (batch, seqlen_k, heads_kv, head_dim_v)
+    out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
+        Overwritten; must not overlap the inputs.
+    lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
+        Overwritten with natural logarithms.
+    causal : bool
+        Query ``i`` sees only the keys ``j <= i + q_offset``.
+    q_offset : int
+        Absolute position of the first query.
+    softmax_scale : float
+        Factor on the scores.
+    tile : CpuTile
+        Clipped to the sequences.
+    threads : int, optional
+        At most this many workers; as many as there are CPUs for this process if not given. Fewer
+        run where the work is small or the scratch of more would pass :data:`SCRATCH_LIMIT`.
+
+    Raises
+    ------
+    ValueError
+        The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
+    """
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    if batch * seqlen_q * heads_q == 0:
+        return
+    group = heads_q // heads_kv
+    heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
+    Br = min(tile.Br, seqlen_q)
+    Bc = min(tile.Bc, max(seqlen_k, 1))
+    worker_bytes = scratch_bytes(CpuTile(Br * heads_per_tile, Bc), q.dtype, head_dim, head_dim_v)
+    if worker_bytes > SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )
+    use_bounds = group * seqlen_q >= MIN_ROWS_FOR_BOUNDS and Bc >= KEY_GROUP
+    compute = _compute_dtype(q.dtype)
+    bounds_shape = (batch, heads_kv, seqlen_k // KEY_GROUP if use_bounds else 0)
+    job = _Pass(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        causal=causal,
+        # Further out makes no difference, and would not fit the index arithmetic.
+        q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
+        softmax_scale=softmax_scale,
+        Br=Br,
+        Bc=Bc,
+        heads_per_tile=heads_per_tile,
+        compute=compute,
+        key_norm=np.empty(bounds_shape, compute),
+        value_max=np.empty(bounds_shape, compute),
+    )
+    tiles = list(job.tiles())
+    pairs = batch * heads_q * seqlen_q * seqlen_k
+    workers = min(
+        threads or _cpus(),
+        len(tiles),
+        SCRATCH_LIMIT // worker_bytes,
+        math.ceil(max(pairs, 1) / MIN_PAIRS_PER_WORKER),
+    )
+    with _single_threaded_blas:
+        if job.key_norm.size:
+            heads = [(b, h) for b in range(batch) for h in range(heads_kv)]
+            _share_out(min(workers, len(heads)), job, heads, _find_bounds)
+        _share_out(workers, job, tiles, _attend)
+
+
+class _SingleThreadedBlas:
+    """Holds BLAS to one thread per call while any forward pass runs.
+
+    The workers are the parallelism; a BLAS that fans out from each of them makes them queue for its
+    one pool of threads. Measured with OpenBLAS on 4 busy cores: 0.28 s with the limit, 0.86 s to
+    tens of seconds without. The limit is the process's, so overlapping passes share one and the
+    last to leave restores what was there. Setting and restoring takes 18 us.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._controller: Any = None
+        self._limiter: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._controller is None:
+                self._controller = ThreadpoolController()
+            if self._users == 0:
+                self._limiter = self._controller.limit(limits=1, user_api="blas")
+            self._users += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._limiter.restore_original_limits()
+
+
+_single_threaded_blas = _SingleThreadedBlas()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward pass: the arrays, and what all its tiles share."""
+
+    q: Array  # (batch, seqlen_q, heads_q, head_dim)
+    k: Array  # (batch, seqlen_k, heads_kv, head_dim)
+    v: Array  # (batch, seqlen_k, heads_kv, head_dim_v)
+    out: Array  # (batch, seqlen_q, heads_q, head_dim_v)
+    lse: Array | None  # (batch, heads_q, seqlen_q)
+    causal: bool
+    q_offset: int
+    softmax_scale: float
+    Br: int
+    Bc: int
+    heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
+    compute: np.dtype[Any]
+    # The largest norm of a key, and magnitude of a value, up to the end of each KEY_GROUP keys;
+    # (batch, heads_kv, groups), with no groups where bounds are not used.
+    key_norm: Array
+    value_max: Array
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2] // self.k.shape[2]
+
+    def keys_seen(self, row: int) -> int:
+        """How many keys, from the first on, query ``row`` sees."""
+        seqlen_k = self.k.shape[1]
+        if not self.causal:
+            return seqlen_k
+        return min(max(row + self.q_offset + 1, 0), seqlen_k)
+
+    def tiles(self) -> Iterator[tuple[int, int, int, int]]:
+        """(batch, first head, heads, first row) of every tile, those that see most keys first."""
+        batch, seqlen_q, heads_q, _ = self.q.shape
+        for row in reversed(range(0, seqlen_q, self.Br)):
+            for b in range(batch):
+                for first in range(0, heads_q, self.group):
+                    last = first + self.group
+                    for head in range(first, last, self.heads_per_tile):
+                        yield b, head, min(self.heads_per_tile, last - head), row
+
+    def key_tiles(self, seen_by_all: int, seen_by_any: int) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the key tiles: first those that need no mask, then those that do."""
+        for first, last in ((0, seen_by_all), (seen_by_all, seen_by_any)):
+            for start in range(first, last, self.Bc):
+                yield start, min(start + self.Bc, last)
+
+
+def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _scratch_sizes(rows: int, Bc: int, head_dim: int, head_dim_v: int) -> dict[str, int]:
+    return {
+        "q": rows * head_dim,
+        "k": Bc * head_dim,
+        "v": Bc * head_dim_v,
+        "ones": Bc,
+        "scores": rows * Bc,
+        "acc": rows * head_dim_v,
+        "product": rows * head_dim_v,
+        "row_max": rows,
+        "new_max": rows,
+        "row_sum": rows,
+        "tile_sum": rows,
+    }
+
+
+class _Scratch:
+    """One worker's buffers: allocated once, cut to each tile's size."""
+
+    def __init__(self, job: _Pass) -> None:
+        sizes = _scratch_sizes(
+            job.Br * job.heads_per_tile, job.Bc, job.q.shape[3], job.v.shape[3]
+        )
+        self._flat = {name: np.empty(size, job.compute) for name, size in sizes.items()}
+        self._flat["ones"].fill(1)
+
+    def cut(self, name: str, *shape: int) -> Array:
+        return self._flat[name][: math.prod(shape)].reshape(shape)
+
+    def operand(self, name: str, source: Array) -> Array:
+        """``source`` (rows, columns) as BLAS reads it: itself if possible, else a copy."""
+        row, column = source.strides
+        if (
+            source.dtype == self._flat[name].dtype
+            and column == source.itemsize
+            and row >= source.shape[1] * column
+            and row % column == 0
+            and source.flags.aligned
+        ):
+            return source
+        copy = self.cut(name, *source.shape)
+        np.copyto(copy, source, casting="same_kind")
+        return copy
+
+
+def _cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _share_out(workers: int, job: _Pass, items: list[Any], work: Callable[..., None]) -> None:
+    """Call ``work(job, scratch, *item)`` for every item, from ``workers`` threads."""
+    queue = deque(items)
+
+    def worker() -> None:
+        scratch = _Scratch(job)
+        # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
+        # logarithm of an empty row's sum, NaN on their way through.
+        with np.errstate(all="ignore"):
+            while True:
+                try:
+                    item = queue.popleft()
+                except IndexError:
+                    return
+                work(job, scratch, *item)
+
+    if workers == 1:
+        worker()
+        return
+    with ThreadPoolExecutor(workers, "cupy_flash") as pool:
+        for future in [pool.submit(worker) for _ in range(workers)]:
+            future.result()
+
+
+def _find_bounds(job: _Pass, scratch: _Scratch, b: int, kv_head: int) -> None:
+    """Fill ``key_norm`` and ``value_max`` for one key/value head."""
+    key_norm, value_max = job.key_norm[b, kv_head], job.value_max[b, kv_head]
+    step = job.Bc // KEY_GROUP
+    for first in range(0, len(key_norm), step):
+        groups = slice(first, min(first + step, len(key_norm)))
+        count = groups.stop - first
+        keys = slice(first * KEY_GROUP, groups.stop * KEY_GROUP)
+        k = scratch.operand("k", job.k[b, keys, kv_head])
+        v = scratch.operand("v", job.v[b, keys, kv_head]).reshape(count, KEY_GROUP, -1)
+        squares = np.einsum("jd,jd->j", k, k).reshape(count, KEY_GROUP)
+        np.sqrt(squares.max(axis=1), out=key_norm[groups])
+        np.maximum(v.max(axis=(1, 2)), -v.min(axis=(1, 2)), out=value_max[groups])
+    np.maximum.accumulate(key_norm, out=key_norm)
+    np.maximum.accumulate(value_max, out=value_max)
+
+
+def _scores_are_bounded(job: _Pass, q: Array, b: int, kv_head: int, keys: int) -> bool:
+    """Whether the scaled queries ``q`` can do without a running maximum over the first ``keys``.
+
+    Asks only about keys that every row of the tile sees: a masked key must leave no trace, not even
+    in the rounding. False if anything it looks at is NaN or inf.
+    """
+    groups = keys // KEY_GROUP
+    if groups == 0 or job.key_norm.shape[2] == 0 or keys % KEY_GROUP:
+        return False
+    q_norm = np.sqrt(np.einsum("id,id->i", q, q).max())
+    value_max = job.value_max[b, kv_head, groups - 1]
+    return bool(
+        q_norm * job.key_norm[b, kv_head, groups - 1] <= SCORE_BOUND
+        and (value_max == 0 or 1 / VALUE_BOUND <= value_max <= VALUE_BOUND)
+    )
+
+
+def _attend(job: _Pass, scratch: _Scratch, b: int, head: int, heads: int, row: int) -> None:
+    """Output and lse of ``heads`` query heads, which share a kv head, from query ``row`` on."""
+    rows = min(job.Br, job.q.shape[1] - row)
+    head_dim, head_dim_v = job.q.shape[3], job.v.shape[3]
+    kv_head = head // job.group
+    m = heads * rows
+
+    # With the scale folded in here, no pass over the scores is needed for it.
+    q = scratch.cut("q", m, head_dim)
+    tile_q = job.q[b, row : row + rows, head : head + heads].swapaxes(0, 1)
+    np.copyto(q.reshape(heads, rows, head_dim), tile_q, casting="same_kind")
+    q *= job.compute.type(job.softmax_scale)
+    # Rounded down to where the bounds are known; from there on the running maximum is kept.
+    seen_by_all = job.keys_seen(row) // KEY_GROUP * KEY_GROUP
+    seen_by_any = job.keys_seen(row + rows - 1)
+    bounded = _scores_are_bounded(job, q, b, kv_head, seen_by_all)
+
+    acc = scratch.cut("acc", m, head_dim_v)
+    product = scratch.cut("product", m, head_dim_v)
+    row_max, new_max = scratch.cut("row_max", m), scratch.cut("new_max", m)
+    row_sum, tile_sum = scratch.cut("row_sum", m), scratch.cut("tile_sum", m)
+    ones = scratch.cut("ones", job.Bc)
+    acc.fill(0)
+    row_sum.fill(0)
+    row_max.fill(0 if bounded else -np.inf)
+    for start, stop in job.key_tiles(seen_by_all, seen_by_any):
+        k = scratch.operand("k", job.k[b, start:stop, kv_head])
+        v = scratch.operand("v", job.v[b, start:stop, kv_head])
+        scores = scratch.cut("scores", m, stop - start)
+        np.matmul(q, k.T, out=scores)
+        if job.causal and start >= seen_by_all:
+            last_seen = np.arange(row, row + rows)[:, None] + job.q_offset
+            masked = np.arange(start, stop)[None, :] > last_seen
+            np.copyto(scores.reshape(heads, rows, stop - start), -np.inf, where=masked)
+        if not bounded or start >= seen_by_all:
+            np.max(scores, axis=1, out=new_max)
+            np.maximum(new_max, row_max, out=new_max)
+            # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
+            safe = np.where(new_max == -np.inf, 0, new_max)
+            # The maxima seldom move after the first tiles; comparing them is cheap.
+            if start and not np.array_equal(new_max, row_max):
+                row_max -= safe
+                np.exp(row_max, out=row_max)
+                row_sum *= row_max
+                acc *= row_max[:, None]
+            row_max[...] = new_max
+            np.subtract(scores, safe[:, None], out=scores)
+        np.exp(scores, out=scores)
+        # A product with ones sums rows three times as fast as add.reduce.
+        np.matmul(scores, ones[: stop - start], out=tile_sum)
+        np.matmul(scores, v, out=product)
+        row_sum += tile_sum
+        acc += product
+
+    # Nothing seen. Only then is the sum 0: the row's largest term is exp(0), or bounded from below.
+    empty = row_sum == 0
+    acc /= row_sum[:, None]
+    acc[empty] = 0
+    target = job.out[b, row : row + rows, head : head + heads].swapaxes(0, 1)
+    np.copyto(target, acc.reshape(heads, rows, head_dim_v), casting="same_kind")
+    if job.lse is not None:
+        np.log(row_sum, out=row_sum)
+        row_sum += row_max
+        row_sum[empty] = -np.inf
+        job.lse[b, head : head + heads, row : row + rows] = row_sum.reshape(heads, rows)

@@ -1,0 +1,14 @@
+"""The library's own exceptions."""
+
+from __future__ import annotations
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile.
+
+    The message holds what was compiled, the compiler's log and the translation unit.
+    """
+
+
+class UnsupportedError(ValueError):
+    """No kernel family (or not the one asked for) can serve the problem here."""

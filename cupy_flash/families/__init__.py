@@ -1,0 +1,15 @@
+"""The kernel families, in the order in which the planner prefers them."""
+
+from __future__ import annotations
+
+from cupy_flash.families.base import Family, Launch, TranslationUnit
+from cupy_flash.families.mma import MmaFamily
+
+
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (MmaFamily(),)
+}
+
+__all__ = ["FAMILIES", "Family", "Launch", "TranslationUnit"]

@@ -1,0 +1,183 @@
+"""The contract of a kernel family: one `.cu` file and one subclass of `Family`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupy_flash.device import Device
+from cupy_flash.params import layout_assertions
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# In a wheel the kernels lie inside the package, in a checkout beside it.
+KERNEL_DIR = next(
+    (path for path in (_PACKAGE / "kernels_cu", _PACKAGE.parent / "kernels_cu") if path.is_dir()),
+    _PACKAGE / "kernels_cu",
+)
+
+_ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
+
+
+@dataclass(frozen=True)
+class TranslationUnit:
+    """Source text of one compilation: it includes a family's `.cu` and names one config.
+
+    Attributes
+    ----------
+    text
+        CUDA C++ that includes the family's file and defines the entries.
+    entries
+        Names of the ``extern "C"`` kernels, in launch order.
+    title
+        What it is, for people: family, dtype, head dims, tile.
+    """
+
+    text: str
+    entries: tuple[str, ...]
+    title: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: an entry of the unit with its grid, threads and dynamic shared memory."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_memory: int = 0
+
+
+class Family(ABC):
+    """A kernel family. Pure arithmetic on records: no arrays, no GPU."""
+
+    name: str
+    source: str
+    tile_type: type[Tile]
+    # Whether the planner may choose it unasked.
+    automatic: bool = True
+
+    @abstractmethod
+    def why_not(self, problem: Problem, device: Device) -> str | None:
+        """Why the family cannot serve the problem on the device, or None if it can."""
+
+    @abstractmethod
+    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        """Every tile of the family's search space for this problem, legal or not."""
+
+    @abstractmethod
+    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+        """Why a tile cannot be launched, by resource arithmetic, or None if it can."""
+
+    @abstractmethod
+    def default_tile(self, problem: Problem, device: Device) -> Tile:
+        """The tile used where the tuned table has none."""
+
+    @abstractmethod
+    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+        """Dynamic shared memory of a thread block, in bytes."""
+
+    @abstractmethod
+    def threads(self, tile: Tile) -> int:
+        """Threads of a block."""
+
+    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        """Thread blocks that share the keys of one query tile."""
+        return 1
+
+    def workspace(self, problem: Problem, num_splits: int) -> int:
+        """Bytes of device memory needed besides the arrays."""
+        return 0
+
+    @abstractmethod
+    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+        """The kernel launches, in order."""
+
+    @abstractmethod
+    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        """C++ definition of each entry, in launch order."""
+
+    @abstractmethod
+    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+        """The family's own members of the `Config` struct."""
+
+    def tiles(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        """Every legal tile."""
+        for tile in self.candidates(problem, device):
+            if self.why_not_tile(problem, device, tile) is None:
+                yield tile
+
+    def unit(self, problem: Problem, tile: Tile, num_splits: int) -> TranslationUnit:
+        """The translation unit of one tile."""
+        members = {
+            "head_dim": problem.head_dim,
+            "head_dim_v": problem.head_dim_v,
+            "causal": problem.causal,
+            "negate_scores": problem.softmax_scale < 0,
+            "alignment": problem.alignment,
+            "out_alignment": problem.out_alignment,
+            "split_keys": num_splits > 1,
+        }
+        members |= self.config(problem, tile)
+        entries = self.entries(problem, tile, num_splits)
+        lines = [
+            f"// cupy_flash {self.name}, sources {self.digest()}",
+            f'#include "{self.source}"',
+            layout_assertions(),
+            "struct Config {",
+            f"  using Element = {_ELEMENT[problem.dtype]};",
+            *(f"  static constexpr {_c_value(name, value)};" for name, value in members.items()),
+            "};",
+            *entries.values(),
+        ]
+        title = (
+            f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
+            + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+            + (" causal" if problem.causal else "")
+            + (" split" if num_splits > 1 else "")
+            + f" tile {tile}"
+        )
+        return TranslationUnit("\n".join(lines) + "\n", tuple(entries), title)
+
+    def digest(self) -> str:
+        """Hash of the family's `.cu` and every header it reaches."""
+        return source_digest(self.source)
+
+
+def _c_value(name: str, value: int | bool) -> str:
+    if isinstance(value, bool):
+        return f"bool {name} = {str(value).lower()}"
+    return f"int {name} = {value}"
+
+
+@functools.cache
+def source_digest(source: str) -> str:
+    """Sixteen hex digits over a kernel file and, transitively, all it includes."""
+    pending, seen = [source], set[str]()
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            text = (KERNEL_DIR / name).read_text(encoding="utf-8")
+            pending += re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    digest = hashlib.sha256()
+    for name in sorted(seen):
+        text = (KERNEL_DIR / name).read_text(encoding="utf-8")
+        digest.update(name.encode() + b"\0" + text.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Quotient rounded up."""
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple not below value."""
+    return ceil_div(value, multiple) * multiple

@@ -1,0 +1,160 @@
+"""Tensor-core fused attention for float16 and bfloat16: `kernels_cu/mma.cu`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.device import Device
+from cupy_flash.families import split
+from cupy_flash.families.base import Family, Launch, ceil_div, round_up
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
+
+
+@dataclass(frozen=True)
+class MmaTile(Tile):
+    """Tile of the `mma` family.
+
+    Attributes
+    ----------
+    warps
+        Of a thread block; each owns 16 or 32 of the Br rows.
+    stages
+        Tiles of keys or values in the shared-memory ring, 2 to 4: one in use, the others on
+        their way.
+    q_in_registers
+        1 keeps the query fragments in registers, 0 reads them from shared memory for each tile.
+    min_blocks
+        Thread blocks per SM that the compiler limits registers for.
+    """
+
+    warps: int = 4
+    stages: int = 2
+    q_in_registers: int = 0
+    min_blocks: int = 1
+
+
+class MmaFamily(Family):
+    """FlashAttention-2 on mma.m16n8k16 with cp.async."""
+
+    name = "mma"
+    source = "mma.cu"
+    tile_type = MmaTile
+
+    def why_not(self, problem: Problem, device: Device) -> str | None:
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if device.arch < 80:
+            return f"needs sm_80 or newer for cp.async and mma.m16n8k16, not {device.sm}"
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        for warps, row_tiles, Bc, stages, q_in_registers, min_blocks in itertools.product(
+            (4, 8), (1, 2), (32, 64, 128), (2, 3, 4), (0, 1), (1, 2, 3)
+        ):
+            yield MmaTile(
+                Br=warps * row_tiles * 16,
+                Bc=Bc,
+                warps=warps,
+                stages=stages,
+                q_in_registers=q_in_registers,
+                min_blocks=min_blocks,
+            )
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+        assert isinstance(tile, MmaTile)
+        if not 1 <= tile.warps <= 16:
+            return f"warps is {tile.warps}; expected 1 to 16"
+        if tile.Br not in (16 * tile.warps, 32 * tile.warps):
+            return f"Br is {tile.Br}; expected 16 or 32 rows for each of {tile.warps} warps"
+        if tile.Bc < 16 or tile.Bc % 16:
+            return f"Bc is {tile.Bc}; expected a multiple of 16"
+        if not 2 <= tile.stages <= 4:
+            return f"stages is {tile.stages}; expected 2 to 4"
+        if tile.q_in_registers not in (0, 1):
+            return f"q_in_registers is {tile.q_in_registers}; expected 0 or 1"
+        if tile.min_blocks < 1:
+            return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        shared_memory = self.shared_memory(problem, tile)
+        if shared_memory > device.shared_memory_per_block:
+            return (
+                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
+                f"{device.shared_memory_per_block // 1024} KiB per block"
+            )
+        cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
+        need = self._registers(problem, tile)
+        if need > cap:
+            return f"needs about {need} registers per thread; {cap} are left to it"
+        if device.blocks_per_sm(self.threads(tile), shared_memory, 1) < tile.min_blocks:
+            return f"fewer than {tile.min_blocks} blocks fit an SM's shared memory"
+        return None
+
+    def _registers(self, problem: Problem, tile: MmaTile) -> int:
+        """An estimate from below: fragments that live at once, and 30 for addresses and state."""
+        row_tiles = tile.Br // (16 * tile.warps)
+        scores = row_tiles * tile.Bc // 2
+        output = row_tiles * round_up(problem.head_dim_v, 16) // 2
+        queries = row_tiles * round_up(problem.head_dim, 16) // 4 if tile.q_in_registers else 0
+        return scores + output + queries + 16 + 30
+
+    def default_tile(self, problem: Problem, device: Device) -> Tile:
+        # Resource arithmetic: two blocks of four warps fit an SM's registers, and 32 rows per warp
+        # halve the shared-memory reads per product.
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if widest <= 64:
+            preferred = [MmaTile(128, 64), MmaTile(64, 64)]
+        elif widest <= 128:
+            preferred = [MmaTile(128, 64), MmaTile(64, 64), MmaTile(64, 32)]
+        else:
+            preferred = [MmaTile(64, 64), MmaTile(64, 32), MmaTile(32, 32, warps=2)]
+        return next(t for t in preferred if self.why_not_tile(problem, device, t) is None)
+
+    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+        assert isinstance(tile, MmaTile)
+        columns = round_up(max(problem.head_dim, problem.head_dim_v), 16)
+        return (tile.Br + tile.stages * tile.Bc) * columns * problem.itemsize
+
+    def threads(self, tile: Tile) -> int:
+        assert isinstance(tile, MmaTile)
+        return 32 * tile.warps
+
+    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        shared_memory = self.shared_memory(problem, tile)
+        return split.num_splits(
+            problem,
+            device,
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br),
+            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
+            blocks_per_sm=device.blocks_per_sm(self.threads(tile), shared_memory, 255),
+        )
+
+    def workspace(self, problem: Problem, num_splits: int) -> int:
+        return split.workspace(problem, num_splits)
+
+    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+        blocks = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q * num_splits
+        main = Launch(
+            "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
+        )
+        return (main, *split.combine_launches(problem, num_splits))
+
+    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        assert isinstance(tile, MmaTile)
+        bounds = f"__launch_bounds__({self.threads(tile)}, {tile.min_blocks})"
+        attention = (
+            f'extern "C" __global__ void {bounds}\n'
+            "attention(const __grid_constant__ Params params) { mma_forward<Config>(params); }"
+        )
+        return {"attention": attention} | split.combine_entries(num_splits)
+
+    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+        assert isinstance(tile, MmaTile)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "warps": tile.warps,
+            "stages": tile.stages,
+            "q_in_registers": bool(tile.q_in_registers),
+        }

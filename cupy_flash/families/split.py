@@ -1,0 +1,94 @@
+"""Splitting the keys of a query tile over thread blocks: the host's side of `split.cuh`.
+
+Shared by the fused families.
+"""
+
+from __future__ import annotations
+
+from cupy_flash.device import Device
+from cupy_flash.families.base import Launch, ceil_div
+from cupy_flash.problem import Problem
+
+MAX_SPLITS = 32
+# A split must do more than write a partial result and have it merged.
+MIN_KEY_TILES = 2
+# FlashAttention's rule for decoding: leave the keys whole where the query tiles fill this share of
+# the GPU, else take the fewest splits whose waves are within this share of the best filled.
+FULL_ENOUGH = 0.80
+NEAR_BEST = 0.85
+
+COMBINE = "combine"
+_COMBINE_WARPS = 8
+
+
+def num_splits(
+    problem: Problem, device: Device, *, q_tiles: int, key_tiles: int, blocks_per_sm: int
+) -> int:
+    """How many thread blocks share the keys of one query tile.
+
+    Parameters
+    ----------
+    q_tiles, key_tiles
+        Tiles of query rows of one head, and tiles of keys.
+    blocks_per_sm
+        Thread blocks of the kernel that an SM holds at once.
+
+    Returns
+    -------
+    int
+        From 1, for the keys left whole, to `MAX_SPLITS`.
+    """
+    slots = device.sm_count * max(1, blocks_per_sm)
+    blocks = q_tiles * problem.batch * problem.heads_q
+    most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
+    if blocks == 0 or blocks >= FULL_ENOUGH * slots or most <= 1:
+        return 1
+    filled = {}
+    for splits in range(1, most + 1):
+        # As many key tiles in the longest split as with one split fewer would gain nothing.
+        if splits == 1 or ceil_div(key_tiles, splits) < ceil_div(key_tiles, splits - 1):
+            waves = blocks * splits / slots
+            filled[splits] = waves / max(1, ceil_div(blocks * splits, slots))
+    best = max(filled.values())
+    return min(splits for splits, share in filled.items() if share >= NEAR_BEST * best)
+
+
+def workspace(problem: Problem, num_splits: int) -> int:
+    """Bytes of the partial outputs and log-sum-exps of all splits; 0 where keys stay whole."""
+    if num_splits == 1:
+        return 0
+    accumulator = 8 if problem.dtype == "float64" else 4
+    return num_splits * problem.rows * (problem.head_dim_v + 1) * accumulator
+
+
+def combine_launches(problem: Problem, num_splits: int) -> tuple[Launch, ...]:
+    """The launch that merges the splits, one warp for each query row; none if there is nothing."""
+    if num_splits == 1:
+        return ()
+    grid = (ceil_div(problem.rows, _COMBINE_WARPS), 1, 1)
+    return (Launch(COMBINE, grid, 32 * _COMBINE_WARPS),)
+
+
+def combine_entries(num_splits: int) -> dict[str, str]:
+    """C++ of the entry that `combine_launches` launches."""
+    if num_splits == 1:
+        return {}
+    return {
+        COMBINE: (
+            f'extern "C" __global__ void __launch_bounds__({32 * _COMBINE_WARPS})\n'
+            f"{COMBINE}(const __grid_constant__ Params params) {{ combine<Config>(params); }}"
+        )
+    }
+
+
+def section_heads(problem: Problem, device: Device) -> int:
+    """Query heads whose keys and values half the L2 cache holds together.
+
+    Whole groups that share a key/value head: at least one group, at most all heads of the batch.
+    """
+    group = problem.heads_q // problem.heads_kv
+    key_value_bytes = (
+        problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
+    )
+    groups = device.l2_cache // 2 // max(1, key_value_bytes)
+    return group * max(1, min(groups, problem.batch * problem.heads_kv))

@@ -1,0 +1,203 @@
+"""Run a problem on the current GPU: plan, kernels and packed arguments are kept per call key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupy_flash import tuning
+from cupy_flash.arrays import (
+    address_of,
+    dtype_name,
+    is_readable_in_place,
+    overlap,
+    readable_in_place,
+    require_4d,
+    require_float,
+    spec_of,
+    to_bshd,
+)
+from cupy_flash.compiler import kernel_cache
+from cupy_flash.device import device_for_id
+from cupy_flash.families.split import section_heads
+from cupy_flash.params import PackedParams
+from cupy_flash.planner import FrozenTile, Plan, make_plan
+from cupy_flash.problem import ArraySpec, Problem, contiguous_strides, make_problem
+
+# Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
+_MAX_CALLS = 4096
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its arrays; hashable, as part of the call's key."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    q_offset: int | None = None
+    layout: str = "bshd"
+    return_lse: bool = False
+    family: str | None = None
+    tile: FrozenTile = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Everything about a call that does not change while its key stays the same."""
+
+    plan: Plan
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, int, int]
+    lse_dtype: str
+    params: PackedParams
+    kernels: tuple[tuple[Any, tuple[int, int, int], tuple[int, int, int], int], ...]
+
+
+_calls: dict[tuple[Any, ...], _Call] = {}
+
+
+def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[Any, Any | None]:
+    """Attention of CuPy arrays on the current device and stream.
+
+    Parameters
+    ----------
+    q, k, v
+        In `options.layout`.
+    out
+        Where to write, or None for a new array.
+    options
+        The rest of the call.
+
+    Returns
+    -------
+    out, lse
+        lse is None unless asked for.
+    """
+    import cupy
+
+    device_id = cupy.cuda.runtime.getDevice()
+    q_address, k_address, v_address = q.data.ptr, k.data.ptr, v.data.ptr
+    key = (
+        device_id,
+        q.data.device_id,
+        k.data.device_id,
+        v.data.device_id,
+        q.shape,
+        q.strides,
+        k.shape,
+        k.strides,
+        v.shape,
+        v.strides,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        (q_address | k_address | v_address) & 15,
+        options,
+        None if out is None else (out.shape, out.strides, out.dtype, out.data.ptr & 15),
+        tuning.generation(),
+    )
+    call = _calls.get(key)
+    if call is None:
+        _require_device(device_id, q, k, v, out)
+        if not all(map(is_readable_in_place, (q, k, v))):
+            return forward(*(readable_in_place(a) for a in (q, k, v)), out, options)
+        call = _prepare(q, k, v, out, options, device_id)
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+
+    if out is None:
+        out = cupy.empty(call.out_shape, q.dtype)
+    else:
+        _require_apart(out, q, k, v)
+    lse = cupy.empty(call.lse_shape, call.lse_dtype) if options.return_lse else None
+    if call.kernels:
+        workspace = cupy.empty(call.plan.workspace, "uint8") if call.plan.workspace else None
+        params = call.params.with_pointers(
+            q_address,
+            k_address,
+            v_address,
+            out.data.ptr,
+            0 if lse is None else lse.data.ptr,
+            0 if workspace is None else workspace.data.ptr,
+        )
+        for kernel, grid, block, shared_memory in call.kernels:
+            kernel(grid, block, (params,), shared_memory)
+    return out, lse
+
+
+def _require_device(device_id: int, *arrays: Any) -> None:
+    for name, array in zip(("q", "k", "v", "out"), arrays, strict=True):
+        if array is not None and array.data.device_id != device_id:
+            raise ValueError(
+                f"{name} lies on device {array.data.device_id}, but the current device is "
+                f"{device_id}; have all arrays on one device and call within "
+                f"`with cupy.cuda.Device({array.data.device_id})`"
+            )
+
+
+def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_id: int) -> _Call:
+    problem = problem_of(q, k, v, out, options)
+    plan = make_plan(
+        problem, device_for_id(device_id), family=options.family, tile=options.tile
+    )
+    kernels = ()
+    if not problem.is_empty:
+        loaded = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})
+        kernels = tuple(
+            (loaded[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory) for e in plan.launches
+        )
+    return _Call(
+        plan=plan,
+        out_shape=out_shape(q, v),
+        lse_shape=(problem.batch, problem.heads_q, problem.seqlen_q),
+        lse_dtype="float64" if problem.dtype == "float64" else "float32",
+        params=PackedParams(
+            problem,
+            num_splits=plan.num_splits,
+            section_heads=section_heads(problem, plan.device),
+        ),
+        kernels=kernels,
+    )
+
+
+def problem_of(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Problem:
+    """The problem that these NumPy or CuPy arrays pose.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what no kernel computes; the message names the argument.
+    """
+    arrays = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+    for name, array in arrays.items():
+        require_4d(name, array)
+        require_float(name, array)
+    if out is not None and not is_readable_in_place(out):
+        raise ValueError(f"out has strides {out.strides}; expected a contiguous last axis")
+    specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
+    if out is None:
+        shape = out_shape(q, v)
+        strides = contiguous_strides(shape)
+        batch, seqlen, heads = (0, 1, 2) if options.layout == "bshd" else (0, 2, 1)
+        specs["out"] = ArraySpec(
+            shape=(shape[batch], shape[seqlen], shape[heads], shape[3]),
+            strides=(strides[batch], strides[seqlen], strides[heads]),
+            dtype=dtype_name(q),
+        )
+    return make_problem(
+        **specs,
+        causal=options.causal,
+        softmax_scale=options.softmax_scale,
+        q_offset=options.q_offset,
+    )
+
+
+def out_shape(q: Any, v: Any) -> tuple[int, int, int, int]:
+    """Shape of the output, in the layout of the inputs."""
+    return (*q.shape[:3], v.shape[3])
+
+
+def _require_apart(out: Any, *inputs: Any) -> None:
+    for name, array in zip("qkv", inputs, strict=True):
+        if overlap(out, array):
+            raise ValueError(f"out overlaps {name}; pass memory of its own")

@@ -1,0 +1,308 @@
+"""Choose the kernel family and tile for a problem, and explain the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cupy_flash import cpu, tuning
+from cupy_flash.device import Device, Resources
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
+
+# What a caller may pass as `tile`, and the same in a form that can be part of a key.
+TileRequest = Tile | Mapping[str, int] | tuple[int, int] | None
+FrozenTile = Tile | tuple[tuple[str, int], ...] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed.
+
+    Attributes
+    ----------
+    problem, device
+        What is computed, and on what; device is None for the CPU backend.
+    family, tile
+        The kernel family's name ("cpu" for the CPU backend) and its compile-time tile.
+    num_splits
+        Thread blocks that share the keys of a query tile; 1 where they are not split.
+    launches
+        Kernel launches, in order.
+    workspace
+        Bytes of device memory besides the arrays.
+    unit
+        The translation unit; None for the CPU backend.
+    reason
+        Why this family and tile.
+    rejected
+        Every other family, with why not.
+    resources
+        Of the compiled main kernel; None where it is not loaded.
+    """
+
+    problem: Problem
+    device: Device | None
+    family: str
+    tile: Tile
+    num_splits: int
+    launches: tuple[Launch, ...]
+    workspace: int
+    unit: TranslationUnit | None = field(repr=False)
+    reason: str
+    rejected: Mapping[str, str]
+    resources: Resources | None = None
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block of the main kernel."""
+        return self.launches[0].threads if self.launches else 0
+
+    @property
+    def shared_memory(self) -> int:
+        """Dynamic shared memory of a block of the main kernel, in bytes."""
+        return self.launches[0].shared_memory if self.launches else 0
+
+    def blocks_per_sm(self) -> int:
+        """Blocks of the main kernel that fit an SM; an upper bound until it is compiled."""
+        if self.device is None:
+            return 0
+        registers = self.resources.registers if self.resources else 0
+        return self.device.blocks_per_sm(self.threads, self.shared_memory, registers)
+
+    def __str__(self) -> str:
+        problem = self.problem
+        sizes = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
+        heads = f"heads {problem.heads_q}" + (
+            f" over {problem.heads_kv}" if problem.heads_kv != problem.heads_q else ""
+        )
+        dims = f"head_dim {problem.head_dim}" + (
+            f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
+        )
+        rows = [
+            ("problem", f"{problem.dtype}, {sizes}, {heads}, {dims}" + _mask_text(problem)),
+            *(self._gpu_rows() if self.device else [("device", "CPU (NumPy)")]),
+            ("family", self.family),
+            ("tile", str(self.tile)),
+            ("why", self.reason),
+            ("workspace", f"{self.workspace:,} bytes" if self.workspace else "none"),
+            *((f"not {name}", reason) for name, reason in self.rejected.items()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _gpu_rows(self) -> list[tuple[str, str]]:
+        device, resources = self.device, self.resources
+        assert device is not None
+        share = self.shared_memory / device.shared_memory_per_sm
+        return [
+            ("device", f"{device.name} ({device.sm}, {device.sm_count} SMs)"),
+            ("grid", " + ".join(f"{e.entry} {_grid_text(e)}" for e in self.launches)),
+            ("threads", f"{self.threads} per block"),
+            ("registers", f"{resources.registers} per thread" if resources else "not compiled yet"),
+            ("shared memory", f"{self.shared_memory / 1024:.1f} KiB, {share:.0%} of the SM's"),
+            ("blocks per SM", ("" if resources else "at most ") + str(self.blocks_per_sm())),
+        ]
+
+
+def _mask_text(problem: Problem) -> str:
+    return f", causal (q_offset {problem.q_offset})" if problem.causal else ""
+
+
+def _grid_text(launch: Launch) -> str:
+    return " x ".join(str(n) for n in launch.grid if n > 1) or "1"
+
+
+def freeze_tile(request: TileRequest) -> FrozenTile:
+    """A caller's tile request in hashable form.
+
+    Raises
+    ------
+    ValueError
+        If it is neither a Tile, nor a mapping, nor a pair of integers.
+    """
+    if request is None or isinstance(request, Tile):
+        return request
+    try:
+        if not isinstance(request, Mapping):
+            Br, Bc = request
+            request = {"Br": Br, "Bc": Bc}
+        return tuple((str(name), int(value)) for name, value in request.items())
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"tile is {request!r}; expected a Tile, a mapping of its fields, or (Br, Bc)"
+        ) from None
+
+
+def make_plan(
+    problem: Problem, device: Device, *, family: str | None = None, tile: FrozenTile = None
+) -> Plan:
+    """Plan a problem on a device.
+
+    Parameters
+    ----------
+    problem, device
+        What to compute, and on what.
+    family
+        Name of the family to use; None for the first that can serve the problem.
+    tile
+        A tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
+        default one.
+
+    Raises
+    ------
+    UnsupportedError
+        If the family cannot serve the problem, or the tile does not fit; the message says why.
+    ValueError
+        For an unknown family or tile field.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    rejected = {}
+    for name, candidate in FAMILIES.items():
+        if reason := candidate.why_not(problem, device):
+            rejected[name] = reason
+    usable = [name for name in FAMILIES if name not in rejected]
+    if family is None:
+        automatic = [name for name in usable if FAMILIES[name].automatic]
+        if not automatic:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+            raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
+        chosen, reason = automatic[0], "first choice for this dtype and GPU"
+    elif family in rejected:
+        raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[family]}")
+    else:
+        chosen, reason = family, "asked for"
+    for name in usable:
+        if name != chosen:
+            rejected[name] = (
+                f"{chosen} comes first"
+                if FAMILIES[name].automatic
+                else "a baseline for benchmarks, used only on request"
+            )
+    the_family = FAMILIES[chosen]
+    the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
+    return plan_tile(
+        the_family,
+        problem,
+        device,
+        the_tile,
+        reason=f"{reason}; {tile_reason}",
+        rejected=rejected,
+    )
+
+
+def plan_tile(
+    family: Family,
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    *,
+    reason: str,
+    rejected: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan of one tile that is known to be legal."""
+    num_splits = family.num_splits(problem, device, tile)
+    return Plan(
+        problem=problem,
+        device=device,
+        family=family.name,
+        tile=tile,
+        num_splits=num_splits,
+        launches=family.launches(problem, tile, num_splits),
+        workspace=family.workspace(problem, num_splits),
+        unit=family.unit(problem, tile, num_splits),
+        reason=reason,
+        rejected=rejected or {},
+    )
+
+
+def _choose_tile(
+    family: Family, problem: Problem, device: Device, request: FrozenTile
+) -> tuple[Tile, str]:
+    if request is not None:
+        return _requested_tile(family, problem, device, request), "tile asked for"
+    entry = tuning.lookup(device.name, family.name, family.digest(), problem)
+    if entry is not None:
+        tile = _tuned_tile(family, entry.tile)
+        if tile is not None and family.why_not_tile(problem, device, tile) is None:
+            return tile, f"tile from the tuned table ({entry.tflops:.0f} TFLOP/s)"
+    return family.default_tile(problem, device), "default tile"
+
+
+def _tuned_tile(family: Family, fields: Mapping[str, int]) -> Tile | None:
+    try:
+        return family.tile_type(**fields)
+    except TypeError:
+        return None
+
+
+def _requested_tile(
+    family: Family, problem: Problem, device: Device, request: FrozenTile
+) -> Tile:
+    if isinstance(request, Tile):
+        if not isinstance(request, family.tile_type):
+            raise ValueError(
+                f"tile is a {type(request).__name__}; family {family.name!r} takes a "
+                f"{family.tile_type.__name__}"
+            )
+        if reason := family.why_not_tile(problem, device, request):
+            raise UnsupportedError(f"tile {request} of family {family.name!r}: {reason}")
+        return request
+    wanted = tile_fields(family.tile_type, request)
+    default = family.default_tile(problem, device)
+    first = dataclasses.replace(default, **wanted)
+    if (reason := family.why_not_tile(problem, device, first)) is None:
+        return first
+    for tile in family.tiles(problem, device):
+        if all(getattr(tile, name) == value for name, value in wanted.items()):
+            return tile
+    text = " ".join(f"{name}={value}" for name, value in wanted.items())
+    raise UnsupportedError(f"family {family.name!r} has no tile with {text} here: {reason}")
+
+
+def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:
+    """A request's fields, checked against those of a tile type.
+
+    Raises
+    ------
+    ValueError
+        For a field that the tile type does not have.
+    """
+    if isinstance(request, Tile):
+        return dataclasses.asdict(request)
+    names = [f.name for f in dataclasses.fields(tile_type)]
+    fields = dict(request or ())
+    for name in fields:
+        if name not in names:
+            raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(names)}")
+    return fields
+
+
+def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
+    """The CPU backend's tile: the one asked for, the tuned one, or the default."""
+    default = cpu.default_tile(problem)
+    if request is not None:
+        return dataclasses.replace(default, **tile_fields(type(default), request))
+    entry = tuning.lookup("cpu", "cpu", cpu.digest(), problem)
+    return Tile(**entry.tile) if entry and set(entry.tile) == {"Br", "Bc"} else default
+
+
+def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
+    """The plan of the CPU backend; `no_gpu` says why no GPU computes it."""
+    reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
+    return Plan(
+        problem=problem,
+        device=None,
+        family="cpu",
+        tile=tile,
+        num_splits=1,
+        launches=(),
+        workspace=cpu.scratch_bytes(problem, tile),
+        unit=None,
+        reason=reason,
+        rejected=dict.fromkeys(FAMILIES, no_gpu) if no_gpu else {},
+    )

@@ -1,0 +1,186 @@
+"""The tuned-tile table: shipped per GPU, overlaid by the user's own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cupy_flash.problem import Problem
+
+logger = logging.getLogger("cupy_flash")
+
+TABLE_VERSION = 1
+SHIPPED_DIR = Path(__file__).resolve().parent / "tuned"
+HOME_VARIABLE = "CUPY_FLASH_HOME"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned tile.
+
+    Attributes
+    ----------
+    gpu
+        Device name, or ``"cpu"``.
+    family, digest
+        Kernel family and the digest of its sources when it was tuned.
+    problem_class
+        See `problem_class`.
+    tile
+        Field names and values of the family's tile.
+    tflops
+        What it reached.
+    """
+
+    gpu: str
+    family: str
+    digest: str
+    problem_class: str
+    tile: dict[str, int]
+    tflops: float
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        """What the entry is found by."""
+        return (self.gpu, self.family, self.digest, self.problem_class)
+
+
+class TableError(ValueError):
+    """A table file that cannot be read as one."""
+
+
+def problem_class(problem: Problem) -> str:
+    """The class of problems that share a tuned tile.
+
+    dtype, head dims, causal or not, the sequence lengths and the number of query heads in the
+    batch rounded to powers of two, and the alignment of the rows.
+    """
+    parts = [
+        problem.dtype,
+        f"d{problem.head_dim}",
+        f"dv{problem.head_dim_v}",
+        "causal" if problem.causal else "full",
+        f"q{_bucket(problem.seqlen_q)}",
+        f"k{_bucket(problem.seqlen_k)}",
+        f"heads{_bucket(problem.batch * problem.heads_q)}",
+        f"align{problem.alignment}",
+    ]
+    return " ".join(parts)
+
+
+def _bucket(value: int) -> int:
+    """The nearest power of two, by ratio; 0 stays 0."""
+    if value <= 0:
+        return 0
+    low = 1 << (value.bit_length() - 1)
+    return low * 2 if value * value > 2 * low * low else low
+
+
+def user_table_path() -> Path:
+    """Where the user's own table lies: ``$CUPY_FLASH_HOME``, by default ``~/.cupy_flash``."""
+    home = os.environ.get(HOME_VARIABLE)
+    return (Path(home) if home else Path.home() / ".cupy_flash") / "tuned.json"
+
+
+def read_table(path: Path) -> list[Entry]:
+    """Read a table file; a missing one is empty.
+
+    Raises
+    ------
+    TableError
+        If the file is there and is not a table of this version.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise TableError(f"{path} cannot be read as a tuned table: {error}") from error
+    try:
+        if data["version"] != TABLE_VERSION:
+            raise TableError(f"{path} has version {data['version']}; expected {TABLE_VERSION}")
+        return [_entry(item) for item in data["entries"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TableError(f"{path} is not a tuned table: {error!r}") from error
+
+
+def _entry(item: dict[str, Any]) -> Entry:
+    tile = {str(name): int(value) for name, value in item["tile"].items()}
+    texts = {name: str(item[name]) for name in ("gpu", "family", "digest", "problem_class")}
+    return Entry(**texts, tile=tile, tflops=float(item["tflops"]))
+
+
+def write_table(path: Path, entries: Iterable[Entry]) -> None:
+    """Write a table file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"version": TABLE_VERSION, "entries": [asdict(entry) for entry in entries]}
+    draft = path.with_suffix(f".{os.getpid()}.part")
+    draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def save(entry: Entry) -> Path:
+    """Put an entry in the user's table in place of one with the same key; return its path."""
+    path = user_table_path()
+    try:
+        entries = read_table(path)
+    except TableError as error:
+        backup = path.with_suffix(".corrupt.json")
+        path.replace(backup)
+        logger.warning("%s; kept as %s, a new table begins", error, backup)
+        entries = []
+    write_table(path, [e for e in entries if e.key != entry.key] + [entry])
+    reload()
+    return path
+
+
+def clear() -> int:
+    """Remove the user's table; return how many entries it held."""
+    path = user_table_path()
+    try:
+        count = len(read_table(path))
+    except TableError:
+        count = 0
+    path.unlink(missing_ok=True)
+    reload()
+    return count
+
+
+@functools.cache
+def _merged() -> dict[tuple[str, str, str, str], Entry]:
+    table = {}
+    for path in [*sorted(SHIPPED_DIR.glob("*.json")), user_table_path()]:
+        try:
+            entries = read_table(path)
+        except TableError as error:
+            logger.warning("%s; it is ignored", error)
+            continue
+        table.update({entry.key: entry for entry in entries})
+    return table
+
+
+def reload() -> None:
+    """Forget what was read, so that the next lookup reads the files again."""
+    global _generation
+    _generation += 1
+    _merged.cache_clear()
+
+
+# Counts reloads: what was planned under an older table is planned again.
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes whenever the table may have changed in this process."""
+    return _generation
+
+
+def lookup(gpu: str, family: str, digest: str, problem: Problem) -> Entry | None:
+    """The entry for a problem's class, if the family's sources are still those it was tuned on."""
+    return _merged().get((gpu, family, digest, problem_class(problem)))

@@ -1,0 +1,86 @@
+// Copies of row tiles between global and shared memory, by all threads of a block.
+#pragma once
+
+#include "element.cuh"
+#include "layout.cuh"
+#include "params.cuh"
+#include "ptx.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// Starts copying Rows rows of Columns elements into a Layout of padded rows; what lies past the
+// Columns, and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what
+// every row's address is a multiple of, in bytes; rows that are only aligned to single 16-bit
+// elements are copied at once, through registers.
+//
+// A thread keeps its column and steps down the rows by adding to one pointer: row * row_stride for
+// each of its copies would be loop-invariant, and the compiler would keep them all in registers.
+template <class Layout, class Element, int Rows, int Columns, int Threads, int Alignment,
+          bool Ragged>
+__device__ void copy_rows_async(unsigned shared, const Element* global, int64 row_stride,
+                                int rows_left) {
+  constexpr int copy_bytes = Alignment >= 4 ? Alignment : 16;
+  constexpr int copy_elements = copy_bytes / int(sizeof(Element));
+  constexpr int copies_per_row = Layout::row_bytes / copy_bytes;
+  constexpr int copies_per_chunk = 16 / copy_bytes;
+  constexpr int columns_at_once = copies_per_row < Threads ? copies_per_row : Threads;
+  constexpr int rows_at_once = Threads / columns_at_once;
+  constexpr bool whole_rows = Columns * int(sizeof(Element)) == Layout::row_bytes;
+  const int first_row = threadIdx.x / columns_at_once;
+  if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
+#pragma unroll
+  for (int first = 0; first < copies_per_row; first += columns_at_once) {
+    const int copy = first + threadIdx.x % columns_at_once;
+    if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
+    const int column = copy * copy_elements;
+    const int valid = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
+    const Element* source = global + first_row * row_stride + column;
+#pragma unroll
+    for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
+      const int row = first_row + pass * rows_at_once;
+      if (Rows % rows_at_once != 0 && row >= Rows) break;
+      const unsigned target = shared + Layout::offset(row, copy / copies_per_chunk) +
+                              copy % copies_per_chunk * copy_bytes;
+      const int elements = Ragged && row >= rows_left ? 0 : valid;
+      if constexpr (Alignment >= 4) {
+        // A copy of nothing still names an address: keep it inside the array.
+        const bool may_be_empty = Ragged || !whole_rows;
+        ptx::cp_async<copy_bytes>(target, may_be_empty && elements == 0 ? global : source,
+                                  elements * int(sizeof(Element)));
+      } else {
+        Vector<Element, copy_elements> values = {};
+#pragma unroll
+        for (int e = 0; e < copy_elements; ++e) {
+          if (e < elements) values.at[e] = source[e];
+        }
+        ptx::st_shared_v4(target, reinterpret_cast<const unsigned(&)[4]>(values));
+      }
+      source += rows_at_once * row_stride;
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH__ >= 800
+
+// Writes one 16-byte chunk of an output row, of which the first `elements` are valid, in accesses
+// of Alignment bytes.
+template <class Element, int Alignment>
+__device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(Element)>& chunk,
+                            int elements) {
+  constexpr int width = Alignment / int(sizeof(Element));
+  using Piece = Vector<Element, width>;
+#pragma unroll
+  for (int begin = 0; begin < 16 / int(sizeof(Element)); begin += width) {
+    if (begin + width <= elements) {
+      Piece piece;
+#pragma unroll
+      for (int e = 0; e < width; ++e) piece.at[e] = chunk.at[begin + e];
+      *reinterpret_cast<Piece*>(global + begin) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < width; ++e) {
+        if (begin + e < elements) global[begin + e] = chunk.at[begin + e];
+      }
+    }
+  }
+}

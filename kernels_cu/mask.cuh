@@ -1,0 +1,38 @@
+// Which (query, key) pairs are seen, and which tiles of keys need a mask at all.
+#pragma once
+
+#include "params.cuh"
+#include "schedule.cuh"
+
+template <bool Causal>
+struct Mask {
+  int seqlen_k;
+  int q_offset;
+
+  __device__ explicit Mask(const Params& p) : seqlen_k(p.seqlen_k), q_offset(p.q_offset) {}
+
+  // Query row sees the keys [0, visible_end(row)).
+  __device__ int visible_end(int row) const {
+    return Causal ? max(0, min(seqlen_k, row + q_offset + 1)) : seqlen_k;
+  }
+};
+
+// The tiles of Bc keys that one thread block visits, from end - 1 down to begin. Those in
+// [full_end, end) need a mask or reach past the last key; those in [begin, full_end) do not.
+struct KeyTiles {
+  int begin;
+  int full_end;
+  int end;
+};
+
+// rows [q_begin, q_end) of one head, the split-th of num_splits shares.
+template <int Bc, bool Causal>
+__device__ KeyTiles find_key_tiles(const Mask<Causal>& mask, int q_begin, int q_end, int split,
+                                   int num_splits) {
+  const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
+  const int full = mask.visible_end(q_begin) / Bc;
+  const int share = ceil_div(seen, num_splits);
+  const int begin = min(seen, split * share);
+  const int end = min(seen, begin + share);
+  return {begin, max(begin, min(full, end)), end};
+}

@@ -1,0 +1,465 @@
+// Fused attention forward for float16 and bfloat16 on tensor cores, sm_80 and newer.
+//
+// FlashAttention-2 (Dao 2023): a thread block holds Br query rows and visits the tiles of Bc keys
+// from the last to the first. Each warp owns 16 or 32 of the rows, so that softmax needs no
+// communication beyond four lanes and P never leaves the registers: the accumulator fragment of
+// Q.K^T is, pair by pair, the operand fragment of P.V.
+#pragma once
+
+#include "copy.cuh"
+#include "element.cuh"
+#include "layout.cuh"
+#include "mask.cuh"
+#include "params.cuh"
+#include "ptx.cuh"
+#include "schedule.cuh"
+#include "softmax.cuh"
+#include "split.cuh"
+
+template <class Element>
+__device__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <class Element>
+__device__ unsigned pack(float low, float high);
+
+#if __CUDA_ARCH__ >= 800
+
+template <>
+__device__ inline void mma<half_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                   unsigned b1) {
+  ptx::mma_m16n8k16_f16(d, a, b0, b1);
+}
+template <>
+__device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                       unsigned b1) {
+  ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+}
+template <>
+__device__ inline unsigned pack<half_t>(float low, float high) {
+  return ptx::cvt_rn_f16x2_f32(low, high);
+}
+template <>
+__device__ inline unsigned pack<bfloat16_t>(float low, float high) {
+  return ptx::cvt_rn_bf16x2_f32(low, high);
+}
+
+template <class Config>
+struct MmaForward {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int stages = Config::stages;
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr int warp_rows = Br / Config::warps;
+  static constexpr int row_tiles = warp_rows / 16;
+  // mma works in steps of 16 along head_dim; the columns between are zeros in shared memory.
+  static constexpr int columns = round_up(Config::head_dim, 16);
+  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+  static constexpr int k_steps = columns / 16;
+  static constexpr int key_steps = Bc / 16;
+  static constexpr int column_steps = columns_v / 16;
+
+  static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
+  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
+  static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
+
+  using KeyLayout = SwizzledRows<Element, columns>;
+  using ValueLayout = SwizzledRows<Element, columns_v>;
+
+  // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
+  static constexpr int q_bytes =
+      Br * (columns > columns_v ? KeyLayout::row_bytes : ValueLayout::row_bytes);
+  static constexpr int stage_bytes =
+      Bc * (columns > columns_v ? KeyLayout::row_bytes : ValueLayout::row_bytes);
+
+  const Params& p;
+  const Work work;
+  const Mask<Config::causal> mask;
+  const KeyTiles tiles;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const unsigned q_shared;
+  const unsigned ring;
+  const Element* const keys;
+  const Element* const values;
+  const float scale_log2;
+
+  static constexpr int kept_steps = Config::q_in_registers ? k_steps : 1;
+  unsigned q_fragments[kept_steps][row_tiles][4];
+  float scores[row_tiles][Bc / 8][4];  // then the probabilities
+  float out[row_tiles][columns_v / 8][4];
+  SoftmaxRow<float> softmax[row_tiles][2];
+
+  __device__ MmaForward(const Params& params, unsigned shared)
+      : p(params),
+        work(find_work<Br>(params)),
+        mask(params),
+        tiles(find_key_tiles<Bc>(mask, work.q_begin, min(work.q_begin + Br, params.seqlen_q),
+                                 work.split, params.num_splits)),
+        q_shared(shared),
+        ring(shared + q_bytes),
+        keys(params.k.head<const Element>(work.batch, work.head_kv)),
+        values(params.v.head<const Element>(work.batch, work.head_kv)),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+
+  __device__ void run() {
+    load_queries();
+    load_tile<0, true>(0);
+    if (stages > 2) load_tile<1, true>(0);
+    if (stages > 3) load_tile<2, true>(0);
+    if constexpr (Config::q_in_registers) load_query_fragments();
+    reset();
+    const int edges = tiles.end - tiles.full_end;
+    const int visits = tiles.end - tiles.begin;
+    int i = 0;
+    for (; i < edges; ++i) visit<true>(i);
+    for (; i < visits; ++i) visit<false>(i);
+    ptx::cp_async_wait_group<0>();
+    finish();
+  }
+
+  __device__ void reset() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      softmax[i][0].reset();
+      softmax[i][1].reset();
+#pragma unroll
+      for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[i][j][c] = 0;
+      }
+    }
+  }
+
+  __device__ void load_queries() {
+    const Element* queries =
+        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride;
+    copy_rows_async<KeyLayout, Element, Br, Config::head_dim, threads, Config::alignment, true>(
+        q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
+  }
+
+  // The ring takes tiles in the order K, V of visit 0, K, V of visit 1, and so on.
+  __device__ unsigned ring_address(int visit, int is_value) const {
+    const int place = stages % 2 == 0 ? visit % (stages / 2) * 2 + is_value
+                                      : (2 * visit + is_value) % stages;
+    return ring + place * stage_bytes;
+  }
+
+  // Starts copying the tile that the ring takes Ahead places after the keys of a visit, if there is
+  // one. Every call ends one group of copies, so that waiting for a tile is waiting for a fixed
+  // number of groups.
+  template <int Ahead, bool Ragged>
+  __device__ void load_tile(int visit) {
+    constexpr bool is_value = Ahead % 2;
+    visit += Ahead / 2;
+    const int tile = tiles.end - 1 - visit;
+    if (tile >= tiles.begin) {
+      const unsigned target = ring_address(visit, is_value);
+      const int rows_left = p.seqlen_k - tile * Bc;
+      if constexpr (is_value) {
+        copy_rows_async<ValueLayout, Element, Bc, Config::head_dim_v, threads, Config::alignment,
+                        Ragged>(target, values + int64(tile) * Bc * p.v.row_stride,
+                                p.v.row_stride, rows_left);
+      } else {
+        copy_rows_async<KeyLayout, Element, Bc, Config::head_dim, threads, Config::alignment,
+                        Ragged>(target, keys + int64(tile) * Bc * p.k.row_stride, p.k.row_stride,
+                                rows_left);
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  // Waits for a visit's keys or values and asks for the tile that takes the place of the one used
+  // before, which all warps have left when they meet here. Returns the awaited tile's address.
+  template <int IsValue, bool Ragged>
+  __device__ unsigned take_tile(int visit) {
+    ptx::cp_async_wait_group<stages - 2>();
+    __syncthreads();
+    load_tile<IsValue + stages - 1, Ragged>(visit);
+    return ring_address(visit, IsValue);
+  }
+
+  template <bool Edge>
+  __device__ void visit(int i) {
+    multiply_queries_keys(take_tile<0, Edge>(i));
+    if (Config::negate_scores) negate_scores();
+    if (Edge) apply_mask((tiles.end - 1 - i) * Bc);
+    update_softmax();
+    multiply_probabilities_values(take_tile<1, Edge>(i));
+  }
+
+  __device__ unsigned q_lane() const {
+    return q_shared + KeyLayout::offset(warp * warp_rows + lane % 16, lane / 16);
+  }
+
+  __device__ void load_query_fragments() {
+    ptx::cp_async_wait_group<stages - 2>();
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < kept_steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        ptx::ldmatrix_x4(q_fragments[step][i], KeyLayout::advance(q_lane(), 16 * i, 2 * step));
+      }
+    }
+  }
+
+  // scores = Q K^T. The fragment of the next step is read from shared memory while this one is
+  // multiplied.
+  __device__ void multiply_queries_keys(unsigned k_shared) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][j][c] = 0;
+      }
+    }
+    const unsigned k_lane =
+        k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+
+    unsigned q[2][row_tiles][4];
+    unsigned k[2][4];
+    auto load_q = [&](int step) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        ptx::ldmatrix_x4(q[step % 2][i], KeyLayout::advance(q_lane(), 16 * i, 2 * step));
+      }
+    };
+    auto load_k = [&](int number) {
+      ptx::ldmatrix_x4(k[number % 2], KeyLayout::advance(k_lane, number % key_steps * 16,
+                                                         number / key_steps * 2));
+    };
+    if (!Config::q_in_registers) load_q(0);
+    load_k(0);
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      if (!Config::q_in_registers && step + 1 < k_steps) load_q(step + 1);
+#pragma unroll
+      for (int pair = 0; pair < key_steps; ++pair) {
+        const int current = step * key_steps + pair;
+        if (current + 1 < k_steps * key_steps) load_k(current + 1);
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          const unsigned(&a)[4] =
+              Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[step % 2][i];
+          mma<Element>(scores[i][2 * pair], a, k[current % 2][0], k[current % 2][1]);
+          mma<Element>(scores[i][2 * pair + 1], a, k[current % 2][2], k[current % 2][3]);
+        }
+      }
+    }
+  }
+
+  __device__ void negate_scores() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][j][c] = -scores[i][j][c];
+      }
+    }
+  }
+
+  // The row of the accumulators' upper (0) or lower (1) half in row tile i.
+  __device__ int row_of(int i, int half) const {
+    return work.q_begin + warp * warp_rows + 16 * i + 8 * half + lane / 4;
+  }
+
+  __device__ void apply_mask(int key_begin) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int visible = mask.visible_end(row_of(i, half)) - key_begin - lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (8 * j + c >= visible) {
+              scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Turns scores into probabilities relative to the running maximum, and rescales the output where
+  // that maximum moved.
+  __device__ void update_softmax() {
+    // p can grow to 2^8, far inside float16's range.
+    constexpr float slack = 8;
+    float rescale[row_tiles][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float tile_max = scores[i][0][2 * half];
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) tile_max = fmaxf(tile_max, scores[i][j][2 * half + c]);
+        }
+        tile_max = fmaxf(tile_max, __shfl_xor_sync(~0u, tile_max, 1));
+        tile_max = fmaxf(tile_max, __shfl_xor_sync(~0u, tile_max, 2));
+        rescale[i][half] = softmax[i][half].update_max(tile_max, scale_log2, slack);
+        moved |= rescale[i][half] != 1.f;
+      }
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) out[i][j][c] *= rescale[i][c / 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          SoftmaxRow<float>& row = softmax[i][c / 2];
+          scores[i][j][c] = row.probability(scores[i][j][c], scale_log2);
+          row.sum += scores[i][j][c];
+        }
+      }
+    }
+  }
+
+  // out += P V
+  __device__ void multiply_probabilities_values(unsigned v_shared) {
+    const unsigned v_lane = v_shared + ValueLayout::offset(lane % 16, lane / 16);
+    unsigned v[2][4];
+    auto load_v = [&](int number) {
+      ptx::ldmatrix_x4_trans(v[number % 2],
+                             ValueLayout::advance(v_lane, number / column_steps * 16,
+                                                  number % column_steps * 2));
+    };
+    load_v(0);
+#pragma unroll
+    for (int step = 0; step < key_steps; ++step) {
+      unsigned probabilities[row_tiles][4];
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        const float(&left)[4] = scores[i][2 * step];
+        const float(&right)[4] = scores[i][2 * step + 1];
+        probabilities[i][0] = pack<Element>(left[0], left[1]);
+        probabilities[i][1] = pack<Element>(left[2], left[3]);
+        probabilities[i][2] = pack<Element>(right[0], right[1]);
+        probabilities[i][3] = pack<Element>(right[2], right[3]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < column_steps; ++pair) {
+        const int current = step * column_steps + pair;
+        if (current + 1 < key_steps * column_steps) load_v(current + 1);
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          mma<Element>(out[i][2 * pair], probabilities[i], v[current % 2][0], v[current % 2][1]);
+          mma<Element>(out[i][2 * pair + 1], probabilities[i], v[current % 2][2],
+                       v[current % 2][3]);
+        }
+      }
+    }
+  }
+
+  // Divides by the row sums and writes the output and the log-sum-exp.
+  __device__ void finish() {
+    const Partials<float, Config::head_dim_v> partials(p);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        SoftmaxRow<float>& state = softmax[i][half];
+        state.sum += __shfl_xor_sync(~0u, state.sum, 1);
+        state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+        const float normalizer = state.normalizer();
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+          out[i][j][2 * half] *= normalizer;
+          out[i][j][2 * half + 1] *= normalizer;
+        }
+        const int row = row_of(i, half);
+        if (lane % 4 == 0 && row < p.seqlen_q) {
+          const int64 index = partials.row_index(p, work.batch, work.head, row);
+          if (Config::split_keys) {
+            *partials.lse_row(work.split, index) = state.log_sum_exp();
+          } else if (p.lse != nullptr) {
+            static_cast<float*>(p.lse)[index] = state.log_sum_exp();
+          }
+        }
+      }
+    }
+    if constexpr (Config::split_keys) {
+      write_partial(partials);
+    } else {
+      write_output();
+    }
+  }
+
+  __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(i, half);
+        if (row >= p.seqlen_q) continue;
+        float* target = partials.out_row(
+            work.split, partials.row_index(p, work.batch, work.head, row));
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int column = 8 * j + lane % 4 * 2 + c;
+            if (column < Config::head_dim_v) target[column] = out[i][j][2 * half + c];
+          }
+        }
+      }
+    }
+  }
+
+  // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
+  __device__ void write_output() {
+    __syncthreads();
+    const int warp_row = warp * warp_rows;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + 16 * i + 8 * half + lane / 4;
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+          ptx::st_shared(q_shared + ValueLayout::offset(row, j) + lane % 4 * 4,
+                         pack<Element>(out[i][j][2 * half], out[i][j][2 * half + 1]));
+        }
+      }
+    }
+    __syncwarp();
+    Element* output = p.out.head<Element>(work.batch, work.head);
+    constexpr int chunks = columns_v / 8;
+#pragma unroll
+    for (int i = 0; i < warp_rows * chunks / 32; ++i) {
+      const int index = i * 32 + lane;
+      const int row = warp_row + index / chunks;
+      const int chunk = index % chunks;
+      if (work.q_begin + row >= p.seqlen_q) continue;
+      unsigned bits[4];
+      ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
+      store_chunk<Element, Config::out_alignment>(
+          output + (work.q_begin + row) * p.out.row_stride + chunk * 8,
+          reinterpret_cast<const Vector<Element, 8>&>(bits), Config::head_dim_v - chunk * 8);
+    }
+  }
+};
+
+template <class Config>
+__device__ void mma_forward(const Params& params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  MmaForward<Config>(params, ptx::shared_address(shared_memory)).run();
+}
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,146 @@
+// One inline function per PTX instruction, named after it. The only file with inline assembly.
+// Shared-memory addresses are 32-bit offsets into the shared window.
+#pragma once
+
+namespace ptx {
+
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// cvt.f32.f16
+__device__ inline float cvt_f32_f16(unsigned short x) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+  return result;
+}
+
+// cvt.rn.f16.f32: round to nearest even.
+__device__ inline unsigned short cvt_rn_f16_f32(float x) {
+  unsigned short result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+}
+
+// st.shared.v4.b32
+__device__ inline void st_shared_v4(unsigned shared, const unsigned (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// st.shared.b32
+__device__ inline void st_shared(unsigned shared, unsigned x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
+}
+
+// ld.shared.v4.b32
+__device__ inline void ld_shared_v4(unsigned (&x)[4], unsigned shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// ex2.approx.ftz.f32: 2^x to 2 ulp.
+__device__ inline float ex2_approx(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+#if __CUDA_ARCH__ >= 800
+
+// cvt.rn.bf16.f32
+__device__ inline unsigned short cvt_rn_bf16_f32(float x) {
+  unsigned short result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+}
+
+// cvt.rn.bf16x2.f32: two values in one register, low in the lower half.
+__device__ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// cvt.rn.f16x2.f32
+__device__ inline unsigned cvt_rn_f16x2_f32(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// cp.async: Bytes (4, 8 or 16) from global to shared memory, of which the first source_bytes are
+// read and the rest is filled with zeros. 16-byte copies go around L1.
+template <int Bytes>
+__device__ inline void cp_async(unsigned shared, const void* global, int source_bytes) {
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "r"(source_bytes)
+                 : "memory");
+  } else {
+    static_assert(Bytes == 4 || Bytes == 8, "cp.async copies 4, 8 or 16 bytes");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global),
+                 "n"(Bytes), "r"(source_bytes)
+                 : "memory");
+  }
+}
+
+// cp.async.commit_group
+__device__ inline void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// cp.async.wait_group: until at most Pending of this thread's groups are under way.
+template <int Pending>
+__device__ inline void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of
+// matrix l / 8.
+__device__ inline void ldmatrix_x4(unsigned (&r)[4], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
+}
+
+// ldmatrix.x4.trans: the same, each matrix transposed on the way.
+__device__ inline void ldmatrix_x4_trans(unsigned (&r)[4], unsigned shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared));
+}
+
+// mma.m16n8k16: d += a b, float16 operands, float32 accumulators.
+__device__ inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.m16n8k16: d += a b, bfloat16 operands, float32 accumulators.
+__device__ inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// mma.m16n8k8: d += a b, TF32 operands (float32 whose low 13 bits are ignored).
+__device__ inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+#endif  // __CUDA_ARCH__ >= 800
+
+}  // namespace ptx

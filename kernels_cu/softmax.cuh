@@ -1,0 +1,78 @@
+// The online softmax of one query row (Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2,
+// section 3.1): scores arrive a tile at a time, the sum and the output are kept relative to a
+// running maximum, and the division by the sum waits until the end.
+#pragma once
+
+#include "ptx.cuh"
+
+template <class T>
+struct SoftmaxMath;
+
+template <>
+struct SoftmaxMath<float> {
+  static constexpr float log2_e = 1.4426950408889634f;
+  static constexpr float ln_2 = 0.6931471805599453f;
+  // With a scale of zero every score counts the same, but 0 * -inf of a masked one would be NaN.
+  static constexpr float smallest_scale = 1e-30f;
+  static __device__ float infinity() { return __int_as_float(0x7f800000); }
+  static __device__ float exp2(float x) { return ptx::ex2_approx(x); }
+  static __device__ float log2(float x) { return ::log2f(x); }
+};
+
+template <>
+struct SoftmaxMath<double> {
+  static constexpr double log2_e = 1.4426950408889634;
+  static constexpr double ln_2 = 0.6931471805599453;
+  static constexpr double smallest_scale = 1e-290;
+  static __device__ double infinity() { return __longlong_as_double(0x7ff0000000000000LL); }
+  static __device__ double exp2(double x) { return ::exp2(x); }
+  static __device__ double log2(double x) { return ::log2(x); }
+};
+
+// softmax_scale with the change of base folded in, so that exp(scale * s) is one exp2.
+template <class T>
+__device__ T scale_to_log2(double softmax_scale) {
+  using Math = SoftmaxMath<T>;
+  return T(fmax(softmax_scale * 1.4426950408889634, double(Math::smallest_scale)));
+}
+
+template <class T>
+struct SoftmaxRow {
+  using Math = SoftmaxMath<T>;
+
+  T max;   // of the scores, as they come from Q.K^T
+  T base;  // max * scale_log2, or 0 while nothing was seen; p = exp2(s * scale_log2 - base)
+  T sum;   // of p
+
+  __device__ void reset() {
+    max = -Math::infinity();
+    base = 0;
+    sum = 0;
+  }
+
+  // Takes a tile's maximum in; returns what the sum and the output so far must be multiplied by.
+  // The maximum may lag behind by a factor of 2^slack in p, which costs no precision in a
+  // floating-point p and sum, and saves most of the rescaling (the idea is FlashAttention-4's).
+  __device__ T update_max(T tile_max, T scale_log2, T slack = 0) {
+    if (!((tile_max - max) * scale_log2 > slack)) return 1;
+    const T old_base = base;
+    const bool first = max == -Math::infinity();
+    max = tile_max;
+    base = max * scale_log2;
+    const T rescale = first ? T(0) : Math::exp2(old_base - base);
+    sum *= rescale;
+    return rescale;
+  }
+
+  __device__ T probability(T score, T scale_log2) const {
+    return Math::exp2(fma(score, scale_log2, -base));
+  }
+
+  // 1 / sum, or 0 for a row that saw no key. A NaN in the sum stays.
+  __device__ T normalizer() const { return sum == T(0) ? T(0) : T(1) / sum; }
+
+  // log(sum(exp(scale * s))), natural.
+  __device__ T log_sum_exp() const {
+    return sum == T(0) ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+  }
+};

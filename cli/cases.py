@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cupy_flash.problem import ITEMSIZE, ArraySpec, Problem, Strides, make_problem
 
@@ -70,7 +71,7 @@ class Case:
         return self.batch * self.heads_q * self.seqlen_q * self.seqlen_k
 
     @property
-    def arguments(self) -> dict[str, bool | int | float | str | None]:
+    def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flash_attention` and of the reference."""
         return {
             "causal": self.causal,
@@ -90,7 +91,7 @@ _SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float
 
 
 def _texts(case: Case) -> dict[str, str]:
-    """Each part of a case's description, long enough to stand alone."""
+    """Each part of a case's description; empty where it is as usual."""
     mask = "causal" if case.causal else "full"
     if case.causal and case.q_offset is not None:
         mask += f"@{case.q_offset}"
@@ -102,7 +103,7 @@ def _texts(case: Case) -> dict[str, str]:
         "head_dim": f"d{_pair(case.head_dim, case.head_dim_v)}",
         "mask": mask,
         "scale": "" if case.softmax_scale is None else f"scale {case.softmax_scale:g}",
-        "layout": case.layout,
+        "layout": case.layout if case.layout != "bshd" else "",
     }
 
 
@@ -140,7 +141,7 @@ def sweep(
     """
     both = True in causal and False in causal
     cases = []
-    for type_, lay, dim, dim_v, mask, b, h, h_kv, s_q, s_k, offset, scale in itertools.product(
+    combinations: Iterable[tuple[Any, ...]] = itertools.product(
         dtype,
         layout,
         head_dim,
@@ -153,7 +154,8 @@ def sweep(
         seqlen_k or (None,),
         q_offset or (None,),
         softmax_scale or (None,),
-    ):
+    )
+    for type_, lay, dim, dim_v, mask, b, h, h_kv, s_q, s_k, offset, scale in combinations:
         case = Case(
             dtype=type_,
             batch=b,

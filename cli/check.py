@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,12 @@ _GPU_SCORES = 2_000_000_000
 _HOST_SCORES = 40_000_000
 # More blocks than this cost more in launches than in arithmetic.
 _MOST_BLOCKS = 256
-# A sample: this many heads, and of each this many rows in blocks spread over the sequence.
-_SAMPLE_HEADS = 4
-_SAMPLE_ROWS = 1024
+# A sample: some heads, at least so many where there are, and of each so many rows in blocks spread
+# over the sequence; as many rows in all as long sequences leave time for.
+_LEAST_HEADS = 4
+_ROWS_PER_HEAD = 1024
 _BLOCK_ROWS = 128
+_SAMPLE_ROWS = 16384
 # Bytes of a block's float32 scores.
 _BLOCK_BYTES = 1 << 28
 # Below this many rows the naive result may be exact by luck.
@@ -56,21 +57,39 @@ def choose_blocks(case: Case, seed: int, most_scores: int) -> list[Block]:
     if not heads or not case.seqlen_q:
         return []
     rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
-    blocks_per_head = -(-case.seqlen_q // rows)
-    if case.scores <= most_scores and len(heads) * blocks_per_head <= _MOST_BLOCKS:
-        starts = range(0, case.seqlen_q, rows)
+    starts = range(0, case.seqlen_q, rows)
+    if case.scores <= most_scores and len(heads) * len(starts) <= _MOST_BLOCKS:
         return [Block(b, h, s, min(s + rows, case.seqlen_q)) for b, h in heads for s in starts]
+    per_head = min(case.seqlen_q, _ROWS_PER_HEAD)
+    if case.seqlen_q > _ROWS_PER_HEAD:
+        rows = min(rows, _BLOCK_ROWS)
     rng = np.random.default_rng(seed)
-    wanted = min(len(heads), _MOST_BLOCKS, max(_SAMPLE_HEADS, _SAMPLE_ROWS // case.seqlen_q))
-    chosen = sorted(rng.choice(len(heads), wanted, replace=False))
-    all_starts = np.arange(0, case.seqlen_q, _BLOCK_ROWS)
-    some = min(len(all_starts), _SAMPLE_ROWS // _BLOCK_ROWS)
+    chosen = _sample_heads(case, rng, len(heads), per_head, most_scores)
+    last = (case.seqlen_q - 1) // rows
     blocks = []
     for index in chosen:
-        starts = {int(s) for s in rng.choice(all_starts[:-1], some - 1, replace=False)}
-        for start in sorted(starts | {int(all_starts[-1])}):
-            blocks.append(Block(*heads[index], start, min(start + _BLOCK_ROWS, case.seqlen_q)))
+        others = rng.choice(last, min(last, -(-per_head // rows) - 1), replace=False)
+        for block in sorted({last, *others.tolist()}):
+            stop = min((block + 1) * rows, case.seqlen_q)
+            blocks.append(Block(*heads[index], block * rows, stop))
     return blocks
+
+
+def _sample_heads(
+    case: Case, rng: np.random.Generator, heads: int, per_head: int, most_scores: int
+) -> list[int]:
+    affordable = most_scores // (per_head * max(case.seqlen_k, 1))
+    wanted = max(_LEAST_HEADS, min(affordable, _SAMPLE_ROWS // per_head, _MOST_BLOCKS))
+    return sorted(rng.choice(heads, min(heads, wanted), replace=False).tolist())
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a check compared: query rows over the batch and all heads, and the error it allowed."""
+
+    rows: int
+    all_rows: int
+    bound: float
 
 
 @functools.cache
@@ -94,10 +113,8 @@ class Check:
 
     Attributes
     ----------
-    rows, all_rows
-        Query rows compared, and those there are, over the batch and all heads.
-    bound
-        Largest absolute difference that passes.
+    coverage
+        How many rows are compared, and the largest difference that passes.
     """
 
     def __init__(self, inputs: Inputs, seed: int, *, on_gpu: bool) -> None:
@@ -106,14 +123,15 @@ class Check:
         self._on_gpu = on_gpu and why_no_matmul() is None
         self._layout = case.layout
         self._blocks = choose_blocks(case, seed, _GPU_SCORES if self._on_gpu else _HOST_SCORES)
-        self.rows = sum(block.stop - block.start for block in self._blocks)
-        self.all_rows = case.batch * case.heads_q * case.seqlen_q
-        self.bound = 0.0
+        rows = sum(block.stop - block.start for block in self._blocks)
+        bound = 0.0
         self._reference: Any = None
         if self._blocks:
-            self._reference, self.bound = self._compute(case, inputs.gpu if on_gpu else inputs.host)
+            arrays = inputs.gpu if on_gpu else inputs.host
+            self._reference, bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
+        self.coverage = Coverage(rows, case.batch * case.heads_q * case.seqlen_q, bound)
 
-    def _compute(self, case: Case, arrays: Arrays) -> tuple[Any, float]:
+    def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> tuple[Any, float]:
         q, k, v = (_to_bshd(array, case.layout) for array in arrays)
         group = case.heads_q // case.heads_kv
         references, lses, naives = [], [], []
@@ -124,7 +142,7 @@ class Check:
                 for x in (k, v)
             )
             rows, keys, values = (self._placed(x) for x in (rows, keys, values))
-            options = {
+            options: dict[str, Any] = {
                 "causal": case.causal,
                 "softmax_scale": case.softmax_scale,
                 "q_offset": case.first_query + block.start,
@@ -136,8 +154,7 @@ class Check:
         xp = _module(references[0])
         reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
         # float64 shares the reference's own error, and few rows may be exact by luck.
-        vague = case.dtype == "float64" or self.rows < _FEW_ROWS
-        lse = xp.concatenate(lses, 2) if vague else None
+        lse = xp.concatenate(lses, 2) if few or case.dtype == "float64" else None
         return reference, error_bound(naive, reference, numpy_dtype(case.dtype), lse=lse)
 
     def error(self, out: Any) -> float:
@@ -175,10 +192,3 @@ def _rows(array: Any, block: Block) -> Any:
     return array[
         block.batch : block.batch + 1, block.start : block.stop, block.head : block.head + 1
     ]
-
-
-def summary(checks: Sequence[Check]) -> str:
-    """How many rows were compared, for a caption."""
-    rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
-    share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
-    return f"{share} query rows compared with the float64 reference"

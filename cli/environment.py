@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import cupy_flash
 from cupy_flash.device import Device, device_for_id, gpu_unavailable
 
 FLOP_CONVENTION = (
@@ -20,21 +21,13 @@ FLOP_CONVENTION = (
 )
 
 
-def installed_version(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def versions() -> dict[str, str]:
     """Versions of what a result depends on; what is not there is left out.
 
     torch and cuDNN are named where this process uses torch.
     """
     found: dict[str, str | None] = {
-        "cupy_flash": installed_version("cupy_flash"),
+        "cupy_flash": cupy_flash.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
@@ -81,10 +74,14 @@ def driver_version() -> str:
     return f"{found[1]} ({cuda})" if found else cuda
 
 
+def available_cpus() -> int:
+    """CPUs that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def cpu_name() -> str:
     """The processor, with the number of CPUs that the CPU backend may use."""
-    from cupy_flash.cpu import available_cpus
-
     name = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

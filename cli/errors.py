@@ -16,6 +16,14 @@ from cupy_flash.tuning import TableError
 class OneLineErrors(click.Group):
     """A command group that reports a wrong option in one line and exits with 2."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and self.get_command(ctx, args[0]) is None:
+            known = ", ".join(self.list_commands(ctx))
+            raise click.UsageError(f"no command {args[0]!r}; expected one of {known}", ctx)
+        return super().resolve_command(ctx, args)
+
     def main(
         self,
         args: Sequence[str] | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -119,7 +119,7 @@ def split_shape(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in SHAPE_NAMES}
 
 
-def cases_from(shape: dict[str, Any], defaults: dict[str, Sequence[Any]]) -> list[Case]:
+def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Every combination of the options, checked by the library.
 
     Parameters
@@ -134,8 +134,10 @@ def cases_from(shape: dict[str, Any], defaults: dict[str, Sequence[Any]]) -> lis
     click.UsageError
         With the library's message, for what no kernel computes.
     """
-    fallbacks: dict[str, Sequence[Any]] = {"causal": (False,), "layout": ("bshd",)} | defaults
-    given = {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
+    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults)
+    given: dict[str, Any] = {
+        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
+    }
     cases = sweep(**given)
     with library_errors_as_usage():
         for case in cases:

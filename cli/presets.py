@@ -33,9 +33,7 @@ class Preset:
     baseline: tuple[str, ...]
 
 
-def _square(
-    dtype: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: bool
-) -> Case:
+def _square(dtype: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Case:
     return Case(dtype, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, causal)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cupy_flash import cpu
@@ -146,7 +147,13 @@ class Dispatcher(Provider):
         q, k, v = inputs.gpu if self.on_gpu else inputs.host
         return Prepared(
             functools.partial(
-                flash_attention, q, k, v, family=self.family, tile=self.tile, **inputs.case.arguments
+                flash_attention,
+                q,
+                k,
+                v,
+                family=self.family,
+                tile=self.tile,
+                **inputs.case.arguments,
             ),
             plan=plan,
             kernel_digest=FAMILIES[plan.family].digest() if self.on_gpu else cpu.digest(),
@@ -177,9 +184,7 @@ class CpuBackend(Provider):
         q, k, v = inputs.host
         arguments = inputs.case.arguments
         return Prepared(
-            functools.partial(
-                flash_attention, q, k, v, backend="cpu", tile=self.tile, **arguments
-            ),
+            functools.partial(flash_attention, q, k, v, backend="cpu", tile=self.tile, **arguments),
             plan=cpu_plan(inputs.case, self.tile),
             kernel_digest=cpu.digest(),
         )
@@ -231,9 +236,11 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
         "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
         "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
     }
-    for torch_provider in torch_providers.ALL:
-        makers[torch_provider.name] = lambda _, found=torch_provider: found
-    return makers
+
+    def just(found: Provider) -> Callable[[TileFields], Provider]:
+        return lambda _: found
+
+    return makers | {found.name: just(found) for found in torch_providers.ALL}
 
 
 def names() -> tuple[str, ...]:
@@ -256,9 +263,11 @@ def free_bytes(*, on_gpu: bool) -> int | None:
         free = int(cupy.cuda.runtime.memGetInfo()[0])
         return free + cupy.get_default_memory_pool().free_bytes() + torch_providers.idle_bytes()
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS no such name
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
         return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
 
 
 def release_memory() -> None:

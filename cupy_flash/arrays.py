@@ -48,9 +48,10 @@ def dtype_name(array: Any) -> str:
 def is_readable_in_place(array: Any) -> bool:
     """Whether kernels can address a 4-d array as it lies.
 
-    They can if its last axis is contiguous, or of length 1, and its strides are whole elements.
+    They can if its last axis is contiguous, or of length 1, and its strides are whole elements;
+    and if there is nothing to address.
     """
-    if array.ndim != 4:
+    if array.ndim != 4 or array.size == 0:
         return True
     size = array.itemsize
     strides = array.strides

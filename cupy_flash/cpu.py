@@ -45,7 +45,8 @@ KEY_GROUP = 64
 # Fewer query rows per key/value head do not pay back the pass over K and V that finds the bounds.
 MIN_ROWS_FOR_BOUNDS = 128
 
-# Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2 ms.
+# Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2
+# ms.
 MIN_PAIRS_PER_WORKER = 1 << 17
 
 
@@ -311,9 +312,7 @@ class _Scratch:
     """One worker's buffers: allocated once, cut to each tile's size."""
 
     def __init__(self, job: _Pass) -> None:
-        sizes = _scratch_sizes(
-            job.Br * job.heads_per_tile, job.Bc, job.q.shape[3], job.v.shape[3]
-        )
+        sizes = _scratch_sizes(job.Br * job.heads_per_tile, job.Bc, job.q.shape[3], job.v.shape[3])
         self._flat = {name: np.empty(size, job.compute) for name, size in sizes.items()}
         self._flat["ones"].fill(1)
 
@@ -391,7 +390,7 @@ def _scores_are_bounded(job: _Pass, q: Array, b: int, kv_head: int, keys: int) -
     in the rounding. False if anything it looks at is NaN or inf.
     """
     groups = keys // KEY_GROUP
-    if groups == 0 or job.key_norm.shape[2] == 0 or keys % KEY_GROUP:
+    if groups == 0 or job.key_norm.shape[2] == 0:
         return False
     q_norm = np.sqrt(np.einsum("id,id->i", q, q).max())
     value_max = job.value_max[b, kv_head, groups - 1]

@@ -1,10 +1,11 @@
-"""The attention formula written out: what every result is compared with, and by how much it may differ.
+"""The attention formula written out: what results are compared with, and how far they may be off.
 
-:func:`attention_reference` computes in float64 and is the oracle. :func:`attention_naive` is the formula as one
-writes it without a fused kernel, in the precision of its inputs; its error is the yardstick of
-:func:`error_bound`, and its time the baseline of the benchmarks.
+:func:`attention_reference` computes in float64 and is the oracle. :func:`attention_naive` is the
+formula as one writes it without a fused kernel, in the precision of its inputs; its error is the
+yardstick of :func:`error_bound`, and its time the baseline of the benchmarks.
 
-All of it runs on NumPy and on CuPy arrays; CuPy is imported only when an array of its kind comes in.
+All of it runs on NumPy and on CuPy arrays; CuPy is imported only when an array of its kind comes
+in.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-#: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row of scores,
-#: if that alone is more).
+#: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
+#: of scores, if that alone is more).
 CHUNK_BYTES = 128 << 20
 
-#: Units in the last place, of the output dtype at the largest reference value, that :func:`error_bound` adds.
-#: One is the final rounding and one the reference landing just above a power of two; the rest is for sums
-#: taken in another order, which matters where the naive result happens to be exact.
+#: Units in the last place, of the output dtype at the largest reference value, that
+#: :func:`error_bound` adds. One is the final rounding and one the reference landing just above a
+#: power of two; the rest is for sums taken in another order, which matters where the naive result
+#: happens to be exact.
 BOUND_ULPS = 4
 
 
@@ -38,8 +40,8 @@ def attention_reference(
 ) -> Any:
     """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
 
-    The scores are computed in chunks of at most :data:`CHUNK_BYTES`, so sequence length is limited by time, not
-    by memory. Exact to float64 rounding: no online softmax, no tiling over keys.
+    The scores are computed in chunks of at most :data:`CHUNK_BYTES`, so sequence length is limited
+    by time, not by memory. Exact to float64 rounding: no online softmax, no tiling over keys.
 
     Parameters
     ----------
@@ -55,7 +57,8 @@ def attention_reference(
     softmax_scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
     q_offset : int, optional
-        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given. Used only if ``causal``.
+        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given. Used only if
+        ``causal``.
     layout : {"bshd", "bhsd"}
         "bhsd" reads and returns (batch, heads, seqlen, head_dim).
     return_lse : bool
@@ -73,12 +76,11 @@ def attention_reference(
     ValueError
         A shape or the layout is not one of the above.
 
-    Notes
-    -----
-    NaN and inf in what a query sees propagate as the formula has them, with one exception: a query that sees no
-    key, or whose every seen score is -inf, gives 0 and an lse of -inf. A masked key never reaches the query's
-    result, whatever it holds. A NaN or inf in the *value* row of a masked key may or may not reach it (the
-    formula has 0 * NaN there, but whole chunks of keys that no query sees are left out): do not rely on either.
+    Notes ----- NaN and inf in what a query sees propagate as the formula has them, with one
+    exception: a query that sees no key, or whose every seen score is -inf, gives 0 and an lse of
+    -inf. A masked key never reaches the query's result, whatever it holds. A NaN or inf in the
+    *value* row of a masked key may or may not reach it (the formula has 0 * NaN there, but whole
+    chunks of keys that no query sees are left out): do not rely on either.
     """
     xp = _array_module(q)
     q, k, v = _as_bhsd(q, k, v, layout)
@@ -123,10 +125,11 @@ def attention_naive(
     layout: str = "bshd",
     dtype: Any = None,
 ) -> Any:
-    """Attention as written without a fused kernel: matmul, softmax, matmul on the whole score matrix.
+    """Attention as one writes it without a fused kernel, the whole score matrix in memory.
 
-    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones the probabilities are
-    rounded to ``dtype`` before the second product, as separate kernels with 16-bit arrays between them do.
+    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones the
+    probabilities are rounded to ``dtype`` before the second product, as separate kernels with
+    16-bit arrays between them do.
 
     Parameters
     ----------
@@ -154,7 +157,8 @@ def attention_naive(
     if batch * heads_q * seqlen_q * seqlen_k == 0:
         out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), dtype)
     else:
-        # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that share them.
+        # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that
+        # share them.
         grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
         with np.errstate(all="ignore"):
             q = (q * compute.type(scale)).reshape(*grouped, head_dim)
@@ -174,11 +178,13 @@ def attention_naive(
 def max_error(out: Any, reference: Any) -> float:
     """Largest absolute difference between two arrays of one shape.
 
-    Positions where both hold NaN, or both the same infinity, count 0; NaN or inf against anything else is inf.
-    Arrays without elements differ by 0.
+    Positions where both hold NaN, or both the same infinity, count 0; NaN or inf against anything
+    else is inf. Arrays without elements differ by 0.
     """
     if out.shape != reference.shape:
-        raise ValueError(f"out has shape {out.shape}, reference {reference.shape}; they must be equal")
+        raise ValueError(
+            f"out has shape {out.shape}, reference {reference.shape}; they must be equal"
+        )
     xp = _array_module(reference)
     largest = 0.0
     for result, truth in zip(out, reference, strict=True) if out.size else ():
@@ -195,20 +201,20 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     """Error against ``reference`` that a result of ``dtype`` is allowed.
 
     Twice the error of ``naive``, the formula in the same precision (:func:`attention_naive`), plus
-    :data:`BOUND_ULPS` * ulp. The ulp is that of ``dtype`` in the binade of the largest finite ``|reference|``,
-    ``eps * 2**floor(log2(max))``, and no less than its smallest subnormal. Only positions where both arrays are
-    finite count, so a naive overflow does not excuse everything; that NaN and inf stand where they should is
-    for :func:`max_error` to say.
+    :data:`BOUND_ULPS` * ulp. The ulp is that of ``dtype`` in the binade of the largest finite
+    ``|reference|``, ``eps * 2**floor(log2(max))``, and no less than its smallest subnormal. Only
+    positions where both arrays are finite count, so a naive overflow does not excuse everything;
+    that NaN and inf stand where they should is for :func:`max_error` to say.
 
-    A score of size s is known to s * eps at best, and its exponential is off by as much. Over many rows the
-    naive result shows that error; over a few it may be lucky, and in float64 it shares the reference's own. For
-    such cases pass the reference's ``lse``: its largest finite magnitude, which is about that of the scores that
-    count, is added to :data:`BOUND_ULPS`.
+    A score of size s is known to s * eps at best, and its exponential is off by as much. Over many
+    rows the naive result shows that error; over a few it may be lucky, and in float64 it shares the
+    reference's own. For such cases pass the reference's ``lse``: twice its largest finite
+    magnitude, which is about that of the scores that count, is added to :data:`BOUND_ULPS`.
     """
     import ml_dtypes
 
     xp = _array_module(reference)
-    info = ml_dtypes.finfo(np.dtype(dtype))
+    info: Any = ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
     error = largest = 0.0
     for result, truth in zip(naive, reference, strict=True) if reference.size else ():
         result, truth = result.astype(np.float64), truth.astype(np.float64)
@@ -220,7 +226,7 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     ulp = float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest else 0.0
     ulps = float(BOUND_ULPS)
     if lse is not None and lse.size:
-        ulps += float(xp.where(xp.isfinite(lse), xp.abs(lse), 0).max())
+        ulps += 2 * float(xp.where(xp.isfinite(lse), xp.abs(lse), 0).max())
     return 2 * error + ulps * max(ulp, float(info.smallest_subnormal))
 
 
@@ -247,7 +253,9 @@ def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
-def _resolve(q: Any, k: Any, softmax_scale: float | None, q_offset: int | None) -> tuple[float, int]:
+def _resolve(
+    q: Any, k: Any, softmax_scale: float | None, q_offset: int | None
+) -> tuple[float, int]:
     """The scale and offset that apply; the offset no further out than makes a difference."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
@@ -260,16 +268,20 @@ def _keys_seen(row: int, seqlen_k: int, causal: bool, q_offset: int) -> int:
 
 
 def _mask(xp: Any, scores: Any, first_row: int, q_offset: int) -> None:
-    """Set to -inf what a query does not see, in ``scores`` (..., rows from ``first_row`` on, keys)."""
+    """Set to -inf what a query does not see.
+
+    ``scores`` is (..., rows from ``first_row`` on, keys).
+    """
     rows, keys = scores.shape[-2:]
     last_seen = xp.arange(first_row + q_offset, first_row + q_offset + rows)[:, None]
     xp.copyto(scores, -np.inf, where=xp.arange(keys) > last_seen)
 
 
 def _softmax_terms(xp: Any, scores: Any) -> tuple[Any, Any]:
-    """Turn ``scores`` into exp(scores - row maximum) in place; give their lse (..., rows) and row sums.
+    """Turn ``scores`` into exp(scores - row maximum) in place; return lse and row sums.
 
-    The sums keep their axis and are 1 where nothing is seen, so that they can be divided by.
+    The lse is (..., rows). The sums keep the axis of keys, to be divided by, and are 1 where
+    nothing is seen.
     """
     row_max = scores.max(axis=-1, keepdims=True)
     scores -= xp.where(row_max == -np.inf, 0, row_max)

@@ -165,6 +165,11 @@ def _merged() -> dict[tuple[str, str, str, str], Entry]:
     return table
 
 
+def entries() -> list[Entry]:
+    """All entries in effect: the shipped ones, overlaid by the user's."""
+    return list(_merged().values())
+
+
 def reload() -> None:
     """Forget what was read, so that the next lookup reads the files again."""
     global _generation

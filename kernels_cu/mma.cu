@@ -1,4 +1,5 @@
-// Fused attention forward for float16 and bfloat16 on tensor cores, sm_80 and newer.
+// Fused attention forward on tensor cores, sm_80 and newer: float16, bfloat16, and float32 by three
+// TF32 products.
 //
 // FlashAttention-2 (Dao 2023): a thread block holds Br query rows and visits the tiles of Bc keys
 // from the last to the first. Each warp owns 16 or 32 of the rows, so that softmax needs no
@@ -11,36 +12,25 @@
 #include "layout.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "products_16bit.cuh"
+#include "products_tf32x3.cuh"
 #include "ptx.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
 
-template <class Element>
-__device__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
-template <class Element>
-__device__ unsigned pack(float low, float high);
-
 #if __CUDA_ARCH__ >= 800
 
+template <class Element>
+struct ProductsOf {
+  template <class Config, int row_tiles>
+  using type = Products16Bit<Config, row_tiles>;
+};
 template <>
-__device__ inline void mma<half_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
-                                   unsigned b1) {
-  ptx::mma_m16n8k16_f16(d, a, b0, b1);
-}
-template <>
-__device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
-                                       unsigned b1) {
-  ptx::mma_m16n8k16_bf16(d, a, b0, b1);
-}
-template <>
-__device__ inline unsigned pack<half_t>(float low, float high) {
-  return ptx::cvt_rn_f16x2_f32(low, high);
-}
-template <>
-__device__ inline unsigned pack<bfloat16_t>(float low, float high) {
-  return ptx::cvt_rn_bf16x2_f32(low, high);
-}
+struct ProductsOf<float> {
+  template <class Config, int row_tiles>
+  using type = ProductsTf32x3<Config, row_tiles>;
+};
 
 template <class Config>
 struct MmaForward {
@@ -51,25 +41,21 @@ struct MmaForward {
   static constexpr int threads = 32 * Config::warps;
   static constexpr int warp_rows = Br / Config::warps;
   static constexpr int row_tiles = warp_rows / 16;
-  // mma works in steps of 16 along head_dim; the columns between are zeros in shared memory.
-  static constexpr int columns = round_up(Config::head_dim, 16);
-  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
-  static constexpr int k_steps = columns / 16;
-  static constexpr int key_steps = Bc / 16;
-  static constexpr int column_steps = columns_v / 16;
+  using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
+  using KeyLayout = typename Products::KeyLayout;
+  using ValueLayout = typename Products::ValueLayout;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
   static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
 
-  using KeyLayout = SwizzledRows<Element, columns>;
-  using ValueLayout = SwizzledRows<Element, columns_v>;
-
   // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
-  static constexpr int q_bytes =
-      Br * (columns > columns_v ? KeyLayout::row_bytes : ValueLayout::row_bytes);
-  static constexpr int stage_bytes =
-      Bc * (columns > columns_v ? KeyLayout::row_bytes : ValueLayout::row_bytes);
+  static constexpr int row_bytes = KeyLayout::row_bytes > ValueLayout::row_bytes
+                                       ? KeyLayout::row_bytes
+                                       : ValueLayout::row_bytes;
+  static constexpr int q_bytes = Br * row_bytes;
+  static constexpr int stage_bytes = Bc * row_bytes;
+  static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
 
   const Params& p;
   const Work work;
@@ -83,10 +69,9 @@ struct MmaForward {
   const Element* const values;
   const float scale_log2;
 
-  static constexpr int kept_steps = Config::q_in_registers ? k_steps : 1;
-  unsigned q_fragments[kept_steps][row_tiles][4];
-  float scores[row_tiles][Bc / 8][4];  // then the probabilities
-  float out[row_tiles][columns_v / 8][4];
+  Products products;
+  typename Products::Scores scores;  // and, from exponentiate() on, the probabilities
+  typename Products::Output out;
   SoftmaxRow<float> softmax[row_tiles][2];
 
   __device__ MmaForward(const Params& params, unsigned shared)
@@ -106,7 +91,11 @@ struct MmaForward {
     load_tile<0, true>(0);
     if (stages > 2) load_tile<1, true>(0);
     if (stages > 3) load_tile<2, true>(0);
-    if constexpr (Config::q_in_registers) load_query_fragments();
+    if constexpr (Config::q_in_registers) {
+      ptx::cp_async_wait_group<stages - 2>();
+      __syncthreads();
+      products.keep_queries(warp_queries());
+    }
     reset();
     const int edges = tiles.end - tiles.full_end;
     const int visits = tiles.end - tiles.begin;
@@ -118,16 +107,28 @@ struct MmaForward {
   }
 
   __device__ void reset() {
+    clear(out);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
       softmax[i][0].reset();
       softmax[i][1].reset();
+    }
+  }
+
+  template <int Tiles>
+  __device__ static void clear(float (&accumulators)[row_tiles][Tiles][4]) {
 #pragma unroll
-      for (int j = 0; j < columns_v / 8; ++j) {
+    for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) out[i][j][c] = 0;
+      for (int j = 0; j < Tiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) accumulators[i][j][c] = 0;
       }
     }
+  }
+
+  __device__ unsigned warp_queries() const {
+    return q_shared + warp * warp_rows * KeyLayout::row_bytes;
   }
 
   __device__ void load_queries() {
@@ -180,73 +181,15 @@ struct MmaForward {
 
   template <bool Edge>
   __device__ void visit(int i) {
-    multiply_queries_keys(take_tile<0, Edge>(i));
+    const unsigned k_shared = take_tile<0, Edge>(i);
+    clear(scores);
+    products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (Config::negate_scores) negate_scores();
     if (Edge) apply_mask((tiles.end - 1 - i) * Bc);
-    update_softmax();
-    multiply_probabilities_values(take_tile<1, Edge>(i));
-  }
-
-  __device__ unsigned q_lane() const {
-    return q_shared + KeyLayout::offset(warp * warp_rows + lane % 16, lane / 16);
-  }
-
-  __device__ void load_query_fragments() {
-    ptx::cp_async_wait_group<stages - 2>();
-    __syncthreads();
-#pragma unroll
-    for (int step = 0; step < kept_steps; ++step) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q_fragments[step][i], KeyLayout::advance(q_lane(), 16 * i, 2 * step));
-      }
-    }
-  }
-
-  // scores = Q K^T. The fragment of the next step is read from shared memory while this one is
-  // multiplied.
-  __device__ void multiply_queries_keys(unsigned k_shared) {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] = 0;
-      }
-    }
-    const unsigned k_lane =
-        k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-
-    unsigned q[2][row_tiles][4];
-    unsigned k[2][4];
-    auto load_q = [&](int step) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q[step % 2][i], KeyLayout::advance(q_lane(), 16 * i, 2 * step));
-      }
-    };
-    auto load_k = [&](int number) {
-      ptx::ldmatrix_x4(k[number % 2], KeyLayout::advance(k_lane, number % key_steps * 16,
-                                                         number / key_steps * 2));
-    };
-    if (!Config::q_in_registers) load_q(0);
-    load_k(0);
-#pragma unroll
-    for (int step = 0; step < k_steps; ++step) {
-      if (!Config::q_in_registers && step + 1 < k_steps) load_q(step + 1);
-#pragma unroll
-      for (int pair = 0; pair < key_steps; ++pair) {
-        const int current = step * key_steps + pair;
-        if (current + 1 < k_steps * key_steps) load_k(current + 1);
-#pragma unroll
-        for (int i = 0; i < row_tiles; ++i) {
-          const unsigned(&a)[4] =
-              Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[step % 2][i];
-          mma<Element>(scores[i][2 * pair], a, k[current % 2][0], k[current % 2][1]);
-          mma<Element>(scores[i][2 * pair + 1], a, k[current % 2][2], k[current % 2][3]);
-        }
-      }
-    }
+    update_maxima();
+    const unsigned v_shared = take_tile<1, Edge>(i);
+    products.multiply_probabilities_values(out, scores, v_shared,
+                                           [&](int i, int j) { exponentiate(i, j); });
   }
 
   __device__ void negate_scores() {
@@ -284,9 +227,8 @@ struct MmaForward {
     }
   }
 
-  // Turns scores into probabilities relative to the running maximum, and rescales the output where
-  // that maximum moved.
-  __device__ void update_softmax() {
+  // Takes the scores' maxima in, and rescales the output where the running maximum moved.
+  __device__ void update_maxima() {
     // p can grow to 2^8, far inside float16's range.
     constexpr float slack = 8;
     float rescale[row_tiles][2];
@@ -311,59 +253,21 @@ struct MmaForward {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-        for (int j = 0; j < columns_v / 8; ++j) {
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) out[i][j][c] *= rescale[i][c / 2];
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          SoftmaxRow<float>& row = softmax[i][c / 2];
-          scores[i][j][c] = row.probability(scores[i][j][c], scale_log2);
-          row.sum += scores[i][j][c];
-        }
-      }
-    }
   }
 
-  // out += P V
-  __device__ void multiply_probabilities_values(unsigned v_shared) {
-    const unsigned v_lane = v_shared + ValueLayout::offset(lane % 16, lane / 16);
-    unsigned v[2][4];
-    auto load_v = [&](int number) {
-      ptx::ldmatrix_x4_trans(v[number % 2],
-                             ValueLayout::advance(v_lane, number / column_steps * 16,
-                                                  number % column_steps * 2));
-    };
-    load_v(0);
+  // Turns row tile i's scores of the j-th eight keys into probabilities relative to the maximum.
+  __device__ void exponentiate(int i, int j) {
 #pragma unroll
-    for (int step = 0; step < key_steps; ++step) {
-      unsigned probabilities[row_tiles][4];
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        const float(&left)[4] = scores[i][2 * step];
-        const float(&right)[4] = scores[i][2 * step + 1];
-        probabilities[i][0] = pack<Element>(left[0], left[1]);
-        probabilities[i][1] = pack<Element>(left[2], left[3]);
-        probabilities[i][2] = pack<Element>(right[0], right[1]);
-        probabilities[i][3] = pack<Element>(right[2], right[3]);
-      }
-#pragma unroll
-      for (int pair = 0; pair < column_steps; ++pair) {
-        const int current = step * column_steps + pair;
-        if (current + 1 < key_steps * column_steps) load_v(current + 1);
-#pragma unroll
-        for (int i = 0; i < row_tiles; ++i) {
-          mma<Element>(out[i][2 * pair], probabilities[i], v[current % 2][0], v[current % 2][1]);
-          mma<Element>(out[i][2 * pair + 1], probabilities[i], v[current % 2][2],
-                       v[current % 2][3]);
-        }
-      }
+    for (int c = 0; c < 4; ++c) {
+      SoftmaxRow<float>& row = softmax[i][c / 2];
+      scores[i][j][c] = row.probability(scores[i][j][c], scale_log2);
+      row.sum += scores[i][j][c];
     }
   }
 
@@ -379,7 +283,7 @@ struct MmaForward {
         state.sum += __shfl_xor_sync(~0u, state.sum, 2);
         const float normalizer = state.normalizer();
 #pragma unroll
-        for (int j = 0; j < columns_v / 8; ++j) {
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
           out[i][j][2 * half] *= normalizer;
           out[i][j][2 * half + 1] *= normalizer;
         }
@@ -411,10 +315,10 @@ struct MmaForward {
         float* target = partials.out_row(
             work.split, partials.row_index(p, work.batch, work.head, row));
 #pragma unroll
-        for (int j = 0; j < columns_v / 8; ++j) {
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const int column = 8 * j + lane % 4 * 2 + c;
+            const int column = products.column(j, c);
             if (column < Config::head_dim_v) target[column] = out[i][j][2 * half + c];
           }
         }
@@ -430,28 +334,23 @@ struct MmaForward {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_row + 16 * i + 8 * half + lane / 4;
-#pragma unroll
-        for (int j = 0; j < columns_v / 8; ++j) {
-          ptx::st_shared(q_shared + ValueLayout::offset(row, j) + lane % 4 * 4,
-                         pack<Element>(out[i][j][2 * half], out[i][j][2 * half + 1]));
-        }
+        products.stage_row(out, i, half, q_shared, warp_row + 16 * i + 8 * half + lane / 4);
       }
     }
     __syncwarp();
     Element* output = p.out.head<Element>(work.batch, work.head);
-    constexpr int chunks = columns_v / 8;
+    constexpr int elements = ValueLayout::chunk_elements;
 #pragma unroll
-    for (int i = 0; i < warp_rows * chunks / 32; ++i) {
-      const int index = i * 32 + lane;
-      const int row = warp_row + index / chunks;
-      const int chunk = index % chunks;
+    for (int first = 0; first < warp_rows * ValueLayout::chunks; first += 32) {
+      const int row = warp_row + (first + lane) / ValueLayout::chunks;
+      const int chunk = (first + lane) % ValueLayout::chunks;
       if (work.q_begin + row >= p.seqlen_q) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          output + (work.q_begin + row) * p.out.row_stride + chunk * 8,
-          reinterpret_cast<const Vector<Element, 8>&>(bits), Config::head_dim_v - chunk * 8);
+          output + (work.q_begin + row) * p.out.row_stride + chunk * elements,
+          reinterpret_cast<const Vector<Element, elements>&>(bits),
+          Config::head_dim_v - chunk * elements);
     }
   }
 };

@@ -65,6 +65,17 @@ __device__ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
   return result;
 }
 
+// cvt.rn.tf32.f32, or on architectures before sm_90 cvt.rna.tf32.f32: to the nearest TF32 value.
+__device__ inline unsigned cvt_tf32_f32(float x) {
+  unsigned result;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
+#else
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
+#endif
+  return result;
+}
+
 // cvt.rn.f16x2.f32
 __device__ inline unsigned cvt_rn_f16x2_f32(float low, float high) {
   unsigned result;

@@ -54,12 +54,14 @@ struct SoftmaxRow {
   // The maximum may lag behind by a factor of 2^slack in p, which costs no precision in a
   // floating-point p and sum, and saves most of the rescaling (the idea is FlashAttention-4's).
   __device__ T update_max(T tile_max, T scale_log2, T slack = 0) {
-    if (!((tile_max - max) * scale_log2 > slack)) return 1;
-    const T old_base = base;
-    const bool first = max == -Math::infinity();
-    max = tile_max;
-    base = max * scale_log2;
-    const T rescale = first ? T(0) : Math::exp2(old_base - base);
+    // Selects rather than branches: lanes of a warp hold different rows. The comparison is false
+    // for -inf - -inf too, so a row that has seen no key keeps its base of 0.
+    const bool grows = (tile_max - max) * scale_log2 > slack;
+    const T new_base = grows ? tile_max * scale_log2 : base;
+    const T shrink = max == -Math::infinity() ? T(0) : Math::exp2(base - new_base);
+    const T rescale = grows ? shrink : T(1);
+    max = grows ? tile_max : max;
+    base = new_base;
     sum *= rescale;
     return rescale;
   }

@@ -158,8 +158,8 @@ def test_script_prints_a_similarity_table_on_80_columns(minilm: Any) -> None:
         env=os.environ | {"COLUMNS": "80"},
         capture_output=True,
         encoding="utf-8",
-        check=True,
     )
+    assert run.returncode == 0, run.stderr
     rows = [line.split() for line in run.stdout.splitlines()]
     scores = np.array([row[1:] for row in rows if len(row) == 8 and "." in row[1]], dtype=float)
     assert scores.shape == (7, 7)

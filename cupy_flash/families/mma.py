@@ -1,4 +1,4 @@
-"""Tensor-core fused attention for float16 and bfloat16: `kernels_cu/mma.cu`."""
+"""Tensor-core fused attention for float16, bfloat16 and float32: `kernels_cu/mma.cu`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,24 @@ class MmaTile(Tile):
     min_blocks: int = 1
 
 
+def _padded_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of Q and K, and of V, in shared memory: whole steps of the tensor cores."""
+    step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16)
+    return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
+
+
 class MmaFamily(Family):
-    """FlashAttention-2 on mma.m16n8k16 with cp.async."""
+    """FlashAttention-2 on mma.sync with cp.async; float32 by three TF32 products."""
 
     name = "mma"
     source = "mma.cu"
     tile_type = MmaTile
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if problem.dtype == "float64":
+            return "its tensor-core products take float16, bfloat16 or float32, not float64"
         if device.arch < 80:
-            return f"needs sm_80 or newer for cp.async and mma.m16n8k16, not {device.sm}"
+            return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
@@ -94,10 +100,13 @@ class MmaFamily(Family):
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
         """An estimate from below: fragments that live at once, and 30 for addresses and state."""
         row_tiles = tile.Br // (16 * tile.warps)
+        columns, columns_v = _padded_dims(problem)
+        words = problem.itemsize / 4
         scores = row_tiles * tile.Bc // 2
-        output = row_tiles * round_up(problem.head_dim_v, 16) // 2
-        queries = row_tiles * round_up(problem.head_dim, 16) // 4 if tile.q_in_registers else 0
-        return scores + output + queries + 16 + 30
+        output = row_tiles * columns_v // 2
+        queries = int(row_tiles * columns * words) // 2 if tile.q_in_registers else 0
+        products = 16 if problem.itemsize == 2 else 16 + 32 * row_tiles
+        return scores + output + queries + products + 30
 
     def default_tile(self, problem: Problem, device: Device) -> Tile:
         # Resource arithmetic: two blocks of four warps fit an SM's registers, and 32 rows per warp
@@ -113,7 +122,7 @@ class MmaFamily(Family):
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, MmaTile)
-        columns = round_up(max(problem.head_dim, problem.head_dim_v), 16)
+        columns = max(*_padded_dims(problem))
         return (tile.Br + tile.stages * tile.Bc) * columns * problem.itemsize
 
     def threads(self, tile: Tile) -> int:
@@ -157,4 +166,5 @@ class MmaFamily(Family):
             "warps": tile.warps,
             "stages": tile.stages,
             "q_in_registers": bool(tile.q_in_registers),
+            "shared_memory": self.shared_memory(problem, tile),
         }

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.device import Device
-from cupy_flash.families.base import Family, Launch, Tile, ceil_div
+from cupy_flash.families.base import Family, Launch, ceil_div
 from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
 
 _TILE = 32
 _SOFTMAX_WARPS = 8

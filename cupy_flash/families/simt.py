@@ -7,12 +7,22 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import Family, Launch, Tile, ceil_div, round_up
+from cupy_flash.families.base import Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
 
 ENTRY = "simt_forward"
 _MAX_GRID = 2**31 - 1
 _MAX_REGISTERS = 255
+# Of every architecture from sm_75 on.
+_REGISTERS_PER_SM = 65536
+# Pointers, loop counters, temporaries of the softmax: at ease, and at least.
+_REGISTERS_FOR_ADDRESSES = 56
+_LEAST_REGISTERS_FOR_ADDRESSES = 24
+# Two warps for each of an SM's four schedulers hide the latency of eight independent rows; for more
+# than four, registers are not worth giving up.
+_ENOUGH_THREADS = 256
+_MOST_THREADS = 512
 
 
 @dataclass(frozen=True)
@@ -85,11 +95,16 @@ class SimtFamily(Family):
                 f"{tile.threads * tile.rows_per_thread / tile.Br:g}; expected 4, 8, 16 or 32"
             )
         if tile.Bc % tile.row_threads:
-            return f"Bc is {tile.Bc}; expected a multiple of the {tile.row_threads} threads of a row"
-        registers = self.registers(problem, tile)
-        limit = min(_MAX_REGISTERS, device.registers_per_sm // tile.threads)
-        if registers > limit:
-            return f"needs about {registers} registers per thread, and there are {limit}"
+            return (
+                f"Bc is {tile.Bc}; expected a multiple of the {tile.row_threads} threads of a row"
+            )
+        held = self._registers_held(problem, tile)
+        limit = min(_MAX_REGISTERS, _REGISTERS_PER_SM // tile.threads)
+        if held + _LEAST_REGISTERS_FOR_ADDRESSES > limit:
+            return (
+                f"keeps {held} registers of scores, outputs and operands per thread, and has "
+                f"{limit - _LEAST_REGISTERS_FOR_ADDRESSES} for them"
+            )
         shared_memory = self.shared_memory(problem, tile)
         if shared_memory > device.shared_memory_per_block:
             return (
@@ -101,25 +116,43 @@ class SimtFamily(Family):
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> SimtTile:
-        for tile in (
-            SimtTile(128, 64, 128, 8, 0, 2),
-            SimtTile(64, 64, 64, 8, 0, 2),
-            SimtTile(64, 32, 128, 4, 1, 2),
-            SimtTile(32, 16, 128, 2, 1, 2),
-            SimtTile(16, 16, 128, 2, 1, 2),
-        ):
-            if self.why_not_tile(problem, device, tile) is None:
+        legal = [
+            tile
+            for tile in _preferred_tiles(problem)
+            if self.why_not_tile(problem, device, tile) is None
+        ]
+        for tile in legal:
+            blocks = self._blocks_per_sm(problem, device, tile)
+            if blocks * tile.threads >= _ENOUGH_THREADS:
                 return tile
-        raise AssertionError(f"no tile fits {device.name}")
+        return legal[0] if legal else _SMALLEST
 
     def registers(self, problem: Problem, tile: SimtTile) -> int:
-        """Estimate of the 32-bit registers of a thread: what it accumulates, and operands."""
+        """The 32-bit registers that a thread may use.
+
+        As many as leave room for the blocks that what a thread must hold at once leaves room for.
+        """
+        per_block = _REGISTERS_PER_SM // (tile.threads * self._resident_blocks(problem, tile))
+        return min(_MAX_REGISTERS, per_block // 8 * 8)
+
+    def _resident_blocks(self, problem: Problem, tile: SimtTile) -> int:
+        # Told to the compiler, which otherwise may spill to reach an occupancy nobody asked for.
+        held = self._registers_held(problem, tile) + _REGISTERS_FOR_ADDRESSES
+        threads = min(_MOST_THREADS, _REGISTERS_PER_SM // held)
+        return max(1, threads // tile.threads)
+
+    def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
+        # Scores, outputs, one vector of Q or P and three statistics of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size
-        rows = tile.rows_per_thread
         keys = tile.Bc // tile.row_threads
         columns = ceil_div(problem.head_dim_v, width * tile.row_threads) * width
-        return (rows * (keys + columns + width + 3) + 2 * width) * size // 4 + 24
+        return (tile.rows_per_thread * (keys + columns + width + 3) + 2 * width) * size // 4
+
+    def _blocks_per_sm(self, problem: Problem, device: Device, tile: SimtTile) -> int:
+        return device.blocks_per_sm(
+            tile.threads, self.shared_memory(problem, tile), self.registers(problem, tile)
+        )
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, SimtTile)
@@ -147,9 +180,7 @@ class SimtFamily(Family):
             device,
             q_tiles=ceil_div(problem.seqlen_q, tile.Br),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
-            blocks_per_sm=device.blocks_per_sm(
-                tile.threads, self.shared_memory(problem, tile), self.registers(problem, tile)
-            ),
+            blocks_per_sm=self._blocks_per_sm(problem, device, tile),
         )
 
     def workspace(self, problem: Problem, num_splits: int) -> int:
@@ -162,8 +193,10 @@ class SimtFamily(Family):
         return (forward, *split.combine_launches(problem, num_splits))
 
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        assert isinstance(tile, SimtTile)
+        bounds = f"{tile.threads}, {self._resident_blocks(problem, tile)}"
         forward = (
-            f'extern "C" __global__ void __launch_bounds__({self.threads(tile)})\n'
+            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
             f"{ENTRY}(const __grid_constant__ Params params) {{ simt_attention<Config>(params); }}"
         )
         return {ENTRY: forward} | split.combine_entries(num_splits)
@@ -183,3 +216,63 @@ class SimtFamily(Family):
 
 def _accumulator_size(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
+
+
+def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
+    """Tiles from the best to the smallest; the first to fit with enough warps is the default.
+
+    Resource arithmetic, not yet measured: 8 x 8 values of S and of O per thread keep shared memory
+    half idle under the multiplications, but cost 250 registers, so an SM holds eight warps. Where
+    its shared memory does not hold the 128 rows that two such blocks need, 4 rows per thread and
+    256 threads keep eight warps; Bc shrinks before Br does, for a tile of keys is read again by
+    every query tile.
+    """
+    if problem.seqlen_q <= 16:
+        return _FEW_QUERIES
+    dim = max(problem.head_dim, problem.head_dim_v)
+    column = 0 if dim <= 64 else 1 if dim <= 128 else 2
+    return _PREFERRED[_accumulator_size(problem)][column]
+
+
+_PREFERRED = {
+    4: (
+        (
+            # Unrolled twice it spills 16 bytes on sm_100 and later.
+            SimtTile(128, 64, 128, 8, 0, 1),
+            SimtTile(128, 64, 256, 4, 1, 2),
+            SimtTile(128, 32, 256, 4, 1, 2),
+        ),
+        (
+            SimtTile(64, 64, 128, 8, 1, 2),
+            SimtTile(128, 64, 256, 8, 1, 2),
+            SimtTile(64, 64, 256, 4, 1, 2),
+            SimtTile(64, 32, 256, 4, 1, 2),
+        ),
+        (
+            SimtTile(64, 64, 256, 4, 1, 2),
+            SimtTile(32, 32, 128, 4, 1, 2),
+            SimtTile(32, 16, 128, 4, 1, 2),
+        ),
+    ),
+    8: (
+        (
+            SimtTile(64, 64, 128, 4, 1, 2),
+            SimtTile(64, 32, 128, 4, 1, 2),
+            SimtTile(32, 32, 128, 2, 1, 2),
+        ),
+        (
+            SimtTile(64, 64, 256, 4, 1, 2),
+            SimtTile(64, 32, 256, 4, 0, 2),
+            SimtTile(32, 32, 128, 4, 1, 2),
+            SimtTile(32, 16, 128, 4, 1, 2),
+        ),
+        (
+            SimtTile(32, 32, 256, 2, 1, 2),
+            SimtTile(16, 16, 128, 2, 1, 2),
+        ),
+    ),
+}
+# One query tile whatever its height: a low one, whose blocks split the keys among more warps.
+_FEW_QUERIES = (SimtTile(16, 32, 128, 2, 0, 2), SimtTile(16, 32, 128, 2, 1, 2))
+# Fits wherever the kernel runs: float64 at head_dim 256 in 64 KiB.
+_SMALLEST = SimtTile(8, 16, 64, 2, 1, 1)

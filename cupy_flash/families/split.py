@@ -13,7 +13,7 @@ MAX_SPLITS = 32
 # A split must do more than write a partial result and have it merged.
 MIN_KEY_TILES = 2
 # FlashAttention's rule for decoding: leave the keys whole where the query tiles fill this share of
-# the GPU, else take the fewest splits whose waves are within this share of the best filled.
+# the GPU, else take the fewest splits that come within this share of the best one's efficiency.
 FULL_ENOUGH = 0.80
 NEAR_BEST = 0.85
 
@@ -43,14 +43,13 @@ def num_splits(
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or blocks >= FULL_ENOUGH * slots or most <= 1:
         return 1
-    filled = {}
-    for splits in range(1, most + 1):
-        # As many key tiles in the longest split as with one split fewer would gain nothing.
-        if splits == 1 or ceil_div(key_tiles, splits) < ceil_div(key_tiles, splits - 1):
-            waves = blocks * splits / slots
-            filled[splits] = waves / max(1, ceil_div(blocks * splits, slots))
-    best = max(filled.values())
-    return min(splits for splits, share in filled.items() if share >= NEAR_BEST * best)
+    # Efficiency is inverse to the key tiles that a slot works through, one wave after another.
+    longest = {
+        splits: ceil_div(blocks * splits, slots) * ceil_div(key_tiles, splits)
+        for splits in range(1, most + 1)
+    }
+    best = min(longest.values())
+    return min(splits for splits, tiles in longest.items() if best >= NEAR_BEST * tiles)
 
 
 def workspace(problem: Problem, num_splits: int) -> int:
@@ -87,8 +86,6 @@ def section_heads(problem: Problem, device: Device) -> int:
     Whole groups that share a key/value head: at least one group, at most all heads of the batch.
     """
     group = problem.heads_q // problem.heads_kv
-    key_value_bytes = (
-        problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    )
+    key_value_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
     groups = device.l2_cache // 2 // max(1, key_value_bytes)
     return group * max(1, min(groups, problem.batch * problem.heads_kv))

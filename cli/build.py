@@ -1,0 +1,141 @@
+"""Compile many translation units at once, in processes: NVRTC runs one compilation in each.
+
+Measured with NVRTC 13.0: two threads take as long as one after the other.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from cupy_flash.compiler import (
+    Cubin,
+    compile_cubin,
+    kernel_cache,
+    loaded_resources,
+    prebuilt_name,
+    why_no_compiler,
+)
+from cupy_flash.device import Device, Resources
+from cupy_flash.errors import CompileError
+from cupy_flash.families import TranslationUnit
+from cupy_flash.planner import Plan
+
+from .environment import available_cpus
+
+# A worker on a GPU holds a CUDA context of some hundred MB.
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """A unit to compile for a device.
+
+    Attributes
+    ----------
+    shared_memory
+        Dynamic shared memory of each entry, for loading.
+    """
+
+    unit: TranslationUnit
+    device: Device
+    shared_memory: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Job:
+        """The job that builds a GPU plan's kernels."""
+        assert plan.unit is not None
+        assert plan.device is not None
+        sizes = tuple((launch.entry, launch.shared_memory) for launch in plan.launches)
+        return cls(plan.unit, plan.device, sizes)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of a job: machine code and resources, or the compiler's words.
+
+    Attributes
+    ----------
+    cubin
+        None where the kernel was loaded instead, or does not compile.
+    resources
+        Of the main kernel.
+    error
+        With the compiler's log; None if it compiled.
+    """
+
+    cubin: Cubin | None = None
+    resources: Resources | None = None
+    error: str | None = None
+
+
+def _compile(job: Job) -> Built:
+    try:
+        cubin = compile_cubin(job.unit, job.device)
+    except CompileError as error:
+        return Built(error=str(error))
+    return Built(cubin, cubin.resources[job.unit.entries[0]])
+
+
+def _load(job: Job) -> Built:
+    """Compile into CuPy's cache on disk, as a first call would."""
+    try:
+        kernel_cache.get(job.unit, dict(job.shared_memory))
+    except CompileError as error:
+        return Built(error=str(error))
+    return Built(resources=loaded_resources(job.unit))
+
+
+def build(
+    jobs: Sequence[Job], workers: int | None = None, *, load: bool = False
+) -> Iterator[tuple[int, Built]]:
+    """Build every job, in parallel.
+
+    Parameters
+    ----------
+    jobs
+        What to compile.
+    workers
+        Processes; as many as there are CPUs if None.
+    load
+        Load the kernels on the current GPU, which leaves them in CuPy's cache, instead of
+        returning their code.
+
+    Yields
+    ------
+    tuple
+        The index of a job and what came of it, in the order in which they end.
+
+    Raises
+    ------
+    click.ClickException
+        If there is no compiler.
+    """
+    if reason := why_no_compiler():
+        raise click.ClickException(
+            f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] brings a compiler, "
+            "no GPU is needed"
+        )
+    count = min(workers or available_cpus(), _MOST_WORKERS, max(1, len(jobs)))
+    work = _load if load else _compile
+    # Not fork: a CUDA context does not survive it.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        futures = {pool.submit(work, job): index for index, job in enumerate(jobs)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
+    """Write machine code under the name that `CUPY_FLASH_CUBINS` finds it by."""
+    path = folder / prebuilt_name(job.unit, job.device)
+    path.write_bytes(cubin.image)
+    return path

@@ -1,0 +1,129 @@
+"""`cupy-flash info`: what is here, and which kernel families can be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash import tuning
+from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir, why_no_compiler
+from cupy_flash.device import Device, gpu_unavailable
+from cupy_flash.families import FAMILIES
+from cupy_flash.problem import DTYPES, make_contiguous_problem
+
+from . import environment, providers
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(as_json: bool) -> None:
+    """GPUs, versions, cache places, kernel families and providers, and why not the others."""
+    facts = collect()
+    click.echo(json.dumps(facts, indent=1) if as_json else _text(facts))
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` tells."""
+    gpus = environment.gpus()
+    missing = {name: providers.provider(name).missing() for name in providers.names()}
+    return {
+        # After the providers, so that torch counts where it was found.
+        "versions": environment.versions(),
+        "cpu": environment.cpu_name(),
+        "gpu_unavailable": gpu_unavailable(),
+        "gpus": [dataclasses.asdict(gpu) | {"sm": gpu.sm} for gpu in gpus],
+        "compiler_unavailable": why_no_compiler(),
+        "places": _places(),
+        "families": {name: _family(name, gpus) for name in FAMILIES},
+        "providers": missing,
+    }
+
+
+def _places() -> dict[str, Any]:
+    table = tuning.user_table_path()
+    cubins = os.environ.get(CUBINS_VARIABLE)
+    try:
+        saved: int | str = len(tuning.read_table(table))
+    except tuning.TableError as error:
+        saved = str(error)
+    return {
+        "kernel_cache": str(kernel_cache_dir()),
+        "tuned_table": str(table),
+        "tuned_entries": saved,
+        "prebuilt_kernels": cubins,
+        "prebuilt_count": len(list(Path(cubins).glob("*.cubin"))) if cubins else 0,
+    }
+
+
+def _family(name: str, gpus: list[Device]) -> dict[str, Any]:
+    """The dtypes that a family serves on the first GPU, and why not the others."""
+    if not gpus:
+        return {"digest": FAMILIES[name].digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
+    reasons = {}
+    for dtype in DTYPES:
+        problem = make_contiguous_problem(
+            dtype=dtype,
+            batch=1,
+            seqlen_q=1024,
+            seqlen_k=1024,
+            heads_q=8,
+            heads_kv=8,
+            head_dim=64,
+            head_dim_v=64,
+        )
+        if reason := FAMILIES[name].why_not(problem, gpus[0]):
+            reasons[dtype] = reason
+    return {
+        "digest": FAMILIES[name].digest(),
+        "dtypes": [dtype for dtype in DTYPES if dtype not in reasons],
+        "why_not": reasons,
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    places = facts["places"]
+    lines = [("versions", ", ".join(f"{k} {v}" for k, v in facts["versions"].items()))]
+    lines.append(("CPU", facts["cpu"]))
+    lines += [("GPU", _gpu_text(gpu)) for gpu in facts["gpus"]]
+    if facts["gpu_unavailable"]:
+        lines.append(("GPU", f"none: {facts['gpu_unavailable']}"))
+    lines.append(("compiler", facts["compiler_unavailable"] or "NVRTC, no GPU needed to compile"))
+    lines.append(("kernel cache", places["kernel_cache"]))
+    saved = places["tuned_entries"]
+    lines.append(
+        ("tuned tiles", f"{places['tuned_table']} ({saved} saved)" if saved != 0 else "none saved")
+    )
+    prebuilt = places["prebuilt_kernels"]
+    lines.append(
+        (
+            "prebuilt",
+            f"{prebuilt} ({places['prebuilt_count']} cubins)"
+            if prebuilt
+            else f"none: {CUBINS_VARIABLE} is not set",
+        )
+    )
+    for name, family in facts["families"].items():
+        served = ", ".join(family["dtypes"]) or "nothing here"
+        reasons = "; ".join(dict.fromkeys(family["why_not"].values()))
+        lines.append((f"family {name}", served + (f" ({reasons})" if reasons else "")))
+    by_reason: dict[str | None, list[str]] = {}
+    for name, reason in facts["providers"].items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        text = ", ".join(names)
+        lines.append(("no provider", f"{text} ({reason})") if reason else ("providers", text))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
+
+
+def _gpu_text(gpu: dict[str, Any]) -> str:
+    return (
+        f"{gpu['name']} ({gpu['sm']}, {gpu['sm_count']} SMs, "
+        f"{gpu['shared_memory_per_block'] // 1024} KiB shared memory per block, "
+        f"{gpu['l2_cache'] / 2**20:.0f} MiB L2)"
+    )

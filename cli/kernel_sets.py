@@ -1,0 +1,130 @@
+"""Which kernels `cupy-flash compile` builds: the one place that lists them.
+
+A kernel depends on dtype, head dims, causality, the sign of softmax_scale, how rows are aligned,
+whether the keys are split over thread blocks, and its tile; not on batch, heads or lengths. Head
+dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
+
+- `default_plans`: the dispatcher's choice for what common models ask for.
+- `all_plans`: for every family that serves it, every dtype x the head dims of published models x
+  full and causal x keys whole and split, rows aligned to 16 bytes; for each dtype a pair of
+  different head dims, and one odd head dim, whose rows are aligned to single elements; and each
+  tile of the tuned tables that belongs to the architecture's families, where it fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from cupy_flash import tuning
+from cupy_flash.device import Device
+from cupy_flash.families import FAMILIES
+from cupy_flash.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem import DTYPES, Problem, make_contiguous_problem
+
+# MiniLM, LLaMA 3B's draft models, ViT and GPT-2, Phi-3, SigLIP, ..., LLaMA, DeepSeek, Gemma.
+HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+# (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
+_MIXED_HEAD_DIMS = ((192, 128), (65, 33))
+_COMMON_HEAD_DIMS = (64, 128)
+_COMMON_DTYPES = ("bfloat16", "float16", "float32")
+# (batch, heads, seqlen): enough query tiles to fill any GPU, and too few.
+_FULL = (4, 16, 4096)
+_FEW = (1, 1, 4096)
+
+
+def _problem(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, size: tuple[int, int, int]
+) -> Problem:
+    batch, heads, seqlen = size
+    return make_contiguous_problem(
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+    )
+
+
+def default_plans(device: Device) -> list[Plan]:
+    """The dispatcher's choices for common dtypes and head dims, full and causal, keys whole."""
+    problems = (
+        _problem(dtype, dim, dim, causal, _FULL)
+        for dtype, dim, causal in itertools.product(
+            _COMMON_DTYPES, _COMMON_HEAD_DIMS, (False, True)
+        )
+    )
+    return _distinct(make_plan(problem, device) for problem in problems)
+
+
+def all_plans(device: Device) -> list[Plan]:
+    """Everything the planner may choose, at representative head dims."""
+    dims = [(dim, dim) for dim in HEAD_DIMS] + list(_MIXED_HEAD_DIMS)
+    problems = [
+        _problem(dtype, *dim, causal, size)
+        for dtype, dim, causal, size in itertools.product(
+            DTYPES, dims, (False, True), (_FULL, _FEW)
+        )
+    ]
+    defaults = (
+        make_plan(problem, device, family=name)
+        for problem in problems
+        for name, family in FAMILIES.items()
+        if family.why_not(problem, device) is None
+    )
+    return _distinct(itertools.chain(defaults, tuned_plans(device)))
+
+
+def tuned_plans(device: Device) -> Iterator[Plan]:
+    """A plan for each entry of the tuned tables whose tile is legal on the device."""
+    for entry in tuning.entries():
+        family = FAMILIES.get(entry.family)
+        problem = problem_of_class(entry.problem_class)
+        if family is None or problem is None or entry.digest != family.digest():
+            continue
+        names = {field.name for field in dataclasses.fields(family.tile_type)}
+        if names != set(entry.tile) or family.why_not(problem, device):
+            continue
+        tile = family.tile_type(**entry.tile)
+        if family.why_not_tile(problem, device, tile) is None:
+            yield plan_tile(family, problem, device, tile, reason="tuned")
+
+
+_CLASS = re.compile(
+    r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
+    r"q(?P<q>\d+) k(?P<k>\d+) heads(?P<heads>\d+) align(?P<align>\d+)"
+)
+
+
+def problem_of_class(text: str) -> Problem | None:
+    """A problem of a tuned entry's class; None if the class is not spelled as now."""
+    found = _CLASS.fullmatch(text)
+    if found is None or found["dtype"] not in DTYPES:
+        return None
+    problem = make_contiguous_problem(
+        dtype=found["dtype"],
+        batch=1,
+        seqlen_q=int(found["q"]),
+        seqlen_k=int(found["k"]),
+        heads_q=int(found["heads"]),
+        heads_kv=int(found["heads"]),
+        head_dim=int(found["head_dim"]),
+        head_dim_v=int(found["head_dim_v"]),
+        causal=found["mask"] == "causal",
+    )
+    return dataclasses.replace(problem, alignment=int(found["align"]))
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """One plan for each unit: different problems can share a kernel."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        assert plan.unit is not None
+        found.setdefault(plan.unit.text, plan)
+    return list(found.values())

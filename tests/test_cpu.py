@@ -1,0 +1,286 @@
+"""The tiled algorithm on NumPy, against the reference."""
+
+from __future__ import annotations
+
+import tracemalloc
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from threadpoolctl import threadpool_info
+
+from cupy_flash import cpu
+from cupy_flash.cpu import CpuTile, candidate_tiles, default_tile, forward, scratch_bytes
+from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+# No deadline: the machine may be busy. The shape of an example decides its time.
+relaxed = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+def random_qkv(seqlen_q, seqlen_k, *, batch=1, heads=(2, 2), dims=(40, 40), dtype="f4", seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((batch, seqlen_q, heads[0], dims[0]))
+    k = rng.standard_normal((batch, seqlen_k, heads[1], dims[0]))
+    v = rng.standard_normal((batch, seqlen_k, heads[1], dims[1]))
+    return [x.astype(dtype) for x in (q, k, v)]
+
+
+def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=2, out=None):
+    """(out, lse) of the tiled forward pass, into buffers that hold NaN before."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    if out is None:
+        out = np.empty((batch, seqlen_q, heads_q, v.shape[3]), q.dtype)
+    out[...] = np.nan
+    lse = np.full(
+        (batch, heads_q, seqlen_q), np.nan, np.float64 if q.dtype == np.float64 else np.float32
+    )
+    forward(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal=causal,
+        q_offset=q_offset,
+        softmax_scale=head_dim**-0.5 if scale is None else scale,
+        tile=CpuTile(Br, Bc),
+        threads=threads,
+    )
+    return out, lse
+
+
+def check(q, k, v, *, causal=False, q_offset=0, scale=None, **options):
+    """Run and hold against the reference by the error rule; NaN and inf where it has them."""
+    formula = {"causal": causal, "q_offset": q_offset, "softmax_scale": scale}
+    exact, exact_lse = attention_reference(q, k, v, return_lse=True, **formula)
+    naive = attention_naive(q, k, v, **formula)
+    out, lse = run(q, k, v, causal=causal, q_offset=q_offset, scale=scale, **options)
+    assert max_error(out, exact) <= error_bound(naive, exact, q.dtype, lse=exact_lse)
+    largest = np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=1)
+    assert max_error(lse, exact_lse) <= 16 * np.finfo(lse.dtype).eps * largest
+    return out, lse
+
+
+def sometimes_strided(data, array, name):
+    """``array``, or a view that equals it and is not contiguous."""
+    kind = data.draw(st.sampled_from(["contiguous", "bhsd", "spread", "backwards"]), label=name)
+    if kind == "bhsd":
+        return array.swapaxes(1, 2).copy().swapaxes(1, 2)
+    if kind == "spread":
+        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    if kind == "backwards":
+        return array[:, ::-1].copy()[:, ::-1]
+    return array
+
+
+@relaxed
+@given(data=st.data())
+def test_equals_the_reference_for_any_shape_tile_mask_scale_and_layout(data):
+    draw = data.draw
+    dtype = draw(st.sampled_from(FLOATS))
+    seqlen_q = draw(st.sampled_from([0, 1, 3, 17, 113, 150, 260]))
+    seqlen_k = draw(st.sampled_from([0, 1, 3, 64, 70, 129, 203, 239]))
+    heads_kv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    q, k, v = random_qkv(
+        seqlen_q,
+        seqlen_k,
+        batch=draw(st.integers(0, 2)),
+        heads=(heads_kv * group, heads_kv),
+        dims=(draw(st.integers(1, 80)), draw(st.integers(1, 80))),
+        dtype=dtype,
+        seed=draw(st.integers(0, 2**32)),
+    )
+    out = np.empty((*q.shape[:3], v.shape[3]), dtype)
+    check(
+        *(sometimes_strided(data, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))),
+        out=sometimes_strided(data, out, "out"),
+        causal=draw(st.booleans()),
+        q_offset=draw(st.integers(-seqlen_q - 3, seqlen_k + 3)),
+        scale=draw(st.sampled_from([None, 0.0, -0.1, 0.3, 1.0])),
+        Br=draw(st.integers(1, 300)),
+        Bc=draw(st.integers(1, 300)),
+        threads=draw(st.integers(1, 3)),
+    )
+
+
+@settings(relaxed, max_examples=40)
+@given(
+    q_row=st.integers(0, 149),
+    key=st.integers(0, 202),
+    value=st.integers(0, 202),
+    poison=st.sampled_from([np.nan, np.inf, -np.inf]),
+    Br=st.sampled_from([7, 64, 150]),
+    Bc=st.sampled_from([5, 64, 300]),
+    tensors=st.sets(st.sampled_from("qkv"), min_size=1),
+)
+def test_nan_and_inf_propagate_as_in_the_reference(q_row, key, value, poison, Br, Bc, tensors):
+    q, k, v = random_qkv(150, 203)
+    if "q" in tensors:
+        q[0, q_row, 0, 0] = poison
+    if "k" in tensors:
+        k[0, key, 1, 3] = poison
+    if "v" in tensors:
+        v[0, value, 1, 5] = poison
+    check(q, k, v, Br=Br, Bc=Bc)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("first_masked", [64, 100, 140])
+@pytest.mark.parametrize("Br", [16, 150, 256])
+def test_a_masked_key_leaves_no_trace_not_even_in_the_rounding(Br, first_masked, poison):
+    q, k, v = random_qkv(200, 200)
+    clean_out, clean_lse = run(q, k, v, causal=True, Br=Br)
+    k[:, first_masked:] = poison
+    out, lse = run(q, k, v, causal=True, Br=Br)
+    # Query i sees the keys up to i.
+    np.testing.assert_array_equal(out[:, :first_masked], clean_out[:, :first_masked])
+    np.testing.assert_array_equal(lse[..., :first_masked], clean_lse[..., :first_masked])
+
+
+def test_keys_that_no_query_sees_are_never_touched():
+    q, k, v = random_qkv(50, 203)
+    k[:, 80:], v[:, 80:] = np.nan, np.nan
+    out, _ = check(q, k, v, causal=True, q_offset=30)
+    assert np.isfinite(out).all()
+
+
+def test_rows_that_see_nothing_give_zero_and_minus_infinity_beside_nan_values():
+    q, k, v = random_qkv(40, 30)
+    v[:, 0] = np.nan
+    out, lse = run(q, k, v, causal=True, q_offset=-10)
+    assert not out[:, :10].any()
+    assert (lse[..., :10] == -np.inf).all()
+    assert np.isnan(out[:, 10:]).all()
+
+
+@pytest.mark.parametrize("q_value", [1e3, 1e25])
+def test_large_scores_neither_overflow_nor_lose_their_order(q_value):
+    q, k, v = random_qkv(150, 203, dims=(16, 8))
+    q[...] = 0
+    q[..., 0] = q_value
+    k[..., 0] = np.linspace(-2, 2, 203)[:, None]
+    out, _ = run(q, k, v, scale=1.0)
+    np.testing.assert_array_equal(out, np.broadcast_to(v[:, -1:], out.shape))
+
+
+@pytest.mark.parametrize("magnitude", [1e-37, 1e-20, 1e20, 1e36])
+def test_values_near_the_ends_of_float32_neither_overflow_nor_vanish(magnitude):
+    q, k, v = random_qkv(200, 203)
+    check(4 * q, k, v * np.float32(magnitude))
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.125, 1.0, 5.0])
+def test_with_and_without_a_running_maximum_the_result_is_right(scale, monkeypatch):
+    q, k, v = random_qkv(200, 333, dims=(64, 64))
+    bounded, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
+    monkeypatch.setattr(cpu, "SCORE_BOUND", -1.0)
+    running, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
+    # Other bits show that small scores did take the other way, large ones did not.
+    assert np.array_equal(bounded, running) == (scale >= 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_same_bits_whatever_the_number_of_threads(dtype):
+    q, k, v = random_qkv(799, 513, heads=(4, 2), dtype=dtype)
+    first = run(q, k, v, causal=True, threads=1)
+    for threads in (1, 2, 3, 7):
+        for one, other in zip(first, run(q, k, v, causal=True, threads=threads), strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_lse_can_be_left_out():
+    q, k, v = random_qkv(70, 70)
+    out = np.full_like(q, np.nan)
+    forward(
+        q,
+        k,
+        v,
+        out,
+        None,
+        causal=False,
+        q_offset=0,
+        softmax_scale=40**-0.5,
+        tile=CpuTile(64, 64),
+    )
+    np.testing.assert_array_equal(out, run(q, k, v)[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("threads", [2, 64])
+def test_scratch_stays_under_64_MB_however_many_threads_are_asked_for(dtype, threads):
+    q, k, v = random_qkv(4096, 512, heads=(2, 2), dims=(128, 128), dtype=dtype)
+    out = np.empty_like(q)
+    tile = default_tile(q.dtype, 4096, 4096, 128, 128)
+    options = {"causal": False, "q_offset": 0, "softmax_scale": 0.1, "tile": tile}
+    tracemalloc.start()
+    try:
+        forward(q, k, v, out, None, threads=threads, **options)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_tile_whose_scratch_passes_the_limit_is_refused():
+    q, k, v = random_qkv(8192, 8192, heads=(1, 1), dims=(1, 1))
+    with pytest.raises(ValueError, match="smaller Br or Bc"):
+        run(q, k, v, Br=8192, Bc=8192)
+
+
+@pytest.mark.parametrize(("Br", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_a_tile_is_two_positive_ints(Br, error):
+    with pytest.raises(error, match="Br"):
+        CpuTile(Br, 64)
+    with pytest.raises(error, match="Bc"):
+        CpuTile(64, Br)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (113, 203, 64, 32), (16384, 16384, 256, 256)])
+def test_candidate_tiles_are_distinct_and_let_four_workers_run(dtype, shape):
+    tiles = list(candidate_tiles(np.dtype(dtype), *shape))
+    assert tiles
+    assert len(set(tiles)) == len(tiles)
+    for tile in [*tiles, default_tile(np.dtype(dtype), *shape)]:
+        assert 4 * scratch_bytes(tile, np.dtype(dtype), *shape[2:]) <= cpu.SCRATCH_LIMIT
+
+
+def blas_threads():
+    return [
+        library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"
+    ]
+
+
+def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
+    before = blas_threads()
+    q, k, v = random_qkv(70, 70)
+    during = []
+    attend = cpu._attend
+
+    def watched(*arguments):
+        during.append(blas_threads())
+        attend(*arguments)
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(cpu, "_attend", watched)
+    with pytest.raises(RuntimeError, match="stop"):
+        run(q, k, v)
+    assert set(during[0]) <= {1}
+    assert blas_threads() == before
+
+
+def test_no_numpy_warning_reaches_the_caller():
+    q, k, v = random_qkv(200, 203, dtype=np.float16)
+    k[0, 3], v[0, 5], q[0, 7] = np.inf, np.nan, 6e4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(q, k, v, causal=True, q_offset=-20, threads=1)
+        attention_reference(q, k, v, causal=True, q_offset=-20)
+        attention_naive(q, k, v, causal=True, q_offset=-20)

@@ -1,0 +1,185 @@
+"""The CUDA-core family: its arithmetic, and what the compiler makes of it, with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cupy_flash.compiler import compile_cubin, why_no_compiler
+from cupy_flash.device import ARCHITECTURES, device_for_arch
+from cupy_flash.families import split
+from cupy_flash.families.simt import SimtFamily, SimtTile
+from cupy_flash.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+
+simt = SimtFamily()
+h100 = device_for_arch("sm_90")
+needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+
+
+def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
+    sizes = {"batch": 4, "seqlen_q": 799, "seqlen_k": 799, "heads_q": 16, "heads_kv": 8} | sizes
+    return make_contiguous_problem(
+        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, **sizes
+    )
+
+
+def compile_tile(case, tile, device, num_splits=1):
+    return compile_cubin(simt.unit(case, tile, num_splits), device)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_architecture_has_a_default_tile_for_every_head_dim(arch, dtype):
+    device = device_for_arch(arch)
+    for head_dim in (1, 31, 32, 64, 80, 96, 128, 192, 255, 256):
+        for head_dim_v in (1, 33, head_dim, 256):
+            for seqlen_q in (1, 799):
+                case = problem(dtype, head_dim, head_dim_v, seqlen_q=seqlen_q)
+                tile = simt.default_tile(case, device)
+                assert simt.why_not(case, device) is None
+                assert simt.why_not_tile(case, device, tile) is None
+
+
+def test_an_architecture_before_turing_is_refused_by_name():
+    volta = dataclasses.replace(h100, name="V100", arch=70)
+    assert simt.why_not(problem(), volta) == "needs sm_75 or later, and V100 is sm_70"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"Bc": 60}, "multiple of the 8 threads of a row"),
+        ({"Br": 96}, "expected 4, 8, 16 or 32"),
+        ({"Br": 512}, "expected 4, 8, 16 or 32"),
+        ({"threads": 48}, "multiple of 32"),
+        ({"share_kv": 2}, "expected 0 or 1"),
+        ({"unroll": 0}, "must be positive"),
+        ({"Br": 0}, "must be positive"),
+        ({"Bc": 256}, "registers"),
+    ],
+)
+def test_a_tile_that_cannot_run_is_told_why(changes, words):
+    tile = dataclasses.replace(SimtTile(128, 64, 128, 8, 0, 2), **changes)
+    assert words in simt.why_not_tile(problem(), h100, tile)
+
+
+def test_a_tile_that_fits_hopper_but_not_turing_is_refused_there_with_both_sizes():
+    tile, turing = SimtTile(128, 64, 128, 8, 0, 2), device_for_arch("sm_75")
+    assert simt.why_not_tile(problem(), h100, tile) is None
+    reason = simt.why_not_tile(problem(), turing, tile)
+    assert reason == "needs 105472 bytes of shared memory, and sm_75 allows 65536 per block"
+
+
+def test_more_thread_blocks_than_a_launch_takes_are_refused():
+    case = problem(batch=2**20, heads_q=2**12, heads_kv=1, seqlen_q=1, head_dim=1)
+    assert "thread blocks" in simt.why_not_tile(case, h100, SimtTile(16, 32, 128, 2, 0, 2))
+
+
+def test_sharing_a_buffer_takes_the_larger_of_k_and_v_instead_of_their_sum():
+    apart, shared = (SimtTile(128, 64, 128, 8, share, 2) for share in (0, 1))
+    case = problem(head_dim=64, head_dim_v=128)
+    # K rows are 64 floats and a vector of padding; V rows are 128 floats.
+    k_bytes, v_bytes = 64 * 68 * 4, 64 * 128 * 4
+    difference = simt.shared_memory(case, apart) - simt.shared_memory(case, shared)
+    assert difference == min(k_bytes, v_bytes)
+
+
+def test_the_search_space_holds_legal_tiles_and_the_default():
+    case = problem()
+    tiles = list(simt.tiles(case, h100))
+    assert simt.default_tile(case, h100) in tiles
+    assert len(tiles) == len(set(tiles)) > 50
+    assert {tile.share_kv for tile in tiles} == {0, 1}
+
+
+def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
+    many = problem(seqlen_q=4096, seqlen_k=4096)
+    one = problem(seqlen_q=4096, seqlen_k=4096, batch=1, heads_q=1, heads_kv=1)
+    tile = simt.default_tile(one, h100)
+    assert simt.num_splits(many, h100, simt.default_tile(many, h100)) == 1
+    splits = simt.num_splits(one, h100, tile)
+    forward, combine = simt.launches(one, tile, splits)
+    assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
+    assert combine.grid[0] * combine.threads // 32 >= one.rows
+    assert simt.workspace(one, splits) == splits * 4096 * (64 + 1) * 4
+
+
+def test_no_workspace_is_needed_where_keys_are_whole():
+    assert simt.workspace(problem(), 1) == 0
+
+
+def test_splits_never_get_less_than_two_key_tiles():
+    for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
+        splits = split.num_splits(
+            problem(batch=1, heads_q=1, heads_kv=1),
+            h100,
+            q_tiles=1,
+            key_tiles=key_tiles,
+            blocks_per_sm=2,
+        )
+        assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
+        assert splits <= split.MAX_SPLITS
+
+
+def test_an_empty_problem_is_not_split():
+    empty = dataclasses.replace(problem(), seqlen_q=0)
+    assert split.num_splits(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == 1
+
+
+def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
+    case = problem(seqlen_k=16384, heads_q=32, heads_kv=8)
+    heads = split.section_heads(case, h100)
+    one_head = 16384 * 128 * 4
+    assert heads % 4 == 0
+    assert heads // 4 * one_head <= h100.l2_cache // 2 < (heads // 4 + 1) * one_head
+
+
+def test_a_section_is_at_least_one_group_and_at_most_all_heads():
+    assert split.section_heads(problem(seqlen_k=2**24), h100) == 2
+    assert split.section_heads(problem(seqlen_k=0), h100) == 4 * 16
+
+
+def compiled_cases():
+    for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
+        for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
+            yield arch, dtype, head_dim
+    for arch in ("sm_75", "sm_90"):
+        for dtype, head_dim in (("float64", 256), ("float32", 37), ("bfloat16", 256)):
+            yield arch, dtype, head_dim
+    yield "sm_75", "float16", 64
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), list(compiled_cases()))
+def test_a_default_tile_compiles_without_spills_in_the_registers_promised(arch, dtype, head_dim):
+    device = device_for_arch(arch)
+    case = problem(dtype, head_dim, causal=True)
+    tile = simt.default_tile(case, device)
+    cubin = compile_tile(case, tile, device)
+    resources = cubin.resources["simt_forward"]
+    assert resources.spill_bytes == 0
+    assert resources.registers <= simt.registers(case, tile)
+    assert "warning" not in cubin.log
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_keys_add_a_kernel_that_combines_them(dtype):
+    case = problem(dtype, 64, seqlen_q=5, batch=1)
+    cubin = compile_tile(case, simt.default_tile(case, h100), h100, num_splits=3)
+    assert set(cubin.resources) == {"simt_forward", "combine"}
+    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("row_threads", [4, 8, 16, 32])
+@pytest.mark.parametrize("alignment", [4, 8, 16])
+def test_the_kernel_agrees_with_the_familys_shared_memory(row_threads, alignment):
+    # A static_assert in the kernel compares the two.
+    shape = (1, 113, 2, 50)
+    spec = ArraySpec(shape, (113 * 2 * 52, 2 * 52, 52), "float32", alignment=alignment)
+    case = make_problem(spec, spec, spec)
+    assert case.alignment == alignment
+    tile = SimtTile(128 * 4 // row_threads, 32, 128, 4, 1, 1)
+    compile_tile(case, tile, h100)

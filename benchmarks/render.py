@@ -143,16 +143,18 @@ def varying_fields(rows: Sequence[Row]) -> list[str]:
 
 def ratio_of(found: dict[str, Row], name: str, baseline: Sequence[str]) -> float | None:
     """Best baseline time over a provider's time; None if one is missing or a result was wrong."""
-    times = [found[b]["median_ms"] for b in baseline if b in found and found[b]["median_ms"]]
+    times: list[float] = [
+        found[b]["median_ms"] for b in baseline if b in found and found[b]["median_ms"]
+    ]
     row = found.get(name)
     if not times or row is None or not row["median_ms"] or is_wrong(row):
         return None
-    return min(times) / row["median_ms"]
+    return min(times) / float(row["median_ms"])
 
 
 def is_wrong(row: Row) -> bool:
     """Whether a result of ours failed its check; other libraries are timed as they are."""
-    return row["check"] == "failed" and row["provider"].startswith("cupy_flash")
+    return row["check"] == "failed" and str(row["provider"]).startswith("cupy_flash")
 
 
 def summary(ratios: dict[str, list[float]], baseline: Sequence[str]) -> list[str]:
@@ -196,6 +198,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         for key in ("reason", "note")
         if row.get(key)
     ]
+    if any(row["check"] == "skipped" and row["median_ms"] is not None for row in rows):
+        notes.append("- some results were timed without being checked (--skip-check)")
     return ["", *dict.fromkeys(notes)] if notes else []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 
 from cupy_flash.problem import DTYPES
 
-from .cases import Case
+from .cases import Case, Shape
 from .errors import library_errors_as_usage
 
 Arrays = tuple[Any, Any, Any]
@@ -67,18 +69,19 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
         shape if case.layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
         for shape in case.bshd_shapes
     ]
-    if on_gpu:
-        import cupy
-
-        # Not RandomState, which needs the cuRAND library.
-        generator: Any = cupy.random.default_rng(seed)
-    else:
-        generator = np.random.default_rng(seed)
+    xp: Any = importlib.import_module("cupy") if on_gpu else np
+    # Not RandomState: CuPy's needs the cuRAND library.
+    generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
     drawn = np.float64 if case.dtype == "float64" else np.float32
-    q, k, v = (
-        generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False) for shape in shapes
-    )
+
+    def draw(shape: Shape) -> Any:
+        if math.prod(shape) == 0:
+            # CuPy's generator launches a kernel even for nothing.
+            return xp.empty(shape, dtype)
+        return generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
+
+    q, k, v = map(draw, shapes)
     return Inputs(case, _gpu=(q, k, v)) if on_gpu else Inputs(case, _host=(q, k, v))
 
 

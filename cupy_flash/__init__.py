@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent
-if not (_ROOT / "cli").is_dir():
-    # In a checkout, cli/ lies beside this folder, in a wheel inside it.
-    __path__.append(str(_ROOT.parent))
-
 from cupy_flash.attention import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.planner import Plan
@@ -27,3 +22,8 @@ __all__ = [
     "flash_attention_qkvpacked",
     "plan",
 ]
+
+_ROOT = Path(__file__).resolve().parent
+if not (_ROOT / "cli").is_dir():
+    # In a checkout, cli/ lies beside this folder, in a wheel inside it.
+    __path__.append(str(_ROOT.parent))

@@ -152,7 +152,9 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         return cupy.from_dlpack(array), _importer(array)
     if device_type == _DLPACK_CPU:
         return _host_array(name, array), _importer(array)
-    raise TypeError(f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory")
+    raise TypeError(
+        f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
+    )
 
 
 def _identity(result: Any) -> Any:

@@ -15,6 +15,8 @@ the time is.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import os
 import threading
@@ -22,11 +24,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
+
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
 
 Array = NDArray[Any]
 
@@ -50,24 +56,7 @@ MIN_ROWS_FOR_BOUNDS = 128
 MIN_PAIRS_PER_WORKER = 1 << 17
 
 
-@dataclass(frozen=True)
-class CpuTile:
-    """Tile of the CPU backend: ``Br`` query rows by ``Bc`` keys."""
-
-    Br: int
-    Bc: int
-
-    def __post_init__(self) -> None:
-        for name, size in (("Br", self.Br), ("Bc", self.Bc)):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} must be an int, not {type(size).__name__}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
-
-
-def default_tile(
-    dtype: np.dtype[Any], seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int
-) -> CpuTile:
+def default_tile(problem: Problem) -> Tile:
     """The tile to use where none was tuned.
 
     Does not depend on the number of threads, so that results do not either.
@@ -77,16 +66,14 @@ def default_tile(
     # 1024x256 394, 1024x512 408. Wider tiles make better matrix products; past 512 rows little is
     # gained, and the tiles become too few to share out evenly. Short sequences have few to start
     # with.
-    Br = 512 if seqlen_q >= 2048 else 256
-    return CpuTile(min(Br, max(seqlen_q, 1)), min(512, max(seqlen_k, 1)))
+    Br = 512 if problem.seqlen_q >= 2048 else 256
+    return Tile(min(Br, max(problem.seqlen_q, 1)), min(512, max(problem.seqlen_k, 1)))
 
 
-def candidate_tiles(
-    dtype: np.dtype[Any], seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int
-) -> Iterator[CpuTile]:
+def candidate_tiles(problem: Problem) -> Iterator[Tile]:
     """Tiles worth timing for a problem: powers of two that its sequences can fill.
 
-    Each leaves room in :data:`SCRATCH_LIMIT` for at least four workers.
+    Each leaves room in `SCRATCH_LIMIT` for at least four workers.
     """
 
     def sizes(smallest: int, largest: int, seqlen: int) -> Iterator[int]:
@@ -97,17 +84,24 @@ def candidate_tiles(
                 return
             size *= 2
 
-    for Br in sizes(32, 2048, seqlen_q):
-        for Bc in sizes(64, 2048, seqlen_k):
-            tile = CpuTile(Br, Bc)
-            if 4 * scratch_bytes(tile, dtype, head_dim, head_dim_v) <= SCRATCH_LIMIT:
+    for Br in sizes(32, 2048, problem.seqlen_q):
+        for Bc in sizes(64, 2048, problem.seqlen_k):
+            tile = Tile(Br, Bc)
+            if 4 * scratch_bytes(problem, tile) <= SCRATCH_LIMIT:
                 yield tile
 
 
-def scratch_bytes(tile: CpuTile, dtype: np.dtype[Any], head_dim: int, head_dim_v: int) -> int:
-    """Bytes of scratch that one worker needs for ``tile``."""
-    sizes = _scratch_sizes(tile.Br, tile.Bc, head_dim, head_dim_v)
-    return sum(sizes.values()) * _compute_dtype(dtype).itemsize
+def scratch_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of scratch that one worker needs."""
+    itemsize = 8 if problem.dtype == "float64" else 4
+    sizes = _scratch_sizes(tile.Br, tile.Bc, problem.head_dim, problem.head_dim_v)
+    return sum(sizes.values()) * itemsize
+
+
+@functools.cache
+def digest() -> str:
+    """Sixteen hex digits over this file: what a tuned tile or a benchmark was measured on."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def forward(
@@ -120,7 +114,7 @@ def forward(
     causal: bool,
     q_offset: int,
     softmax_scale: float,
-    tile: CpuTile,
+    tile: Tile,
     threads: int | None = None,
 ) -> None:
     """Attention of ``q`` over ``k`` and ``v`` into ``out``, and its log-sum-exp into ``lse``.
@@ -146,7 +140,7 @@ def forward(
         Absolute position of the first query.
     softmax_scale : float
         Factor on the scores.
-    tile : CpuTile
+    tile : Tile
         Clipped to the sequences.
     threads : int, optional
         At most this many workers; as many as there are CPUs for this process if not given. Fewer
@@ -165,14 +159,15 @@ def forward(
     heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
     Br = min(tile.Br, seqlen_q)
     Bc = min(tile.Bc, max(seqlen_k, 1))
-    worker_bytes = scratch_bytes(CpuTile(Br * heads_per_tile, Bc), q.dtype, head_dim, head_dim_v)
+    compute = _compute_dtype(q.dtype)
+    sizes = _scratch_sizes(Br * heads_per_tile, Bc, head_dim, head_dim_v)
+    worker_bytes = sum(sizes.values()) * compute.itemsize
     if worker_bytes > SCRATCH_LIMIT:
         raise ValueError(
             f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
             f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
         )
     use_bounds = group * seqlen_q >= MIN_ROWS_FOR_BOUNDS and Bc >= KEY_GROUP
-    compute = _compute_dtype(q.dtype)
     bounds_shape = (batch, heads_kv, seqlen_k // KEY_GROUP if use_bounds else 0)
     job = _Pass(
         q=q,

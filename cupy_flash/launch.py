@@ -137,9 +137,7 @@ def _require_device(device_id: int, *arrays: Any) -> None:
 
 def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_id: int) -> _Call:
     problem = problem_of(q, k, v, out, options)
-    plan = make_plan(
-        problem, device_for_id(device_id), family=options.family, tile=options.tile
-    )
+    plan = make_plan(problem, device_for_id(device_id), family=options.family, tile=options.tile)
     kernels = ()
     if not problem.is_empty:
         loaded = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})

@@ -240,9 +240,7 @@ def _tuned_tile(family: Family, fields: Mapping[str, int]) -> Tile | None:
         return None
 
 
-def _requested_tile(
-    family: Family, problem: Problem, device: Device, request: FrozenTile
-) -> Tile:
+def _requested_tile(family: Family, problem: Problem, device: Device, request: FrozenTile) -> Tile:
     if isinstance(request, Tile):
         if not isinstance(request, family.tile_type):
             raise ValueError(

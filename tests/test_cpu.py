@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from cupy_flash import cpu
-from cupy_flash.cpu import CpuTile, candidate_tiles, default_tile, forward, scratch_bytes
+from cupy_flash.cpu import candidate_tiles, default_tile, forward, scratch_bytes
+from cupy_flash.problem import Problem, make_contiguous_problem
 from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
+from cupy_flash.tile import Tile
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -48,7 +50,7 @@ def run(q, k, v, *, Br=64, Bc=64, causal=False, q_offset=0, scale=None, threads=
         causal=causal,
         q_offset=q_offset,
         softmax_scale=head_dim**-0.5 if scale is None else scale,
-        tile=CpuTile(Br, Bc),
+        tile=Tile(Br, Bc),
         threads=threads,
     )
     return out, lse
@@ -207,7 +209,7 @@ def test_lse_can_be_left_out():
         causal=False,
         q_offset=0,
         softmax_scale=40**-0.5,
-        tile=CpuTile(64, 64),
+        tile=Tile(64, 64),
     )
     np.testing.assert_array_equal(out, run(q, k, v)[0])
 
@@ -217,7 +219,7 @@ def test_lse_can_be_left_out():
 def test_scratch_stays_under_64_MB_however_many_threads_are_asked_for(dtype, threads):
     q, k, v = random_qkv(4096, 512, heads=(2, 2), dims=(128, 128), dtype=dtype)
     out = np.empty_like(q)
-    tile = default_tile(q.dtype, 4096, 4096, 128, 128)
+    tile = default_tile(problem_of(q.dtype, 4096, 4096, 128, 128))
     options = {"causal": False, "q_offset": 0, "softmax_scale": 0.1, "tile": tile}
     tracemalloc.start()
     try:
@@ -237,19 +239,33 @@ def test_a_tile_whose_scratch_passes_the_limit_is_refused():
 @pytest.mark.parametrize(("Br", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_a_tile_is_two_positive_ints(Br, error):
     with pytest.raises(error, match="Br"):
-        CpuTile(Br, 64)
+        Tile(Br, 64)
     with pytest.raises(error, match="Bc"):
-        CpuTile(64, Br)
+        Tile(64, Br)
+
+
+def problem_of(dtype, seqlen_q, seqlen_k, head_dim, head_dim_v) -> Problem:
+    return make_contiguous_problem(
+        dtype=np.dtype(dtype).name,
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=2,
+        heads_kv=2,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (113, 203, 64, 32), (16384, 16384, 256, 256)])
 def test_candidate_tiles_are_distinct_and_let_four_workers_run(dtype, shape):
-    tiles = list(candidate_tiles(np.dtype(dtype), *shape))
+    problem = problem_of(dtype, *shape)
+    tiles = list(candidate_tiles(problem))
     assert tiles
     assert len(set(tiles)) == len(tiles)
-    for tile in [*tiles, default_tile(np.dtype(dtype), *shape)]:
-        assert 4 * scratch_bytes(tile, np.dtype(dtype), *shape[2:]) <= cpu.SCRATCH_LIMIT
+    for tile in [*tiles, default_tile(problem)]:
+        assert 4 * scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
 
 
 def blas_threads():

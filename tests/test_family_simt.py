@@ -55,6 +55,7 @@ def test_an_architecture_before_turing_is_refused_by_name():
         ({"threads": 48}, "multiple of 32"),
         ({"share_kv": 2}, "expected 0 or 1"),
         ({"unroll": 0}, "must be positive"),
+        ({"unroll": 64}, "at most 16"),
         ({"Br": 0}, "must be positive"),
         ({"Bc": 256}, "registers"),
     ],

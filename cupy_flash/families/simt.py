@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,8 +13,12 @@ from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 ENTRY = "simt_forward"
+# Queries that one low tile holds.
+_FEW = 16
 _MAX_GRID = 2**31 - 1
 _MAX_REGISTERS = 255
+# Compile time grows with it, and a step of 8 x 8 is 256 multiply-adds already.
+_MAX_UNROLL = 16
 # Of every architecture from sm_75 on.
 _REGISTERS_PER_SM = 65536
 # Pointers, loop counters, temporaries of the softmax: at ease, and at least.
@@ -68,16 +73,18 @@ class SimtFamily(Family):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTile]:
-        for rows_per_thread in (8, 4, 2):
-            for row_threads in (8, 16, 4, 32):
-                for threads in (64, 128, 256):
-                    rows = threads * rows_per_thread // row_threads
-                    for keys in (128, 64, 32, 16):
-                        for share_kv in (0, 1):
-                            for unroll in (1, 2, 4):
-                                yield SimtTile(
-                                    rows, keys, threads, rows_per_thread, share_kv, unroll
-                                )
+        few_queries = problem.seqlen_q <= _FEW
+        for rows, row_threads, threads, keys, share_kv, unroll in itertools.product(
+            (2,) if few_queries else (8, 4),
+            (8, 16, 4, 32),
+            (64, 128, 256),
+            (128, 64, 32, 16),
+            (0, 1),
+            (1, 2),
+        ):
+            tile = SimtTile(threads * rows // row_threads, keys, threads, rows, share_kv, unroll)
+            if few_queries or _multiplications_bind(problem, tile):
+                yield tile
 
     def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
         assert isinstance(tile, SimtTile)
@@ -85,6 +92,8 @@ class SimtFamily(Family):
             return "Br, Bc, threads, rows_per_thread and unroll must be positive"
         if tile.share_kv not in (0, 1):
             return f"share_kv is {tile.share_kv}; expected 0 or 1"
+        if tile.unroll > _MAX_UNROLL:
+            return f"unroll is {tile.unroll}; expected at most {_MAX_UNROLL}"
         if tile.threads % 32 or tile.threads > 1024:
             return f"threads is {tile.threads}; expected a multiple of 32, at most 1024"
         if tile.row_threads not in (4, 8, 16, 32) or (
@@ -145,8 +154,7 @@ class SimtFamily(Family):
         # Scores, outputs, one vector of Q or P and three statistics of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size
-        keys = tile.Bc // tile.row_threads
-        columns = ceil_div(problem.head_dim_v, width * tile.row_threads) * width
+        keys, columns = _keys_and_columns(problem, tile)
         return (tile.rows_per_thread * (keys + columns + width + 3) + 2 * width) * size // 4
 
     def _blocks_per_sm(self, problem: Problem, device: Device, tile: SimtTile) -> int:
@@ -218,6 +226,23 @@ def _accumulator_size(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
+def _keys_and_columns(problem: Problem, tile: SimtTile) -> tuple[int, int]:
+    """How many scores and outputs of each of its rows a thread keeps."""
+    width = 16 // _accumulator_size(problem)
+    columns = ceil_div(problem.head_dim_v, width * tile.row_threads) * width
+    return tile.Bc // tile.row_threads, columns
+
+
+def _multiplications_bind(problem: Problem, tile: SimtTile) -> bool:
+    """Whether the multiply-adds of a tile take as long as its reads of shared memory.
+
+    Both counted in cycles of an SM per warp and 16-byte step, as the head of `simt.cu` does.
+    """
+    rows = tile.rows_per_thread
+    keys, columns = _keys_and_columns(problem, tile)
+    return 2 * (rows + keys) + 2 * (rows + columns) <= rows * (keys + columns)
+
+
 def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
     """Tiles from the best to the smallest; the first to fit with enough warps is the default.
 
@@ -227,7 +252,7 @@ def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
     256 threads keep eight warps; Bc shrinks before Br does, for a tile of keys is read again by
     every query tile.
     """
-    if problem.seqlen_q <= 16:
+    if problem.seqlen_q <= _FEW:
         return _FEW_QUERIES
     dim = max(problem.head_dim, problem.head_dim_v)
     column = 0 if dim <= 64 else 1 if dim <= 128 else 2

@@ -1,0 +1,106 @@
+"""How calls are timed, on clocks that say what they are told to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from cupy_flash.cli.timing import (
+    HostTimer,
+    Timed,
+    host_microseconds,
+    repeats_within,
+    spread,
+    take_turns,
+)
+
+
+class FakeClock:
+    """Seconds that pass only while a fake call runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def call(self, seconds: float) -> Timed:
+        def work() -> None:
+            self.now += seconds
+
+        return Timed(work)
+
+
+def test_the_spread_is_the_median_and_the_quartiles() -> None:
+    result = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+
+    assert (result.low, result.median, result.high, result.repeats) == (2.0, 3.0, 4.0, 5)
+    assert result.relative == pytest.approx(1 / 3)
+
+
+def test_a_single_timing_has_no_spread() -> None:
+    assert spread([7.0]).relative == 0.0
+
+
+def test_host_times_are_milliseconds_without_the_warm_up() -> None:
+    clock = FakeClock()
+    calls = [clock.call(0.25), clock.call(0.5)]
+
+    times = HostTimer(clock).interleaved(calls, 3, [2, 2])
+
+    assert times == [[250.0, 250.0], [500.0, 500.0]]
+    assert clock.now == 5 * 0.25 + 5 * 0.5
+
+
+def test_providers_take_turns_and_one_with_fewer_repeats_sits_out_the_last_rounds() -> None:
+    order: list[str] = []
+    names = {}
+
+    def measure(timed: Timed) -> str:
+        order.append(names[timed])
+        return names[timed]
+
+    first, second = Timed(lambda: None), Timed(lambda: 1)
+    names = {first: "first", second: "second"}
+    results = take_turns(measure, [first, second], [3, 1])
+
+    assert order == ["first", "second", "first", "first"]
+    assert [len(result) for result in results] == [3, 1]
+
+
+def test_entering_a_scope_is_not_timed() -> None:
+    clock = FakeClock()
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        clock.now += 100
+        yield
+        clock.now += 100
+
+    timed = Timed(clock.call(0.5).call, scope)
+
+    assert HostTimer(clock).once(timed) == 0.5
+
+
+def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
+    clock = FakeClock()
+
+    def synchronize() -> None:
+        clock.now += 10
+
+    result = host_microseconds(clock.call(2e-6), synchronize, calls=40, clock=clock)
+
+    assert result.median == pytest.approx(2.0, rel=1e-3)
+    assert result.repeats == 40
+
+
+@pytest.mark.parametrize(
+    ("one_call", "expected"),
+    [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)],
+)
+def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
+    one_call: float, expected: int
+) -> None:
+    assert repeats_within(20.0, one_call, 3, 20) == expected

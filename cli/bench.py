@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cupy_flash.device import gpu_unavailable
-from cupy_flash.errors import CompileError
-from cupy_flash.problem import DTYPES
 
 from . import environment, presets, providers, report
+from .bench_table import print_cells, record_row
 from .cases import Case, describe
-from .check import Check, Coverage
-from .inputs import InputFile, Inputs, random_inputs
+from .check import Coverage
+from .inputs import InputFile, random_inputs
 from .options import (
     SIZES,
     CommaList,
@@ -29,10 +25,10 @@ from .options import (
     split_shape,
     tile_request,
 )
-from .providers import Prepared, Provider
-from .timing import GpuTimer, HostTimer, Spread, Timer, host_microseconds, repeats_within, spread
+from .providers import Provider
+from .runner import Cell, Runner, Settings, set_speedups, too_large
 
-_GPU_DEFAULTS = {
+_GPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (4,),
     "seqlen_q": (1024, 4096),
     "heads": (16,),
@@ -40,9 +36,9 @@ _GPU_DEFAULTS = {
     "dtype": ("bfloat16",),
 }
 # Some ten seconds on two cores.
-_CPU_DEFAULTS = {
+_CPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (1,),
-    "seqlen_q": (512, 1024),
+    "seqlen_q": (1024, 2048),
     "heads": (8,),
     "head_dim": (64,),
     "dtype": ("float32",),
@@ -50,212 +46,13 @@ _CPU_DEFAULTS = {
 # Untimed and timed calls of a cell.
 _GPU_REPEATS = (3, 20)
 _CPU_REPEATS = (1, 7)
-# A cell on the host that takes more operations than this is first tried on a part of its rows.
-_PROBE_FLOPS = 4e9
-
-
-@dataclass
-class Cell:
-    """One provider on one case: what came of it."""
-
-    provider: Provider
-    case: Case
-    reason: str | None = None
-    prepared: Prepared | None = None
-    max_error: float | None = None
-    passed: bool | None = None
-    one_call: float = 0.0
-    time: Spread | None = None
-    host: Spread | None = None
-    speedup: float | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a row is timed."""
-
-    warmup: int
-    repeats: int
-    cell_seconds: float
-    seed: int
-    check: bool
-    host_time: bool
-
-
-@dataclass
-class Bench:
-    """Runs cases one after the other; timers are made once."""
-
-    settings: Settings
-    _timers: dict[bool, Timer] = field(default_factory=dict)
-
-    def run(self, inputs: Inputs, chosen: Sequence[Provider]) -> tuple[list[Cell], Coverage | None]:
-        """The cells of one case."""
-        cells = [Cell(provider, inputs.case) for provider in chosen]
-        check = None
-        ready = [cell for cell in cells if self._prepare(cell, inputs)]
-        if ready and self.settings.check:
-            on_gpu = any(cell.provider.on_gpu for cell in ready)
-            check = Check(inputs, self.settings.seed, on_gpu=on_gpu)
-        for cell in ready:
-            self._try(cell, check)
-        for on_gpu in (True, False):
-            self._time([c for c in ready if c.reason is None and c.provider.on_gpu == on_gpu])
-        return cells, check.coverage if check else None
-
-    def _timer(self, provider: Provider) -> Timer:
-        if provider.on_gpu not in self._timers:
-            self._timers[provider.on_gpu] = GpuTimer() if provider.on_gpu else HostTimer()
-        return self._timers[provider.on_gpu]
-
-    def _prepare(self, cell: Cell, inputs: Inputs) -> bool:
-        provider, case = cell.provider, cell.case
-        cell.reason = provider.why_not(case) or _too_large(
-            provider.scratch_bytes(case), on_gpu=provider.on_gpu
-        )
-        if cell.reason is None and not provider.on_gpu:
-            cell.reason = self._too_slow_on_host(provider, inputs)
-        if cell.reason is None:
-            try:
-                cell.prepared = provider.prepare(inputs)
-            except (ValueError, RuntimeError, MemoryError) as error:
-                if isinstance(error, CompileError):
-                    raise
-                cell.reason = _first_line(error)
-        return cell.reason is None
-
-    def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
-        """Time a part of the rows, where the whole would keep the user waiting for a refusal."""
-        case = inputs.case
-        if case.problem().flops() < _PROBE_FLOPS:
-            return None
-        part = _first_rows(inputs)
-        try:
-            prepared = provider.prepare(part)
-        except (ValueError, RuntimeError, MemoryError) as error:
-            return _first_line(error)
-        seconds = self._timer(provider).once(prepared.timed)
-        rows, part_rows = (c.batch * c.seqlen_q * c.heads_q for c in (case, part.case))
-        return self._over_limit(seconds * rows / part_rows)
-
-    def _over_limit(self, one_call: float) -> str | None:
-        s = self.settings
-        if repeats_within(s.cell_seconds, one_call, s.warmup, s.repeats):
-            return None
-        return f"one call takes about {one_call:.2g} s, too long for --cell-seconds"
-
-    def _try(self, cell: Cell, check: Check | None) -> None:
-        """The first call, which may compile; its check; and a second one to estimate by."""
-        assert cell.prepared is not None
-        try:
-            with cell.prepared.scope():
-                result = cell.prepared.call()
-            if check is not None:
-                cell.max_error = check.error(cell.prepared.to_array(result))
-                cell.passed = cell.max_error <= check.coverage.bound
-            del result
-            cell.one_call = self._timer(cell.provider).once(cell.prepared.timed)
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, CompileError):
-                raise
-            cell.reason = _first_line(error)
-            return
-        cell.reason = self._over_limit(cell.one_call)
-
-    def _time(self, cells: Sequence[Cell]) -> None:
-        if not cells:
-            return
-        s = self.settings
-        timer = self._timer(cells[0].provider)
-        calls = [cell.prepared.timed for cell in cells if cell.prepared]
-        repeats = [
-            repeats_within(s.cell_seconds, cell.one_call, s.warmup, s.repeats) for cell in cells
-        ]
-        for cell, times in zip(cells, timer.interleaved(calls, s.warmup, repeats), strict=True):
-            cell.time = spread(times)
-        if s.host_time and cells[0].provider.on_gpu:
-            import cupy
-
-            synchronize = cupy.cuda.get_current_stream().synchronize
-            for cell, timed in zip(cells, calls, strict=True):
-                cell.host = host_microseconds(timed, synchronize)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
-
-
-def _too_large(needed: int, *, on_gpu: bool) -> str | None:
-    free = providers.free_bytes(on_gpu=on_gpu)
-    if free is None or needed <= free:
-        return None
-    return f"needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
-
-
-def _first_rows(inputs: Inputs) -> Inputs:
-    """The first 256 query rows of the heads that share the first key and value head."""
-    case = inputs.case
-    rows, heads = min(256, case.seqlen_q), case.heads_q // case.heads_kv
-    q, k, v = inputs.host
-    if case.layout == "bshd":
-        q, k, v = q[:1, -rows:, :heads], k[:1, :, :1], v[:1, :, :1]
-    else:
-        q, k, v = q[:1, :heads, -rows:], k[:1, :1], v[:1, :1]
-    offset = case.first_query + case.seqlen_q - rows if case.causal else None
-    part = dataclasses.replace(
-        case, batch=1, heads_q=heads, heads_kv=1, seqlen_q=rows, q_offset=offset
-    )
-    return Inputs(part, _host=(q, k, v))
-
-
-def _row(
-    cell: Cell, check: Coverage | None, device: str, versions: dict[str, str]
-) -> dict[str, Any]:
-    """A cell as a record's row."""
-    case, prepared, time = cell.case, cell.prepared, cell.time
-    problem = case.problem()
-    plan = prepared.plan if prepared else None
-    tflops = problem.flops() / time.median / 1e9 if time and time.median else None
-    outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
-    return {
-        "provider": cell.provider.name,
-        "family": plan.family if plan else None,
-        "kernel_digest": prepared.kernel_digest if prepared else None,
-        "device": device,
-        "dtype": case.dtype,
-        "batch": case.batch,
-        "seqlen_q": case.seqlen_q,
-        "seqlen_k": case.seqlen_k,
-        "heads_q": case.heads_q,
-        "heads_kv": case.heads_kv,
-        "head_dim": case.head_dim,
-        "head_dim_v": case.head_dim_v,
-        "layout": case.layout,
-        "causal": case.causal,
-        "q_offset": problem.q_offset,
-        "softmax_scale": problem.softmax_scale,
-        "tile": prepared.tile if prepared else None,
-        "num_splits": plan.num_splits if plan else None,
-        "median_ms": time.median if time else None,
-        "low_quartile_ms": time.low if time else None,
-        "high_quartile_ms": time.high if time else None,
-        "repeats": time.repeats if time else None,
-        "tflops": tflops,
-        "speedup": cell.speedup,
-        "host_us": cell.host.median if cell.host else None,
-        "max_error": None if cell.max_error is None else report.finite(cell.max_error),
-        "error_bound": check.bound if check else None,
-        "check": outcome,
-        "checked_rows": check.rows if check else 0,
-        "reason": cell.reason,
-        "note": prepared.note if prepared else None,
-        "versions": versions,
-    }
 
 
 def _choose_providers(
-    asked: Sequence[str] | None, preset: presets.Preset | None, tile: dict[str, int] | None
+    asked: Sequence[str] | None,
+    preset: presets.Preset | None,
+    dtypes: Sequence[str],
+    tile: dict[str, int] | None,
 ) -> list[Provider]:
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
@@ -264,7 +61,12 @@ def _choose_providers(
         return [p for p in found if p.ours or p.missing() is None]
     if gpu_unavailable() is not None:
         return [providers.provider(name, tile) for name in ("cupy_flash-cpu", "numpy-naive")]
-    compared = ("torch-flash", "torch-cudnn", "cupy-library")
+    compared = []
+    if {"float16", "bfloat16"} & set(dtypes):
+        compared += ["torch-flash", "torch-cudnn"]
+    if {"float32", "float64"} & set(dtypes):
+        compared += ["torch-efficient", "torch-math"]
+    compared.append("cupy-library")
     found = [providers.provider(name) for name in compared]
     return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
 
@@ -290,111 +92,6 @@ def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> 
     reasons = [p.why_not(case) for p in chosen if p.ours for case in cases]
     if reasons and None not in reasons:
         raise click.UsageError(str(reasons[0]))
-
-
-def _set_speedups(cells: Sequence[Cell], baseline: Sequence[str]) -> None:
-    times = [c.time.median for c in cells if c.time and c.provider.name in baseline]
-    base = min(times, default=None)
-    for cell in cells:
-        if base is not None and cell.time and cell.time.median:
-            cell.speedup = base / cell.time.median
-
-
-def _columns(rows: Sequence[report.Row], host_time: bool) -> list[report.Column]:
-    # CPUs are far below a TFLOP/s.
-    small = max((row["tflops"] or 0 for row in rows), default=0) < 1
-    unit, scale = ("GFLOP/s", 1e3) if small else ("TFLOP/s", 1.0)
-    columns = [
-        report.Column("case", lambda row: row["label"], numeric=False),
-        report.Column("provider", lambda row: row["provider"], numeric=False),
-        report.Column("ms", lambda row: report.milliseconds(row["median_ms"])),
-        report.Column("+-%", lambda row: report.number(row["spread"], ".1f")),
-        report.Column(unit, lambda row: _rate_text(row, scale)),
-        report.Column("speedup", lambda row: report.number(row["speedup"], ".2f")),
-        report.Column("error", _error_text),
-    ]
-    if host_time:
-        columns.append(report.Column("host us", lambda row: report.number(row["host_us"], ".1f")))
-    return columns
-
-
-def _rate_text(row: report.Row, scale: float) -> str:
-    return "-" if row["tflops"] is None else f"{row['tflops'] * scale:.4g}"
-
-
-def _error_text(row: report.Row) -> str:
-    if row["max_error"] is None:
-        return "-"
-    text = row["max_error"] if isinstance(row["max_error"], str) else f"{row['max_error']:.1e}"
-    return text + ("!" if row["check"] == "failed" else "")
-
-
-def _print(
-    table: Sequence[Sequence[Cell]],
-    rows: Sequence[Sequence[dict[str, Any]]],
-    checks: Sequence[Coverage],
-    device: str,
-    baseline: Sequence[str],
-    settings: Settings,
-) -> None:
-    out = report.console()
-    shared, labels = describe([cells[0].case for cells in table])
-    groups = []
-    for cells, case_rows, label in zip(table, rows, labels, strict=True):
-        shown = []
-        for index, (cell, row) in enumerate(zip(cells, case_rows, strict=True)):
-            share = 100 * cell.time.relative if cell.time else None
-            shown.append(row | {"label": label if index == 0 else "", "spread": share})
-        groups.append(shown)
-    columns = _columns([row for group in groups for row in group], settings.host_time)
-    if len(table) == 1:
-        columns = columns[1:]
-    report.print_table(out, f"{device}\n{shared}", columns, groups)
-    flat = [cell for cells in table for cell in cells]
-    report.print_notes(out, _notes(flat, checks, baseline, settings))
-    for provider in dict.fromkeys(cell.provider.name for cell in flat):
-        ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
-        if len(ratios) > 1 and [provider] != list(baseline):
-            out.print(
-                f"{provider}: {statistics.geometric_mean(ratios):.3f} times as fast as "
-                f"{_best_of(baseline)} (geometric mean of {len(ratios)}), at least "
-                f"{min(ratios):.3f}",
-                markup=False,
-            )
-
-
-def _best_of(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"the best of {', '.join(names)}"
-
-
-def _notes(
-    cells: Sequence[Cell], checks: Sequence[Coverage], baseline: Sequence[str], settings: Settings
-) -> list[str]:
-    notes = []
-    for cell in cells:
-        name = cell.provider.name
-        if cell.reason:
-            notes.append(f"{name}: {cell.reason}")
-        if cell.prepared and cell.prepared.note:
-            notes.append(f"{name}: {cell.prepared.note}")
-        if cell.prepared and cell.prepared.plan:
-            plan = cell.prepared.plan
-            notes.append(f"{name}: {plan.family} {plan.tile}")
-    notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
-    notes.append(environment.FLOP_CONVENTION + ".")
-    if checks:
-        rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
-        share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
-        notes.append(
-            f"error: largest difference from the float64 reference over {share} query rows."
-        )
-    if any(cell.passed is False for cell in cells):
-        notes.append(
-            "!: over the bound, twice the error of the naive formula in the same precision."
-        )
-    if not settings.check:
-        notes.append("Results were not checked (--skip-check).")
-    return notes
 
 
 _PROVIDERS: CommaList[str] = CommaList(str, "a provider", "cupy_flash,torch-flash")
@@ -482,16 +179,17 @@ def bench(
     shape = split_shape(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
     named = presets.preset(preset, shape["dtype"]) if preset else None
-    chosen = _choose_providers(asked, named, tile)
-    compared = _choose_baseline(baseline, named, chosen)
     file = _read_input(path, preset)
-    cases = _cases(shape, preset, named, file)
+    dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
+    chosen = _choose_providers(asked, named, dtypes, tile)
+    compared = _choose_baseline(baseline, named, chosen)
+    no_gpu = gpu_unavailable()
+    on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
+    cases = _cases(shape, preset, named, file, _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
-    no_gpu = gpu_unavailable()
     if no_gpu and asked is None:
         click.echo(f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n")
-    on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
     device = providers.current_device().name if on_gpu else environment.cpu_name()
 
     usual_warmup, usual_repeats = _GPU_REPEATS if on_gpu else _CPU_REPEATS
@@ -503,32 +201,32 @@ def bench(
         check=not skip_check,
         host_time=host_time,
     )
-    runner = Bench(settings)
+    runner = Runner(settings)
     table: list[list[Cell]] = []
     checks: list[Coverage | None] = []
     with report.progress("bench", len(cases)) as advance:
         for case, label in zip(cases, describe(cases)[1], strict=True):
             advance(label)
-            if reason := _too_large(case.array_bytes, on_gpu=on_gpu):
+            if reason := too_large(case.array_bytes, on_gpu=on_gpu):
                 table.append([Cell(p, case, reason=reason) for p in chosen])
                 checks.append(None)
                 continue
             inputs = file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
             cells, check = runner.run(inputs, chosen)
-            _set_speedups(cells, compared)
+            set_speedups(cells, compared)
             table.append(cells)
             checks.append(check)
             del inputs
             for cell in cells:
-                _drop_arrays(cell)
+                cell.release()
             providers.release_memory()
 
     versions = environment.versions()
     rows = [
-        [_row(cell, check, device, versions) for cell in cells]
+        [record_row(cell, check, device, versions) for cell in cells]
         for cells, check in zip(table, checks, strict=True)
     ]
-    _print(table, rows, [c for c in checks if c], device, compared, settings)
+    print_cells(table, rows, [c for c in checks if c], device, compared, settings)
     if output:
         head = environment.metadata(device) | {
             "preset": preset,
@@ -541,16 +239,6 @@ def bench(
         click.echo(f"Written to {output}.", err=True)
     if any(c.provider.ours and c.passed is False for cells in table for c in cells):
         ctx.exit(1)
-
-
-def _drop_arrays(cell: Cell) -> None:
-    """Let go of the inputs that the cell's call holds; its plan stays."""
-    if cell.prepared:
-        cell.prepared = dataclasses.replace(cell.prepared, call=_gone, to_array=_gone)
-
-
-def _gone(*_: Any) -> Any:
-    raise AssertionError("the arrays of this cell were released")
 
 
 def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
@@ -566,6 +254,7 @@ def _cases(
     preset: str | None,
     named: presets.Preset | None,
     file: InputFile | None,
+    defaults: Mapping[str, Sequence[Any]],
 ) -> list[Case]:
     if named is not None:
         refuse(
@@ -576,16 +265,14 @@ def _cases(
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
-        q = file.q.dtype.name
-        assert q in DTYPES
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
             )
-            for dtype in shape["dtype"] or (q,)
+            for dtype in shape["dtype"] or (file.q.dtype.name,)
             for layout in shape["layout"] or ("bshd",)
             for causal in shape["causal"] or (False,)
-            for offset in (shape["q_offset"] or (None,))
+            for offset in shape["q_offset"] or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
-    return cases_from(shape, _CPU_DEFAULTS if gpu_unavailable() else _GPU_DEFAULTS)
+    return cases_from(shape, defaults)

@@ -127,7 +127,9 @@ def _row(plan: Plan, built: Built) -> dict[str, Any]:
     static = resources.static_shared_memory if resources else 0
     return {
         "arch": _sm(plan),
-        "kernel": _title(plan),
+        "kernel": _title(plan).partition(" tile ")[0],
+        "tile": report.tile_text(plan.tile),
+        "legend": report.tile_legend(plan.family, plan.tile),
         "registers": resources.registers if resources else None,
         "spills": resources.spill_bytes if resources else None,
         "shared_memory": plan.shared_memory + static,
@@ -139,15 +141,18 @@ def _row(plan: Plan, built: Built) -> dict[str, Any]:
 def _print(rows: Sequence[dict[str, Any]], devices: Sequence[Device]) -> None:
     columns = [
         report.Column("kernel", lambda row: row["kernel"], numeric=False),
-        report.Column("registers", _registers_text),
-        report.Column("spills B", lambda row: report.number(row["spills"], "d")),
-        report.Column("shared KiB", lambda row: f"{row['shared_memory'] / 1024:.1f}"),
+        report.Column("tile", lambda row: row["tile"], numeric=False),
+        report.Column("regs", _registers_text),
+        report.Column("spills", lambda row: report.number(row["spills"], "d")),
+        report.Column("KiB", lambda row: f"{row['shared_memory'] / 1024:.1f}"),
     ]
     if any(row["seconds"] is not None for row in rows):
         columns.append(report.Column("s", lambda row: report.number(row["seconds"], ".1f")))
     for device in devices:
         group = [row for row in rows if row["arch"] == device.sm]
         report.print_table(report.console(), f"{len(group)} kernels, {device.sm}", columns, [group])
+    report.print_notes(report.console(), dict.fromkeys(f"{row['legend']}." for row in rows))
+    click.echo("regs, spills: registers and bytes per thread. KiB: shared memory of a block.")
 
 
 def _registers_text(row: report.Row) -> str:

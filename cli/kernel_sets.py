@@ -6,9 +6,9 @@ dims are compile-time constants from 1 to 256 each, so "everything" is taken at 
 
 - `default_plans`: the dispatcher's choice for what common models ask for.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
-  full and causal x keys whole and split, rows aligned to 16 bytes; for each dtype a pair of
-  different head dims, and one odd head dim, whose rows are aligned to single elements; and each
-  tile of the tuned tables that belongs to the architecture's families, where it fits.
+  full and causal x keys whole and split, rows aligned to 16 bytes; for each dtype also two pairs of
+  different head dims, one of them odd, whose rows are aligned to single elements, and a negative
+  softmax_scale; and each tile of the tuned tables, where it fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, make_plan, plan_tile
 from cupy_flash.problem import DTYPES, Problem, make_contiguous_problem
 
-# MiniLM, LLaMA 3B's draft models, ViT and GPT-2, Phi-3, SigLIP, ..., LLaMA, DeepSeek, Gemma.
+# From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256).
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 # (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
 _MIXED_HEAD_DIMS = ((192, 128), (65, 33))
@@ -36,7 +36,12 @@ _FEW = (1, 1, 4096)
 
 
 def _problem(
-    dtype: str, head_dim: int, head_dim_v: int, causal: bool, size: tuple[int, int, int]
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    size: tuple[int, int, int],
+    softmax_scale: float | None = None,
 ) -> Problem:
     batch, heads, seqlen = size
     return make_contiguous_problem(
@@ -49,6 +54,7 @@ def _problem(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=causal,
+        softmax_scale=softmax_scale,
     )
 
 
@@ -72,6 +78,7 @@ def all_plans(device: Device) -> list[Plan]:
             DTYPES, dims, (False, True), (_FULL, _FEW)
         )
     ]
+    problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]
     defaults = (
         make_plan(problem, device, family=name)
         for problem in problems

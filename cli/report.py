@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import sys
@@ -12,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from cupy_flash.tile import Tile
 
 Row = Mapping[str, Any]
 
@@ -45,6 +49,38 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.4f}" if value < 1 else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
+def rate_column(rows: Iterable[Row]) -> Column:
+    """TFLOP/s, or GFLOP/s where, as on CPUs, everything is below one of those."""
+    most = max((row["tflops"] or 0 for row in rows), default=0)
+    heading, scale = ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
+
+    def text(row: Row) -> str:
+        return "-" if row["tflops"] is None else f"{row['tflops'] * scale:.4g}"
+
+    return Column(heading, text)
+
+
+def error_text(row: Row) -> str:
+    """The largest error, marked where it is over the bound."""
+    if row["max_error"] is None:
+        return "-"
+    text = row["max_error"] if isinstance(row["max_error"], str) else f"{row['max_error']:.1e}"
+    return text + ("!" if row["check"] == "failed" else "")
+
+
+def tile_text(tile: Tile) -> str:
+    """A tile in few characters; `tile_legend` names them."""
+    fields = dataclasses.asdict(tile).items()
+    rest = [str(value) for name, value in fields if name not in ("Br", "Bc")]
+    return " ".join([f"{tile.Br}x{tile.Bc}", *rest])
+
+
+def tile_legend(family: str, tile: Tile) -> str:
+    """What the numbers of a family's `tile_text` are."""
+    rest = [name for name in dataclasses.asdict(tile) if name not in ("Br", "Bc")]
+    return f"{family} tiles: BrxBc" + "".join(f", {name}" for name in rest)
+
+
 def print_table(
     out: Console,
     title: str,
@@ -52,7 +88,8 @@ def print_table(
     groups: Iterable[Sequence[Row]],
 ) -> None:
     """Print rows under headings, with a rule between groups."""
-    table = Table(title=title, title_justify="left", pad_edge=False, box=_box())
+    out.print(title, markup=False, soft_wrap=True)
+    table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Any = "right" if column.numeric else "left"
         table.add_column(column.heading, justify=justify, no_wrap=column.numeric, overflow="fold")
@@ -61,12 +98,6 @@ def print_table(
             table.add_row(*(column.text(row) for column in columns))
         table.add_section()
     out.print(table)
-
-
-def _box() -> Any:
-    from rich import box
-
-    return box.SIMPLE_HEAD
 
 
 def print_notes(out: Console, notes: Iterable[str]) -> None:

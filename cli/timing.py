@@ -146,7 +146,7 @@ def host_microseconds(
     timed: Timed,
     synchronize: Callable[[], None],
     *,
-    calls: int = 200,
+    calls: int,
     clock: Clock = time.perf_counter,
 ) -> Spread:
     """Microseconds until a call returns to Python, whatever the GPU still has to do."""

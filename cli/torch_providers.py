@@ -33,7 +33,10 @@ def why_no_torch() -> str | None:
         return reason
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    torch = _torch()
+    with warnings.catch_warnings():
+        # What its imports warn of is not about us.
+        warnings.simplefilter("ignore")
+        torch = _torch()
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
     return None

@@ -48,11 +48,12 @@ _CPU_DEFAULTS = {
     "head_dim": (64,),
     "dtype": ("float32",),
 }
-# Every tile is timed a few times; those this close to the best, and no more of them than this,
-# then take turns for the full number of repeats.
+# Every tile is timed a few times; the best, and as many more as are close to them, then take turns
+# for the full number of repeats.
 _FIRST_REPEATS = 3
 _CLOSE = 1.15
-_FINALISTS = 8
+_FEWEST_FINALISTS = 4
+_MOST_FINALISTS = 8
 
 
 @dataclass
@@ -179,8 +180,9 @@ def time_all(
     limit = _CLOSE * ranked[0].median_ms
     finalists = [
         candidate
-        for candidate in ranked[:_FINALISTS]
-        if candidate.median_ms is not None and candidate.median_ms <= limit
+        for rank, candidate in enumerate(ranked[:_MOST_FINALISTS])
+        if candidate.median_ms is not None
+        and (rank < _FEWEST_FINALISTS or candidate.median_ms <= limit)
     ]
     calls = [Timed(call_of(candidate)) for candidate in finalists]
     all_times = timer.interleaved(calls, warmup, [repeats] * len(calls))
@@ -232,16 +234,16 @@ def _row(candidate: Candidate, rank: int) -> dict[str, Any]:
     }
 
 
-def _print(rows: Sequence[dict[str, Any]], title: str, top: int) -> None:
+def _print(rows: Sequence[dict[str, Any]], title: str, legend: str, top: int) -> None:
     on_gpu = any(row["registers"] is not None for row in rows)
     timed = any(row["median_ms"] is not None for row in rows)
     shown = [row for row in rows if row["dropped"] is None][:top]
     columns = [report.Column("tile", lambda row: row["text"], numeric=False)]
     if timed:
         columns += [
-            report.Column("TFLOP/s", lambda row: report.number(row["tflops"], ".4g")),
+            report.rate_column(shown),
             report.Column("ms", lambda row: report.milliseconds(row["median_ms"])),
-            report.Column("error", _error_text),
+            report.Column("error", report.error_text),
         ]
     if on_gpu:
         columns += [
@@ -257,16 +259,10 @@ def _print(rows: Sequence[dict[str, Any]], title: str, top: int) -> None:
     if len(shown) + len(dropped) < len(rows):
         notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
     if on_gpu:
+        notes.append(legend + ".")
         notes.append("KiB: shared memory of a block. spills: bytes per thread. blocks: per SM.")
     notes += [f"dropped: {reason}" for reason in dropped]
     report.print_notes(out, notes)
-
-
-def _error_text(row: report.Row) -> str:
-    if row["max_error"] is None:
-        return "-"
-    text = row["max_error"] if isinstance(row["max_error"], str) else f"{row['max_error']:.1e}"
-    return text + ("!" if row["check"] == "failed" else "")
 
 
 def _list_saved() -> None:
@@ -367,8 +363,9 @@ def tune(
         case_rows = [_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
         rows += case_rows
         label = f"{ranked[0].plan.family}, {describe([case])[0]}, {case_rows[0]['device']}"
-        texts = [{"text": str(candidate.tile)} for candidate in ranked]
-        _print([row | text for row, text in zip(case_rows, texts, strict=True)], label, top)
+        texts = [{"text": report.tile_text(candidate.tile)} for candidate in ranked]
+        legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
+        _print([row | text for row, text in zip(case_rows, texts, strict=True)], label, legend, top)
         any_failed |= any(candidate.failed for candidate in candidates)
         _settle(ranked[0], arch, dry_run)
     if output:

@@ -13,6 +13,8 @@ LAYOUTS = ("bshd", "bhsd")
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)
+# Candidates that NumPy looks through to tell whether two arrays overlap; its stubs allow -1 and 0.
+_MAX_OVERLAP_WORK: Any = 100_000
 
 
 def is_cupy(array: Any) -> bool:
@@ -69,16 +71,16 @@ def address_of(array: Any) -> int:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two CuPy arrays share an element, from addresses alone.
+    """Whether two NumPy or CuPy arrays share an element, from addresses alone.
 
-    NumPy decides it on stand-ins that carry the device addresses and are never dereferenced;
-    a case too hard for its bounded search counts as an overlap.
+    NumPy decides it on stand-ins that carry the addresses and are never dereferenced; a case too
+    hard for its bounded search counts as an overlap.
     """
-    stand_ins = [np.asarray(_StandIn(array)) for array in (a, b)]
-    if not np.may_share_memory(*stand_ins):
+    first, second = np.asarray(_StandIn(a)), np.asarray(_StandIn(b))
+    if not np.may_share_memory(first, second):
         return False
     try:
-        return np.shares_memory(*stand_ins, max_work=100_000)
+        return np.shares_memory(first, second, max_work=_MAX_OVERLAP_WORK)
     except np.exceptions.TooHardError:
         return True
 
@@ -89,7 +91,7 @@ class _StandIn:
             "shape": array.shape,
             "strides": array.strides,
             "typestr": f"|V{array.itemsize}",
-            "data": (array.data.ptr, False),
+            "data": (address_of(array), False),
             "version": 3,
         }
 
@@ -147,9 +149,7 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         )
     device_type = int(array.__dlpack_device__()[0])
     if device_type in _DLPACK_CUDA:
-        import cupy
-
-        return cupy.from_dlpack(array), _importer(array)
+        return _device_array(name, array), _importer(array)
     if device_type == _DLPACK_CPU:
         return _host_array(name, array), _importer(array)
     raise TypeError(
@@ -161,18 +161,36 @@ def _identity(result: Any) -> Any:
     return result
 
 
-def _host_array(name: str, array: Any) -> np.ndarray:
-    if str(array.dtype).endswith("bfloat16"):
-        # NumPy's DLPack import knows no bfloat16: the bits travel as integers.
-        import ml_dtypes
-
-        if _root_module(array) == "torch":
-            return np.from_dlpack(array.view(_torch().int16)).view(ml_dtypes.bfloat16)
-        return np.asarray(array)
+def _device_array(name: str, array: Any) -> Any:
     try:
-        return np.from_dlpack(array)
+        import cupy
+    except ImportError as error:
+        raise TypeError(
+            f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' "
+            "or [cuda12]"
+        ) from error
+    try:
+        return cupy.from_dlpack(array)
     except (TypeError, BufferError) as error:
         raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
+
+
+def _host_array(name: str, array: Any) -> np.ndarray:
+    is_bfloat16 = str(getattr(array, "dtype", "")).endswith("bfloat16")
+    try:
+        if _root_module(array) == "torch":
+            # Not through DLPack, which knows no bfloat16 in NumPy and makes `out` read-only.
+            bits = array.view(_torch().int16) if is_bfloat16 else array
+            return bits.numpy().view(_bfloat16()) if is_bfloat16 else bits.numpy()
+        return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
+    except (TypeError, RuntimeError, BufferError) as error:
+        raise TypeError(f"{name} cannot be read by NumPy: {error}") from error
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
 
 
 def _root_module(array: Any) -> str:
@@ -217,3 +235,8 @@ def require_float(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is one that attention is computed in."""
     if dtype_name(array) not in DTYPES:
         raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "
+            f"{name}.astype({dtype_name(array)!r})"
+        )

@@ -11,6 +11,7 @@ import numpy as np
 from cupy_flash import arrays, compiler, cpu, launch
 from cupy_flash.device import device_for_arch, device_for_id, gpu_unavailable
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.families import FAMILIES
 from cupy_flash.launch import Options
 from cupy_flash.planner import (
     Plan,
@@ -73,7 +74,7 @@ def flash_attention(
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one.
     family : str, optional
-        Kernel family to use instead of the planner's choice: "mma", "tf32x3", "simt", "naive".
+        Kernel family to use instead of the planner's choice: "mma", "simt", "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
 
@@ -117,8 +118,7 @@ def flash_attention(
         result, lse = launch.forward(q, k, v, None, options)
         return (result, lse) if return_lse else result
     arrays.require_layout(layout)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    _require_backend(backend)
     (q, convert), (k, _), (v, _) = (
         arrays.normalize(name, array) for name, array in (("q", q), ("k", k), ("v", v))
     )
@@ -126,9 +126,8 @@ def flash_attention(
     _require_one_kind(q, k, v, target)
     if isinstance(q, np.ndarray):
         result, lse = _from_host(q, k, v, target, backend, options)
-    elif backend == "cpu":
-        raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
     else:
+        _require_gpu_backend(backend)
         result, lse = launch.forward(q, k, v, target, options)
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
@@ -152,10 +151,14 @@ def flash_attention_qkvpacked(qkv: Any, **options: Any) -> Any:
 
     Raises
     ------
+    TypeError
+        If qkv is no array, and as `flash_attention`.
     ValueError
         If qkv is not of that shape, and as `flash_attention`.
     """
-    shape = tuple(getattr(qkv, "shape", ()))
+    if not hasattr(qkv, "shape"):
+        raise TypeError(f"qkv is a {type(qkv).__name__}; expected an array")
+    shape = tuple(qkv.shape)
     if len(shape) != 5 or shape[2] != 3:
         raise ValueError(f"qkv has shape {shape}; expected (batch, seqlen, 3, heads, head_dim)")
     if options.get("layout", "bshd") != "bshd":
@@ -193,14 +196,21 @@ def plan(
     """
     options = Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
     arrays.require_layout(layout)
+    _require_backend(backend)
     q, k, v = (arrays.normalize(n, a)[0] for n, a in (("q", q), ("k", k), ("v", v)))
     _require_one_kind(q, k, v, None)
-    q, k, v = (arrays.readable_in_place(array) for array in (q, k, v))
+    # What a call would copy is laid out as the copy would be, without making it.
+    q, k, v = (
+        array if arrays.is_readable_in_place(array) else np.empty_like(array, order="C")
+        for array in (q, k, v)
+    )
     problem = launch.problem_of(q, k, v, None, options)
     if arch is not None:
         return make_plan(problem, device_for_arch(arch), family=family, tile=options.tile)
     if isinstance(q, np.ndarray) and not _host_runs_on_gpu(backend):
         return make_cpu_plan(problem, _cpu_tile(problem, options), gpu_unavailable())
+    if not isinstance(q, np.ndarray):
+        _require_gpu_backend(backend)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     import cupy
@@ -211,12 +221,23 @@ def plan(
         family=family,
         tile=options.tile,
     )
+    assert made.unit is not None
     return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
 
 
 def _all_cupy(q: Any, k: Any, v: Any) -> bool:
     cupy = sys.modules.get("cupy")
     return cupy is not None and type(q) is type(k) is type(v) is cupy.ndarray
+
+
+def _require_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+
+
+def _require_gpu_backend(backend: str) -> None:
+    if backend == "cpu":
+        raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
 
 
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:
@@ -243,12 +264,13 @@ def _from_host(
     problem = launch.problem_of(q, k, v, out, options)
     if out is None:
         out = np.empty(launch.out_shape(q, v), q.dtype)
-    elif any(arrays.overlap(out, array) for array in (q, k, v)):
-        raise ValueError("out overlaps an input; pass memory of its own")
+    else:
+        _require_writable_apart(out, q, k, v)
     if _host_runs_on_gpu(backend):
         import cupy
 
-        result, lse = launch.forward(*map(cupy.asarray, (q, k, v)), None, options)
+        on_gpu = cupy.asarray(q), cupy.asarray(k), cupy.asarray(v)
+        result, lse = launch.forward(*on_gpu, None, options)
         out[...] = cupy.asnumpy(result)
         return out, None if lse is None else cupy.asnumpy(lse)
     lse = None
@@ -256,7 +278,10 @@ def _from_host(
         lse_dtype = np.float64 if problem.dtype == "float64" else np.float32
         lse = np.empty((problem.batch, problem.heads_q, problem.seqlen_q), lse_dtype)
     cpu.forward(
-        *(arrays.to_bshd(array, options.layout) for array in (q, k, v, out)),
+        arrays.to_bshd(q, options.layout),
+        arrays.to_bshd(k, options.layout),
+        arrays.to_bshd(v, options.layout),
+        arrays.to_bshd(out, options.layout),
         lse,
         causal=problem.causal,
         q_offset=problem.q_offset,
@@ -266,7 +291,19 @@ def _from_host(
     return out, lse
 
 
+def _require_writable_apart(out: np.ndarray, *inputs: np.ndarray) -> None:
+    if not out.flags.writeable:
+        raise ValueError("out is read-only; pass an array that can be written")
+    for name, array in zip("qkv", inputs, strict=True):
+        if arrays.overlap(out, array):
+            raise ValueError(f"out overlaps {name}; pass memory of its own")
+
+
 def _cpu_tile(problem: Problem, options: Options) -> Tile:
+    if options.family not in (None, "cpu", *FAMILIES):
+        raise ValueError(
+            f"unknown family {options.family!r}; expected one of {', '.join(FAMILIES)}, cpu"
+        )
     if options.family not in (None, "cpu"):
         raise UnsupportedError(
             f"family {options.family!r} is a GPU kernel, but the CPU backend computes this"

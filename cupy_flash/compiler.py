@@ -86,7 +86,8 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
                 _compile_message(unit, device, nvrtc.getProgramLog(program))
             ) from error
         log = nvrtc.getProgramLog(program)
-        image = nvrtc.getCUBIN(program)
+        # CuPy takes the image for a C string and drops its last byte, a zero.
+        image = nvrtc.getCUBIN(program) + b"\0"
     finally:
         nvrtc.destroyProgram(program)
     return Cubin(image, _parse_resources(log), log, time.perf_counter() - start)
@@ -120,7 +121,8 @@ def _parse_resources(log: str) -> dict[str, Resources]:
 
 def kernel_cache_dir() -> Path:
     """Where CuPy keeps compiled kernels."""
-    default = Path.home() / ".cupy" / "kernel_cache"
+    # As CuPy finds it; Path.home() would raise for a user without one.
+    default = os.path.expanduser("~/.cupy/kernel_cache")
     return Path(os.environ.get("CUPY_CACHE_DIR", default))
 
 
@@ -178,8 +180,6 @@ kernel_cache = KernelCache()
 
 
 def _load(unit: TranslationUnit, device: Device, shared_memory: dict[str, int]) -> dict[str, Any]:
-    if reason := why_no_compiler():
-        raise CompileError(f"{unit.title} for {device.sm}: {reason}")
     start = time.perf_counter()
     module, origin = _load_module(unit, device)
     kernels = {}
@@ -205,6 +205,8 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
 
     if prebuilt := find_prebuilt(unit, device):
         return cupy.RawModule(path=str(prebuilt)), f"prebuilt in {prebuilt.parent}"
+    if reason := why_no_compiler():
+        raise CompileError(f"{unit.title} for {device.sm}: {reason}")
     cache = kernel_cache_dir()
     logger.info("%s for %s: compiling unless cached in %s", unit.title, device.name, cache)
     module = cupy.RawModule(code=unit.text, options=compile_options(device))

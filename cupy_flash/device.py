@@ -117,7 +117,7 @@ def device_for_arch(arch: str | int) -> Device:
         If the architecture is not one the kernels are built for.
     """
     text = str(arch).removeprefix("sm_").removesuffix("a")
-    if not text.isdigit() or int(text) not in _ARCHITECTURES:
+    if not text.isdecimal() or int(text) not in _ARCHITECTURES:
         known = ", ".join(f"sm_{a}" for a in ARCHITECTURES)
         raise ValueError(f"unknown architecture {arch!r}; expected one of {known}")
     number = int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.families.split import section_heads
 from cupy_flash.params import PackedParams
-from cupy_flash.planner import FrozenTile, Plan, make_plan
-from cupy_flash.problem import ArraySpec, Problem, contiguous_strides, make_problem
+from cupy_flash.planner import FrozenTile, make_plan
+from cupy_flash.problem import MAX_ALIGNMENT, ArraySpec, Problem, contiguous_strides, make_problem
 
 # Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
 _MAX_CALLS = 4096
@@ -44,7 +45,7 @@ class Options(NamedTuple):
 class _Call:
     """Everything about a call that does not change while its key stays the same."""
 
-    plan: Plan
+    workspace: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, int, int]
     lse_dtype: str
@@ -53,6 +54,14 @@ class _Call:
 
 
 _calls: dict[tuple[Any, ...], _Call] = {}
+
+
+@functools.cache
+def _cupy() -> Any:
+    # An import statement in the call path would take half a microsecond each time.
+    import cupy
+
+    return cupy
 
 
 def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[Any, Any | None]:
@@ -72,27 +81,29 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     out, lse
         lse is None unless asked for.
     """
-    import cupy
-
+    cupy = _cupy()
     device_id = cupy.cuda.runtime.getDevice()
-    q_address, k_address, v_address = q.data.ptr, k.data.ptr, v.data.ptr
+    q_data, k_data, v_data = q.data, k.data, v.data
+    q_address, k_address, v_address = q_data.ptr, k_data.ptr, v_data.ptr
+    # Everything that the plan and the checks depend on. dtype.num, not dtype: hashing a dtype takes
+    # a microsecond.
     key = (
         device_id,
-        q.data.device_id,
-        k.data.device_id,
-        v.data.device_id,
+        q_data.device_id,
+        k_data.device_id,
+        v_data.device_id,
         q.shape,
         q.strides,
         k.shape,
         k.strides,
         v.shape,
         v.strides,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        (q_address | k_address | v_address) & 15,
+        q.dtype.num,
+        k.dtype.num,
+        v.dtype.num,
+        (q_address | k_address | v_address) & (MAX_ALIGNMENT - 1),
         options,
-        None if out is None else (out.shape, out.strides, out.dtype, out.data.ptr & 15),
+        None if out is None else (out.shape, out.strides, out.dtype.num, out.data.ptr % 16),
         tuning.generation(),
     )
     call = _calls.get(key)
@@ -106,19 +117,19 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         _calls[key] = call
 
     if out is None:
-        out = cupy.empty(call.out_shape, q.dtype)
+        out = cupy.ndarray(call.out_shape, q.dtype)
     else:
         _require_apart(out, q, k, v)
-    lse = cupy.empty(call.lse_shape, call.lse_dtype) if options.return_lse else None
+    lse = cupy.ndarray(call.lse_shape, call.lse_dtype) if options.return_lse else None
     if call.kernels:
-        workspace = cupy.empty(call.plan.workspace, "uint8") if call.plan.workspace else None
+        workspace = cupy.cuda.alloc(call.workspace) if call.workspace else None
         params = call.params.with_pointers(
             q_address,
             k_address,
             v_address,
             out.data.ptr,
             0 if lse is None else lse.data.ptr,
-            0 if workspace is None else workspace.data.ptr,
+            0 if workspace is None else workspace.ptr,
         )
         for kernel, grid, block, shared_memory in call.kernels:
             kernel(grid, block, (params,), shared_memory)
@@ -145,7 +156,7 @@ def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_i
             (loaded[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory) for e in plan.launches
         )
     return _Call(
-        plan=plan,
+        workspace=plan.workspace,
         out_shape=out_shape(q, v),
         lse_shape=(problem.batch, problem.heads_q, problem.seqlen_q),
         lse_dtype="float64" if problem.dtype == "float64" else "float32",

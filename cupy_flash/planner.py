@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -121,19 +122,24 @@ def freeze_tile(request: TileRequest) -> FrozenTile:
 
     Raises
     ------
+    TypeError
+        If it is neither a Tile, nor a mapping, nor a pair, or its values are no integers.
     ValueError
-        If it is neither a Tile, nor a mapping, nor a pair of integers.
+        If it is a sequence of another length.
     """
     if request is None or isinstance(request, Tile):
         return request
     try:
-        if not isinstance(request, Mapping):
+        if isinstance(request, Mapping):
+            fields = dict(request)
+        else:
             Br, Bc = request
-            request = {"Br": Br, "Bc": Bc}
-        return tuple((str(name), int(value)) for name, value in request.items())
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"tile is {request!r}; expected a Tile, a mapping of its fields, or (Br, Bc)"
+            fields = {"Br": Br, "Bc": Bc}
+        return tuple((str(name), operator.index(value)) for name, value in fields.items())
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"tile is {request!r}; expected a Tile, a mapping of its fields to integers, or "
+            "(Br, Bc)"
         ) from None
 
 
@@ -227,21 +233,21 @@ def _choose_tile(
         return _requested_tile(family, problem, device, request), "tile asked for"
     entry = tuning.lookup(device.name, family.name, family.digest(), problem)
     if entry is not None:
-        tile = _tuned_tile(family, entry.tile)
+        tile = _tuned_tile(family.tile_type, entry.tile)
         if tile is not None and family.why_not_tile(problem, device, tile) is None:
             return tile, f"tile from the tuned table ({entry.tflops:.0f} TFLOP/s)"
     return family.default_tile(problem, device), "default tile"
 
 
-def _tuned_tile(family: Family, fields: Mapping[str, int]) -> Tile | None:
+def _tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
     try:
-        return family.tile_type(**fields)
-    except TypeError:
+        return tile_type(**fields)
+    except (TypeError, ValueError):
         return None
 
 
 def _requested_tile(family: Family, problem: Problem, device: Device, request: FrozenTile) -> Tile:
-    if isinstance(request, Tile):
+    if isinstance(request, Tile) and type(request) is not Tile:
         if not isinstance(request, family.tile_type):
             raise ValueError(
                 f"tile is a {type(request).__name__}; family {family.name!r} takes a "
@@ -270,10 +276,8 @@ def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:
     ValueError
         For a field that the tile type does not have.
     """
-    if isinstance(request, Tile):
-        return dataclasses.asdict(request)
     names = [f.name for f in dataclasses.fields(tile_type)]
-    fields = dict(request or ())
+    fields = dataclasses.asdict(request) if isinstance(request, Tile) else dict(request or ())
     for name in fields:
         if name not in names:
             raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(names)}")
@@ -286,7 +290,9 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
     if request is not None:
         return dataclasses.replace(default, **tile_fields(type(default), request))
     entry = tuning.lookup("cpu", "cpu", cpu.digest(), problem)
-    return Tile(**entry.tile) if entry and set(entry.tile) == {"Br", "Bc"} else default
+    tile = _tuned_tile(Tile, entry.tile) if entry else None
+    fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
+    return tile if tile is not None and fits else default
 
 
 def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+
+import numpy as np
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -161,7 +164,7 @@ def make_problem(
     Raises
     ------
     TypeError
-        For dtypes that are not supported or differ.
+        For dtypes that are not supported or differ, or an option of the wrong kind.
     ValueError
         For shapes that do not go together, or values out of range.
     """
@@ -175,14 +178,14 @@ def make_problem(
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     _check_shapes(q.shape, k.shape, v.shape)
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal is {causal!r}; expected True or False")
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q
     elif not causal:
         raise ValueError("q_offset places a causal mask; pass causal=True or leave q_offset out")
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(head_dim)
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number")
     out_shape = (batch, seqlen_q, heads_q, head_dim_v)
     if out is None:
         out = ArraySpec.contiguous(out_shape, q.dtype)
@@ -196,9 +199,9 @@ def make_problem(
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        causal=causal,
-        q_offset=max(-seqlen_q, min(q_offset, seqlen_k)) if causal else 0,
-        softmax_scale=float(softmax_scale),
+        causal=bool(causal),
+        q_offset=max(-seqlen_q, min(_integer("q_offset", q_offset), seqlen_k)) if causal else 0,
+        softmax_scale=_finite("softmax_scale", softmax_scale),
         q_strides=q.strides,
         k_strides=k.strides,
         v_strides=v.strides,
@@ -233,6 +236,25 @@ def make_contiguous_problem(
     )
 
 
+def _integer(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected an integer") from None
+
+
+def _finite(name: str, value: float) -> float:
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        is_finite = False
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected a number") from None
+    if not is_finite:
+        raise ValueError(f"{name} is {value}; expected a finite number")
+    return float(value)
+
+
 def _check_shapes(
     q: tuple[int, int, int, int], k: tuple[int, int, int, int], v: tuple[int, int, int, int]
 ) -> None:
@@ -245,7 +267,9 @@ def _check_shapes(
         raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
     if k[2] != v[2]:
         raise ValueError(f"k and v must have one number of heads, but have {k[2]} and {v[2]}")
-    if k[2] == 0 or q[2] % k[2]:
+    if k[2] == 0:
+        raise ValueError("k and v have no heads; expected at least 1")
+    if q[2] % k[2]:
         raise ValueError(f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of k and v")
     for name, dim in (("head_dim of q and k", q[3]), ("head_dim of v", v[3])):
         if not 1 <= dim <= MAX_HEAD_DIM:
@@ -260,10 +284,15 @@ def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> 
         raise TypeError(f"out has dtype {out.dtype}; expected {dtype}, as q has")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; expected {shape}")
+    if 0 in shape:
+        return
     # Two elements of out share an address when a longer axis does not step over the shorter ones.
     extent = shape[3]
     for stride, length in sorted(zip((abs(s) for s in out.strides), shape[:3], strict=True)):
         if length > 1:
             if stride < extent:
-                raise ValueError(f"out overlaps itself: shape {shape}, strides {out.strides}")
+                raise ValueError(
+                    f"out overlaps itself: shape {shape}, strides {out.strides} in elements; "
+                    "pass an array whose elements all have memory of their own"
+                )
             extent = stride * (length - 1) + extent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import operator
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -84,8 +85,9 @@ def _bucket(value: int) -> int:
 
 def user_table_path() -> Path:
     """Where the user's own table lies: ``$CUPY_FLASH_HOME``, by default ``~/.cupy_flash``."""
-    home = os.environ.get(HOME_VARIABLE)
-    return (Path(home) if home else Path.home() / ".cupy_flash") / "tuned.json"
+    # Not Path.home(), which raises for a user without one.
+    home = os.environ.get(HOME_VARIABLE) or os.path.expanduser("~/.cupy_flash")
+    return Path(home) / "tuned.json"
 
 
 def read_table(path: Path) -> list[Entry]:
@@ -100,18 +102,20 @@ def read_table(path: Path) -> list[Entry]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"{path} cannot be read as a tuned table: {error}") from error
     try:
         if data["version"] != TABLE_VERSION:
             raise TableError(f"{path} has version {data['version']}; expected {TABLE_VERSION}")
         return [_entry(item) for item in data["entries"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except TableError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise TableError(f"{path} is not a tuned table: {error!r}") from error
 
 
 def _entry(item: dict[str, Any]) -> Entry:
-    tile = {str(name): int(value) for name, value in item["tile"].items()}
+    tile = {str(name): operator.index(value) for name, value in item["tile"].items()}
     texts = {name: str(item[name]) for name in ("gpu", "family", "digest", "problem_class")}
     return Entry(**texts, tile=tile, tflops=float(item["tflops"]))
 

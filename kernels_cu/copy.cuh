@@ -8,57 +8,66 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Starts copying Rows rows of Columns elements into a Layout of padded rows; what lies past the
-// Columns, and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what
+// Copies Rows rows of Columns elements into a Layout of padded rows; what lies past the Columns, and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what
 // every row's address is a multiple of, in bytes; rows that are only aligned to single 16-bit
 // elements are copied at once, through registers.
 //
 // A thread keeps its column and steps down the rows by adding to one pointer: row * row_stride for
 // each of its copies would be loop-invariant, and the compiler would keep them all in registers.
-template <class Layout, class Element, int Rows, int Columns, int Threads, int Alignment,
-          bool Ragged>
-__device__ void copy_rows_async(unsigned shared, const Element* global, int64 row_stride,
-                                int rows_left) {
-  constexpr int copy_bytes = Alignment >= 4 ? Alignment : 16;
-  constexpr int copy_elements = copy_bytes / int(sizeof(Element));
-  constexpr int copies_per_row = Layout::row_bytes / copy_bytes;
-  constexpr int copies_per_chunk = 16 / copy_bytes;
-  constexpr int columns_at_once = copies_per_row < Threads ? copies_per_row : Threads;
-  constexpr int rows_at_once = Threads / columns_at_once;
-  constexpr bool whole_rows = Columns * int(sizeof(Element)) == Layout::row_bytes;
-  const int first_row = threadIdx.x / columns_at_once;
-  if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
-#pragma unroll
-  for (int first = 0; first < copies_per_row; first += columns_at_once) {
-    const int copy = first + threadIdx.x % columns_at_once;
-    if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
-    const int column = copy * copy_elements;
-    const int valid = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
-    const Element* source = global + first_row * row_stride + column;
+template <class Layout, class Element, int Rows, int Columns, int Threads, int Alignment>
+struct RowCopy {
+  static constexpr int copy_bytes = Alignment >= 4 ? Alignment : 16;
+  static constexpr int copy_elements = copy_bytes / int(sizeof(Element));
+  static constexpr int copies_per_row = Layout::row_bytes / copy_bytes;
+  static constexpr int copies_per_chunk = 16 / copy_bytes;
+  static constexpr int columns_at_once = copies_per_row < Threads ? copies_per_row : Threads;
+  static constexpr int rows_at_once = Threads / columns_at_once;
+  static constexpr bool whole_rows = Columns * int(sizeof(Element)) == Layout::row_bytes;
+
+  // Where this thread's copies begin in rows that begin at `global`.
+  static __device__ const Element* source(const Element* global, int64 row_stride) {
+    return global + threadIdx.x / columns_at_once * row_stride +
+           threadIdx.x % columns_at_once * copy_elements;
+  }
+
+  // `source` as above.
+  template <bool Ragged>
+  static __device__ void start(unsigned shared, const Element* source, int64 row_stride,
+                               int rows_left) {
+    const int first_row = threadIdx.x / columns_at_once;
+    if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = first_row + pass * rows_at_once;
       if (Rows % rows_at_once != 0 && row >= Rows) break;
-      const unsigned target = shared + Layout::offset(row, copy / copies_per_chunk) +
-                              copy % copies_per_chunk * copy_bytes;
-      const int elements = Ragged && row >= rows_left ? 0 : valid;
-      if constexpr (Alignment >= 4) {
-        // A copy of nothing still names an address: keep it inside the array.
-        const bool may_be_empty = Ragged || !whole_rows;
-        ptx::cp_async<copy_bytes>(target, may_be_empty && elements == 0 ? global : source,
-                                  elements * int(sizeof(Element)));
-      } else {
-        Vector<Element, copy_elements> values = {};
 #pragma unroll
-        for (int e = 0; e < copy_elements; ++e) {
-          if (e < elements) values.at[e] = source[e];
-        }
-        ptx::st_shared_v4(target, reinterpret_cast<const unsigned(&)[4]>(values));
+      for (int first = 0; first < copies_per_row; first += columns_at_once) {
+        const int copy = first + threadIdx.x % columns_at_once;
+        if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
+        int elements =
+            whole_rows ? copy_elements : max(0, min(copy_elements, Columns - copy * copy_elements));
+        if (Ragged && row >= rows_left) elements = 0;
+        copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
+                     copy % copies_per_chunk * copy_bytes,
+                 source + first * copy_elements, elements);
       }
       source += rows_at_once * row_stride;
     }
   }
-}
+
+  static __device__ void copy_one(unsigned target, const Element* source, int elements) {
+    if constexpr (Alignment >= 4) {
+      ptx::cp_async<copy_bytes>(target, source, elements * int(sizeof(Element)));
+    } else {
+      Vector<Element, copy_elements> values = {};
+#pragma unroll
+      for (int e = 0; e < copy_elements; ++e) {
+        if (e < elements) values.at[e] = source[e];
+      }
+      ptx::st_shared_v4(target, reinterpret_cast<const unsigned(&)[4]>(values));
+    }
+  }
+};
 
 #endif  // __CUDA_ARCH__ >= 800
 

@@ -57,16 +57,22 @@ struct MmaForward {
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
 
+  template <int Rows, int Columns, class Layout>
+  using Copy = RowCopy<Layout, Element, Rows, Columns, threads, Config::alignment>;
+  using QueryCopy = Copy<Br, Config::head_dim, KeyLayout>;
+  using KeyCopy = Copy<Bc, Config::head_dim, KeyLayout>;
+  using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
+
   const Params& p;
-  const Work work;
+  const int q_begin;
   const Mask<Config::causal> mask;
   const KeyTiles tiles;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const unsigned q_shared;
   const unsigned ring;
-  const Element* const keys;
-  const Element* const values;
+  const Element* next_keys;  // this thread's part of the tile that the ring takes next
+  const Element* next_values;
   const float scale_log2;
 
   Products products;
@@ -74,20 +80,28 @@ struct MmaForward {
   typename Products::Output out;
   SoftmaxRow<float> softmax[row_tiles][2];
 
-  __device__ MmaForward(const Params& params, unsigned shared)
+  __device__ MmaForward(const Params& params, const Work& work, unsigned shared)
       : p(params),
-        work(find_work<Br>(params)),
+        q_begin(work.q_begin),
         mask(params),
-        tiles(find_key_tiles<Bc>(mask, work.q_begin, min(work.q_begin + Br, params.seqlen_q),
-                                 work.split, params.num_splits)),
+        tiles(find_key_tiles<Bc>(mask, q_begin, min(q_begin + Br, params.seqlen_q), work.split,
+                                 params.num_splits)),
         q_shared(shared),
         ring(shared + q_bytes),
-        keys(params.k.head<const Element>(work.batch, work.head_kv)),
-        values(params.v.head<const Element>(work.batch, work.head_kv)),
-        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+        next_keys(KeyCopy::source(params.k.head<const Element>(work.batch, work.head_kv) +
+                                      int64(tiles.end - 1) * Bc * params.k.row_stride,
+                                  params.k.row_stride)),
+        next_values(ValueCopy::source(params.v.head<const Element>(work.batch, work.head_kv) +
+                                          int64(tiles.end - 1) * Bc * params.v.row_stride,
+                                      params.v.row_stride)),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {
+    const Element* queries = QueryCopy::source(
+        p.q.head<const Element>(work.batch, work.head) + q_begin * p.q.row_stride,
+        p.q.row_stride);
+    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - q_begin);
+  }
 
   __device__ void run() {
-    load_queries();
     load_tile<0, true>(0);
     if (stages > 2) load_tile<1, true>(0);
     if (stages > 3) load_tile<2, true>(0);
@@ -131,13 +145,6 @@ struct MmaForward {
     return q_shared + warp * warp_rows * KeyLayout::row_bytes;
   }
 
-  __device__ void load_queries() {
-    const Element* queries =
-        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride;
-    copy_rows_async<KeyLayout, Element, Br, Config::head_dim, threads, Config::alignment, true>(
-        q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
-  }
-
   // The ring takes tiles in the order K, V of visit 0, K, V of visit 1, and so on.
   __device__ unsigned ring_address(int visit, int is_value) const {
     const int place = stages % 2 == 0 ? visit % (stages / 2) * 2 + is_value
@@ -157,39 +164,49 @@ struct MmaForward {
       const unsigned target = ring_address(visit, is_value);
       const int rows_left = p.seqlen_k - tile * Bc;
       if constexpr (is_value) {
-        copy_rows_async<ValueLayout, Element, Bc, Config::head_dim_v, threads, Config::alignment,
-                        Ragged>(target, values + int64(tile) * Bc * p.v.row_stride,
-                                p.v.row_stride, rows_left);
+        ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
+        next_values -= Bc * p.v.row_stride;
       } else {
-        copy_rows_async<KeyLayout, Element, Bc, Config::head_dim, threads, Config::alignment,
-                        Ragged>(target, keys + int64(tile) * Bc * p.k.row_stride, p.k.row_stride,
-                                rows_left);
+        KeyCopy::template start<Ragged>(target, next_keys, p.k.row_stride, rows_left);
+        next_keys -= Bc * p.k.row_stride;
       }
     }
     ptx::cp_async_commit_group();
   }
 
-  // Waits for a visit's keys or values and asks for the tile that takes the place of the one used
-  // before, which all warps have left when they meet here. Returns the awaited tile's address.
-  template <int IsValue, bool Ragged>
-  __device__ unsigned take_tile(int visit) {
+  // Waits for a visit's keys or values; returns where they are. All warps meet here, so all have
+  // left the tile used before, whose place the next load takes.
+  template <int IsValue>
+  __device__ unsigned await_tile(int visit) {
     ptx::cp_async_wait_group<stages - 2>();
     __syncthreads();
-    load_tile<IsValue + stages - 1, Ragged>(visit);
     return ring_address(visit, IsValue);
   }
 
   template <bool Edge>
   __device__ void visit(int i) {
-    const unsigned k_shared = take_tile<0, Edge>(i);
+    // With two stages the next tile must be on its way at once to arrive in time; with more, its
+    // copies are better issued while the tensor cores finish.
+    const unsigned k_shared = await_tile<0>(i);
+    if (stages == 2) load_tile<stages - 1, Edge>(i);
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
+    if (stages > 2) load_tile<stages - 1, Edge>(i);
     if (Config::negate_scores) negate_scores();
     if (Edge) apply_mask((tiles.end - 1 - i) * Bc);
     update_maxima();
-    const unsigned v_shared = take_tile<1, Edge>(i);
-    products.multiply_probabilities_values(out, scores, v_shared,
-                                           [&](int i, int j) { exponentiate(i, j); });
+
+    const unsigned v_shared = await_tile<1>(i);
+    if (stages == 2) load_tile<stages, Edge>(i);
+    float base[row_tiles][2];
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      base[i][0] = softmax[i][0].base(scale_log2);
+      base[i][1] = softmax[i][1].base(scale_log2);
+    }
+    products.multiply_probabilities_values(
+        out, scores, v_shared, [&](int i, int j) { exponentiate(i, j, base); });
+    if (stages > 2) load_tile<stages, Edge>(i);
   }
 
   __device__ void negate_scores() {
@@ -205,7 +222,7 @@ struct MmaForward {
 
   // The row of the accumulators' upper (0) or lower (1) half in row tile i.
   __device__ int row_of(int i, int half) const {
-    return work.q_begin + warp * warp_rows + 16 * i + 8 * half + lane / 4;
+    return q_begin + warp * warp_rows + 16 * i + 8 * half + lane / 4;
   }
 
   __device__ void apply_mask(int key_begin) {
@@ -227,52 +244,57 @@ struct MmaForward {
     }
   }
 
-  // Takes the scores' maxima in, and rescales the output where the running maximum moved.
+  // Takes the scores' maxima in, and rescales the output where the running maximum moved: rarely,
+  // after the first few tiles, so all that this takes stands inside the branch.
   __device__ void update_maxima() {
     // p can grow to 2^8, far inside float16's range.
     constexpr float slack = 8;
-    float rescale[row_tiles][2];
-    bool moved = false;
+    float tile_max[row_tiles][2];
+    bool outgrown = false;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float tile_max = scores[i][0][2 * half];
+        float max = scores[i][0][2 * half];
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) tile_max = fmaxf(tile_max, scores[i][j][2 * half + c]);
+          for (int c = 0; c < 2; ++c) max = fmaxf(max, scores[i][j][2 * half + c]);
         }
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(~0u, tile_max, 1));
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(~0u, tile_max, 2));
-        rescale[i][half] = softmax[i][half].update_max(tile_max, scale_log2, slack);
-        moved |= rescale[i][half] != 1.f;
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        tile_max[i][half] = max;
+        outgrown |= softmax[i][half].outgrown_by(max, scale_log2, slack);
       }
     }
-    if (__any_sync(~0u, moved)) {
+    if (!__any_sync(~0u, outgrown)) return;
 #pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float rescale = softmax[i][half].update_max(tile_max[i][half], scale_log2, slack);
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) out[i][j][c] *= rescale[i][c / 2];
+          out[i][j][2 * half] *= rescale;
+          out[i][j][2 * half + 1] *= rescale;
         }
       }
     }
   }
 
   // Turns row tile i's scores of the j-th eight keys into probabilities relative to the maximum.
-  __device__ void exponentiate(int i, int j) {
+  __device__ void exponentiate(int i, int j, const float (&base)[row_tiles][2]) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      SoftmaxRow<float>& row = softmax[i][c / 2];
-      scores[i][j][c] = row.probability(scores[i][j][c], scale_log2);
-      row.sum += scores[i][j][c];
+      float& score = scores[i][j][c];
+      score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
+      softmax[i][c / 2].sum += score;
     }
   }
 
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
+    const Work work = find_work<Br>(p);
     const Partials<float, Config::head_dim_v> partials(p);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -291,21 +313,22 @@ struct MmaForward {
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = partials.row_index(p, work.batch, work.head, row);
           if (Config::split_keys) {
-            *partials.lse_row(work.split, index) = state.log_sum_exp();
+            *partials.lse_row(work.split, index) = state.log_sum_exp(scale_log2);
           } else if (p.lse != nullptr) {
-            static_cast<float*>(p.lse)[index] = state.log_sum_exp();
+            static_cast<float*>(p.lse)[index] = state.log_sum_exp(scale_log2);
           }
         }
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(partials);
+      write_partial(partials, work);
     } else {
-      write_output();
+      write_output(work);
     }
   }
 
-  __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials) {
+  __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,
+                                const Work& work) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -327,7 +350,7 @@ struct MmaForward {
   }
 
   // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
-  __device__ void write_output() {
+  __device__ void write_output(const Work& work) {
     __syncthreads();
     const int warp_row = warp * warp_rows;
 #pragma unroll
@@ -344,11 +367,11 @@ struct MmaForward {
     for (int first = 0; first < warp_rows * ValueLayout::chunks; first += 32) {
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (work.q_begin + row >= p.seqlen_q) continue;
+      if (q_begin + row >= p.seqlen_q) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          output + (work.q_begin + row) * p.out.row_stride + chunk * elements,
+          output + (q_begin + row) * p.out.row_stride + chunk * elements,
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -358,7 +381,7 @@ struct MmaForward {
 template <class Config>
 __device__ void mma_forward(const Params& params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  MmaForward<Config>(params, ptx::shared_address(shared_memory)).run();
+  MmaForward<Config>(params, find_work<Config::Br>(params), ptx::shared_address(shared_memory)).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

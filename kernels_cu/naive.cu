@@ -94,8 +94,9 @@ __device__ void softmax(const Params& p) {
   SoftmaxRow<T> state;
   state.reset();
   state.update_max(max, scale_log2);
+  const T base = state.base(scale_log2);
   for (int key = lane; key < p.seqlen_k; key += 32) {
-    row[key] = state.probability(row[key], scale_log2);
+    row[key] = SoftmaxRow<T>::probability(row[key], scale_log2, base);
     state.sum += row[key];
   }
 #pragma unroll
@@ -104,7 +105,7 @@ __device__ void softmax(const Params& p) {
   }
   const T normalizer = state.normalizer();
   for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
-  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp();
+  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
 }
 
 // O = P V.

@@ -2,9 +2,10 @@
 //
 // TF32 keeps 11 of float32's 24 significant bits. Written as x = big + small, both TF32, x keeps 22,
 // and x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product (Ootomo and
-// Yokota 2022). Tensor cores round their sums towards zero, so a sum over the whole sequence would
-// drift: each tile's share of the output is summed alone and added to the rest on the CUDA cores,
-// rounded to nearest.
+// Yokota 2022). Tensor cores round their sums towards zero, so long sums drift: each step of eight
+// columns of Q.K^T, and each tile's share of the output, is summed alone and added to the rest on
+// the CUDA cores, rounded to nearest. Measured on an H100, 1 x 512 x 2 x 64: the largest error falls
+// from 2.5 times that of plain float32 products to less than theirs.
 #pragma once
 
 #include "layout.cuh"
@@ -93,7 +94,9 @@ struct ProductsTf32x3 {
                                                          number / key_pairs * 2));
     };
     load_k(0);
-#pragma unroll
+    // Fully unrolled, the steps' independent sums tempt the compiler into more registers than there
+    // are.
+#pragma unroll(Config::q_in_registers ? k_steps : 2)
     for (int step = 0; step < k_steps; ++step) {
       SplitFloat q[row_tiles][4];
 #pragma unroll
@@ -117,30 +120,23 @@ struct ProductsTf32x3 {
         for (int r = 0; r < 4; ++r) {
           keys[r / 2][r % 2] = SplitFloat::of(__uint_as_float(k[current % 2][r]));
         }
-        float sums[row_tiles][2][4];
-        move_pair(sums, scores, pair, true);
+        float sums[row_tiles][2][4] = {};
         multiply<2>(sums, q, keys);
-        move_pair(sums, scores, pair, false);
+        add<2>(scores, 2 * pair, sums);
       }
     }
   }
 
-  __device__ static void move_pair(float (&pair_sums)[row_tiles][2][4], Scores& scores, int pair,
-                                   bool out_of_scores) {
+  // The accumulators' tiles from `first` on += sums.
+  template <int Tiles, int AllTiles>
+  __device__ static void add(float (&accumulators)[row_tiles][AllTiles][4], int first,
+                             const float (&sums)[row_tiles][Tiles][4]) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int t = 0; t < Tiles; ++t) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          float& score = scores[i][2 * pair + t][c];
-          float& sum = pair_sums[i][t][c];
-          if (out_of_scores) {
-            sum = score;
-          } else {
-            score = sum;
-          }
-        }
+        for (int c = 0; c < 4; ++c) accumulators[i][first + t][c] += sums[i][t][c];
       }
     }
   }
@@ -181,14 +177,7 @@ struct ProductsTf32x3 {
         }
         multiply<4>(sums, probabilities, values);
       }
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) out[i][4 * group + t][c] += sums[i][t][c];
-        }
-      }
+      add<4>(out, 4 * group, sums);
     }
   }
 

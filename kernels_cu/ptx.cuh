@@ -8,6 +8,13 @@ __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// %ctaid.x
+__device__ inline int block_index() {
+  int result;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(result));
+  return result;
+}
+
 // cvt.f32.f16
 __device__ inline float cvt_f32_f16(unsigned short x) {
   float result;

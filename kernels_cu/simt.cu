@@ -1,15 +1,16 @@
 // Fused attention forward on the CUDA cores (FlashAttention-2, Dao 2023, algorithm 1): one thread
 // block takes Br query rows of one head through the tiles of Bc keys, right to left.
 //
-// A thread owns rows_per_thread query rows. Lanes row_threads apart share a row's keys (for S) and
-// its output columns (for O), so both products are outer products in registers:
+// A thread owns rows_per_thread query rows; the row_threads lanes of its warp that own the same
+// rows divide the tile's keys among them for S, and the columns for O. Both products are outer
+// products in registers:
 //   S[rows][keys]    = Q K^T, operands read as 128-bit vectors along head_dim;
 //   O[rows][columns] += P V,  P read along the keys, V along head_dim_v.
 // With r rows and c columns a step of w elements (16 bytes) reads r + c vectors and does w r c
-// multiply-adds. Per SM and cycle there are 128 float FMAs (64 double) and 128 bytes, one wavefront,
-// of shared memory; a warp's 128-bit read takes at least two wavefronts. For float at 8 x 8 that is
-// 32 wavefronts under 64 cycles of FMA, at 8 x 4 24 under 32, at 4 x 4 16 under 16: 8 x 8 leaves the
-// shared memory half idle and spends 16 of 272 issue slots on loads.
+// multiply-adds. An SM does 128 float FMAs (64 double) and reads 128 bytes of shared memory, one
+// wavefront, per cycle; a warp's 128-bit read takes at least two wavefronts. For float at 8 x 8
+// that is 32 wavefronts under 64 cycles of FMA, at 8 x 4 24 under 32, at 4 x 4 16 under 16: 8 x 8
+// leaves the shared memory half idle and spends 16 of 272 issue slots on loads.
 #include "element.cuh"
 #include "mask.cuh"
 #include "params.cuh"
@@ -52,7 +53,9 @@ struct Layout {
   // distinct groups of four banks. So bit 0 of the lane goes to the row, and the next bits to the
   // position in it: neighbours agree on K and V, lanes two apart agree on Q and P.
   static constexpr int position_shift = row_threads < 32 ? 1 : 0;
-  __device__ static int position() { return threadIdx.x % 32 >> position_shift & (row_threads - 1); }
+  __device__ static int position() {
+    return threadIdx.x % 32 >> position_shift & (row_threads - 1);
+  }
   __device__ static int row_in_warp() {
     const int lane = threadIdx.x % 32;
     return (lane & position_shift) | (lane / (row_threads << position_shift) << position_shift);
@@ -63,15 +66,13 @@ struct Layout {
   static constexpr int padded_dim = round_up(Config::head_dim, unit > width ? unit : width);
   static constexpr int qk_stride = (padded_dim / width | 1) * width;
   // Eight positions read consecutive vectors of one row of V: no padding needed.
-  static constexpr int v_stride =
-      round_up(columns * row_threads, unit > width ? unit : width);
+  static constexpr int v_stride = round_up(columns * row_threads, unit > width ? unit : width);
   // A warp (for double, a half warp) writes one element of P per lane: row_threads neighbours in
   // each of several rows, which together cover the 128 bytes of banks once if the row length leaves
   // the remainder `span`.
   static constexpr int banks = 128 / sizeof(T);
   static constexpr int span = row_threads < banks / 2 ? row_threads : banks / 2;
-  static constexpr int p_stride =
-      Config::Bc + (span - Config::Bc % banks + banks) % banks;
+  static constexpr int p_stride = Config::Bc + (span - Config::Bc % banks + banks) % banks;
 
   static constexpr int q_size = Config::Br * qk_stride;
   static constexpr int k_size = Config::Bc * qk_stride;
@@ -94,6 +95,7 @@ struct TileLoad {
   static constexpr int row_units = ceil_div(round_up(Dim, L::width), unit);
   static constexpr int lanes = row_units < Config::threads ? row_units : Config::threads;
   static constexpr int rows_at_once = Config::threads / lanes;
+  static constexpr int passes = ceil_div(Rows, rows_at_once);
   static constexpr bool whole = row_units * unit == Dim;
 #if __CUDA_ARCH__ >= 800
   static constexpr bool async = sizeof(Element) == sizeof(T);
@@ -107,7 +109,9 @@ struct TileLoad {
     if (Config::threads % lanes != 0 && first_row >= rows_at_once) return;
     const Element* source = head + (begin + first_row) * row_stride;
 #pragma unroll 4
-    for (int row = first_row; row < Rows; row += rows_at_once) {
+    for (int pass = 0; pass < passes; ++pass) {
+      const int row = first_row + pass * rows_at_once;
+      if (Rows % rows_at_once != 0 && row >= Rows) break;
       const bool inside = !Checked || begin + row < end;
 #pragma unroll
       for (int first = 0; first < row_units; first += lanes) {
@@ -254,9 +258,10 @@ struct Rows {
       const T rescale = softmax[i].update_max(tile_max[i], scale_log2);
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) out[i][j] *= rescale;
+      const T base = softmax[i].base(scale_log2);
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
-        const T probability = softmax[i].probability(scores[i][j], scale_log2);
+        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base);
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
       }
@@ -355,7 +360,7 @@ __device__ void write(const Params& p, const Work& work, const Rows<Config>& row
       rows.template store<unit>(head + row * p.out.row_stride, i);
     }
     if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
-      *lse = rows.softmax[i].log_sum_exp();
+      *lse = rows.softmax[i].log_sum_exp(scale_log2);
     }
   }
 }

@@ -15,6 +15,8 @@ struct SoftmaxMath<float> {
   // With a scale of zero every score counts the same, but 0 * -inf of a masked one would be NaN.
   static constexpr float smallest_scale = 1e-30f;
   static __device__ float infinity() { return __int_as_float(0x7f800000); }
+  // Never fused into a multiply-add, so that the same maximum always gives the same base.
+  static __device__ float multiply(float x, float y) { return __fmul_rn(x, y); }
   static __device__ float exp2(float x) { return ptx::ex2_approx(x); }
   static __device__ float log2(float x) { return ::log2f(x); }
 };
@@ -25,6 +27,7 @@ struct SoftmaxMath<double> {
   static constexpr double ln_2 = 0.6931471805599453;
   static constexpr double smallest_scale = 1e-290;
   static __device__ double infinity() { return __longlong_as_double(0x7ff0000000000000LL); }
+  static __device__ double multiply(double x, double y) { return __dmul_rn(x, y); }
   static __device__ double exp2(double x) { return ::exp2(x); }
   static __device__ double log2(double x) { return ::log2(x); }
 };
@@ -40,33 +43,40 @@ template <class T>
 struct SoftmaxRow {
   using Math = SoftmaxMath<T>;
 
-  T max;   // of the scores, as they come from Q.K^T
-  T base;  // max * scale_log2, or 0 while nothing was seen; p = exp2(s * scale_log2 - base)
-  T sum;   // of p
+  T max;  // of the scores, as they come from Q.K^T
+  T sum;  // of p = exp2(score * scale_log2 - base)
 
   __device__ void reset() {
     max = -Math::infinity();
-    base = 0;
     sum = 0;
   }
 
+  // Computed for each tile anew: kept, it would take a register for each row all the time.
+  __device__ T base(T scale_log2) const {
+    return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
+  }
+
+  // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The
+  // maximum may lag behind that much: a floating-point p and sum lose no precision, and most of the
+  // rescaling is saved (the idea is FlashAttention-4's). False for -inf - -inf: a row that has seen no
+  // key yet.
+  __device__ bool outgrown_by(T tile_max, T scale_log2, T slack) const {
+    return (tile_max - max) * scale_log2 > slack;
+  }
+
   // Takes a tile's maximum in; returns what the sum and the output so far must be multiplied by.
-  // The maximum may lag behind by a factor of 2^slack in p, which costs no precision in a
-  // floating-point p and sum, and saves most of the rescaling (the idea is FlashAttention-4's).
   __device__ T update_max(T tile_max, T scale_log2, T slack = 0) {
-    // Selects rather than branches: lanes of a warp hold different rows. The comparison is false
-    // for -inf - -inf too, so a row that has seen no key keeps its base of 0.
-    const bool grows = (tile_max - max) * scale_log2 > slack;
-    const T new_base = grows ? tile_max * scale_log2 : base;
-    const T shrink = max == -Math::infinity() ? T(0) : Math::exp2(base - new_base);
+    // Selects rather than branches: lanes of a warp hold different rows.
+    const bool grows = outgrown_by(tile_max, scale_log2, slack);
+    const T shrink = 
+        Math::exp2(Math::multiply(max, scale_log2) - Math::multiply(tile_max, scale_log2));
     const T rescale = grows ? shrink : T(1);
     max = grows ? tile_max : max;
-    base = new_base;
     sum *= rescale;
     return rescale;
   }
 
-  __device__ T probability(T score, T scale_log2) const {
+  static __device__ T probability(T score, T scale_log2, T base) {
     return Math::exp2(fma(score, scale_log2, -base));
   }
 
@@ -74,7 +84,7 @@ struct SoftmaxRow {
   __device__ T normalizer() const { return sum == T(0) ? T(0) : T(1) / sum; }
 
   // log(sum(exp(scale * s))), natural.
-  __device__ T log_sum_exp() const {
-    return sum == T(0) ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+  __device__ T log_sum_exp(T scale_log2) const {
+    return sum == T(0) ? -Math::infinity() : (base(scale_log2) + Math::log2(sum)) * Math::ln_2;
   }
 };

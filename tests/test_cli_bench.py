@@ -19,6 +19,7 @@ from cupy_flash.cli import torch_providers
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers import provider
+from cupy_flash.errors import CompileError
 
 # What the benchmark records promise.
 FIELDS = {
@@ -64,7 +65,7 @@ def test_a_json_record_has_the_promised_fields_and_its_provenance(tmp_path: Path
 
     assert [row["provider"] for row in data["rows"]] == ["cupy_flash-cpu", "numpy-naive"]
     for row in data["rows"]:
-        assert FIELDS <= set(row)
+        assert set(row) >= FIELDS
         assert (row["seqlen_q"], row["seqlen_k"], row["causal"]) == (113, 203, True)
         assert row["q_offset"] == 203 - 113
         assert row["median_ms"] > 0
@@ -281,3 +282,20 @@ def test_with_no_gpu_tune_says_what_it_can_do_without_one() -> None:
     assert result.returncode == 2
     assert "--backend cpu tunes the CPU tiles, --arch sm_90 compiles the sweep" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_kernel_of_ours_that_fails_costs_its_cell_alone_and_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise CompileError("it does not compile\nCompiler log:\nline 1")
+
+    monkeypatch.setattr("cupy_flash.cli.providers.flash_attention", broken)
+    path = tmp_path / "rows.json"
+    result = bench(*RAGGED, *ON_CPU, "--output", str(path))
+    ours, naive = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    assert result.exit_code == 1
+    assert "Compiler log" in result.stderr
+    assert ours["reason"] == "it does not compile"
+    assert naive["median_ms"] > 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cupy_flash.cli.timing import (
+    GpuTimer,
     HostTimer,
     Timed,
     host_microseconds,
@@ -104,3 +108,70 @@ def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
     one_call: float, expected: int
 ) -> None:
     assert repeats_within(20.0, one_call, 3, 20) == expected
+
+
+class FakeGpu:
+    """The part of CuPy that a timer uses: it notes what is put on the stream, in order."""
+
+    def __init__(self) -> None:
+        self.stream: list[str] = []
+        self.synchronizations = 0
+        gpu = self
+
+        class Event:
+            def record(self, stream: object) -> None:
+                gpu.stream.append("event")
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            get_current_stream=lambda: self,
+            get_elapsed_time=lambda start, end: 1.5,
+            runtime=SimpleNamespace(
+                getDevice=lambda: 0, getDeviceProperties=lambda _: {"l2CacheSize": 50 << 20}
+            ),
+        )
+
+    def synchronize(self) -> None:
+        self.synchronizations += 1
+
+    def empty(self, size: int, dtype: str) -> Any:
+        def memset_async(value: int, count: int, stream: object) -> None:
+            assert (count, stream) == (size, self)
+            self.stream.append(f"flush {count >> 20} MiB")
+
+        return SimpleNamespace(nbytes=size, data=SimpleNamespace(memset_async=memset_async))
+
+    def call(self, name: str) -> Timed:
+        return Timed(lambda: self.stream.append(name))
+
+
+def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    times = GpuTimer().interleaved([gpu.call("ours"), gpu.call("theirs")], 1, [2, 2])
+    timed = [entry for entry in gpu.stream if not entry.startswith("flush")]
+
+    assert times == [[1.5, 1.5], [1.5, 1.5]]
+    assert timed == [
+        "ours",
+        "theirs",
+        *(["event", "ours", "event", "event", "theirs", "event"] * 2),
+    ]
+    assert gpu.stream[2].startswith("flush 100 MiB")
+    assert all(
+        gpu.stream[index - 1].startswith("flush")
+        for index, entry in enumerate(gpu.stream[:-1])
+        if entry == "event" and gpu.stream[index + 1] in ("ours", "theirs")
+    )
+
+
+def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    GpuTimer().interleaved([gpu.call("ours")], 3, [20])
+
+    assert gpu.synchronizations == 1

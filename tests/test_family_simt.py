@@ -56,7 +56,7 @@ def test_an_architecture_before_turing_is_refused_by_name():
         ({"share_kv": 2}, "expected 0 or 1"),
         ({"unroll": 0}, "must be positive"),
         ({"unroll": 64}, "at most 16"),
-        ({"Br": 0}, "must be positive"),
+        ({"rows_per_thread": 0}, "must be positive"),
         ({"Bc": 256}, "registers"),
     ],
 )

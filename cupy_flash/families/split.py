@@ -72,9 +72,10 @@ def combine_entries(num_splits: int) -> dict[str, str]:
     """C++ of the entry that `combine_launches` launches."""
     if num_splits == 1:
         return {}
+    # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
     return {
         COMBINE: (
-            f'extern "C" __global__ void __launch_bounds__({32 * _COMBINE_WARPS})\n'
+            f'extern "C" __global__ void __launch_bounds__({32 * _COMBINE_WARPS}, 1)\n'
             f"{COMBINE}(const __grid_constant__ Params params) {{ combine<Config>(params); }}"
         )
     }

@@ -1,0 +1,171 @@
+"""Rows to tables and files, and records to the page of benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cupy_flash.cli import report
+
+RENDER = Path(__file__).resolve().parent.parent / "benchmarks" / "render.py"
+
+
+@pytest.fixture(scope="module")
+def render() -> ModuleType:
+    if not RENDER.is_file():
+        pytest.skip("the tests stand outside a checkout")
+    spec = importlib.util.spec_from_file_location("render", RENDER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.012345, "0.0123"), (1.23456, "1.235"), (123.456, "123.5"), (12345.6, "12346")],
+)
+def test_milliseconds_have_no_exponent(value: float | None, text: str) -> None:
+    assert report.milliseconds(value) == text
+
+
+def test_json_holds_an_infinite_error_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    report.write(path, report.Record({}, [{"max_error": report.finite(math.inf)}]))
+
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"] == [{"max_error": "inf"}]
+
+
+def test_markdown_states_once_what_all_rows_share(tmp_path: Path) -> None:
+    path = tmp_path / "rows.md"
+    rows = [{"device": "a GPU", "ms": 1}, {"device": "a GPU", "ms": 2}]
+    report.write(path, report.Record({"date": "today"}, rows))
+
+    assert path.read_text(encoding="utf-8").splitlines() == [
+        "- date: today",
+        "- device: a GPU",
+        "",
+        "| ms |",
+        "| --- |",
+        "| 1 |",
+        "| 2 |",
+    ]
+
+
+def test_a_note_said_twice_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_notes(report.console(), ["torch-flash: no [reason]", "torch-flash: no [reason]"])
+
+    assert capsys.readouterr().out == "torch-flash: no [reason] (2 times)\n"
+
+
+def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, Any]:
+    return {
+        "provider": provider,
+        "family": "mma" if provider == "cupy_flash" else None,
+        "kernel_digest": "abc" if provider == "cupy_flash" else None,
+        "dtype": "bfloat16",
+        "batch": 16384 // seqlen,
+        "seqlen_q": seqlen,
+        "seqlen_k": seqlen,
+        "heads_q": 16,
+        "heads_kv": 16,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "layout": "bshd",
+        "causal": False,
+        "q_offset": 0,
+        "softmax_scale": 128**-0.5,
+        "median_ms": ms,
+        "tflops": None if ms is None else 100 / ms,
+        "check": "passed",
+        "reason": None,
+        "note": None,
+        **more,
+    }
+
+
+def write_record(folder: Path, rows: list[dict[str, Any]], baseline: list[str]) -> None:
+    folder.mkdir(exist_ok=True)
+    metadata = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "device": "a GPU",
+        "versions": {"cupy_flash": "0.1.0"},
+        "flop_convention": "FLOPs = many",
+        "baseline": baseline,
+    }
+    text = json.dumps({"metadata": metadata, "rows": rows})
+    (folder / "grid.json").write_text(text, encoding="utf-8")
+
+
+def test_the_page_has_the_ratios_their_geometric_mean_and_minimum(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    write_record(
+        tmp_path,
+        [
+            row("cupy_flash", 512, 1.0),
+            row("torch-flash", 512, 0.5),
+            row("cupy_flash", 1024, 1.0),
+            row("torch-flash", 1024, 8.0),
+        ],
+        ["torch-flash"],
+    )
+    page = render.render(tmp_path)
+
+    assert "geometric mean **2.00**, minimum **0.50**, 2 rows" in page
+    assert "| 32 | 512 | 100 (1 ms) | 200 (0.5 ms) | 0.50 |" in page
+    assert "kernel sources: mma `abc`" in page
+    assert "2026-01-02T03:04:05+00:00" in page
+
+
+def test_the_baseline_is_the_best_of_several_at_each_row(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    rows = [row("cupy_flash", 512, 2.0), row("torch-math", 512, 3.0)]
+    rows += [row("torch-efficient", 512, 5.0), row("cupy_flash", 1024, 2.0)]
+    rows += [row("torch-math", 1024, None, reason="too large"), row("torch-efficient", 1024, 6.0)]
+    write_record(tmp_path, rows, ["torch-efficient", "torch-math"])
+    page = render.render(tmp_path)
+
+    expected = math.sqrt(1.5 * 3.0)
+    assert f"geometric mean **{expected:.2f}**, minimum **1.50**, 2 rows" in page
+    assert "- torch-math: too large" in page
+
+
+def test_a_wrong_result_of_ours_counts_in_no_ratio(render: ModuleType, tmp_path: Path) -> None:
+    rows = [row("cupy_flash", 512, 1.0, check="failed"), row("torch-flash", 512, 0.5)]
+    rows += [row("cupy_flash", 1024, 1.0), row("torch-flash", 1024, 3.0)]
+    write_record(tmp_path, rows, ["torch-flash"])
+    page = render.render(tmp_path)
+
+    assert "geometric mean **3.00**, minimum **3.00**, 1 rows" in page
+    assert "(over the error bound)" in page
+
+
+def test_a_record_without_providers_is_a_plain_table(render: ModuleType, tmp_path: Path) -> None:
+    write_record(tmp_path, [{"rank": 1, "tile": {"Br": 64, "Bc": 32}, "versions": {}}], [])
+
+    assert "| 1 | Br=64 Bc=32 |" in render.render(tmp_path)
+
+
+def test_an_empty_folder_gives_a_page_that_says_so(render: ModuleType, tmp_path: Path) -> None:
+    assert "No results are recorded yet" in render.render(tmp_path)
+
+
+def test_the_page_can_be_checked_against_the_records(render: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    places = ["--results", str(tmp_path / "results"), "--page", str(page)]
+    write_record(tmp_path / "results", [row("cupy_flash", 512, 1.0)], [])
+
+    assert render.main([*places, "--check"]) == 1
+    assert render.main(places) == 0
+    assert render.main([*places, "--check"]) == 0
+    page.write_text("edited", encoding="utf-8")
+    assert render.main([*places, "--check"]) == 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cupy_flash.device import Device, Resources, device_for_id
+from cupy_flash.device import ARCHITECTURES, Device, Resources, device_for_id
 from cupy_flash.errors import CompileError
 from cupy_flash.families.base import KERNEL_DIR, TranslationUnit
 
@@ -63,6 +63,15 @@ def why_no_compiler() -> str | None:
     return None
 
 
+def known_architectures() -> tuple[int, ...]:
+    """Those of `cupy_flash.device.ARCHITECTURES` that this NVRTC compiles for; none without it."""
+    if why_no_compiler():
+        return ()
+    from cupy.cuda import nvrtc
+
+    return tuple(arch for arch in nvrtc.getSupportedArchs() if arch in ARCHITECTURES)
+
+
 def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
     """Compile a unit with NVRTC, with or without a GPU.
 
@@ -75,10 +84,16 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
         raise CompileError(f"{unit.title} for {device.sm}: {reason}")
     from cupy.cuda import nvrtc
 
+    if device.arch not in nvrtc.getSupportedArchs():
+        known = ", ".join(f"sm_{arch}" for arch in known_architectures())
+        raise CompileError(f"{unit.title} for {device.sm}: this NVRTC knows {known} only")
     start = time.perf_counter()
     program = nvrtc.createProgram(unit.text, "unit.cu", (), ())
     try:
         options = (*compile_options(device), f"-arch={device.sm}", "--ptxas-options=-v")
+        if nvrtc.getVersion() >= (13, 0):
+            # From its own cache NVRTC returns the image without the report on registers.
+            options += ("-no-cache",)
         try:
             nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:

@@ -22,8 +22,8 @@ class Device:
         Streaming multiprocessors.
     shared_memory_per_block, shared_memory_per_sm
         The most that one thread block may ask for, and what an SM holds.
-    registers_per_sm, threads_per_sm
-        32-bit registers and resident threads.
+    registers_per_sm, threads_per_sm, max_blocks_per_sm
+        32-bit registers, resident threads and resident thread blocks.
     l2_cache
         Size of the L2 cache.
     """
@@ -35,6 +35,7 @@ class Device:
     shared_memory_per_sm: int
     registers_per_sm: int
     threads_per_sm: int
+    max_blocks_per_sm: int
     l2_cache: int
 
     @property
@@ -58,7 +59,7 @@ class Device:
             self.threads_per_sm // threads,
             self.shared_memory_per_sm // (shared_memory + self.reserved_shared_memory or 1),
             self.registers_per_sm // max(1, per_warp * (threads // 32)),
-            32,
+            self.max_blocks_per_sm,
         ]
         return min(limits)
 
@@ -83,22 +84,22 @@ class Resources:
     static_shared_memory: int
 
 
-# Per architecture: shared memory per block and per SM in KiB, threads per SM, and for planning
-# with no GPU a usual chip's SM count and L2 in MiB (CUDA programming guide, "Compute
+# Per architecture: shared memory per block and per SM in KiB, threads and blocks per SM, and for
+# planning with no GPU a usual chip's SM count and L2 in MiB (CUDA programming guide, "Compute
 # Capabilities"; chips: T4, A100, A10, Orin, L40S, H100, B200, B300, Thor, RTX 5090, GB10).
 _ARCHITECTURES = {
-    75: (64, 64, 1024, 40, 4),
-    80: (163, 164, 2048, 108, 40),
-    86: (99, 100, 1536, 72, 6),
-    87: (163, 164, 1536, 16, 4),
-    88: (99, 100, 1536, 16, 4),
-    89: (99, 100, 1536, 142, 96),
-    90: (227, 228, 2048, 132, 50),
-    100: (227, 228, 2048, 148, 126),
-    103: (227, 228, 2048, 148, 126),
-    110: (227, 228, 1536, 20, 32),
-    120: (99, 100, 1536, 170, 96),
-    121: (99, 100, 1536, 48, 24),
+    75: (64, 64, 1024, 16, 40, 4),
+    80: (163, 164, 2048, 32, 108, 40),
+    86: (99, 100, 1536, 16, 72, 6),
+    87: (163, 164, 1536, 16, 16, 4),
+    88: (99, 100, 1536, 16, 16, 4),
+    89: (99, 100, 1536, 24, 142, 96),
+    90: (227, 228, 2048, 32, 132, 50),
+    100: (227, 228, 2048, 32, 148, 126),
+    103: (227, 228, 2048, 32, 148, 126),
+    110: (227, 228, 1536, 24, 20, 32),
+    120: (99, 100, 1536, 24, 170, 96),
+    121: (99, 100, 1536, 24, 48, 24),
 }
 ARCHITECTURES = tuple(_ARCHITECTURES)
 
@@ -121,7 +122,7 @@ def device_for_arch(arch: str | int) -> Device:
         known = ", ".join(f"sm_{a}" for a in ARCHITECTURES)
         raise ValueError(f"unknown architecture {arch!r}; expected one of {known}")
     number = int(text)
-    per_block, per_sm, threads, sm_count, l2_mib = _ARCHITECTURES[number]
+    per_block, per_sm, threads, blocks, sm_count, l2_mib = _ARCHITECTURES[number]
     return Device(
         name=f"sm_{number}",
         arch=number,
@@ -130,6 +131,7 @@ def device_for_arch(arch: str | int) -> Device:
         shared_memory_per_sm=per_sm * KIB,
         registers_per_sm=65536,
         threads_per_sm=threads,
+        max_blocks_per_sm=blocks,
         l2_cache=l2_mib * KIB * KIB,
     )
 
@@ -149,6 +151,7 @@ def device_for_id(device_id: int) -> Device:
         shared_memory_per_sm=properties["sharedMemPerMultiprocessor"],
         registers_per_sm=properties["regsPerMultiprocessor"],
         threads_per_sm=properties["maxThreadsPerMultiProcessor"],
+        max_blocks_per_sm=properties["maxBlocksPerMultiProcessor"],
         l2_cache=properties["l2CacheSize"],
     )
 

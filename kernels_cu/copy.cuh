@@ -36,6 +36,8 @@ struct RowCopy {
                                int rows_left) {
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
+    // Compared with constants below, instead of as many rows with rows_left.
+    const int left = rows_left - ptx::opaque(threadIdx.x) / columns_at_once;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = first_row + pass * rows_at_once;
@@ -46,7 +48,7 @@ struct RowCopy {
         if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
         int elements =
             whole_rows ? copy_elements : max(0, min(copy_elements, Columns - copy * copy_elements));
-        if (Ragged && row >= rows_left) elements = 0;
+        if (Ragged && pass * rows_at_once >= left) elements = 0;
         copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                      copy % copies_per_chunk * copy_bytes,
                  source + first * copy_elements, elements);

@@ -11,6 +11,12 @@ struct Mask {
 
   __device__ explicit Mask(const Params& p) : seqlen_k(p.seqlen_k), q_offset(p.q_offset) {}
 
+  __device__ Mask(int seqlen_k, int q_offset) : seqlen_k(seqlen_k), q_offset(q_offset) {}
+
+  // The same mask with keys counted from `key` on. (Subtracting `key` from each row's end instead
+  // would leave those ends loop-invariant, and the compiler would keep them all in registers.)
+  __device__ Mask counted_from(int key) const { return {seqlen_k - key, q_offset - key}; }
+
   // Query row sees the keys [0, visible_end(row)).
   __device__ int visible_end(int row) const {
     return Causal ? max(0, min(seqlen_k, row + q_offset + 1)) : seqlen_k;
@@ -25,12 +31,13 @@ struct KeyTiles {
   int end;
 };
 
-// rows [q_begin, q_end) of one head, the split-th of num_splits shares.
-template <int Bc, bool Causal>
+// For the rows [q_begin, q_end) of one head; with Split, the split-th of num_splits shares.
+template <int Bc, bool Split, bool Causal>
 __device__ KeyTiles find_key_tiles(const Mask<Causal>& mask, int q_begin, int q_end, int split,
                                    int num_splits) {
   const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.visible_end(q_begin) / Bc;
+  if constexpr (!Split) return {0, min(full, seen), seen};
   const int share = ceil_div(seen, num_splits);
   const int begin = min(seen, split * share);
   const int end = min(seen, begin + share);

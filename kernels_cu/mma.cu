@@ -64,11 +64,11 @@ struct MmaForward {
   using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
 
   const Params& p;
-  const int q_begin;
   const Mask<Config::causal> mask;
   const KeyTiles tiles;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const int first_row;  // of the rows that this lane holds a part of, see row_of()
   const unsigned q_shared;
   const unsigned ring;
   const Element* next_keys;  // this thread's part of the tile that the ring takes next
@@ -82,10 +82,11 @@ struct MmaForward {
 
   __device__ MmaForward(const Params& params, const Work& work, unsigned shared)
       : p(params),
-        q_begin(work.q_begin),
         mask(params),
-        tiles(find_key_tiles<Bc>(mask, q_begin, min(q_begin + Br, params.seqlen_q), work.split,
+        tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
+                                 min(work.q_begin + Br, params.seqlen_q), work.split,
                                  params.num_splits)),
+        first_row(first_row_of(work)),
         q_shared(shared),
         ring(shared + q_bytes),
         next_keys(KeyCopy::source(params.k.head<const Element>(work.batch, work.head_kv) +
@@ -96,26 +97,25 @@ struct MmaForward {
                                       params.v.row_stride)),
         scale_log2(scale_to_log2<float>(params.softmax_scale)) {
     const Element* queries = QueryCopy::source(
-        p.q.head<const Element>(work.batch, work.head) + q_begin * p.q.row_stride,
+        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride,
         p.q.row_stride);
-    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - q_begin);
+    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
   }
 
   __device__ void run() {
-    load_tile<0, true>(0);
-    if (stages > 2) load_tile<1, true>(0);
-    if (stages > 3) load_tile<2, true>(0);
+    const int last = tiles.end - 1;
+    load_tile<0, true>(last);
+    if (stages > 2) load_tile<1, true>(last);
+    if (stages > 3) load_tile<2, true>(last);
     if constexpr (Config::q_in_registers) {
       ptx::cp_async_wait_group<stages - 2>();
       __syncthreads();
       products.keep_queries(warp_queries());
     }
     reset();
-    const int edges = tiles.end - tiles.full_end;
-    const int visits = tiles.end - tiles.begin;
-    int i = 0;
-    for (; i < edges; ++i) visit<true>(i);
-    for (; i < visits; ++i) visit<false>(i);
+    int tile = last;
+    for (; tile >= tiles.full_end; --tile) visit<true>(tile);
+    for (; tile >= tiles.begin; --tile) visit<false>(tile);
     ptx::cp_async_wait_group<0>();
     finish();
   }
@@ -145,23 +145,23 @@ struct MmaForward {
     return q_shared + warp * warp_rows * KeyLayout::row_bytes;
   }
 
-  // The ring takes tiles in the order K, V of visit 0, K, V of visit 1, and so on.
-  __device__ unsigned ring_address(int visit, int is_value) const {
-    const int place = stages % 2 == 0 ? visit % (stages / 2) * 2 + is_value
-                                      : (2 * visit + is_value) % stages;
+  // The ring takes the keys and values of the last tile, of the one before, and so on, each in the
+  // place after the other's.
+  __device__ unsigned ring_address(int tile, int is_value) const {
+    const int place =
+        stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
     return ring + place * stage_bytes;
   }
 
-  // Starts copying the tile that the ring takes Ahead places after the keys of a visit, if there is
-  // one. Every call ends one group of copies, so that waiting for a tile is waiting for a fixed
-  // number of groups.
+  // Starts copying what the ring takes Ahead places after the keys of a tile, if there is one. Every
+  // call ends one group of copies, so that waiting for a tile is waiting for a fixed number of
+  // groups.
   template <int Ahead, bool Ragged>
-  __device__ void load_tile(int visit) {
+  __device__ void load_tile(int tile) {
     constexpr bool is_value = Ahead % 2;
-    visit += Ahead / 2;
-    const int tile = tiles.end - 1 - visit;
+    tile -= Ahead / 2;
     if (tile >= tiles.begin) {
-      const unsigned target = ring_address(visit, is_value);
+      const unsigned target = ring_address(tile, is_value);
       const int rows_left = p.seqlen_k - tile * Bc;
       if constexpr (is_value) {
         ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
@@ -174,30 +174,31 @@ struct MmaForward {
     ptx::cp_async_commit_group();
   }
 
-  // Waits for a visit's keys or values; returns where they are. All warps meet here, so all have
+  // Waits for a tile's keys or values; returns where they are. All warps meet here, so all have
   // left the tile used before, whose place the next load takes.
   template <int IsValue>
-  __device__ unsigned await_tile(int visit) {
+  __device__ unsigned await_tile(int tile) {
     ptx::cp_async_wait_group<stages - 2>();
     __syncthreads();
-    return ring_address(visit, IsValue);
+    return ring_address(tile, IsValue);
   }
 
   template <bool Edge>
-  __device__ void visit(int i) {
+  __device__ void visit(int tile) {
     // With two stages the next tile must be on its way at once to arrive in time; with more, its
-    // copies are better issued while the tensor cores finish.
-    const unsigned k_shared = await_tile<0>(i);
-    if (stages == 2) load_tile<stages - 1, Edge>(i);
+    // copies are better issued while the tensor cores finish. Only the last tile can be ragged, and
+    // of it only the values are asked for here, and only with two stages.
+    const unsigned k_shared = await_tile<0>(tile);
+    if (stages == 2) load_tile<stages - 1, Edge>(tile);
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
-    if (stages > 2) load_tile<stages - 1, Edge>(i);
+    if (stages > 2) load_tile<stages - 1, false>(tile);
     if (Config::negate_scores) negate_scores();
-    if (Edge) apply_mask((tiles.end - 1 - i) * Bc);
+    if (Edge) apply_mask(tile * Bc);
     update_maxima();
 
-    const unsigned v_shared = await_tile<1>(i);
-    if (stages == 2) load_tile<stages, Edge>(i);
+    const unsigned v_shared = await_tile<1>(tile);
+    if (stages == 2) load_tile<stages, false>(tile);
     float base[row_tiles][2];
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -206,7 +207,7 @@ struct MmaForward {
     }
     products.multiply_probabilities_values(
         out, scores, v_shared, [&](int i, int j) { exponentiate(i, j, base); });
-    if (stages > 2) load_tile<stages, Edge>(i);
+    if (stages > 2) load_tile<stages, false>(tile);
   }
 
   __device__ void negate_scores() {
@@ -220,17 +221,22 @@ struct MmaForward {
     }
   }
 
+  __device__ int first_row_of(const Work& work) const {
+    return work.q_begin + warp * warp_rows + lane / 4;
+  }
+
   // The row of the accumulators' upper (0) or lower (1) half in row tile i.
-  __device__ int row_of(int i, int half) const {
-    return q_begin + warp * warp_rows + 16 * i + 8 * half + lane / 4;
+  __device__ static int row_of(int first_row, int i, int half) {
+    return first_row + 16 * i + 8 * half;
   }
 
   __device__ void apply_mask(int key_begin) {
+    const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int visible = mask.visible_end(row_of(i, half)) - key_begin - lane % 4 * 2;
+        const int visible = tile_mask.visible_end(row_of(first_row, i, half));
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -294,7 +300,8 @@ struct MmaForward {
 
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
-    const Work work = find_work<Br>(p);
+    // Found anew, so that none of it takes registers in the loops.
+    const Work work = find_work<Br>(p, ptx::block_index());
     const Partials<float, Config::head_dim_v> partials(p);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
@@ -309,7 +316,7 @@ struct MmaForward {
           out[i][j][2 * half] *= normalizer;
           out[i][j][2 * half + 1] *= normalizer;
         }
-        const int row = row_of(i, half);
+        const int row = row_of(first_row_of(work), i, half);
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = partials.row_index(p, work.batch, work.head, row);
           if (Config::split_keys) {
@@ -333,7 +340,7 @@ struct MmaForward {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = row_of(i, half);
+        const int row = row_of(first_row_of(work), i, half);
         if (row >= p.seqlen_q) continue;
         float* target = partials.out_row(
             work.split, partials.row_index(p, work.batch, work.head, row));
@@ -367,11 +374,11 @@ struct MmaForward {
     for (int first = 0; first < warp_rows * ValueLayout::chunks; first += 32) {
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
-      if (q_begin + row >= p.seqlen_q) continue;
+      if (work.q_begin + row >= p.seqlen_q) continue;
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          output + (q_begin + row) * p.out.row_stride + chunk * elements,
+          output + (work.q_begin + row) * p.out.row_stride + chunk * elements,
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -381,7 +388,7 @@ struct MmaForward {
 template <class Config>
 __device__ void mma_forward(const Params& params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  MmaForward<Config>(params, find_work<Config::Br>(params), ptx::shared_address(shared_memory)).run();
+  MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x), ptx::shared_address(shared_memory)).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -76,23 +76,22 @@ struct Products16Bit {
     const unsigned k_lane =
         k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 
-    unsigned q[2][row_tiles][4];
+    unsigned q[row_tiles][4];
     unsigned k[2][4];
     auto load_q = [&](int step) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q[step % 2][i], KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
+        ptx::ldmatrix_x4(q[i], KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
       }
     };
     auto load_k = [&](int number) {
       ptx::ldmatrix_x4(k[number % 2], KeyLayout::advance(k_lane, number % key_steps * 16,
                                                          number / key_steps * 2));
     };
-    if (!Config::q_in_registers) load_q(0);
     load_k(0);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      if (!Config::q_in_registers && step + 1 < k_steps) load_q(step + 1);
+      if (!Config::q_in_registers) load_q(step);
 #pragma unroll
       for (int pair = 0; pair < key_steps; ++pair) {
         const int current = step * key_steps + pair;
@@ -100,7 +99,7 @@ struct Products16Bit {
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
           const unsigned(&a)[4] =
-              Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[step % 2][i];
+              Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[i];
           mma<Element>(scores[i][2 * pair], a, k[current % 2][0], k[current % 2][1]);
           mma<Element>(scores[i][2 * pair + 1], a, k[current % 2][2], k[current % 2][3]);
         }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "params.cuh"
-#include "ptx.cuh"
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -17,14 +16,11 @@ struct Work {
 // Thread blocks start in the order of blockIdx.x. Heads are taken in sections of section_heads, few
 // enough that their keys and values stay in L2 together; within a section the query tiles go from
 // the last, which causal masking makes the longest, to the first, so that short ones fill the tail.
-//
-// The compiler takes two calls for two different results. A kernel that calls this again at its end
-// keeps none of it in registers in between.
 template <int Br>
-__device__ Work find_work(const Params& p) {
+__device__ Work find_work(const Params& p, int block) {
   const int q_tiles = ceil_div(p.seqlen_q, Br);
   const int heads = p.batch * p.heads_q;
-  int id = ptx::block_index();
+  int id = block;
   const int split = id % p.num_splits;
   id /= p.num_splits;
   const int section = id / (p.section_heads * q_tiles);

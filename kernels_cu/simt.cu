@@ -337,7 +337,8 @@ struct Rows {
 };
 
 template <class Config>
-__device__ void write(const Params& p, const Work& work, const Rows<Config>& rows) {
+__device__ void write(const Params& p, const Work& work, const Rows<Config>& rows,
+                      typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
@@ -383,7 +384,7 @@ struct Kernel {
 
   __device__ Kernel(const Params& params, T* shared)
       : p(params),
-        work(find_work<Config::Br>(params)),
+        work(find_work<Config::Br>(params, blockIdx.x)),
         k_head(params.k.head<const Element>(work.batch, work.head_kv)),
         v_head(params.v.head<const Element>(work.batch, work.head_kv)),
         q(shared),
@@ -443,7 +444,7 @@ struct Kernel {
     const Mask<Config::causal> mask(p);
     const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
     const KeyTiles tiles =
-        find_key_tiles<Config::Bc>(mask, work.q_begin, q_end, work.split, p.num_splits);
+        find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end, work.split, p.num_splits);
     const T scale_log2 = scale_to_log2<T>(p.softmax_scale);
     rows.reset();
     if (tiles.begin < tiles.end) {
@@ -454,7 +455,7 @@ struct Kernel {
       visit(mask, tile, tiles, scale_log2);
     }
     rows.finish();
-    write<Config>(p, work, rows);
+    write<Config>(p, work, rows, scale_log2);
   }
 };
 

@@ -1,0 +1,66 @@
+"""What all tests share: the gpu marker, seeds, and a home folder of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash import compiler, tuning
+from cupy_flash.device import gpu_unavailable
+
+SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
+# Fresh for each run; set the variable to the number that a failing run printed to repeat it.
+SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(2**32))
+
+
+def pytest_report_header() -> str:
+    return f"{SEED_VARIABLE}={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    if (reason := gpu_unavailable()) is None:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the run's seed and the test's name only."""
+    # Shown beside a failure, where the header is not.
+    print(f"{SEED_VARIABLE}={SEED}")
+    return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty `CUPY_FLASH_HOME` for each test, and no prebuilt kernels: the user has none."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(tuning.HOME_VARIABLE, str(folder))
+        patch.delenv(compiler.CUBINS_VARIABLE, raising=False)
+        tuning.reload()
+        yield folder
+    tuning.reload()
+
+
+@pytest.fixture(scope="session")
+def compile_pool() -> Iterator[ProcessPoolExecutor]:
+    """Two processes that compile, for tests that first submit all they need."""
+    if reason := compiler.why_no_compiler():
+        pytest.skip(reason)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(2, mp_context=context)
+    yield pool
+    pool.shutdown(cancel_futures=True)

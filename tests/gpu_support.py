@@ -1,0 +1,327 @@
+"""What the GPU tests share: problems as data, arrays amid poisoned memory, one comparison.
+
+What is true is computed on the host with NumPy: the GPU tests then need no cuBLAS, and run no
+kernels but the ones under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from threadpoolctl import ThreadpoolController
+
+from cupy_flash import flash_attention
+from cupy_flash.cli.build import Job, build, write_cubin
+from cupy_flash.device import Device, device_for_arch, device_for_id, gpu_unavailable
+from cupy_flash.families import FAMILIES
+from cupy_flash.planner import Plan, make_plan
+from cupy_flash.problem import (
+    MAX_ALIGNMENT,
+    ArraySpec,
+    Problem,
+    contiguous_strides,
+    make_problem,
+)
+from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
+from cupy_flash.tile import Tile
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@functools.cache
+def current_device() -> Device:
+    """The GPU; without one, a stand-in, so that tests can be listed anywhere."""
+    return device_for_arch("sm_90") if gpu_unavailable() else device_for_id(0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an array lies in a flat buffer: rows of an alignment, other elements around each."""
+
+    start: int
+    outer: tuple[int, int, int, int]
+    inner: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int, int], itemsize: int, alignment: int) -> Placement:
+        unit = alignment // itemsize
+        # An odd number of units, so that rows are aligned to no more than asked for; and more of
+        # them than the row fills.
+        width = (shape[3] // unit + 1 | 1) * unit
+        return cls(unit, (shape[0], shape[1] + 1, shape[2] + 1, width), shape)
+
+    @property
+    def size(self) -> int:
+        return 2 * self.start + math.prod(self.outer)
+
+    def view(self, flat: Any) -> Any:
+        """The array within a NumPy or CuPy buffer of `size` elements."""
+        whole = flat[self.start : self.start + math.prod(self.outer)].reshape(self.outer)
+        return whole[tuple(slice(length) for length in self.inner)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, but for the values in the arrays.
+
+    family and tile None leave the choice to the planner; a family without a tile takes its default
+    one, not a tuned one, so that the kernels under test depend on nothing but the sources.
+    """
+
+    family: str | None
+    dtype: str
+    seqlen_q: int = 113
+    seqlen_k: int = 150
+    batch: int = 2
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    q_offset: int | None = None
+    softmax_scale: float | None = None
+    layout: str = "bshd"
+    alignment: int = MAX_ALIGNMENT
+    tile: Tile | None = None
+
+    def __str__(self) -> str:
+        shown = [str(self.family), self.dtype, f"{self.seqlen_q}x{self.seqlen_k}"]
+        named = ("family", "dtype", "seqlen_q", "seqlen_k")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in named and value != field.default:
+                shown.append(f"{field.name}={value}")
+        return " ".join(shown)
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        """The options that say what is computed."""
+        return {
+            "causal": self.causal,
+            "q_offset": self.q_offset,
+            "softmax_scale": self.softmax_scale,
+            "layout": self.layout,
+        }
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The options that say which kernel computes it."""
+        return {"family": self.family, "tile": self.tile_used()}
+
+    def shape(self, name: str) -> tuple[int, int, int, int]:
+        rows, heads = (
+            (self.seqlen_q, self.heads_q)
+            if name in ("q", "out")
+            else (self.seqlen_k, self.heads_kv)
+        )
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
+        return (self.batch, first, second, dim)
+
+    def placement(self, name: str) -> Placement:
+        return Placement.of(self.shape(name), DTYPES[self.dtype].itemsize, self.alignment)
+
+    def problem(self) -> Problem:
+        """The problem that `run` poses, told without arrays."""
+        options = {name: value for name, value in self.formula.items() if name != "layout"}
+        specs = {name: self._spec(self.placement(name)) for name in ("q", "k", "v", "out")}
+        return make_problem(**specs, **options)
+
+    def _spec(self, placement: Placement) -> ArraySpec:
+        order = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
+        shape, strides = placement.inner, contiguous_strides(placement.outer)
+        a, b, c = order
+        return ArraySpec(
+            shape=(shape[a], shape[b], shape[c], shape[3]),
+            strides=(strides[a], strides[b], strides[c]),
+            dtype=self.dtype,
+            alignment=self.alignment,
+        )
+
+    def tile_used(self) -> Tile | None:
+        if self.family is None or self.tile is not None:
+            return self.tile
+        return FAMILIES[self.family].default_tile(self.problem(), current_device())
+
+    def plan(self) -> Plan:
+        return make_plan(
+            self.problem(), current_device(), family=self.family, tile=self.tile_used()
+        )
+
+    def is_supported(self) -> bool:
+        return (
+            self.family is None
+            or FAMILIES[self.family].why_not(self.problem(), current_device()) is None
+        )
+
+
+def prebuild(cases: Iterable[Case], folder: Path) -> None:
+    """Compile what the cases need, in parallel, for `CUPY_FLASH_CUBINS` to name the folder.
+
+    A kernel that does not compile is left to the test that calls it.
+    """
+    plans = [case.plan() for case in cases]
+    jobs = list({p.unit: Job.of(p) for p in plans if not p.problem.is_empty}.values())
+    for index, built in build(jobs):
+        if built.cubin is not None:
+            write_cubin(folder, jobs[index], built.cubin)
+
+
+class Guarded:
+    """An array on the GPU, amid NaN: before and after it, after each row, after each sequence."""
+
+    def __init__(self, values: np.ndarray, alignment: int) -> None:
+        import cupy
+
+        self._placement = Placement.of(values.shape, values.itemsize, alignment)
+        self._before = np.full(self._placement.size, np.nan, values.dtype)
+        self._placement.view(self._before)[...] = values
+        self._buffer = cupy.asarray(self._before)
+        self.view = self._placement.view(self._buffer)
+
+    def values(self) -> np.ndarray:
+        """What the array holds now; fails if anything around it was written."""
+        after = self._buffer.get()
+        values = self._placement.view(after).copy()
+        self._placement.view(self._before)[...] = values
+        assert after.tobytes() == self._before.tobytes(), "memory around the array was written"
+        return values
+
+    def assert_unchanged(self) -> None:
+        assert self._buffer.get().tobytes() == self._before.tobytes(), "an input was written"
+
+
+def random_values(case: Case) -> Arrays:
+    """Normal random q, k and v; the same for all kernels that a case can be computed with."""
+    rng = np.random.default_rng(zlib.crc32(str(_without_kernel(case)).encode()))
+    q, k, v = (rng.standard_normal(case.shape(n)).astype(DTYPES[case.dtype]) for n in "qkv")
+    return q, k, v
+
+
+def _without_kernel(case: Case) -> Case:
+    return dataclasses.replace(case, family=None, tile=None, alignment=MAX_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The result in float64, and how far a kernel may be off."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_bound: float
+    lse_bound: float
+
+    @classmethod
+    def of(cls, values: Arrays, **formula: Any) -> Truth:
+        # One thread: small products on all cores wait for each other most of the time.
+        with _blas().limit(limits=1, user_api="blas"):
+            out, lse = attention_reference(*values, **formula, return_lse=True)
+            naive = attention_naive(*values, **formula)
+        q, k, _ = values
+        return cls(
+            out,
+            lse,
+            error_bound(naive, out, q.dtype, lse=lse),
+            _lse_bound(q, k, lse, formula.get("softmax_scale")),
+        )
+
+    def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
+        """Fail unless a result is right: NaN and inf in place, the rest within the bounds."""
+        assert max_error(out, self.out) <= self.out_bound
+        sees_nothing = self.lse == -np.inf
+        by_head = out.swapaxes(1, 2) if layout == "bshd" else out
+        assert not by_head[sees_nothing].any(), "a row without keys is not exactly 0"
+        if lse is not None:
+            assert lse.dtype == (np.float64 if out.dtype == np.float64 else np.float32)
+            assert max_error(lse, self.lse) <= self.lse_bound
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def _lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:
+    """How far a log-sum-exp kept in float32 (float64 for float64) may be off.
+
+    lse = max + log(sum exp(score - max)). Three things are rounded:
+
+    - The scores, and lse is off by no more than the worst of them is. A product of n terms, summed
+      in whatever order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019); products
+      that leave out 2^-22 of each term, and the rounding of the scale, add up to 4 of them.
+    - The sum, by a factor of 1 + a few eps, which its logarithm turns into a few eps. Hardware's
+      exp2 is good to 2 eps, log2 to 1; merging splits takes both once more; 2 are for the adding.
+    - The result, by eps/2 of its size.
+    """
+    eps = float(np.finfo(np.float64 if q.dtype == np.float64 else np.float32).eps)
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else abs(softmax_scale)
+    largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros_like(lse)).max(initial=1)
+    product = _largest_norm(q) * _largest_norm(k)
+    return eps * (8 * float(largest) + (4 + math.sqrt(q.shape[3])) * scale * product)
+
+
+def _largest_norm(rows: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        norms = np.sqrt(np.square(rows.astype(np.float64)).sum(axis=-1))
+    return float(norms[np.isfinite(norms)].max(initial=0))
+
+
+@functools.lru_cache(maxsize=4)
+def _truth_of_random_values(case: Case) -> Truth:
+    return Truth.of(random_values(case), **case.formula)
+
+
+def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a call on guarded arrays, written over NaN; fails if it writes elsewhere."""
+    inputs = [Guarded(array, case.alignment) for array in values]
+    out = Guarded(np.full(case.shape("out"), np.nan, values[0].dtype), case.alignment)
+    fill_freed_memory_with_nan(case)
+    arguments = [array.view for array in inputs]
+    result, lse = flash_attention(
+        *arguments, out=out.view, return_lse=True, **case.formula, **case.choice
+    )
+    assert result is out.view
+    lse_values = lse.get()
+    for array in inputs:
+        array.assert_unchanged()
+    return out.values(), lse_values
+
+
+def fill_freed_memory_with_nan(case: Case) -> None:
+    """Put NaN into the memory that CuPy's pool will hand out next for lse and the workspace."""
+    import cupy
+
+    problem = case.problem()
+    lse_bytes = problem.rows * (8 if case.dtype == "float64" else 4)
+    sizes = [size for size in (lse_bytes, case.plan().workspace) if size]
+    # Held at once, so that the second is not given the first one's memory; freed on return.
+    blocks = [cupy.cuda.alloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes, strict=True):
+        # All bits set is a NaN in every format.
+        block.memset_async(0xFF, size)
+
+
+def check(case: Case, values: Arrays | None = None) -> None:
+    """Fail unless a case is computed right, on random values if none are given."""
+    if values is None:
+        truth = _truth_of_random_values(_without_kernel(case))
+        values = random_values(case)
+    else:
+        truth = Truth.of(values, **case.formula)
+    out, lse = run(case, values)
+    truth.check(out, lse, case.layout)

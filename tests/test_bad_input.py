@@ -1,0 +1,323 @@
+"""Bad input: each kind gets an error that names what is wrong and what would be right.
+
+And harms nothing: the inputs, and `out` where one is given, stay as they were.
+"""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import (
+    CompileError,
+    UnsupportedError,
+    attention,
+    flash_attention,
+    flash_attention_qkvpacked,
+    plan,
+    tuning,
+)
+from cupy_flash.compiler import compile_cubin, why_no_compiler
+from cupy_flash.device import device_for_arch
+from cupy_flash.planner import make_plan
+from cupy_flash.problem import make_contiguous_problem
+
+NO_GPU = "the CUDA driver reports no GPU"
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def good():
+    """Arguments that are right, for one at a time to be made wrong."""
+    return {
+        "q": zeros(2, 113, 6, 40),
+        "k": zeros(2, 203, 3, 40),
+        "v": zeros(2, 203, 3, 72),
+        "out": np.full((2, 113, 6, 72), np.nan, np.float32),
+    }
+
+
+def assert_refused(error, message, **changes):
+    arguments = good() | changes
+    arrays = [x for x in arguments.values() if isinstance(x, np.ndarray)]
+    before = [x.tobytes() for x in arrays]
+    with pytest.raises(error) as caught:
+        flash_attention(**arguments)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert type(caught.value) in (TypeError, ValueError, UnsupportedError)
+    assert [x.tobytes() for x in arrays] == before
+
+
+def test_the_good_arguments_are_good():
+    assert np.isfinite(flash_attention(**good())).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": zeros(3, 203, 3, 40)}, "k has batch 3, but q has 2"),
+        ({"v": zeros(1, 203, 3, 72)}, "v has batch 1, but q has 2"),
+        ({"k": zeros(2, 203, 3, 32)}, "k has head_dim 32, but q has 40"),
+        ({"k": zeros(2, 199, 3, 40)}, "k and v must have one seqlen, but have 199 and 203"),
+        ({"v": zeros(2, 203, 6, 72)}, "k and v must have one number of heads, but have 3 and 6"),
+        (
+            {"k": zeros(2, 203, 4, 40), "v": zeros(2, 203, 4, 72)},
+            "q has 6 heads; expected a multiple of the 4 heads of k and v",
+        ),
+        (
+            {"k": zeros(2, 203, 0, 40), "v": zeros(2, 203, 0, 72)},
+            "k and v have no heads; expected at least 1",
+        ),
+        (
+            {"q": zeros(2, 113, 6, 257), "k": zeros(2, 203, 3, 257)},
+            "head_dim of q and k is 257; expected 1 to 256",
+        ),
+        (
+            {"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
+            "head_dim of q and k is 0; expected 1 to 256",
+        ),
+        ({"v": zeros(2, 203, 3, 300)}, "head_dim of v is 300; expected 1 to 256"),
+        ({"v": zeros(2, 203, 3, 0)}, "head_dim of v is 0; expected 1 to 256"),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_refused(changes, message):
+    assert_refused(ValueError, message, **changes)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+@pytest.mark.parametrize("shape", [(), (40,), (113, 40), (113, 6, 40), (1, 2, 113, 6, 40)])
+def test_arrays_with_another_number_of_axes_are_refused(name, shape):
+    message = (
+        f"{name} has {len(shape)} axes, shape .*; expected 4: batch, seqlen, heads and head_dim"
+    )
+    assert_refused(ValueError, message, **{name: zeros(*shape)})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.int64,
+        np.int8,
+        np.uint8,
+        bool,
+        complex,
+        object,
+        "U4",
+        ml_dtypes.float8_e4m3fn,
+        ml_dtypes.float8_e5m2,
+    ],
+    ids=str,
+)
+def test_a_dtype_that_attention_is_not_computed_in_is_refused(name, dtype):
+    message = f"{name} has dtype .*; expected one of float16, bfloat16, float32, float64"
+    assert_refused(TypeError, message, **{name: good()[name].astype(dtype)})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_inputs_of_different_dtypes_are_refused(name):
+    message = "q, k and v must have one dtype, but are .*float16"
+    assert_refused(TypeError, message, **{name: good()[name].astype(np.float16)})
+
+
+def test_an_array_in_foreign_byte_order_is_refused_with_the_remedy():
+    swapped = good()["q"].astype(np.dtype(np.float32).newbyteorder())
+    assert_refused(TypeError, r"q has dtype .*byte order.*pass q.astype\('float32'\)", q=swapped)
+
+
+@pytest.mark.parametrize("array", [None, 1.0, "q", [[1.0]], {"q": 1}])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_array_is_refused(name, array):
+    assert_refused(TypeError, f"{name} is a .*; expected a NumPy or CuPy array", **{name: array})
+
+
+def test_an_out_that_is_no_array_is_refused():
+    assert_refused(TypeError, "out is a list; expected a NumPy or CuPy array", out=[1.0])
+
+
+def test_an_out_of_another_shape_is_refused():
+    message = r"out has shape \(2, 113, 6, 40\); expected \(2, 113, 6, 72\)"
+    assert_refused(ValueError, message, out=zeros(2, 113, 6, 40))
+
+
+def test_an_out_of_another_dtype_is_refused():
+    message = "out has dtype float64; expected float32, as q has"
+    assert_refused(TypeError, message, out=zeros(2, 113, 6, 72, dtype=np.float64))
+
+
+def test_an_out_whose_last_axis_is_not_contiguous_is_refused():
+    out = zeros(2, 113, 6, 144)[..., ::2]
+    assert_refused(ValueError, "out has strides .*; expected a contiguous last axis", out=out)
+
+
+def test_a_read_only_out_is_refused():
+    out = good()["out"]
+    out.flags.writeable = False
+    assert_refused(ValueError, "out is read-only; pass an array that can be written", out=out)
+
+
+def test_an_out_that_overlaps_itself_is_refused():
+    row = zeros(2, 1, 6, 72)
+    out = np.lib.stride_tricks.as_strided(row, (2, 113, 6, 72), (row.strides[0], 0, 288, 4))
+    assert_refused(ValueError, "out overlaps itself", out=out)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_out_that_overlaps_an_input_is_refused(name):
+    sizes = {"q": (2, 113, 6, 72), "k": (2, 113, 6, 72), "v": (2, 113, 6, 72)}
+    arrays = {n: zeros(*shape) for n, shape in sizes.items()}
+    message = f"out overlaps {name}; pass memory of its own"
+    assert_refused(ValueError, message, **arrays, out=arrays[name])
+    assert_refused(ValueError, message, **arrays, out=arrays[name][:, ::-1])
+
+
+def test_an_out_between_the_rows_of_an_input_is_no_overlap():
+    packed = zeros(2, 113, 2, 6, 40)
+    q, out = packed[:, :, 0], packed[:, :, 1]
+    k = zeros(2, 203, 3, 40)
+    out[:] = np.nan
+    assert flash_attention(q, k, k, out=out) is out
+    assert not np.isnan(out).any()
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "message"),
+    [
+        (ValueError, {"layout": "sbhd"}, "layout is 'sbhd'; expected one of bshd, bhsd"),
+        (ValueError, {"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
+        (ValueError, {"softmax_scale": np.nan}, "softmax_scale is nan; expected a finite number"),
+        (TypeError, {"softmax_scale": "1"}, "softmax_scale is '1'; expected a number"),
+        (ValueError, {"q_offset": 3}, "q_offset places a causal mask; pass causal=True or leave"),
+        (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
+        (TypeError, {"causal": "yes"}, "causal is 'yes'; expected True or False"),
+        (TypeError, {"tile": "64"}, r"tile is '64'; expected a Tile, .* or \(Br, Bc\)"),
+        (ValueError, {"tile": (64,)}, r"tile is \(64,\); expected a Tile"),
+    ],
+)
+def test_an_option_that_is_no_choice_is_told_the_choices(error, changes, message):
+    assert_refused(error, message, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tile": (0, 64)}, "Br is 0; expected a positive number"),
+        ({"tile": {"warps": 4}}, "unknown tile field 'warps'; expected one of Br, Bc"),
+        (
+            {
+                "tile": (2**14, 2**14),
+                "q": zeros(2, 2**14, 6, 40),
+                "k": zeros(2, 2**14, 3, 40),
+                "v": zeros(2, 2**14, 3, 72),
+                "out": None,
+            },
+            "tile .* choose a smaller Br or Bc",
+        ),
+        ({"family": "flash"}, "unknown family 'flash'; expected one of mma, simt, naive"),
+        ({"family": "mma"}, "family 'mma' is a GPU kernel, but the CPU backend computes this"),
+    ],
+)
+def test_a_tile_or_family_that_the_cpu_does_not_have_is_refused(changes, message):
+    assert_refused(ValueError, message, backend="cpu", **changes)
+
+
+@pytest.mark.parametrize(
+    ("arch", "family", "tile", "message"),
+    [
+        ("sm_75", "simt", {"Br": 512, "Bc": 512}, "family 'simt' has no tile with Br=512 Bc=512"),
+        ("sm_86", "mma", {"Br": 64, "Bc": 512}, "family 'mma' has no tile with Br=64 Bc=512 here"),
+        ("sm_75", "mma", None, "family 'mma' cannot serve this: needs sm_80 or newer"),
+        ("sm_90", "naive", (64, 64), "the naive kernels' tile is always 32x32"),
+    ],
+)
+def test_a_tile_or_family_that_does_not_fit_the_gpu_says_why(arch, family, tile, message):
+    arguments = good()
+    arguments.pop("out")
+    with pytest.raises(UnsupportedError, match=message):
+        plan(**arguments, arch=arch, family=family, tile=tile)
+
+
+def test_an_unknown_architecture_is_told_the_known_ones():
+    q = zeros(1, 5, 2, 8)
+    with pytest.raises(ValueError, match="unknown architecture 'sm_61'; expected one of sm_75"):
+        plan(q, q, q, arch="sm_61")
+
+
+def test_plan_refuses_what_the_call_refuses():
+    q, k = zeros(1, 5, 2, 8), zeros(1, 5, 2, 9)
+    with pytest.raises(ValueError, match="k has head_dim 9, but q has 8"):
+        plan(q, k, q)
+    with pytest.raises(ValueError, match="backend is 'tpu'; expected one of auto, gpu, cpu"):
+        plan(q, q, q, backend="tpu")
+    with pytest.raises(TypeError, match="v is a NoneType; expected a NumPy or CuPy array"):
+        plan(q, q, None)
+
+
+def test_a_misspelt_option_of_a_packed_call_is_refused():
+    with pytest.raises(TypeError, match="casual"):
+        flash_attention_qkvpacked(zeros(1, 5, 3, 2, 8), casual=True)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1, "entries": [{"tile": 3}]}'])
+def test_a_corrupt_user_table_changes_no_result(home, text):
+    arguments = good() | {"q": np.linspace(-1, 1, 2 * 113 * 6 * 40).reshape(2, 113, 6, 40)}
+    arguments = {name: array.astype(np.float32) for name, array in arguments.items()}
+    expected = flash_attention(**arguments).copy()
+    (home / "tuned.json").write_text(text)
+    tuning.reload()
+    np.testing.assert_array_equal(flash_attention(**arguments), expected)
+    assert (home / "tuned.json").read_text() == text
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(attention, "gpu_unavailable", lambda: NO_GPU)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_the_cpu_computes():
+    assert np.isfinite(flash_attention(**good())).all()
+    arguments = good()
+    arguments.pop("out")
+    made = plan(**arguments)
+    assert (made.family, made.reason) == ("cpu", "there is no GPU to use")
+    assert set(made.rejected.values()) == {NO_GPU}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_asking_for_it_is_refused_with_the_reason():
+    assert_refused(UnsupportedError, f"backend is 'gpu', but {NO_GPU}", backend="gpu")
+    assert_refused(UnsupportedError, f"'mma' is a GPU kernel.*: {NO_GPU}", family="mma")
+    q = zeros(1, 5, 2, 8)
+    with pytest.raises(UnsupportedError, match=f"backend is 'gpu', but {NO_GPU}"):
+        plan(q, q, q, backend="gpu")
+
+
+@pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+def test_an_nvrtc_that_is_too_old_is_refused_before_it_compiles(monkeypatch):
+    from cupy.cuda import nvrtc
+
+    case = make_contiguous_problem(
+        dtype="float16",
+        batch=1,
+        seqlen_q=5,
+        seqlen_k=5,
+        heads_q=1,
+        heads_kv=1,
+        head_dim=8,
+        head_dim_v=8,
+    )
+    made = make_plan(case, device_for_arch("sm_90"))
+
+    def compile_program(*arguments):
+        raise AssertionError("compiled all the same")
+
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 2))
+    monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
+    with pytest.raises(CompileError, match=r"NVRTC 11\.2 is too old; 12\.0 or newer is needed"):
+        compile_cubin(made.unit, made.device)

@@ -1,0 +1,126 @@
+"""Splitting keys over thread blocks: when, into how many, and what it costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash.device import ARCHITECTURES, device_for_arch
+from cupy_flash.families import split
+from cupy_flash.problem import DTYPES, make_contiguous_problem
+
+h100 = device_for_arch("sm_90")
+
+
+def problem(**changes):
+    sizes = {
+        "dtype": "float16",
+        "batch": 2,
+        "seqlen_q": 113,
+        "seqlen_k": 203,
+        "heads_q": 6,
+        "heads_kv": 3,
+        "head_dim": 64,
+        "head_dim_v": 64,
+    }
+    return make_contiguous_problem(**(sizes | changes))
+
+
+def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100):
+    return split.num_splits(
+        case, device, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=blocks_per_sm
+    )
+
+
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(0, 5),
+    st.integers(1, 40),
+    st.integers(0, 500),
+    st.integers(0, 5000),
+    st.integers(0, 8),
+)
+def test_every_split_has_keys_of_its_own(arch, batch, heads, q_tiles, key_tiles, blocks_per_sm):
+    case = problem(batch=batch, heads_q=heads, heads_kv=1)
+    splits = count(
+        case,
+        q_tiles=q_tiles,
+        key_tiles=key_tiles,
+        blocks_per_sm=blocks_per_sm,
+        device=device_for_arch(arch),
+    )
+    assert 1 <= splits <= split.MAX_SPLITS
+    assert splits == 1 or splits * split.MIN_KEY_TILES <= key_tiles
+
+
+@given(st.integers(1, 200), st.integers(2, 2000))
+def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
+    case = problem(batch=1, heads_q=1, heads_kv=1)
+    splits = count(case, q_tiles=blocks, key_tiles=key_tiles)
+
+    def longest(n):
+        return math.ceil(blocks * n / h100.sm_count) * math.ceil(key_tiles / n)
+
+    assert longest(splits) <= longest(1)
+    most = min(split.MAX_SPLITS, key_tiles // split.MIN_KEY_TILES)
+    if splits > 1:
+        best = min(longest(n) for n in range(1, most + 1))
+        assert best >= split.NEAR_BEST * longest(splits)
+        # Fewer would not do: each split more is a partial result more to write and merge.
+        assert all(best < split.NEAR_BEST * longest(n) for n in range(1, splits))
+
+
+def test_a_full_gpu_leaves_the_keys_whole():
+    case = problem(batch=4, heads_q=32, heads_kv=32)
+    assert count(case, q_tiles=2, key_tiles=1000) == 1
+
+
+def test_one_query_over_long_keys_fills_the_gpu():
+    case = problem(batch=1, heads_q=8, heads_kv=8, seqlen_q=1)
+    assert 8 * count(case, q_tiles=1, key_tiles=1000) >= 0.8 * h100.sm_count
+
+
+def test_an_sm_that_holds_more_blocks_is_filled_with_more_splits():
+    case = problem(batch=1, heads_q=16, heads_kv=16, seqlen_q=1)
+    one, two = (count(case, q_tiles=1, key_tiles=1000, blocks_per_sm=n) for n in (1, 2))
+    assert two > one
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
+    size = 8 if dtype == "float64" else 4
+    case = problem(dtype=dtype, head_dim_v=72)
+    assert split.workspace(case, 3) == 3 * (2 * 6 * 113) * (72 + 1) * size
+    assert split.workspace(case, 1) == 0
+
+
+def test_whole_keys_need_no_second_kernel():
+    assert split.combine_launches(problem(), 1) == ()
+    assert split.combine_entries(1) == {}
+
+
+def test_the_second_kernel_has_a_warp_for_each_query_row():
+    (launch,) = split.combine_launches(problem(), 2)
+    assert list(split.combine_entries(2)) == [launch.entry]
+    warps = launch.grid[0] * launch.threads // 32
+    assert 2 * 6 * 113 <= warps < 2 * 6 * 113 + launch.threads // 32
+
+
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(0, 2**20),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, heads_kv, group):
+    device = device_for_arch(arch)
+    case = problem(batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_k=seqlen_k)
+    heads = split.section_heads(case, device)
+    assert heads % group == 0
+    assert group <= heads <= batch * heads_kv * group
+    if heads > group:
+        assert heads // group * seqlen_k * (64 + 64) * 2 <= device.l2_cache // 2

@@ -8,9 +8,10 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Copies Rows rows of Columns elements into a Layout of padded rows; what lies past the Columns, and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what
-// every row's address is a multiple of, in bytes; rows that are only aligned to single 16-bit
-// elements are copied at once, through registers.
+// Copies Rows rows of Columns elements into a Layout of padded rows; what lies past the Columns,
+// and with Ragged past the first rows_left rows, is filled with zeros. Alignment is what every
+// row's address is a multiple of, in bytes; rows that are only aligned to single 16-bit elements
+// are copied at once, through registers.
 //
 // A thread keeps its column and steps down the rows by adding to one pointer: row * row_stride for
 // each of its copies would be loop-invariant, and the compiler would keep them all in registers.
@@ -36,8 +37,9 @@ struct RowCopy {
                                int rows_left) {
     const int first_row = threadIdx.x / columns_at_once;
     if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
-    // Compared with constants below, instead of as many rows with rows_left.
-    const int left = rows_left - ptx::opaque(threadIdx.x) / columns_at_once;
+    // Compared with constants below, instead of as many rows with rows_left; and made of a thread
+    // index that the compiler takes for a new one, instead of kept in a register between the tiles.
+    const int left = Ragged ? rows_left - ptx::opaque(threadIdx.x) / columns_at_once : 0;
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = first_row + pass * rows_at_once;

@@ -1,4 +1,5 @@
-// The 16-bit types as plain storage, and their conversions, so that compiling needs no CUDA headers.
+// The 16-bit types as plain storage, and their conversions, so that compiling needs no CUDA
+// headers.
 #pragma once
 
 #include "ptx.cuh"

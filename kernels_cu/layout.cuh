@@ -17,8 +17,10 @@ struct SwizzledRows {
   static constexpr int chunk_elements = 16 / sizeof(Element);
   static constexpr int chunks = Columns / chunk_elements;
   static constexpr int row_bytes = Columns * sizeof(Element);
-  static constexpr int swizzle =
-      chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;  // gcd(chunks, 8)
+  static constexpr int swizzle = chunks % 8 == 0   ? 8
+                                 : chunks % 4 == 0 ? 4
+                                 : chunks % 2 == 0 ? 2
+                                                   : 1;  // gcd(chunks, 8)
 
   static_assert(Columns % chunk_elements == 0, "rows are whole chunks");
 
@@ -27,10 +29,10 @@ struct SwizzledRows {
     return row * row_bytes + (chunk ^ (row / (8 / swizzle) % swizzle)) * 16;
   }
 
-  // The offset of (row + rows, chunk + chunks) from that of (row, chunk), where rows is a multiple
-  // of 8, chunks a power of two times a constant, and chunk is below it.
+  // The address of (row + rows, chunk + chunks) from that of (row, chunk), in a tile that begins on
+  // 128 bytes, where rows is a multiple of 8, chunk is 0 or 1 and chunks is even: with constants
+  // for the last two this is one XOR and an offset that the load instruction takes.
   static __device__ unsigned advance(unsigned address, int rows, int chunks) {
-    return (address ^ (chunks % swizzle * 16)) + chunks / swizzle * swizzle * 16 +
-           rows * row_bytes;
+    return (address ^ (chunks % swizzle * 16)) + chunks / swizzle * swizzle * 16 + rows * row_bytes;
   }
 };

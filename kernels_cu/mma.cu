@@ -50,9 +50,8 @@ struct MmaForward {
   static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
 
   // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
-  static constexpr int row_bytes = KeyLayout::row_bytes > ValueLayout::row_bytes
-                                       ? KeyLayout::row_bytes
-                                       : ValueLayout::row_bytes;
+  static constexpr int row_bytes =
+      KeyLayout::row_bytes > ValueLayout::row_bytes ? KeyLayout::row_bytes : ValueLayout::row_bytes;
   static constexpr int q_bytes = Br * row_bytes;
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
@@ -84,8 +83,8 @@ struct MmaForward {
       : p(params),
         mask(params),
         tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
-                                 min(work.q_begin + Br, params.seqlen_q), work.split,
-                                 params.num_splits)),
+                                                     min(work.q_begin + Br, params.seqlen_q),
+                                                     work.split, params.num_splits)),
         first_row(first_row_of(work)),
         q_shared(shared),
         ring(shared + q_bytes),
@@ -148,14 +147,13 @@ struct MmaForward {
   // The ring takes the keys and values of the last tile, of the one before, and so on, each in the
   // place after the other's.
   __device__ unsigned ring_address(int tile, int is_value) const {
-    const int place =
-        stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
+    const int place = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
     return ring + place * stage_bytes;
   }
 
-  // Starts copying what the ring takes Ahead places after the keys of a tile, if there is one. Every
-  // call ends one group of copies, so that waiting for a tile is waiting for a fixed number of
-  // groups.
+  // Starts copying what the ring takes Ahead places after the keys of a tile, if there is one.
+  // Every call ends one group of copies, so that waiting for a tile is waiting for a fixed number
+  // of groups.
   template <int Ahead, bool Ragged>
   __device__ void load_tile(int tile) {
     constexpr bool is_value = Ahead % 2;
@@ -205,8 +203,8 @@ struct MmaForward {
       base[i][0] = softmax[i][0].base(scale_log2);
       base[i][1] = softmax[i][1].base(scale_log2);
     }
-    products.multiply_probabilities_values(
-        out, scores, v_shared, [&](int i, int j) { exponentiate(i, j, base); });
+    products.multiply_probabilities_values(out, scores, v_shared,
+                                           [&](int i, int j) { exponentiate(i, j, base); });
     if (stages > 2) load_tile<stages, false>(tile);
   }
 
@@ -342,8 +340,8 @@ struct MmaForward {
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(first_row_of(work), i, half);
         if (row >= p.seqlen_q) continue;
-        float* target = partials.out_row(
-            work.split, partials.row_index(p, work.batch, work.head, row));
+        float* target =
+            partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll
@@ -388,7 +386,9 @@ struct MmaForward {
 template <class Config>
 __device__ void mma_forward(const Params& params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x), ptx::shared_address(shared_memory)).run();
+  MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
+                     ptx::shared_address(shared_memory))
+      .run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -39,9 +39,7 @@ __device__ T* score_row(const Params& p, int64 batch_head, int row) {
   return static_cast<T*>(p.workspace) + (batch_head * p.seqlen_q + row) * p.seqlen_k;
 }
 
-__device__ inline int kv_head(const Params& p, int head) {
-  return head / (p.heads_q / p.heads_kv);
-}
+__device__ inline int kv_head(const Params& p, int head) { return head / (p.heads_q / p.heads_kv); }
 
 // S = Q K^T, -inf where masked. The scale waits for the softmax.
 template <class Config>
@@ -72,8 +70,7 @@ __device__ void scores(const Params& p) {
   if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
   if (Config::negate_scores) sum = -sum;
   const bool seen = at.column() < Mask<Config::causal>(p).visible_end(at.row());
-  score_row<T>(p, at.batch_head, at.row())[at.column()] =
-      seen ? sum : -SoftmaxMath<T>::infinity();
+  score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
 }
 
 // P = softmax(scale * S) in place, one warp to a row, and the log-sum-exp.
@@ -126,8 +123,7 @@ __device__ void output(const Params& p) {
   for (int begin = 0; begin < p.seqlen_k; begin += tile) {
     const int p_key = begin + at.x;
     const int v_key = begin + at.y;
-    p_tile[at.y][at.x] =
-        at.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
+    p_tile[at.y][at.x] = at.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
     v_tile[at.y][at.x] =
         v_key < p.seqlen_k && at.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
     __syncthreads();

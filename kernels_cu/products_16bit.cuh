@@ -73,8 +73,7 @@ struct Products16Bit {
   // scores += Q K^T. The fragment of the next step is read from shared memory while this one is
   // multiplied.
   __device__ void multiply_queries_keys(Scores& scores, unsigned q_shared, unsigned k_shared) {
-    const unsigned k_lane =
-        k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 
     unsigned q[row_tiles][4];
     unsigned k[2][4];
@@ -85,8 +84,8 @@ struct Products16Bit {
       }
     };
     auto load_k = [&](int number) {
-      ptx::ldmatrix_x4(k[number % 2], KeyLayout::advance(k_lane, number % key_steps * 16,
-                                                         number / key_steps * 2));
+      ptx::ldmatrix_x4(k[number % 2],
+                       KeyLayout::advance(k_lane, number % key_steps * 16, number / key_steps * 2));
     };
     load_k(0);
 #pragma unroll
@@ -98,8 +97,7 @@ struct Products16Bit {
         if (current + 1 < k_steps * key_steps) load_k(current + 1);
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
-          const unsigned(&a)[4] =
-              Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[i];
+          const unsigned(&a)[4] = Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[i];
           mma<Element>(scores[i][2 * pair], a, k[current % 2][0], k[current % 2][1]);
           mma<Element>(scores[i][2 * pair + 1], a, k[current % 2][2], k[current % 2][3]);
         }
@@ -115,9 +113,8 @@ struct Products16Bit {
     const unsigned v_lane = v_shared + ValueLayout::offset(lane % 16, lane / 16);
     unsigned v[2][4];
     auto load_v = [&](int number) {
-      ptx::ldmatrix_x4_trans(v[number % 2],
-                             ValueLayout::advance(v_lane, number / column_steps * 16,
-                                                  number % column_steps * 2));
+      ptx::ldmatrix_x4_trans(v[number % 2], ValueLayout::advance(v_lane, number / column_steps * 16,
+                                                                 number % column_steps * 2));
     };
     load_v(0);
     auto exponentiate_step = [&](int step) {

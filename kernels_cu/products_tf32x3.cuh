@@ -1,11 +1,11 @@
 // The two matrix products of a warp for float32, each as three products on TF32 tensor cores.
 //
-// TF32 keeps 11 of float32's 24 significant bits. Written as x = big + small, both TF32, x keeps 22,
-// and x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product (Ootomo and
-// Yokota 2022). Tensor cores round their sums towards zero, so long sums drift: each step of eight
-// columns of Q.K^T, and each tile's share of the output, is summed alone and added to the rest on
-// the CUDA cores, rounded to nearest. Measured on an H100, 1 x 512 x 2 x 64: the largest error falls
-// from 2.5 times that of plain float32 products to less than theirs.
+// TF32 keeps 11 of float32's 24 significant bits. Written as x = big + small, both TF32, x keeps
+// 22, and x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product (Ootomo
+// and Yokota 2022). Tensor cores round their sums towards zero, so long sums drift: each step of
+// eight columns of Q.K^T, and each tile's share of the output, is summed alone and added to the
+// rest on the CUDA cores, rounded to nearest. Measured on an H100, 1 x 512 x 2 x 64: the largest
+// error falls from 2.5 times that of plain float32 products to less than theirs.
 #pragma once
 
 #include "layout.cuh"
@@ -17,12 +17,13 @@ struct SplitFloat {
   unsigned big;
   unsigned small;
 
+  // An infinite x leaves the infinity in `small`, beside the largest finite `big`: it then meets
+  // the other operand's `big` only, whose sign is the operand's, and not its `small`, which may be
+  // 0 or of the other sign and would make NaN of a product that is infinite.
   __device__ static SplitFloat of(float x) {
-    const unsigned big = ptx::cvt_tf32_f32(x);
-    // For an infinite x the difference is NaN, and would make NaN of products that are infinite.
-    // The maximum picks the number; no true remainder is below it.
-    const float small = fmaxf(x - __uint_as_float(big), -0x1p117f);
-    return {big, __float_as_uint(small)};
+    constexpr float largest = 0x1.ffcp127f;
+    const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
+    return {big, __float_as_uint(x - __uint_as_float(big))};
   }
 };
 
@@ -86,12 +87,11 @@ struct ProductsTf32x3 {
   // scores += Q K^T. ldmatrix moves 16-byte rows of four floats as it does of eight 16-bit
   // elements, and lane 4 g + t receives element t of row g: the TF32 fragments.
   __device__ void multiply_queries_keys(Scores& scores, unsigned q_shared, unsigned k_shared) {
-    const unsigned k_lane =
-        k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     unsigned k[2][4];
     auto load_k = [&](int number) {
-      ptx::ldmatrix_x4(k[number % 2], KeyLayout::advance(k_lane, number % key_pairs * 16,
-                                                         number / key_pairs * 2));
+      ptx::ldmatrix_x4(k[number % 2],
+                       KeyLayout::advance(k_lane, number % key_pairs * 16, number / key_pairs * 2));
     };
     load_k(0);
     // Fully unrolled, the steps' independent sums tempt the compiler into more registers than there
@@ -182,9 +182,7 @@ struct ProductsTf32x3 {
   }
 
   // The output column of [.][j][2 * half + c]: column tile t of a group holds the columns 4 n + t.
-  __device__ int column(int j, int c) const {
-    return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4;
-  }
+  __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
 
   // Writes the lane's part of one row of the output into a ValueLayout: whole chunks.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
@@ -197,8 +195,7 @@ struct ProductsTf32x3 {
         for (int t = 0; t < 4; ++t) {
           chunk[t] = __float_as_uint(out[i][4 * group + t][2 * half + c]);
         }
-        ptx::st_shared_v4(
-            shared + ValueLayout::offset(row, 8 * group + lane % 4 * 2 + c), chunk);
+        ptx::st_shared_v4(shared + ValueLayout::offset(row, 8 * group + lane % 4 * 2 + c), chunk);
       }
     }
   }

@@ -79,6 +79,18 @@ __device__ inline unsigned cvt_rn_bf16x2_f32(float low, float high) {
   return result;
 }
 
+// min.xorsign.abs.f32, or before sm_86 two instructions: x, but no larger in magnitude than the
+// positive bound, which also replaces NaN.
+__device__ inline float min_magnitude(float x, float bound) {
+#if __CUDA_ARCH__ >= 860
+  float result;
+  asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(bound));
+  return result;
+#else
+  return fminf(fmaxf(x, -bound), bound);
+#endif
+}
+
 // cvt.rn.tf32.f32, or on architectures before sm_90 cvt.rna.tf32.f32: to the nearest TF32 value.
 __device__ inline unsigned cvt_tf32_f32(float x) {
   unsigned result;

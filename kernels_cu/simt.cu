@@ -42,7 +42,7 @@ struct Layout {
   static constexpr int row_threads = Config::threads * rows / Config::Br;
   static constexpr int warp_rows = 32 / row_threads;  // distinct rows a warp reads at once
   static constexpr int keys = Config::Bc / row_threads;
-  static constexpr int columns = ceil_div(Config::head_dim_v, width * row_threads) * width;
+  static constexpr int columns = ceil_div(Config::head_dim_v, width* row_threads) * width;
   static_assert(Config::threads % 32 == 0);
   static_assert(row_threads == 4 || row_threads == 8 || row_threads == 16 || row_threads == 32);
   static_assert(row_threads * Config::Br == Config::threads * rows);
@@ -128,8 +128,8 @@ struct TileLoad {
   __device__ static void copy(T* shared, const Element* source, int count) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
-      ptx::cp_async<unit * int(sizeof(Element))>(ptx::shared_address(shared), source,
-                                                 count * int(sizeof(Element)));
+      ptx::cp_async<unit* int(sizeof(Element))>(ptx::shared_address(shared), source,
+                                                count * int(sizeof(Element)));
       return;
     }
 #endif
@@ -152,8 +152,8 @@ struct TileLoad {
       Vector<T, part> to;
 #pragma unroll
       for (int j = 0; j < part; ++j) {
-        to.at[j] = widen(parts == 2 && which != i ? from.at[(i ^ 1) * part + j]
-                                                  : from.at[i * part + j]);
+        to.at[j] =
+            widen(parts == 2 && which != i ? from.at[(i ^ 1) * part + j] : from.at[i * part + j]);
       }
       *reinterpret_cast<Vector<T, part>*>(shared + which * part) = to;
     }
@@ -175,8 +175,8 @@ struct Rows {
   using T = typename L::T;
   using Vec = typename L::Vec;
 
-  T scores[L::rows][L::keys];    // key j is at position + j * row_threads
-  T out[L::rows][L::columns];    // vector j is at (position + j * row_threads) * width
+  T scores[L::rows][L::keys];      // key j is at position + j * row_threads
+  T out[L::rows][L::columns];      // vector j is at (position + j * row_threads) * width
   SoftmaxRow<T> softmax[L::rows];  // its sum is of this thread's keys only, until finish()
 
   __device__ static int first() {
@@ -443,8 +443,8 @@ struct Kernel {
   __device__ void run() {
     const Mask<Config::causal> mask(p);
     const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
-    const KeyTiles tiles =
-        find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end, work.split, p.num_splits);
+    const KeyTiles tiles = find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end,
+                                                                          work.split, p.num_splits);
     const T scale_log2 = scale_to_log2<T>(p.softmax_scale);
     rows.reset();
     if (tiles.begin < tiles.end) {

@@ -58,8 +58,8 @@ struct SoftmaxRow {
 
   // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The
   // maximum may lag behind that much: a floating-point p and sum lose no precision, and most of the
-  // rescaling is saved (the idea is FlashAttention-4's). False for -inf - -inf: a row that has seen no
-  // key yet.
+  // rescaling is saved (the idea is FlashAttention-4's). False for -inf - -inf: a row that has seen
+  // no key yet.
   __device__ bool outgrown_by(T tile_max, T scale_log2, T slack) const {
     return (tile_max - max) * scale_log2 > slack;
   }
@@ -68,7 +68,7 @@ struct SoftmaxRow {
   __device__ T update_max(T tile_max, T scale_log2, T slack = 0) {
     // Selects rather than branches: lanes of a warp hold different rows.
     const bool grows = outgrown_by(tile_max, scale_log2, slack);
-    const T shrink = 
+    const T shrink =
         Math::exp2(Math::multiply(max, scale_log2) - Math::multiply(tile_max, scale_log2));
     const T rescale = grows ? shrink : T(1);
     max = grows ? tile_max : max;

@@ -15,15 +15,16 @@ struct Partials {
   int64 rows;  // of one split
 
   __device__ explicit Partials(const Params& p)
-      : out(static_cast<T*>(p.workspace)),
-        rows(int64(p.batch) * p.heads_q * p.seqlen_q) {
+      : out(static_cast<T*>(p.workspace)), rows(int64(p.batch) * p.heads_q * p.seqlen_q) {
     lse = out + p.num_splits * rows * HeadDimV;
   }
 
   __device__ static int64 row_index(const Params& p, int batch, int head, int row) {
     return (int64(batch) * p.heads_q + head) * p.seqlen_q + row;
   }
-  __device__ T* out_row(int split, int64 row) const { return out + (split * rows + row) * HeadDimV; }
+  __device__ T* out_row(int split, int64 row) const {
+    return out + (split * rows + row) * HeadDimV;
+  }
   __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
 };
 
@@ -49,8 +50,8 @@ __device__ void combine(const Params& p) {
   const int row = index % p.seqlen_q;
   const int batch_head = index / p.seqlen_q;
   using Element = typename Config::Element;
-  Element* out = p.out.head<Element>(batch_head / p.heads_q, batch_head % p.heads_q) +
-                 row * p.out.row_stride;
+  Element* out =
+      p.out.head<Element>(batch_head / p.heads_q, batch_head % p.heads_q) + row * p.out.row_stride;
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T value = 0;
     for (int s = 0; s < p.num_splits; ++s) {

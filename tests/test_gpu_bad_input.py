@@ -77,6 +77,7 @@ WRONG_KINDS: dict[str, tuple[Change, str]] = {
         lambda q, k, v: ((q, k, v), {"out": zeros(*SHAPE_Q, dtype=np.float32)}),
         "out has dtype float32",
     ),
+    "tile of one number": (lambda q, k, v: ((q, k, v), {"tile": 64}), "tile is 64"),
 }
 
 WRONG_VALUES: dict[str, tuple[Change, str]] = {
@@ -107,7 +108,6 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
     "offset without a mask": (lambda q, k, v: ((q, k, v), {"q_offset": 3}), "causal=True"),
     "family": (lambda q, k, v: ((q, k, v), {"family": "magic"}), "unknown family 'magic'"),
     "tile": (lambda q, k, v: ((q, k, v), {"tile": {"rows": 4}}), "unknown tile field 'rows'"),
-    "tile of one number": (lambda q, k, v: ((q, k, v), {"tile": 64}), "tile is 64"),
     "shape of out": (
         lambda q, k, v: ((q, k, v), {"out": zeros(2, 71, 4, 64)}),
         "out has shape (2, 71, 4, 64); expected (2, 70, 4, 64)",
@@ -244,3 +244,10 @@ def test_arrays_of_another_device_are_refused(qkv: list[Any]) -> None:
         Truth.of(random_values(CASE)).check(out.get())
     with pytest.raises(ValueError, match="k lies on device 1, but the current device is 0"):
         flash_attention(qkv[0], other[1], qkv[2])
+    out = zeros(*SHAPE_Q)
+    flash_attention(*qkv, out=out)
+    with cupy.cuda.Device(1):
+        far_out = zeros(*SHAPE_Q)
+    # A call like one that went well before, but for where `out` lies.
+    with pytest.raises(ValueError, match="out lies on device 1, but the current device is 0"):
+        flash_attention(*qkv, out=far_out)

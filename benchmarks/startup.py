@@ -1,0 +1,87 @@
+"""What a first call costs: a cold compile, and the first call of a later process.
+
+    python benchmarks/startup.py --output benchmarks/results/startup.json
+
+Each figure is the median over fresh processes; the first of each round has an empty kernel cache,
+the second finds its kernel there. Both count from after the imports to the synchronized result, the
+creation of the CUDA context apart. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from cupy_flash.cli.environment import metadata
+from cupy_flash.device import device_for_id
+
+_CALL = """
+import json, sys, time
+import cupy
+import cupy_flash
+q = cupy.zeros((1, 512, 8, {head_dim}), "float32").astype("{dtype}")
+cupy.cuda.Device().synchronize()
+start = time.perf_counter()
+cupy_flash.flash_attention(q, q, q, causal=True)
+cupy.cuda.Device().synchronize()
+print(json.dumps(time.perf_counter() - start))
+"""
+
+_CASES = (("float16", 64), ("float16", 128), ("float32", 64))
+
+
+def first_call_seconds(dtype: str, head_dim: int, cache: str) -> float:
+    """Seconds of the first call in a new process that keeps kernels under `cache`."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CALL.format(dtype=dtype, head_dim=head_dim)],
+        env=os.environ | {"CUPY_CACHE_DIR": cache},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return float(json.loads(done.stdout))
+
+
+def measure(dtype: str, head_dim: int, rounds: int) -> dict[str, object]:
+    """One row: cold and warm first call, in seconds."""
+    cold, warm = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            # CuPy's own conversion kernel, so that the timed call compiles ours only.
+            first_call_seconds("float16" if dtype == "float32" else dtype, 8, cache)
+            cold.append(first_call_seconds(dtype, head_dim, cache))
+            warm.append(first_call_seconds(dtype, head_dim, cache))
+    return {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "cold_first_call_s": statistics.median(cold),
+        "warm_first_call_s": statistics.median(warm),
+        "rounds": rounds,
+    }
+
+
+@click.command()
+@click.option("--rounds", default=3, show_default=True, help="Fresh caches to start from.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the rows as JSON.")
+def main(rounds: int, output: Path | None) -> None:
+    """Measure first calls in new processes."""
+    rows = [measure(dtype, head_dim, rounds) for dtype, head_dim in _CASES]
+    for row in rows:
+        click.echo(
+            f"{row['dtype']} head_dim {row['head_dim']}: cold {row['cold_first_call_s']:.2f} s, "
+            f"from the cache {row['warm_first_call_s']:.3f} s"
+        )
+    if output:
+        record = {"metadata": metadata(device_for_id(0).name), "rows": rows}
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -103,14 +103,15 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         v.dtype.num,
         (q_address | k_address | v_address) & (MAX_ALIGNMENT - 1),
         options,
-        None if out is None else (out.shape, out.strides, out.dtype.num, out.data.ptr % 16),
+        None if out is None else _out_key(out),
         tuning.generation(),
     )
     call = _calls.get(key)
     if call is None:
         _require_device(device_id, q, k, v, out)
         if not all(map(is_readable_in_place, (q, k, v))):
-            return forward(*(readable_in_place(a) for a in (q, k, v)), out, options)
+            q, k, v = map(readable_in_place, (q, k, v))
+            return forward(q, k, v, out, options)
         call = _prepare(q, k, v, out, options, device_id)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
@@ -136,6 +137,11 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     return out, lse
 
 
+def _out_key(out: Any) -> tuple[Any, ...]:
+    alignment = out.data.ptr & (MAX_ALIGNMENT - 1)
+    return (out.data.device_id, out.shape, out.strides, out.dtype.num, alignment)
+
+
 def _require_device(device_id: int, *arrays: Any) -> None:
     for name, array in zip(("q", "k", "v", "out"), arrays, strict=True):
         if array is not None and array.data.device_id != device_id:
@@ -148,9 +154,10 @@ def _require_device(device_id: int, *arrays: Any) -> None:
 
 def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_id: int) -> _Call:
     problem = problem_of(q, k, v, out, options)
-    plan = make_plan(problem, device_for_id(device_id), family=options.family, tile=options.tile)
-    kernels = ()
-    if not problem.is_empty:
+    device = device_for_id(device_id)
+    plan = make_plan(problem, device, family=options.family, tile=options.tile)
+    kernels: tuple[Any, ...] = ()
+    if plan.unit is not None and not problem.is_empty:
         loaded = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})
         kernels = tuple(
             (loaded[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory) for e in plan.launches
@@ -163,7 +170,7 @@ def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_i
         params=PackedParams(
             problem,
             num_splits=plan.num_splits,
-            section_heads=section_heads(problem, plan.device),
+            section_heads=section_heads(problem, device),
         ),
         kernels=kernels,
     )

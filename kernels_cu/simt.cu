@@ -268,7 +268,10 @@ struct Rows {
     }
   }
 
+  // out += P V. The tile's share is summed alone, in the registers that the scores have left: a sum
+  // over thousands of keys in one go would lose more to rounding than a library's blocked product.
   __device__ void multiply_values(const T* p, const T* v) {
+    T sums[L::rows][L::columns] = {};
     p += first() * L::p_stride;
     v += L::position() * L::width;
 #pragma unroll(Config::unroll)
@@ -285,11 +288,16 @@ struct Rows {
           for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
             for (int x = 0; x < L::width; ++x) {
-              out[i][j + x] = fma(p_part[i].at[w], v_part.at[x], out[i][j + x]);
+              sums[i][j + x] = fma(p_part[i].at[w], v_part.at[x], sums[i][j + x]);
             }
           }
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < L::rows; ++i) {
+#pragma unroll
+      for (int j = 0; j < L::columns; ++j) out[i][j] += sums[i][j];
     }
   }
 

@@ -151,11 +151,13 @@ class SimtFamily(Family):
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
-        # Scores, outputs, one vector of Q or P and three statistics of each row; two vectors more.
+        # Outputs, scores or a tile's share of the outputs, one vector of Q or P and three statistics
+        # of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size
         keys, columns = _keys_and_columns(problem, tile)
-        return (tile.rows_per_thread * (keys + columns + width + 3) + 2 * width) * size // 4
+        per_row = max(keys, columns) + columns + width + 3
+        return (tile.rows_per_thread * per_row + 2 * width) * size // 4
 
     def _blocks_per_sm(self, problem: Problem, device: Device, tile: SimtTile) -> int:
         return device.blocks_per_sm(

@@ -106,7 +106,12 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         None if out is None else _out_key(out),
         tuning.generation(),
     )
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:
+        # An option of a kind that cannot be part of a key: the checks say which, and what to pass.
+        problem_of(q, k, v, out, options)
+        raise
     if call is None:
         _require_device(device_id, q, k, v, out)
         if not all(map(is_readable_in_place, (q, k, v))):

@@ -101,7 +101,9 @@ def test_csv_and_markdown_hold_a_line_for_each_row(tmp_path: Path) -> None:
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(rows)
 
 
-def test_the_table_fits_80_columns_and_states_the_flop_convention() -> None:
+def test_the_table_fits_80_columns_and_states_the_flop_convention(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
     result = bench(*RAGGED, *ON_CPU, "--causal", "no,yes", "--layout", "bshd,bhsd")
 
     assert result.exit_code == 0

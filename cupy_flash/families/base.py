@@ -22,6 +22,9 @@ KERNEL_DIR = next(
     _PACKAGE / "kernels_cu",
 )
 
+# Thread blocks of one launch.
+MAX_GRID = 2**31 - 1
+
 _ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
 
 

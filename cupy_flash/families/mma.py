@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
@@ -82,6 +82,8 @@ class MmaFamily(Family):
             return "its tensor-core products take float16, bfloat16 or float32, not float64"
         if problem.dtype == "float32" and max(problem.head_dim, problem.head_dim_v) > 128:
             return "its float32 products need too many registers for head dims over 128"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         return None
@@ -119,6 +121,9 @@ class MmaFamily(Family):
                 f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
                 f"{device.shared_memory_per_block // 1024} KiB per block"
             )
+        blocks = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
+        if blocks > MAX_GRID:
+            return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
         cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
         need = self._registers(problem, tile)
         if need > cap:
@@ -139,10 +144,13 @@ class MmaFamily(Family):
         return scores + output + queries + products + 30
 
     def default_tile(self, problem: Problem, device: Device) -> Tile:
-        for tile in _preferred_tiles(problem, device):
-            if self.why_not_tile(problem, device, tile) is None:
-                return tile
-        return next(self.tiles(problem, device))
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+        tiles = itertools.chain(_preferred_tiles(problem, device), self.candidates(problem, device))
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, MmaTile)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.device import Device
-from cupy_flash.families.base import Family, Launch, ceil_div
+from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 _TILE = 32
 _SOFTMAX_WARPS = 8
-_MAX_GRID = 2**31 - 1
 # More than any GPU's memory; beyond it, byte counts help nobody.
 _MAX_WORKSPACE = 2**40
 
@@ -43,8 +42,8 @@ class NaiveFamily(Family):
                 f"the limit is 1 TiB"
             )
         grid = max(launch.grid[0] for launch in self.launches(problem, NaiveTile(), 1))
-        if grid > _MAX_GRID:
-            return f"needs {grid} thread blocks in a launch; the limit is {_MAX_GRID}"
+        if grid > MAX_GRID:
+            return f"needs {grid} thread blocks in a launch; the limit is {MAX_GRID}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[NaiveTile]:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 ENTRY = "simt_forward"
 # Queries that one low tile holds.
 _FEW = 16
-_MAX_GRID = 2**31 - 1
 _MAX_REGISTERS = 255
 # Compile time grows with it, and a step of 8 x 8 is 256 multiply-adds already.
 _MAX_UNROLL = 16
@@ -120,8 +119,8 @@ class SimtFamily(Family):
                 f"needs {shared_memory} bytes of shared memory, and {device.name} allows "
                 f"{device.shared_memory_per_block} per block"
             )
-        if ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q > _MAX_GRID:
-            return f"needs more than the {_MAX_GRID} thread blocks of a launch; take a larger Br"
+        if ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q > MAX_GRID:
+            return f"needs more than the {MAX_GRID} thread blocks of a launch; take a larger Br"
         return None
 
     def default_tile(self, problem: Problem, device: Device) -> SimtTile:
@@ -151,8 +150,8 @@ class SimtFamily(Family):
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
-        # Outputs, scores or a tile's share of the outputs, one vector of Q or P and three statistics
-        # of each row; two vectors more.
+        # Outputs, scores or a tile's share of the outputs, one vector of Q or P and three
+        # statistics of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size
         keys, columns = _keys_and_columns(problem, tile)

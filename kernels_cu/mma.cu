@@ -109,7 +109,7 @@ struct MmaForward {
     if constexpr (Config::q_in_registers) {
       ptx::cp_async_wait_group<stages - 2>();
       __syncthreads();
-      products.keep_queries(warp_queries());
+      products.queries.keep(warp_queries());
     }
     reset();
     int tile = last;

@@ -4,6 +4,7 @@
 #include "element.cuh"
 #include "layout.cuh"
 #include "ptx.cuh"
+#include "queries.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -51,24 +52,7 @@ struct Products16Bit {
   using Output = float[row_tiles][columns_v / 8][4];
 
   const int lane = threadIdx.x % 32;
-  static constexpr int kept_steps = Config::q_in_registers ? k_steps : 1;
-  unsigned q_fragments[kept_steps][row_tiles][4];
-
-  // Of the lane's address within the warp's rows of Q.
-  __device__ unsigned q_lane(unsigned q_shared) const {
-    return q_shared + KeyLayout::offset(lane % 16, lane / 16);
-  }
-
-  __device__ void keep_queries(unsigned q_shared) {
-#pragma unroll
-    for (int step = 0; step < kept_steps; ++step) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q_fragments[step][i],
-                         KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
-      }
-    }
-  }
+  QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
   // scores += Q K^T. The fragment of the next step is read from shared memory while this one is
   // multiplied.
@@ -77,12 +61,6 @@ struct Products16Bit {
 
     unsigned q[row_tiles][4];
     unsigned k[2][4];
-    auto load_q = [&](int step) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q[i], KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
-      }
-    };
     auto load_k = [&](int number) {
       ptx::ldmatrix_x4(k[number % 2],
                        KeyLayout::advance(k_lane, number % key_steps * 16, number / key_steps * 2));
@@ -90,16 +68,15 @@ struct Products16Bit {
     load_k(0);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      if (!Config::q_in_registers) load_q(step);
+      queries.load(q, q_shared, step);
 #pragma unroll
       for (int pair = 0; pair < key_steps; ++pair) {
         const int current = step * key_steps + pair;
         if (current + 1 < k_steps * key_steps) load_k(current + 1);
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
-          const unsigned(&a)[4] = Config::q_in_registers ? q_fragments[step % kept_steps][i] : q[i];
-          mma<Element>(scores[i][2 * pair], a, k[current % 2][0], k[current % 2][1]);
-          mma<Element>(scores[i][2 * pair + 1], a, k[current % 2][2], k[current % 2][3]);
+          mma<Element>(scores[i][2 * pair], q[i], k[current % 2][0], k[current % 2][1]);
+          mma<Element>(scores[i][2 * pair + 1], q[i], k[current % 2][2], k[current % 2][3]);
         }
       }
     }

@@ -10,6 +10,7 @@
 
 #include "layout.cuh"
 #include "ptx.cuh"
+#include "queries.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -44,23 +45,7 @@ struct ProductsTf32x3 {
   using Output = float[row_tiles][columns_v / 8][4];
 
   const int lane = threadIdx.x % 32;
-  static constexpr int kept_steps = Config::q_in_registers ? k_steps : 1;
-  unsigned q_fragments[kept_steps][row_tiles][4];
-
-  __device__ unsigned q_lane(unsigned q_shared) const {
-    return q_shared + KeyLayout::offset(lane % 16, lane / 16);
-  }
-
-  __device__ void keep_queries(unsigned q_shared) {
-#pragma unroll
-    for (int step = 0; step < kept_steps; ++step) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-        ptx::ldmatrix_x4(q_fragments[step][i],
-                         KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
-      }
-    }
-  }
+  QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
   // d[i][t] += a[i] b[t] for all row tiles and Tiles column tiles, the small terms first. Products
   // that wait for each other's sums stand a whole round apart.
@@ -98,18 +83,13 @@ struct ProductsTf32x3 {
     // are.
 #pragma unroll(Config::q_in_registers ? k_steps : 2)
     for (int step = 0; step < k_steps; ++step) {
+      unsigned raw[row_tiles][4];
+      queries.load(raw, q_shared, step);
       SplitFloat q[row_tiles][4];
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        unsigned raw[4];
-        if (!Config::q_in_registers) {
-          ptx::ldmatrix_x4(raw, KeyLayout::advance(q_lane(q_shared), 16 * i, 2 * step));
-        }
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          q[i][r] = SplitFloat::of(__uint_as_float(
-              Config::q_in_registers ? q_fragments[step % kept_steps][i][r] : raw[r]));
-        }
+        for (int r = 0; r < 4; ++r) q[i][r] = SplitFloat::of(__uint_as_float(raw[i][r]));
       }
 #pragma unroll
       for (int pair = 0; pair < key_pairs; ++pair) {

@@ -78,10 +78,11 @@ def attention_reference(
 
     Notes
     -----
-    NaN and inf in what a query sees propagate as the formula has them, with one exception: a query that sees no key, or whose every seen score is -inf, gives 0 and an lse of
-    -inf. A masked key never reaches the query's result, whatever it holds. A NaN or inf in the
-    *value* row of a masked key may or may not reach it (the formula has 0 * NaN there, but whole
-    chunks of keys that no query sees are left out): do not rely on either.
+    NaN and inf in what a query sees propagate as the formula has them, with one exception: a query
+    that sees no key, or whose every seen score is -inf, gives 0 and an lse of -inf. A masked key
+    never reaches the query's result, whatever it holds. A NaN or inf in the *value* row of a masked
+    key may or may not reach it (the formula has 0 * NaN there, but whole chunks of keys that no
+    query sees are left out): do not rely on either.
     """
     xp = _array_module(q)
     q, k, v = _as_bhsd(q, k, v, layout)

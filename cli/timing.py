@@ -63,14 +63,23 @@ class Timer(Protocol):
         """Milliseconds of each repeat of each call, taking turns."""
 
 
-class HostTimer:
-    """Times calls that return when they are done."""
+# Threads of a BLAS that had several spin for some 20 to 30 ms after a product before they sleep;
+# until then they take the cores from whoever is timed next.
+_SETTLE_SECONDS = 0.1
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
+
+class HostTimer:
+    """Times calls that return when they are done, each on cores that have come to rest."""
+
+    def __init__(
+        self, clock: Clock = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._clock = clock
+        self._sleep = sleep
 
     def once(self, timed: Timed) -> float:
         with timed.scope():
+            self._sleep(_SETTLE_SECONDS)
             start = self._clock()
             timed.call()
             return self._clock() - start

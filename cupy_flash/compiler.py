@@ -36,14 +36,20 @@ class Cubin:
     seconds: float
 
 
-def compile_options(device: Device) -> tuple[str, ...]:
+def compile_options() -> tuple[str, ...]:
     """NVRTC options besides the architecture."""
     return (*_OPTIONS, f"-I{KERNEL_DIR}")
 
 
+def _module_options(unit: TranslationUnit, device: Device) -> tuple[str, ...]:
+    # CuPy appends the architecture; NVRTC 12.9 and newer let a more specific one stand before it.
+    specific = (f"-arch={unit.target(device)}",) if unit.arch_specific else ()
+    return (*compile_options(), *specific)
+
+
 def unit_digest(unit: TranslationUnit, device: Device) -> str:
     """Key of a unit's machine code: its text (which holds the sources' digest), target, options."""
-    text = "\0".join([unit.text, device.sm, *_OPTIONS])
+    text = "\0".join([unit.text, unit.target(device), *_OPTIONS])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -90,7 +96,7 @@ def compile_cubin(unit: TranslationUnit, device: Device) -> Cubin:
     start = time.perf_counter()
     program = nvrtc.createProgram(unit.text, "unit.cu", (), ())
     try:
-        options = (*compile_options(device), f"-arch={device.sm}", "--ptxas-options=-v")
+        options = (*compile_options(), f"-arch={unit.target(device)}", "--ptxas-options=-v")
         if nvrtc.getVersion() >= (13, 0):
             # From its own cache NVRTC returns the image without the report on registers.
             options += ("-no-cache",)
@@ -224,7 +230,7 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
         raise CompileError(f"{unit.title} for {device.sm}: {reason}")
     cache = kernel_cache_dir()
     logger.info("%s for %s: compiling unless cached in %s", unit.title, device.name, cache)
-    module = cupy.RawModule(code=unit.text, options=compile_options(device))
+    module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
@@ -233,7 +239,7 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
         # A cache that cannot be written costs a compilation in each process, no more.
         logger.warning("%s cannot be written (%s): kernels are not kept on disk", cache, error)
         with _kernels_in_memory():
-            module = cupy.RawModule(code=unit.text, options=compile_options(device))
+            module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
             module.compile()
     return module, f"cache {cache}"
 

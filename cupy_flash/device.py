@@ -26,6 +26,8 @@ class Device:
         32-bit registers, resident threads and resident thread blocks.
     l2_cache
         Size of the L2 cache.
+    arch_specific
+        Whether code can be compiled that only this architecture runs, such as for ``sm_90a``.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Device:
     threads_per_sm: int
     max_blocks_per_sm: int
     l2_cache: int
+    arch_specific: bool = True
 
     @property
     def sm(self) -> str:
@@ -153,7 +156,18 @@ def device_for_id(device_id: int) -> Device:
         threads_per_sm=properties["maxThreadsPerMultiProcessor"],
         max_blocks_per_sm=properties["maxBlocksPerMultiProcessor"],
         l2_cache=properties["l2CacheSize"],
+        arch_specific=_nvrtc_takes_two_targets(),
     )
+
+
+def _nvrtc_takes_two_targets() -> bool:
+    """Whether a target may be named before the one that CuPy appends: from NVRTC 12.9 on."""
+    try:
+        from cupy.cuda import nvrtc
+
+        return bool(nvrtc.getVersion() >= (12, 9))
+    except Exception:  # no NVRTC at all: then only kernels built ahead are used
+        return True
 
 
 @functools.cache

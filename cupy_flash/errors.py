@@ -12,3 +12,7 @@ class CompileError(RuntimeError):
 
 class UnsupportedError(ValueError):
     """No kernel family (or not the one asked for) can serve the problem here."""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a request."""

@@ -20,10 +20,10 @@ from cupy_flash.arrays import (
 )
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
-from cupy_flash.families.split import section_heads
 from cupy_flash.params import PackedParams
 from cupy_flash.planner import FrozenTile, make_plan
 from cupy_flash.problem import MAX_ALIGNMENT, ArraySpec, Problem, contiguous_strides, make_problem
+from cupy_flash.tensor_map import TensorMaps
 
 # Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
 _MAX_CALLS = 4096
@@ -50,6 +50,7 @@ class _Call:
     lse_shape: tuple[int, int, int]
     lse_dtype: str
     params: PackedParams
+    tensor_maps: TensorMaps | None
     kernels: tuple[tuple[Any, tuple[int, int, int], tuple[int, int, int], int], ...]
 
 
@@ -137,8 +138,13 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
             0 if lse is None else lse.data.ptr,
             0 if workspace is None else workspace.ptr,
         )
+        if call.tensor_maps is None:
+            arguments: tuple[Any, ...] = (params,)
+        else:
+            # A kernel without a parameter for the maps is not given them.
+            arguments = (params, call.tensor_maps.at((q_address, k_address, v_address)))
         for kernel, grid, block, shared_memory in call.kernels:
-            kernel(grid, block, (params,), shared_memory)
+            kernel(grid, block, arguments, shared_memory)
     return out, lse
 
 
@@ -175,8 +181,9 @@ def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_i
         params=PackedParams(
             problem,
             num_splits=plan.num_splits,
-            section_heads=section_heads(problem, device),
+            section_heads=plan.section_heads,
         ),
+        tensor_maps=TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
         kernels=kernels,
     )
 

@@ -12,6 +12,7 @@ from cupy_flash.device import Device, Resources
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
 from cupy_flash.problem import Problem
+from cupy_flash.tensor_map import TensorMapSpec
 from cupy_flash.tile import Tile
 
 # What a caller may pass as `tile`, and the same in a form that can be part of a key.
@@ -35,6 +36,10 @@ class Plan:
         Kernel launches, in order.
     workspace
         Bytes of device memory besides the arrays.
+    section_heads
+        Query heads whose query tiles are interleaved in the order of the work.
+    tensor_maps
+        What the kernels are told of q, k and v besides their addresses; empty for most.
     unit
         The translation unit; None for the CPU backend.
     reason
@@ -52,6 +57,8 @@ class Plan:
     num_splits: int
     launches: tuple[Launch, ...]
     workspace: int
+    section_heads: int
+    tensor_maps: tuple[TensorMapSpec, ...] = field(repr=False)
     unit: TranslationUnit | None = field(repr=False)
     reason: str
     rejected: Mapping[str, str]
@@ -218,8 +225,10 @@ def plan_tile(
         family=family.name,
         tile=tile,
         num_splits=num_splits,
-        launches=family.launches(problem, tile, num_splits),
+        launches=family.launches(problem, device, tile, num_splits),
         workspace=family.workspace(problem, num_splits),
+        section_heads=family.section_heads(problem, device, tile),
+        tensor_maps=family.tensor_maps(problem, tile),
         unit=family.unit(problem, tile, num_splits),
         reason=reason,
         rejected=rejected or {},
@@ -306,6 +315,8 @@ def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
         num_splits=1,
         launches=(),
         workspace=cpu.scratch_bytes(problem, tile),
+        section_heads=1,
+        tensor_maps=(),
         unit=None,
         reason=reason,
         rejected=dict.fromkeys(FAMILIES, no_gpu) if no_gpu else {},

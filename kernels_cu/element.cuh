@@ -54,6 +54,20 @@ __device__ inline double narrow<double>(double x) {
   return x;
 }
 
+#if __CUDA_ARCH__ >= 800
+// Two 16-bit elements in one register, the first in the lower half.
+template <class Element>
+__device__ unsigned pack(float low, float high);
+template <>
+__device__ inline unsigned pack<half_t>(float low, float high) {
+  return ptx::cvt_rn_f16x2_f32(low, high);
+}
+template <>
+__device__ inline unsigned pack<bfloat16_t>(float low, float high) {
+  return ptx::cvt_rn_bf16x2_f32(low, high);
+}
+#endif
+
 // N elements that move as one memory access.
 template <class Element, int N>
 struct alignas(sizeof(Element) * N) Vector {

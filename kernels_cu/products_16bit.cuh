@@ -10,9 +10,6 @@
 
 template <class Element>
 __device__ void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
-template <class Element>
-__device__ unsigned pack(float low, float high);
-
 template <>
 __device__ inline void mma<half_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                    unsigned b1) {
@@ -22,14 +19,6 @@ template <>
 __device__ inline void mma<bfloat16_t>(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                        unsigned b1) {
   ptx::mma_m16n8k16_bf16(d, a, b0, b1);
-}
-template <>
-__device__ inline unsigned pack<half_t>(float low, float high) {
-  return ptx::cvt_rn_f16x2_f32(low, high);
-}
-template <>
-__device__ inline unsigned pack<bfloat16_t>(float low, float high) {
-  return ptx::cvt_rn_bf16x2_f32(low, high);
 }
 
 // Q (16 * row_tiles rows), K and V are SwizzledRows in shared memory. S and O live in accumulator

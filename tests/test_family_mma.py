@@ -134,7 +134,7 @@ def test_every_feature_compiles_for_every_architecture(name, cubins):
     unit, cubin = FEATURES[name], cubins[name].result()
     assert mma.why_not_tile(unit.case, unit.device, unit.tile) is None
     assert "warning" not in cubin.log
-    launches = mma.launches(unit.case, unit.tile, unit.num_splits)
+    launches = mma.launches(unit.case, unit.device, unit.tile, unit.num_splits)
     assert set(cubin.resources) == {launch.entry for launch in launches}
     for resources in cubin.resources.values():
         assert resources.registers <= register_limit(unit)
@@ -221,7 +221,7 @@ def test_shared_memory_is_the_query_tile_and_the_ring_with_rows_padded_to_whole_
 
 @pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (64, 1), (65, 2), (799, 13)])
 def test_the_grid_has_a_block_for_each_query_tile_of_each_head_and_split(seqlen, q_tiles):
-    (launch, *_) = mma.launches(problem(seqlen=seqlen), TILE, 3)
+    (launch, *_) = mma.launches(problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
     assert launch.grid == (q_tiles * 4 * 16 * 3, 1, 1)
     assert launch.threads == 128
     assert launch.shared_memory == mma.shared_memory(problem(), TILE)

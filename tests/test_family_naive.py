@@ -39,7 +39,7 @@ def test_the_workspace_is_the_score_matrix_in_the_accumulators_type(dtype, size)
 
 
 def test_three_kernels_cover_scores_rows_and_outputs():
-    scores, softmax, output = naive.launches(problem(), NaiveTile(), 1)
+    scores, softmax, output = naive.launches(problem(), device_for_arch(90), NaiveTile(), 1)
     assert [x.entry for x in (scores, softmax, output)] == ["scores", "softmax", "output"]
     assert scores.grid[0] == 2 * 6 * 4 * 7
     assert softmax.grid[0] * softmax.threads // 32 >= 2 * 6 * 113
@@ -50,7 +50,7 @@ def test_three_kernels_cover_scores_rows_and_outputs():
 def test_without_keys_every_launch_still_has_a_block():
     case = problem(seqlen_k=0)
     assert naive.workspace(case, 1) == 0
-    assert all(launch.grid[0] >= 1 for launch in naive.launches(case, NaiveTile(), 1))
+    assert all(launch.grid[0] >= 1 for launch in naive.launches(case, device_for_arch(90), NaiveTile(), 1))
 
 
 def test_its_tile_is_fixed():

@@ -100,7 +100,7 @@ def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
     tile = simt.default_tile(one, h100)
     assert simt.num_splits(many, h100, simt.default_tile(many, h100)) == 1
     splits = simt.num_splits(one, h100, tile)
-    forward, combine = simt.launches(one, tile, splits)
+    forward, combine = simt.launches(one, h100, tile, splits)
     assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
     assert combine.grid[0] * combine.threads // 32 >= one.rows
     assert simt.workspace(one, splits) == splits * 4096 * (64 + 1) * 4

@@ -13,6 +13,7 @@ from pathlib import Path
 from cupy_flash.device import Device
 from cupy_flash.params import layout_assertions
 from cupy_flash.problem import Problem
+from cupy_flash.tensor_map import TensorMapSpec
 from cupy_flash.tile import Tile
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -40,11 +41,18 @@ class TranslationUnit:
         Names of the ``extern "C"`` kernels, in launch order.
     title
         What it is, for people: family, dtype, head dims, tile.
+    arch_specific
+        Whether it uses instructions that only its own architecture has (``sm_90a``).
     """
 
     text: str
     entries: tuple[str, ...]
     title: str
+    arch_specific: bool = False
+
+    def target(self, device: Device) -> str:
+        """The compiler's name of the architecture to compile for."""
+        return device.sm + "a" * self.arch_specific
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Family(ABC):
     tile_type: type[Tile]
     # Whether the planner may choose it unasked.
     automatic: bool = True
+    # Whether its code is for one architecture only (see `TranslationUnit`).
+    arch_specific: bool = False
 
     @abstractmethod
     def why_not(self, problem: Problem, device: Device) -> str | None:
@@ -98,8 +108,18 @@ class Family(ABC):
         """Bytes of device memory needed besides the arrays."""
         return 0
 
+    def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
+        """Query heads whose query tiles are interleaved (see `kernels_cu/schedule.cuh`)."""
+        return heads_in_l2(problem, device)
+
+    def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
+        """Tensor maps of q, k and v, which the kernels take after the params, if any."""
+        return ()
+
     @abstractmethod
-    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
         """The kernel launches, in order."""
 
     @abstractmethod
@@ -146,7 +166,7 @@ class Family(ABC):
             + (" split" if num_splits > 1 else "")
             + f" tile {tile}"
         )
-        return TranslationUnit("\n".join(lines) + "\n", tuple(entries), title)
+        return TranslationUnit("\n".join(lines) + "\n", tuple(entries), title, self.arch_specific)
 
     def digest(self) -> str:
         """Hash of the family's `.cu` and every header it reaches."""
@@ -184,3 +204,14 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple not below value."""
     return ceil_div(value, multiple) * multiple
+
+
+def heads_in_l2(problem: Problem, device: Device) -> int:
+    """Query heads whose keys and values half the L2 cache holds together.
+
+    Whole groups that share a key/value head: at least one group, at most all heads of the batch.
+    """
+    group = problem.heads_q // problem.heads_kv
+    key_value_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
+    groups = device.l2_cache // 2 // max(1, key_value_bytes)
+    return group * max(1, min(groups, problem.batch * problem.heads_kv))

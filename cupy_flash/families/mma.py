@@ -175,7 +175,9 @@ class MmaFamily(Family):
     def workspace(self, problem: Problem, num_splits: int) -> int:
         return split.workspace(problem, num_splits)
 
-    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
         blocks = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q * num_splits
         main = Launch(
             "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)

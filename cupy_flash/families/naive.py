@@ -41,7 +41,7 @@ class NaiveFamily(Family):
                 f"keeps the score matrix in global memory, here {matrix / 2**40:.3g} TiB; "
                 f"the limit is 1 TiB"
             )
-        grid = max(launch.grid[0] for launch in self.launches(problem, NaiveTile(), 1))
+        grid = max(launch.grid[0] for launch in self._launches(problem, NaiveTile()))
         if grid > MAX_GRID:
             return f"needs {grid} thread blocks in a launch; the limit is {MAX_GRID}"
         return None
@@ -69,7 +69,12 @@ class NaiveFamily(Family):
         accumulator = 8 if problem.dtype == "float64" else 4
         return problem.rows * problem.seqlen_k * accumulator
 
-    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
+        return self._launches(problem, tile)
+
+    def _launches(self, problem: Problem, tile: Tile) -> tuple[Launch, ...]:
         row_tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tile.Br)
         # With no keys there are no scores, but a launch needs a block.
         scores = max(1, row_tiles * ceil_div(problem.seqlen_k, tile.Bc))
@@ -88,7 +93,7 @@ class NaiveFamily(Family):
                 f"{launch.entry}(const __grid_constant__ Params params) "
                 f"{{ naive::{launch.entry}<Config>(params); }}"
             )
-            for launch in self.launches(problem, tile, num_splits)
+            for launch in self._launches(problem, tile)
         }
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:

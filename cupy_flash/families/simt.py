@@ -195,7 +195,9 @@ class SimtFamily(Family):
     def workspace(self, problem: Problem, num_splits: int) -> int:
         return split.workspace(problem, num_splits)
 
-    def launches(self, problem: Problem, tile: Tile, num_splits: int) -> tuple[Launch, ...]:
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
         q_tiles = ceil_div(problem.seqlen_q, tile.Br)
         grid = (q_tiles * problem.batch * problem.heads_q * num_splits, 1, 1)
         forward = Launch(ENTRY, grid, self.threads(tile), self.shared_memory(problem, tile))

@@ -79,14 +79,3 @@ def combine_entries(num_splits: int) -> dict[str, str]:
             f"{COMBINE}(const __grid_constant__ Params params) {{ combine<Config>(params); }}"
         )
     }
-
-
-def section_heads(problem: Problem, device: Device) -> int:
-    """Query heads whose keys and values half the L2 cache holds together.
-
-    Whole groups that share a key/value head: at least one group, at most all heads of the batch.
-    """
-    group = problem.heads_q // problem.heads_kv
-    key_value_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    groups = device.l2_cache // 2 // max(1, key_value_bytes)
-    return group * max(1, min(groups, problem.batch * problem.heads_kv))

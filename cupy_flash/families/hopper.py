@@ -1,0 +1,270 @@
+"""Fused attention for float16 and bfloat16 on Hopper (sm_90a): `kernels_cu/hopper.cu`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.device import Device
+from cupy_flash.families import persistent, split
+from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.problem import Problem, Strides
+from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
+from cupy_flash.tile import Tile
+
+_WARPGROUP = 128
+# Registers of a thread: what the producer keeps, and the most that setmaxnreg grants a consumer.
+_PRODUCER_REGISTERS = 24
+_MOST_REGISTERS = 240
+# Of a consumer, for addresses and state, besides S, P and O.
+_STATE_REGISTERS = 24
+# More tiles of keys and values on their way brought nothing.
+_MOST_STAGES = 8
+_BARRIER_BYTES = 8
+_VISIT_BYTES = 32
+
+
+@dataclass(frozen=True)
+class HopperTile(Tile):
+    """Tile of the `hopper` family. Each 64 of the Br rows are a consumer warpgroup's.
+
+    Attributes
+    ----------
+    stages
+        Tiles of keys or values in the shared-memory ring.
+    q_stages
+        Query tiles in shared memory: with 2, the next one arrives while this one is in use.
+    turns
+        1 has the warpgroups take turns at the tensor cores (FlashAttention-3, section 3.1).
+    guesses
+        Exponentials of a lane that are started before the scores' maximum is known.
+    """
+
+    stages: int = 2
+    q_stages: int = 1
+    turns: int = 1
+    guesses: int = 16
+
+
+def _preferred_tiles(problem: Problem) -> list[tuple[int, int, int]]:
+    """(Br, Bc, q_stages) from the best down, of which the first that fits becomes the default.
+
+    The figures are TFLOP/s on an H100, bfloat16, CUDA 13.0, at batch x seqlen 16384 and heads x
+    head_dim 2048: seqlen 512, 1024, 4096 full; the same causal.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if problem.seqlen_q <= 64:
+        return [(64, 128, 2), (64, 128, 1), (64, 64, 1)]
+    if widest <= 64:
+        small, large = (128, 128, 2), (192, 128, 2)
+        short = problem.causal and problem.seqlen_k < 2048
+        return [small, large] if short else [large, small]
+    if widest <= 128:
+        return [(128, 128, 2), (128, 64, 2)]
+    if widest <= 192:
+        return [(128, 96, 1), (128, 64, 1)]
+    return [(128, 64, 1), (64, 64, 1)]
+
+
+def _slab_columns(head_dim: int) -> int:
+    """Columns of one line of shared memory, which is also the swizzle's width."""
+    return 64 if round_up(head_dim, 32) % 64 == 0 else 32
+
+
+class HopperFamily(Family):
+    """FlashAttention-3 with the blocks of all query tiles in one stream: wgmma and TMA."""
+
+    name = "hopper"
+    source = "hopper.cu"
+    tile_type = HopperTile
+    arch_specific = True
+
+    def why_not(self, problem: Problem, device: Device) -> str | None:
+        if problem.itemsize != 2:
+            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if device.arch != 90:
+            return f"needs sm_90 for wgmma, not {device.sm}"
+        if not device.arch_specific:
+            return "needs NVRTC 12.9 or newer, which compiles for sm_90a"
+        if problem.seqlen_k == 0:
+            return "the copy engine cannot address arrays without keys"
+        if problem.alignment < STRIDE_UNIT:
+            return (
+                f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
+                f"{problem.alignment}"
+            )
+        if reason := self._why_not_strides(problem):
+            return reason
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
+    def _why_not_strides(self, problem: Problem) -> str | None:
+        for spec in self.tensor_maps(problem, HopperTile(64, 16)):
+            for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
+                if length > 1 and not 0 <= stride < MAX_STRIDE:
+                    return f"the copy engine cannot step {stride} bytes"
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        for Br, Bc, q_stages, turns, guesses in itertools.product(
+            (64, 128, 192), range(32, 257, 16), (1, 2), (0, 1), (4, 16)
+        ):
+            tile = HopperTile(Br, Bc, q_stages=q_stages, turns=turns, guesses=guesses)
+            yield self._with_all_stages(problem, device, tile)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+        assert isinstance(tile, HopperTile)
+        if tile.Br not in (64, 128, 192):
+            return f"Br is {tile.Br}; expected 64, 128 or 192"
+        if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
+            return f"Bc is {tile.Bc}; expected a multiple of 16 up to 256"
+        if tile.stages < 2:
+            return f"stages is {tile.stages}; expected at least 2"
+        if tile.q_stages not in (1, 2):
+            return f"q_stages is {tile.q_stages}; expected 1 or 2"
+        if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
+            return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
+        if not 1 <= tile.guesses <= tile.Bc // 2:
+            return f"guesses is {tile.guesses}; expected 1 to Bc / 2"
+        shared_memory = self.shared_memory(problem, tile)
+        if shared_memory > device.shared_memory_per_block:
+            return (
+                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
+                f"{device.shared_memory_per_block // 1024} KiB per block"
+            )
+        if self._tiles(problem, tile) > MAX_GRID:
+            return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
+        need = self._registers(problem, tile)
+        if need > self._consumer_registers(tile):
+            return f"needs about {need} registers; {self._consumer_registers(tile)} are left to it"
+        return None
+
+    def _registers(self, problem: Problem, tile: HopperTile) -> int:
+        """An estimate from below: S, P and O, and what else lives in the main loop."""
+        return (
+            tile.Bc // 2 + tile.Bc // 4 + round_up(problem.head_dim_v, 16) // 2 + _STATE_REGISTERS
+        )
+
+    def _consumer_registers(self, tile: HopperTile) -> int:
+        consumers = tile.Br // 64
+        share = (65536 // _WARPGROUP - _PRODUCER_REGISTERS) // consumers
+        return min(_MOST_REGISTERS, share // 8 * 8)
+
+    def default_tile(self, problem: Problem, device: Device) -> Tile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+        preferred = (
+            self._with_all_stages(
+                problem,
+                device,
+                # Three consumers leave no registers for more guesses: 16 spill.
+                HopperTile(Br, Bc, 2, q_stages, int(Br > 64), 4 if Br == 192 else 16),
+            )
+            for Br, Bc, q_stages in _preferred_tiles(problem)
+        )
+        tiles = itertools.chain(preferred, self.candidates(problem, device))
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
+        """The tile with as many stages as shared memory has place for."""
+        none = HopperTile(tile.Br, tile.Bc, 0, tile.q_stages)
+        one = HopperTile(tile.Br, tile.Bc, 1, tile.q_stages)
+        fixed = self.shared_memory(problem, none)
+        stage = self.shared_memory(problem, one) - fixed
+        stages = min(_MOST_STAGES, (device.shared_memory_per_block - fixed) // stage)
+        return HopperTile(tile.Br, tile.Bc, max(0, stages), tile.q_stages, tile.turns, tile.guesses)
+
+    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+        assert isinstance(tile, HopperTile)
+        columns, columns_v = (round_up(d, 32) for d in (problem.head_dim, problem.head_dim_v))
+        queries = tile.Br * columns * problem.itemsize
+        stage = tile.Bc * max(columns, columns_v) * problem.itemsize
+        # A slot has two barriers; a visit is kept for each query tile, for one whose output is
+        # being written, and for one whose queries are no longer needed.
+        visits = (tile.q_stages + 2) * _VISIT_BYTES
+        return (
+            tile.q_stages * (queries + 2 * _BARRIER_BYTES)
+            + tile.stages * (stage + 2 * _BARRIER_BYTES)
+            + visits
+        )
+
+    def threads(self, tile: Tile) -> int:
+        return _WARPGROUP * (tile.Br // 64 + 1)
+
+    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        return split.num_splits(
+            problem,
+            device,
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br),
+            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
+            blocks_per_sm=1,
+        )
+
+    def workspace(self, problem: Problem, num_splits: int) -> int:
+        return split.workspace(problem, num_splits)
+
+    def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
+        return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
+
+    def _tiles(self, problem: Problem, tile: Tile) -> int:
+        return ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
+
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
+        blocks = min(self._tiles(problem, tile) * num_splits, device.sm_count)
+        main = Launch(
+            "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
+        )
+        return (main, *split.combine_launches(problem, num_splits))
+
+    def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
+        p = problem
+        return (
+            _spec(p, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), p.q_strides, tile.Br),
+            _spec(p, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), p.k_strides, tile.Bc),
+            _spec(p, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), p.v_strides, tile.Bc),
+        )
+
+    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        attention = (
+            f'extern "C" __global__ void __launch_bounds__({self.threads(tile)}, 1)\n'
+            "attention(const __grid_constant__ Params params,\n"
+            "          const __grid_constant__ TensorMaps maps) {\n"
+            "  hopper_forward<Config>(params, maps);\n"
+            "}"
+        )
+        return {"attention": attention} | split.combine_entries(num_splits)
+
+    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+        assert isinstance(tile, HopperTile)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "stages": tile.stages,
+            "q_stages": tile.q_stages,
+            "turns": bool(tile.turns),
+            "guesses": tile.guesses,
+            "producer_registers": _PRODUCER_REGISTERS,
+            "consumer_registers": self._consumer_registers(tile),
+            "shared_memory": self.shared_memory(problem, tile),
+        }
+
+
+def _spec(
+    problem: Problem, shape: tuple[int, int, int, int], strides: Strides, rows: int
+) -> TensorMapSpec:
+    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
+    steps = (row_stride, head_stride, batch_stride)
+    # Where there is nothing to step to, any stride that the driver takes will do.
+    row, head, batch = (
+        step if length > 1 else STRIDE_UNIT for length, step in zip(shape[1:], steps, strict=True)
+    )
+    return TensorMapSpec(
+        problem.dtype, shape, (row, head, batch), box=(_slab_columns(shape[0]), rows)
+    )

@@ -1,0 +1,629 @@
+// Fused attention forward for float16 and bfloat16 on Hopper (sm_90a): FlashAttention-3 (Shah et
+// al. 2024) with the blocks of all query tiles in one stream.
+//
+// One warpgroup, the producer, has the copy engine bring tiles of Q, K and V to shared memory; one
+// to three warpgroups, the consumers, own 64 query rows each and multiply with wgmma, S, P and O in
+// registers. A consumer always has two products under way: the scores of the next block of keys and
+// the output of this one, and takes the softmax of the former while the tensor cores work on the
+// latter. The next block may be the first of another query tile, so that the tensor cores do not
+// run dry between query tiles either.
+#pragma once
+
+#include "copy.cuh"
+#include "element.cuh"
+#include "lagging_softmax.cuh"
+#include "mask.cuh"
+#include "params.cuh"
+#include "ptx_sm90a.cuh"
+#include "schedule.cuh"
+#include "slabs.cuh"
+#include "split.cuh"
+#include "wgmma.cuh"
+
+struct TensorMaps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+};
+
+#if __CUDA_ARCH__ == 900
+
+// A slot of a ring of buffers, and the parity of its barriers' phase.
+template <int Slots>
+struct RingPosition {
+  int slot = 0;
+  int parity = 0;
+
+  __device__ void advance() {
+    if (++slot == Slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct HopperForward {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int consumers = Br / 64;
+  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
+  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+  using QueryTile = SlabTile<Br, Config::head_dim>;
+  using KeyTile = SlabTile<Bc, Config::head_dim>;
+  using ValueTile = SlabTile<Bc, Config::head_dim_v>;
+
+  static constexpr int slot_bytes =
+      KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes;
+  static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
+  static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
+  static_assert(Config::guesses >= 1 && Config::guesses <= Bc / 2, "of a lane's scores");
+  static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
+
+  // A query tile, and the blocks of keys that it visits from the last to the first.
+  struct Visit {
+    Work work;
+    KeyTiles keys;
+
+    __device__ static Visit end_of_work() { return {{-1}}; }
+    __device__ bool is_end_of_work() const { return work.q_begin < 0; }
+    __device__ bool has_keys() const { return keys.end > keys.begin; }
+  };
+  // A visit is read again when its output is written: then the queries of the visit after it, if
+  // that has only one block of keys, may already have made place for others.
+  static constexpr int visits = Config::q_stages + 2;
+
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits.
+  static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
+  static constexpr int barrier_offset = ring_offset + Config::stages * slot_bytes;
+  static constexpr int barriers = 2 * (Config::stages + Config::q_stages);
+  static constexpr int visit_offset = barrier_offset + barriers * 8;
+  static_assert(visit_offset + visits * int(sizeof(Visit)) == Config::shared_memory,
+                "as the host planned");
+
+  const Params& p;
+  const TensorMaps& maps;
+  const Mask<Config::causal> mask;
+  const unsigned shared;
+  const int consumer;  // which of the consumer warpgroups this is, or -1 in the producer
+  const float scale_log2;
+
+  RingPosition<Config::stages> ring;
+  RingPosition<Config::q_stages> q_ring;
+  int visit = 0;  // index in the ring of visits
+
+  // A consumer's query tile.
+  int first_row;  // of the head's rows, the first that this lane holds a part of
+  int block;      // of keys, whose scores were computed last
+  int begin;      // the last block that the tile visits
+  int full_end;   // blocks from here on need a mask
+
+  float scores[Bc / 2];
+  unsigned probabilities[Bc / 4];
+  float out[columns_v / 2];
+  LaggingSoftmaxRow softmax[2];
+
+  __device__ HopperForward(const Params& params, const TensorMaps& maps, unsigned shared,
+                           int consumer)
+      : p(params),
+        maps(maps),
+        mask(params),
+        shared(shared),
+        consumer(consumer),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+
+  // ---- Barriers. A slot is full when its bytes have arrived, empty when all consumers left it.
+
+  __device__ unsigned full(int slot) const { return shared + barrier_offset + slot * 8; }
+  __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
+  __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
+  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
+
+  __device__ void init_barriers() const {
+    // Each warp of a consumer says that it left.
+    constexpr int warps = 4 * consumers;
+    for (int slot = 0; slot < Config::stages; ++slot) {
+      ptx::mbarrier_init(full(slot), 1);
+      ptx::mbarrier_init(empty(slot), warps);
+    }
+    for (int slot = 0; slot < Config::q_stages; ++slot) {
+      ptx::mbarrier_init(q_full(slot), 1);
+      ptx::mbarrier_init(q_empty(slot), warps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  __device__ static void leave(unsigned empty_barrier) {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
+  }
+
+  // ---- The producer: one thread.
+
+  // Goes through the block's share of the query tiles: one of each round over the grid. Tiles come
+  // in order of falling length, and every other round goes backwards, so that who has the longest
+  // of one round has the shortest of the next. K goes one block ahead of V, as the consumers take
+  // them.
+  __device__ void produce() {
+    const int64 tiles = int64(ceil_div(p.seqlen_q, Br)) * p.batch * p.heads_q * p.num_splits;
+    int block = -1;  // the one whose values come next
+    int batch, head;
+    for (int round = 0;; ++round) {
+      const int place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+      const int64 tile = int64(round) * gridDim.x + place;
+      if (tile >= tiles) break;
+      const Visit next = visit_of(tile);
+      // The queries first if there is place for them already, else behind what the consumers need
+      // to make place.
+      bool announced = ptx::mbarrier_test_wait(q_empty(q_ring.slot), q_ring.parity ^ 1);
+      if (announced) announce(next);
+      for (int key = next.keys.end - 1; key >= next.keys.begin; --key) {
+        load_block<KeyTile>(&maps.k, key, next.work.head_kv, next.work.batch);
+        if (block >= 0) load_block<ValueTile>(&maps.v, block, head, batch);
+        if (!announced) announce(next);
+        announced = true;
+        block = key;
+        head = next.work.head_kv;
+        batch = next.work.batch;
+      }
+      if (!announced) announce(next);
+    }
+    if (block >= 0) load_block<ValueTile>(&maps.v, block, head, batch);
+    announce(Visit::end_of_work());
+  }
+
+  __device__ Visit visit_of(int64 tile) const {
+    const Work work = find_work<Br>(p, tile);
+    return {work,
+            find_key_tiles<Bc, Config::split_keys>(
+                mask, work.q_begin, min(work.q_begin + Br, p.seqlen_q), work.split, p.num_splits)};
+  }
+
+  // Tells the consumers of a visit, and loads its queries if it has any keys.
+  __device__ void announce(const Visit& next) {
+    ptx::mbarrier_wait(q_empty(q_ring.slot), q_ring.parity ^ 1);
+    *visit_address(visit) = next;
+    const unsigned barrier = q_full(q_ring.slot);
+    if (next.has_keys()) {
+      load<QueryTile>(shared + q_ring.slot * QueryTile::bytes, &maps.q, next.work.q_begin,
+                      next.work.head, next.work.batch, barrier, ptx::l2_evict_first);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    q_ring.advance();
+    visit = next_visit(visit);
+  }
+
+  template <class Tile>
+  __device__ void load_block(const TensorMap* map, int block, int head, int batch) {
+    ptx::mbarrier_wait(empty(ring.slot), ring.parity ^ 1);
+    load<Tile>(slot_address(ring.slot), map, block * Bc, head, batch, full(ring.slot),
+               ptx::l2_evict_last);
+    ring.advance();
+  }
+
+  template <class Tile>
+  __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
+                              unsigned barrier, unsigned long long policy) {
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+#pragma unroll
+    for (int slab = 0; slab < Tile::slabs; ++slab) {
+      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map, slab * Tile::line_columns,
+                                   row, head, batch, barrier, policy);
+    }
+  }
+
+  __device__ Visit* visit_address(int index) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
+  }
+
+  __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
+
+  __device__ unsigned slot_address(int slot) const {
+    return shared + ring_offset + slot * slot_bytes;
+  }
+
+  // ---- A consumer.
+
+  __device__ void consume() {
+    reset_softmax();
+    if (!enter_tile()) return;
+    if (Config::turns && consumer == consumers - 1) pass_turn();
+    const int first_slot = start_scores();
+    ptx::wgmma_wait_group<0>();
+    leave_scores(first_slot);
+    float rescale[2];
+    take_softmax(rescale);
+    narrow_probabilities();
+
+    bool accumulate = false;  // whether O holds earlier blocks of the query tile
+    while (true) {
+      const int this_visit = visit;
+      const bool tile_ends = block == begin;
+      if (tile_ends) {
+        visit = next_visit(visit);
+        if (!enter_tile()) {
+          visit = this_visit;
+          break;
+        }
+      } else {
+        --block;
+      }
+      if (Config::turns) take_turn();
+      const int k_slot = start_scores();
+      const int v_slot = start_output(accumulate);
+      if (Config::turns) pass_turn();
+
+      ptx::wgmma_wait_group<1>();
+      leave_scores(k_slot);
+      const LaggingSoftmaxRow finished[2] = {softmax[0], softmax[1]};
+      if (tile_ends) reset_softmax();
+      const bool rescales = take_softmax(rescale);
+      float normalizer[2];
+      if (tile_ends) finish_softmax(finished, this_visit, normalizer);
+
+      ptx::wgmma_wait_group<0>();
+      leave_output(v_slot);
+      if (tile_ends) {
+        write_output(this_visit, normalizer);
+      } else if (rescales) {
+        scale_output(rescale);
+      }
+      narrow_probabilities();
+      accumulate = !tile_ends;
+    }
+
+    if (Config::turns) take_turn();
+    const int v_slot = start_output(accumulate);
+    if (Config::turns && consumer < consumers - 1) pass_turn();
+    float normalizer[2];
+    finish_softmax(softmax, visit, normalizer);
+    ptx::wgmma_wait_group<0>();
+    leave_output(v_slot);
+    write_output(visit, normalizer);
+  }
+
+  // Waits for the first query tile from here on that sees any key; those before it see none, and
+  // their output is written here. False after the last.
+  __device__ bool enter_tile() {
+    while (true) {
+      ptx::mbarrier_wait(q_full(q_ring.slot), q_ring.parity);
+      const Visit& next = *visit_address(visit);
+      if (next.is_end_of_work()) return false;
+      if (next.has_keys()) {
+        first_row = first_row_of(next.work);
+        block = next.keys.end - 1;
+        begin = next.keys.begin;
+        full_end = mask.visible_end(next.work.q_begin + 64 * consumer) / Bc;
+        return true;
+      }
+      write_nothing_seen(next.work);
+      __syncwarp();
+      leave_queries();
+      visit = next_visit(visit);
+    }
+  }
+
+  __device__ int first_row_of(const Work& work) const {
+    return work.q_begin + 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  }
+
+  // The consumers take turns at starting products, so that one's softmax falls under another's.
+  __device__ void take_turn() const { ptx::bar_sync(1 + consumer, 256); }
+  __device__ void pass_turn() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
+
+  // Starts S = Q K^T; returns the slot of K.
+  __device__ int start_scores() {
+    ptx::mbarrier_wait(full(ring.slot), ring.parity);
+    const unsigned queries =
+        shared + q_ring.slot * QueryTile::bytes + consumer * 64 * QueryTile::line_bytes;
+    const unsigned long long q = QueryTile::k_along_columns() + queries / 16;
+    const unsigned long long k = KeyTile::k_along_columns() + slot_address(ring.slot) / 16;
+    ptx::pin(scores);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      Wgmma<Element, Bc>::multiply(scores, q + QueryTile::column_step(step) / 16,
+                                   k + KeyTile::column_step(step) / 16, step != 0);
+    }
+    ptx::wgmma_commit_group();
+    const int slot = ring.slot;
+    ring.advance();
+    return slot;
+  }
+
+  // The scores are complete: gives back what they were made of.
+  __device__ void leave_scores(int k_slot) {
+    ptx::pin(scores);
+    leave(empty(k_slot));
+    if (block == begin) leave_queries();
+  }
+
+  __device__ void leave_queries() {
+    leave(q_empty(q_ring.slot));
+    q_ring.advance();
+  }
+
+  // Starts O = P V, or O += P V; returns the slot of V.
+  __device__ int start_output(bool accumulate) {
+    ptx::mbarrier_wait(full(ring.slot), ring.parity);
+    const unsigned long long v = ValueTile::k_along_rows() + slot_address(ring.slot) / 16;
+    ptx::pin(out);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Bc / 16; ++step) {
+      Wgmma<Element, columns_v>::multiply(out, probabilities + 4 * step,
+                                          v + ValueTile::row_step(step) / 16,
+                                          step != 0 || accumulate);
+    }
+    ptx::wgmma_commit_group();
+    const int slot = ring.slot;
+    ring.advance();
+    return slot;
+  }
+
+  __device__ void leave_output(int v_slot) {
+    ptx::pin(out);
+    leave(empty(v_slot));
+  }
+
+  __device__ void reset_softmax() {
+    softmax[0].reset();
+    softmax[1].reset();
+  }
+
+  // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
+  // that what was summed up before is to be multiplied by `rescale`.
+  __device__ bool take_softmax(float (&rescale)[2]) {
+    if (Config::negate_scores) {
+#pragma unroll
+      for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
+    }
+    if (block >= full_end) apply_mask();
+
+    // From here on the scores are exponents of two, relative to the base.
+    const float base[2] = {softmax[0].base(), softmax[1].base()};
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i) scores[i] = fmaf(scores[i], scale_log2, -base[i / 2 % 2]);
+    // The base seldom changes: the first exponentials are taken on the guess that it does not,
+    // while the maxima are still being found.
+    float guessed[Config::guesses];
+#pragma unroll
+    for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
+    float maxima[2] = {lane_maximum(0), lane_maximum(1)};
+    const bool changes =
+        __any_sync(~0u, softmax[0].must_change(maxima[0]) || softmax[1].must_change(maxima[1]));
+    if (changes) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& max = maxima[half];
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        const float change = softmax[half].change_base(max, rescale[half]);
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+          scores[4 * j + 2 * half] -= change;
+          scores[4 * j + 2 * half + 1] -= change;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
+    } else {
+      softmax[0].keep_base();
+      softmax[1].keep_base();
+    }
+
+    float sums[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i) {
+      scores[i] = i < Config::guesses ? guessed[i] : ptx::ex2_approx(scores[i]);
+      sums[i / 2 % 2][i % 2] += scores[i];
+    }
+    softmax[0].sum += sums[0][0] + sums[0][1];
+    softmax[1].sum += sums[1][0] + sums[1][1];
+    // Else the compiler moves the exponentials to where they are used, behind the wait for O.
+    ptx::pin(scores);
+    return changes;
+  }
+
+  // Of this lane's part of a row, in four chains for the latency's sake.
+  __device__ float lane_maximum(int half) const {
+    float max[4];
+#pragma unroll
+    for (int j = 0; j < Bc / 8; ++j) {
+      const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
+      max[j % 4] = j < 4 ? two : fmaxf(max[j % 4], two);
+    }
+    return Bc < 32 ? fmaxf(max[0], max[1]) : fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3]));
+  }
+
+  __device__ void apply_mask() {
+    const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int visible = block_mask.visible_end(first_row + 8 * half);
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (8 * j + c >= visible) {
+            scores[4 * j + 2 * half + c] = -SoftmaxMath<float>::infinity();
+          }
+        }
+      }
+    }
+  }
+
+  __device__ void scale_output(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < columns_v / 2; ++i) out[i] *= factor[i / 2 % 2];
+  }
+
+  // The accumulator of S is, pair by pair, the operand P.
+  __device__ void narrow_probabilities() {
+#pragma unroll
+    for (int i = 0; i < Bc / 4; ++i) {
+      probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // ---- The end of a query tile.
+
+  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
+  __device__ void finish_softmax(const LaggingSoftmaxRow (&finished)[2], int visit,
+                                 float (&normalizer)[2]) const {
+    LaggingSoftmaxRow state[2] = {finished[0], finished[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 1);
+      state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 2);
+      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+    }
+    if (!Config::split_keys && p.lse == nullptr) return;
+    const Work& work = visit_address(visit)->work;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row_of(work) + 8 * half;
+      if (threadIdx.x % 4 == 0 && row < p.seqlen_q) {
+        write_log_sum_exp(work, row, state[half].log_sum_exp());
+      }
+    }
+  }
+
+  __device__ void write_log_sum_exp(const Work& work, int row, float lse) const {
+    const Partials<float, Config::head_dim_v> partials(p);
+    const int64 index = partials.row_index(p, work.batch, work.head, row);
+    if (Config::split_keys) {
+      *partials.lse_row(work.split, index) = lse;
+    } else {
+      static_cast<float*>(p.lse)[index] = lse;
+    }
+  }
+
+  __device__ float* partial_row(const Work& work, int row) const {
+    const Partials<float, Config::head_dim_v> partials(p);
+    return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
+  }
+
+  __device__ Element* output_row(const Work& work, int row) const {
+    return p.out.head<Element>(work.batch, work.head) + row * p.out.row_stride;
+  }
+
+  __device__ void write_output(int visit, const float (&normalizer)[2]) {
+    const Work& work = visit_address(visit)->work;
+    scale_output(normalizer);
+    if constexpr (Config::split_keys) {
+      write_partial(work);
+    } else {
+      write_rows(work);
+    }
+  }
+
+  __device__ void write_rows(const Work& work) const {
+    // Where this lane's columns begin when it has exchanged with its neighbour.
+    const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Vector<Element, 4> columns[columns_v / 16];
+#pragma unroll
+      for (int i = 0; i < columns_v / 16; ++i) {
+        const float* two = out + 8 * i + 2 * half;
+        columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
+      }
+      // One branch around all stores: between branches of their own they would wait for each other.
+      const int row = first_row_of(work) + 8 * half;
+      if (row >= p.seqlen_q) continue;
+      Element* target = output_row(work, row) + first_column;
+#pragma unroll
+      for (int i = 0; i < columns_v / 16; ++i) {
+        store<Config::out_alignment>(target + 16 * i, columns[i],
+                                     Config::head_dim_v - 16 * i - first_column);
+      }
+    }
+  }
+
+  // Of sixteen columns, a lane of four has two of the first and two of the second eight. Gives it
+  // its neighbour's two of one eight for its own of the other, so that four columns lie together,
+  // and 32 bytes of a row in four lanes.
+  __device__ static Vector<Element, 4> exchange(unsigned first, unsigned second) {
+    const bool odd = threadIdx.x & 1;
+    const unsigned received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+    const unsigned pairs[2] = {odd ? received : first, odd ? second : received};
+    return reinterpret_cast<const Vector<Element, 4>&>(pairs);
+  }
+
+  // Writes four columns of an output row, or those inside of it, in accesses of Alignment bytes.
+  template <int Alignment>
+  __device__ static void store(Element* target, const Vector<Element, 4>& columns, int inside) {
+    if (Alignment >= 8 && (Config::head_dim_v % 16 == 0 || inside >= 4)) {
+      *reinterpret_cast<Vector<Element, 4>*>(target) = columns;
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (c < inside) target[c] = columns.at[c];
+      }
+    }
+  }
+
+  __device__ void write_partial(const Work& work) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row_of(work) + 8 * half;
+      if (row >= p.seqlen_q) continue;
+      float* target = partial_row(work, row);
+#pragma unroll
+      for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * j + threadIdx.x % 4 * 2 + c;
+          if (column < Config::head_dim_v) target[column] = out[4 * j + 2 * half + c];
+        }
+      }
+    }
+  }
+
+  // For a query tile that sees no key.
+  __device__ void write_nothing_seen(const Work& work) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row_of(work) + 8 * half;
+      if (row >= p.seqlen_q) continue;
+      if (threadIdx.x % 4 == 0 && (Config::split_keys || p.lse != nullptr)) {
+        write_log_sum_exp(work, row, -SoftmaxMath<float>::infinity());
+      }
+      for (int column = threadIdx.x % 4; column < Config::head_dim_v; column += 4) {
+        if constexpr (Config::split_keys) {
+          partial_row(work, row)[column] = 0;
+        } else {
+          output_row(work, row)[column] = Element{};
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void hopper_forward(const Params& params, const TensorMaps& maps) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  using Forward = HopperForward<Config>;
+  // By a shuffle, so that the compiler knows a warp is of one mind.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  Forward forward(params, maps, ptx::shared_address(shared_memory), warpgroup - 1);
+  if (threadIdx.x == 0) {
+    forward.init_barriers();
+    ptx::prefetch_tensormap(&maps.q);
+    ptx::prefetch_tensormap(&maps.k);
+    ptx::prefetch_tensormap(&maps.v);
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Config::producer_registers>();
+    if (threadIdx.x == 0) forward.produce();
+  } else {
+    ptx::setmaxnreg_inc<Config::consumer_registers>();
+    forward.consume();
+  }
+}
+
+#endif  // __CUDA_ARCH__ == 900

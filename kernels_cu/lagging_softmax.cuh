@@ -1,0 +1,52 @@
+// The online softmax of one query row for kernels that start exponentials before they know the
+// scores' maximum: the running maximum, here called the base, lags behind (the idea is
+// FlashAttention-4's). A floating-point p and sum lose no precision when p grows beyond 1, and most
+// of the rescaling, and of the lanes' agreeing on a maximum, is saved. What becomes of a row
+// depends on its own scores only.
+#pragma once
+
+#include "softmax.cuh"
+
+struct LaggingSoftmaxRow {
+  using Math = SoftmaxMath<float>;
+  // p may grow to 2^8, far inside float16's range, and a row may start out with 2^-8 as its largest
+  // p: float16 then still resolves 2^-17 of that.
+  static constexpr float slack = 8;
+
+  float log2_base;  // p = exp2(score * scale_log2 - base); -inf before the row's first key
+  float sum;
+
+  __device__ void reset() {
+    log2_base = -Math::infinity();
+    sum = 0;
+  }
+
+  // Zero is as good as any for scores that are not far from it.
+  __device__ float base() const { return is_fresh() ? 0 : log2_base; }
+
+  __device__ bool is_fresh() const { return log2_base == -Math::infinity(); }
+
+  // Whether the base must change for scores of this maximum, relative to the base.
+  __device__ bool must_change(float max) const {
+    return max > slack || (is_fresh() && max < -slack);
+  }
+
+  // Takes a maximum in for which the base need not change.
+  __device__ void keep_base() { log2_base = base(); }
+
+  // Takes a maximum in. Returns by how much the base changes, and in `rescale` what the output so
+  // far is to be multiplied by.
+  __device__ float change_base(float max, float& rescale) {
+    const bool changes = must_change(max) && max > -Math::infinity();
+    const float change = changes ? max : 0;
+    rescale = changes && !is_fresh() ? Math::exp2(-change) : 1;
+    log2_base = max == -Math::infinity() ? log2_base : base() + change;
+    sum *= rescale;
+    return change;
+  }
+
+  // log(sum(exp(scale * s))), natural.
+  __device__ float log_sum_exp() const {
+    return is_fresh() ? log2_base : (log2_base + Math::log2(sum)) * Math::ln_2;
+  }
+};

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ _NO_INTERLEAVE = 0
 _PROMOTE_TO_128_BYTES = 2
 _FILL_WITH_ZEROS = 0
 # Distinct sets of addresses kept by one call; a set takes 0.5 KiB.
-_MAX_SETS = 256
+_MAX_SETS = 1024
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class TensorMapSpec:
 def _encode_tiled() -> Any:
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     function = ctypes.CDLL(name).cuTensorMapEncodeTiled
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = (pointer, number, ctypes.c_uint32) + 5 * (pointer,) + 4 * (number,)
-    function.restype = number
+    function.restype = ctypes.c_int
     return function
 
 
@@ -70,11 +69,16 @@ class TensorMaps:
     """The tensor maps of a call's arrays, encoded once for each set of addresses."""
 
     def __init__(self, specs: Sequence[TensorMapSpec]) -> None:
-        self._templates = [_arguments(spec) for spec in specs]
-        self._buffer = ctypes.create_string_buffer(len(specs) * _MAP_BYTES + _MAP_ALIGNMENT)
-        self._start = -ctypes.addressof(self._buffer) % _MAP_ALIGNMENT
-        self._dtype = np.dtype([("maps", np.uint64, len(specs) * _MAP_BYTES // 8)])
+        words = _MAP_BYTES // 8
+        self._record = np.dtype([("maps", np.uint64, len(specs) * words)])
+        buffer = np.zeros(len(specs) * words + _MAP_ALIGNMENT // 8, np.uint64)
+        start = -buffer.ctypes.data % _MAP_ALIGNMENT // 8
+        # Where the driver writes; each set of addresses gets a copy.
+        self._maps = buffer[start : start + len(specs) * words].view(self._record)
+        target = self._maps.ctypes.data
+        self._requests = [_request(spec, target + i * _MAP_BYTES) for i, spec in enumerate(specs)]
         self._encoded: dict[tuple[int, ...], np.void] = {}
+        self._lock = threading.Lock()
 
     def at(self, addresses: tuple[int, ...]) -> np.void:
         """The maps, one after another, as a scalar that CuPy passes by value.
@@ -86,36 +90,41 @@ class TensorMaps:
         """
         maps = self._encoded.get(addresses)
         if maps is None:
-            maps = self._encode(addresses)
-            if len(self._encoded) >= _MAX_SETS:
-                self._encoded.clear()
-            self._encoded[addresses] = maps
+            with self._lock:
+                maps = self._encode(addresses)
+                if len(self._encoded) >= _MAX_SETS:
+                    del self._encoded[next(iter(self._encoded))]
+                self._encoded[addresses] = maps
         return maps
 
     def _encode(self, addresses: tuple[int, ...]) -> np.void:
         encode = _encode_tiled()
-        target = ctypes.addressof(self._buffer) + self._start
-        for i, (template, address) in enumerate(zip(self._templates, addresses, strict=True)):
-            before, after = template
-            status = encode(target + i * _MAP_BYTES, *before, address, *after)
+        for (pointer, arguments), address in zip(self._requests, addresses, strict=True):
+            pointer.value = address
+            status = encode(*arguments)
             if status:
                 raise DriverError(f"cuTensorMapEncodeTiled failed with CUresult {status}")
-        size = len(self._templates) * _MAP_BYTES
-        return np.frombuffer(bytearray(ctypes.string_at(target, size)), self._dtype)[0]
+        return self._maps.copy()[0]
 
 
-def _arguments(spec: TensorMapSpec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+# Arguments are made once: ctypes takes 1 us for a call with its own objects, and 4 us where it has
+# to make them of Python's.
+def _request(spec: TensorMapSpec, target: int) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
     columns, rows = spec.box
     rank = len(spec.shape)
-    before = (_DATA_TYPE[spec.dtype], rank)
-    after = (
+    pointer = ctypes.c_void_p()
+    arguments = (
+        ctypes.c_void_p(target),
+        ctypes.c_int(_DATA_TYPE[spec.dtype]),
+        ctypes.c_uint32(rank),
+        pointer,
         (ctypes.c_uint64 * rank)(*spec.shape),
         (ctypes.c_uint64 * (rank - 1))(*spec.strides),
         (ctypes.c_uint32 * rank)(columns, rows, 1, 1),
         (ctypes.c_uint32 * rank)(1, 1, 1, 1),
-        _NO_INTERLEAVE,
-        _SWIZZLE[2 * columns],
-        _PROMOTE_TO_128_BYTES,
-        _FILL_WITH_ZEROS,
+        ctypes.c_int(_NO_INTERLEAVE),
+        ctypes.c_int(_SWIZZLE[2 * columns]),
+        ctypes.c_int(_PROMOTE_TO_128_BYTES),
+        ctypes.c_int(_FILL_WITH_ZEROS),
     )
-    return before, after
+    return pointer, arguments

@@ -24,6 +24,14 @@ struct SlabTile {
     return step / steps_per_line * slab_bytes + step % steps_per_line * 32;
   }
 
+  // Of the 16-byte chunk first + next of a row, with next 0 or 1; in bytes from the row's line in
+  // the first slab.
+  __device__ static int chunk_offset(int row, int first, int next) {
+    constexpr int chunks = line_bytes / 16;
+    const int phase = line_bytes == 128 ? row % 8 : row / 2 % 4;
+    return first / chunks * slab_bytes + ((first % chunks + next) ^ phase) * 16;
+  }
+
   // A step is 16 rows as k.
   static constexpr int row_step(int step) { return step * 16 * line_bytes; }
 

@@ -72,8 +72,8 @@ struct Wgmma;
           : "l"(a), "l"(b), "r"(accumulate));                                                      \
     }                                                                                              \
     /* a in registers; b in shared memory with n contiguous. */                                    \
-    __device__ static void multiply(float (&d)[COUNT], const unsigned* a, unsigned long long b,    \
-                                    int accumulate) {                                              \
+    __device__ static void multiply_n_contiguous(float (&d)[COUNT], const unsigned* a,             \
+                                                 unsigned long long b, int accumulate) {           \
       asm volatile(                                                                                \
           "{\n"                                                                                    \
           ".reg .pred accumulate;\n"                                                               \
@@ -82,6 +82,21 @@ struct Wgmma;
           "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
           " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4           \
                                     ", accumulate, 1, 1, 1;\n"                                     \
+                                    "}"                                                            \
+          : OPERANDS_##COUNT                                                                       \
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                  \
+    }                                                                                              \
+    /* a in registers; b in shared memory with k contiguous. */                                    \
+    __device__ static void multiply_k_contiguous(float (&d)[COUNT], const unsigned* a,             \
+                                                 unsigned long long b, int accumulate) {           \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred accumulate;\n"                                                               \
+          "setp.ne.b32 accumulate, %" #i5                                                          \
+          ", 0;\n"                                                                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4           \
+                                    ", accumulate, 1, 1, 0;\n"                                     \
                                     "}"                                                            \
           : OPERANDS_##COUNT                                                                       \
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                  \

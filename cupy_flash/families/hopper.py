@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
 from cupy_flash.tile import Tile
 
 _WARPGROUP = 128
-# Registers of a thread: what the producer keeps, and the most that setmaxnreg grants a consumer.
-_PRODUCER_REGISTERS = 24
-_MOST_REGISTERS = 240
-# Of a consumer, for addresses and state, besides S, P and O.
+# Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
+# what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
+_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+# Of a consumer, for addresses and state, besides S, P, O and Q.
 _STATE_REGISTERS = 24
 # More tiles of keys and values on their way brought nothing.
 _MOST_STAGES = 8
@@ -35,6 +36,9 @@ class HopperTile(Tile):
         Tiles of keys or values in the shared-memory ring.
     q_stages
         Query tiles in shared memory: with 2, the next one arrives while this one is in use.
+    q_steps
+        Steps of 16 columns of Q that are kept in registers, the rest read from shared memory for
+        each block of keys.
     turns
         1 has the warpgroups take turns at the tensor cores (FlashAttention-3, section 3.1).
     guesses
@@ -43,28 +47,65 @@ class HopperTile(Tile):
 
     stages: int = 2
     q_stages: int = 1
+    q_steps: int = 0
     turns: int = 1
     guesses: int = 16
 
 
-def _preferred_tiles(problem: Problem) -> list[tuple[int, int, int]]:
-    """(Br, Bc, q_stages) from the best down, of which the first that fits becomes the default.
+# As many steps of Q in registers as there are.
+_ALL = 16
+
+
+def _preferred_tiles(problem: Problem) -> list[HopperTile]:
+    """Tiles from the best down, without stages, of which the first that fits becomes the default.
 
     The figures are TFLOP/s on an H100, bfloat16, CUDA 13.0, at batch x seqlen 16384 and heads x
-    head_dim 2048: seqlen 512, 1024, 4096 full; the same causal.
+    head_dim 2048: seqlen 512, 1024, 4096, 16384 full / the same causal.
     """
-    widest = max(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    widest = max(head_dim, head_dim_v)
+    short = problem.seqlen_k < 2048
     if problem.seqlen_q <= 64:
-        return [(64, 128, 2), (64, 128, 1), (64, 64, 1)]
+        return [_tile(64, 128, 2), _tile(64, 128, 1), _tile(64, 64, 1)]
     if widest <= 64:
-        small, large = (128, 128, 2), (192, 128, 2)
-        short = problem.causal and problem.seqlen_k < 2048
-        return [small, large] if short else [large, small]
+        # head_dim 64: 192x128 413 457 526 532 / 236 304 477 528, 128x128 400 436 457 447 /
+        # 257 337 449 456. Its exponentials hold it back: three consumers hide them better.
+        small, large = _tile(128, 128, 2), _tile(192, 128, 2)
+        return [small, large] if short and problem.causal else [large, small]
+    if widest <= 96:
+        # head_dim 96: 128x128 458 546 598 525 / 284 418 558 541, 192x96 405 518 653 597 /
+        # 273 379 581 601.
+        small = _tile(128, 128, 2, _ALL)
+        return [small] if short else [_tile(192, 96, 2), small]
     if widest <= 128:
-        return [(128, 128, 2), (128, 64, 2)]
+        # head_dim 128: one query tile in shared memory 568 653 726 665 / 307 486 679 653, two
+        # 554 651 723 659 / 325 484 674 657; with Q in shared memory 547 639 705 634 /
+        # 325 483 662 633.
+        return [_tile(128, 128, 2 if problem.causal and short else 1, _ALL), _tile(128, 64, 2)]
+    if head_dim_v <= 128:
+        # head_dim 192, head_dim_v 128: 128x112 505 613 766 795 / 275 428 684 771, 128x128
+        # 462 588 735 768 / 291 441 672 748.
+        large = _tile(128, 112, 1, _ALL)
+        return [_tile(128, 128, 1), large] if short and problem.causal else [large]
     if widest <= 192:
-        return [(128, 96, 1), (128, 64, 1)]
-    return [(128, 64, 1), (64, 64, 1)]
+        # head_dim 192: 128x64 530 668 782 726 / 307 468 668 717, 128x96 496 652 790 748 /
+        # 275 448 714 736.
+        small = _tile(128, 64, 2, _ALL, guesses=4)
+        return [small] if short else [_tile(128, 96, 1), small]
+    # head_dim 256: 545 674 794 735 / 305 477 732 772; without Q in registers 539 671 791 746 /
+    # 304 469 729 769; 128x80 524 671 786 746 / 296 449 723 767.
+    return [_tile(128, 64, 1, 4, guesses=4), _tile(64, 64, 1)]
+
+
+def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0, guesses: int = 16) -> HopperTile:
+    # Three consumers have no registers for more than 4 guesses: 16 spill.
+    guesses = 4 if Br == 192 else guesses
+    return HopperTile(Br, Bc, 0, q_stages, q_steps, turns=int(Br > 64), guesses=guesses)
+
+
+def _k_steps(problem: Problem) -> int:
+    """Products that one product of Q and K takes, of 16 columns each."""
+    return ceil_div(problem.head_dim, 16)
 
 
 def _slab_columns(head_dim: int) -> int:
@@ -108,10 +149,11 @@ class HopperFamily(Family):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
-        for Br, Bc, q_stages, turns, guesses in itertools.product(
-            (64, 128, 192), range(32, 257, 16), (1, 2), (0, 1), (4, 16)
+        steps = _k_steps(problem)
+        for Br, Bc, q_stages, q_steps, turns in itertools.product(
+            (64, 128, 192), range(32, 257, 16), (1, 2), sorted({0, steps // 4, steps}), (0, 1)
         ):
-            tile = HopperTile(Br, Bc, q_stages=q_stages, turns=turns, guesses=guesses)
+            tile = dataclasses.replace(_tile(Br, Bc, q_stages, q_steps), turns=turns)
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
@@ -124,6 +166,8 @@ class HopperFamily(Family):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
+        if tile.q_steps > _k_steps(problem):
+            return f"q_steps is {tile.q_steps}; head_dim has {_k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
             return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
         if not 1 <= tile.guesses <= tile.Bc // 2:
@@ -137,20 +181,15 @@ class HopperFamily(Family):
         if self._tiles(problem, tile) > MAX_GRID:
             return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
         need = self._registers(problem, tile)
-        if need > self._consumer_registers(tile):
-            return f"needs about {need} registers; {self._consumer_registers(tile)} are left to it"
+        _, most = _REGISTERS[tile.Br // 64]
+        if need > most:
+            return f"needs about {need} registers per thread; {most} are left to it"
         return None
 
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
-        """An estimate from below: S, P and O, and what else lives in the main loop."""
-        return (
-            tile.Bc // 2 + tile.Bc // 4 + round_up(problem.head_dim_v, 16) // 2 + _STATE_REGISTERS
-        )
-
-    def _consumer_registers(self, tile: HopperTile) -> int:
-        consumers = tile.Br // 64
-        share = (65536 // _WARPGROUP - _PRODUCER_REGISTERS) // consumers
-        return min(_MOST_REGISTERS, share // 8 * 8)
+        """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
+        output = round_up(problem.head_dim_v, 16) // 2
+        return tile.Bc // 2 + tile.Bc // 4 + output + 4 * tile.q_steps + _STATE_REGISTERS
 
     def default_tile(self, problem: Problem, device: Device) -> Tile:
         tile = self._first_legal(problem, device)
@@ -162,22 +201,19 @@ class HopperFamily(Family):
             self._with_all_stages(
                 problem,
                 device,
-                # Three consumers leave no registers for more guesses: 16 spill.
-                HopperTile(Br, Bc, 2, q_stages, int(Br > 64), 4 if Br == 192 else 16),
+                dataclasses.replace(tile, q_steps=min(tile.q_steps, _k_steps(problem))),
             )
-            for Br, Bc, q_stages in _preferred_tiles(problem)
+            for tile in _preferred_tiles(problem)
         )
         tiles = itertools.chain(preferred, self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
         """The tile with as many stages as shared memory has place for."""
-        none = HopperTile(tile.Br, tile.Bc, 0, tile.q_stages)
-        one = HopperTile(tile.Br, tile.Bc, 1, tile.q_stages)
-        fixed = self.shared_memory(problem, none)
-        stage = self.shared_memory(problem, one) - fixed
+        fixed = self.shared_memory(problem, dataclasses.replace(tile, stages=0))
+        stage = self.shared_memory(problem, dataclasses.replace(tile, stages=1)) - fixed
         stages = min(_MOST_STAGES, (device.shared_memory_per_block - fixed) // stage)
-        return HopperTile(tile.Br, tile.Bc, max(0, stages), tile.q_stages, tile.turns, tile.guesses)
+        return dataclasses.replace(tile, stages=max(0, stages))
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, HopperTile)
@@ -243,6 +279,7 @@ class HopperFamily(Family):
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
         assert isinstance(tile, HopperTile)
+        producer_registers, consumer_registers = _REGISTERS[tile.Br // 64]
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -250,8 +287,9 @@ class HopperFamily(Family):
             "q_stages": tile.q_stages,
             "turns": bool(tile.turns),
             "guesses": tile.guesses,
-            "producer_registers": _PRODUCER_REGISTERS,
-            "consumer_registers": self._consumer_registers(tile),
+            "q_steps": tile.q_steps,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
             "shared_memory": self.shared_memory(problem, tile),
         }
 

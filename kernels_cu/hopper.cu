@@ -51,6 +51,11 @@ struct HopperForward {
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+  // Scores that are not negative compare as integers do, of which one instruction finds the largest
+  // of three: 4% faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block
+  // then costs more, which with two consumers at head_dim 64, the choice for short causal
+  // sequences, is a loss of 1 to 2%.
+  static constexpr bool integer_maxima = consumers == 3 || k_steps > 4;
   using QueryTile = SlabTile<Br, Config::head_dim>;
   using KeyTile = SlabTile<Bc, Config::head_dim>;
   using ValueTile = SlabTile<Bc, Config::head_dim_v>;
@@ -95,11 +100,10 @@ struct HopperForward {
   RingPosition<Config::q_stages> q_ring;
   int visit = 0;  // index in the ring of visits
 
-  // A consumer's query tile.
-  int first_row;  // of the head's rows, the first that this lane holds a part of
+  // A consumer's query tile. What can be had again from these takes no register in the loop.
+  int first_row;  // of this consumer's, among the head's
   int block;      // of keys, whose scores were computed last
   int begin;      // the last block that the tile visits
-  int full_end;   // blocks from here on need a mask
 
   float scores[Bc / 2];
   unsigned probabilities[Bc / 4];
@@ -143,20 +147,15 @@ struct HopperForward {
 
   // ---- The producer: one thread.
 
-  // Goes through the block's share of the query tiles: one of each round over the grid. Tiles come
-  // in order of falling length, and every other round goes backwards, so that who has the longest
-  // of one round has the shortest of the next. K goes one block ahead of V, as the consumers take
-  // them.
+  // Loads what this block's share of the query tiles needs. K goes one block ahead of V, as the
+  // consumers take them.
   __device__ void produce() {
-    // Counted without a sign: there are at most 2^31 - 1, and a round may end behind the last.
-    const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
     int block = -1;  // the one whose values come next
     int batch, head;
     for (unsigned round = 0;; ++round) {
-      const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-      const unsigned tile = round * gridDim.x + place;
-      if (tile >= tiles) break;
-      const Visit next = visit_of(tile);
+      const Visit next = visit_of(round);
+      if (next.is_end_of_work()) break;
+      if (!next.has_keys()) continue;
       // The queries first if there is place for them already, else behind what the consumers need
       // to make place. Short causal tiles are better off with their keys first: at 512 keys and
       // head_dim 128 it lost 4% there, and gained 3% without causality.
@@ -172,25 +171,32 @@ struct HopperForward {
         head = next.work.head_kv;
         batch = next.work.batch;
       }
-      if (!announced) announce(next);
     }
     if (block >= 0) load_block<ValueTile>(&maps.v, block, head, batch);
     announce(Visit::end_of_work());
   }
 
-  __device__ Visit visit_of(int tile) const {
+  // This block's query tile of a round over the grid. Tiles come in order of falling length, and
+  // every other round goes backwards, so that who has the longest of one round has the shortest of
+  // the next.
+  __device__ Visit visit_of(unsigned round) const {
+    // Counted without a sign: there are at most 2^31 - 1, and a round may end behind the last.
+    const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
+    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const unsigned tile = round * gridDim.x + place;
+    if (tile >= tiles) return Visit::end_of_work();
     const Work work = find_work<Br>(p, tile);
-    return {work,
-            find_key_tiles<Bc, Config::split_keys>(
-                mask, work.q_begin, min(work.q_begin + Br, p.seqlen_q), work.split, p.num_splits)};
+    const int q_end = min(work.q_begin + Br, p.seqlen_q);
+    return {work, find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin, q_end, work.split,
+                                                         p.num_splits)};
   }
 
-  // Tells the consumers of a visit, and loads its queries if it has any keys.
+  // Tells the consumers of a visit, and loads its queries unless it is the end.
   __device__ void announce(const Visit& next) {
     ptx::mbarrier_wait(q_empty(q_ring.slot), q_ring.parity ^ 1);
     *visit_address(visit) = next;
     const unsigned barrier = q_full(q_ring.slot);
-    if (next.has_keys()) {
+    if (!next.is_end_of_work()) {
       load<QueryTile>(shared + q_ring.slot * QueryTile::bytes, &maps.q, next.work.q_begin,
                       next.work.head, next.work.batch, barrier, ptx::l2_evict_first);
     } else {
@@ -224,6 +230,11 @@ struct HopperForward {
     return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
   }
 
+  // The visit before the one that was entered last: at a query tile's end, that tile's.
+  __device__ const Visit& finished_visit() const {
+    return *visit_address(visit == 0 ? visits - 1 : visit - 1);
+  }
+
   __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
 
   __device__ unsigned slot_address(int slot) const {
@@ -237,44 +248,40 @@ struct HopperForward {
     if (!enter_tile()) return;
     if (Config::turns && consumer == consumers - 1) pass_turn();
     if (kept_steps > 0) keep_queries();
-    const int first_slot = start_scores();
+    start_scores();
     ptx::wgmma_wait_group<0>();
-    leave_scores(first_slot);
+    leave_scores(slot_before(1), true);
     float rescale[2];
     take_softmax(rescale);
     narrow_probabilities();
 
     bool accumulate = false;  // whether O holds earlier blocks of the query tile
     while (true) {
-      const int this_visit = visit;
       const bool tile_ends = block == begin;
       if (tile_ends) {
         visit = next_visit(visit);
-        if (!enter_tile()) {
-          visit = this_visit;
-          break;
-        }
+        if (!enter_tile()) break;
         if (kept_steps > 0) keep_queries();
       } else {
         --block;
       }
       if (Config::turns) take_turn();
-      const int k_slot = start_scores();
-      const int v_slot = start_output(accumulate);
+      start_scores();
+      start_output(accumulate);
       if (Config::turns) pass_turn();
 
       ptx::wgmma_wait_group<1>();
-      leave_scores(k_slot);
+      leave_scores(slot_before(2), tile_ends);
       const LaggingSoftmaxRow finished[2] = {softmax[0], softmax[1]};
       if (tile_ends) reset_softmax();
       const bool rescales = take_softmax(rescale);
       float normalizer[2];
-      if (tile_ends) finish_softmax(finished, this_visit, normalizer);
+      if (tile_ends) finish_softmax(finished, normalizer);
 
       ptx::wgmma_wait_group<0>();
-      leave_output(v_slot);
+      leave_output();
       if (tile_ends) {
-        write_output(this_visit, normalizer);
+        write_output(normalizer);
       } else if (rescales) {
         scale_output(rescale);
       }
@@ -283,46 +290,37 @@ struct HopperForward {
     }
 
     if (Config::turns) take_turn();
-    const int v_slot = start_output(accumulate);
+    start_output(accumulate);
     if (Config::turns && consumer < consumers - 1) pass_turn();
     float normalizer[2];
-    finish_softmax(softmax, visit, normalizer);
+    finish_softmax(softmax, normalizer);
     ptx::wgmma_wait_group<0>();
-    leave_output(v_slot);
-    write_output(visit, normalizer);
+    leave_output();
+    write_output(normalizer);
   }
 
-  // Waits for the first query tile from here on that sees any key; those before it see none, and
-  // their output is written here. False after the last.
+  // Waits for the next query tile; false after the last.
   __device__ bool enter_tile() {
-    while (true) {
-      ptx::mbarrier_wait(q_full(q_ring.slot), q_ring.parity);
-      const Visit& next = *visit_address(visit);
-      if (next.is_end_of_work()) return false;
-      if (next.has_keys()) {
-        first_row = first_row_of(next.work);
-        block = next.keys.end - 1;
-        begin = next.keys.begin;
-        full_end = mask.visible_end(next.work.q_begin + 64 * consumer) / Bc;
-        return true;
-      }
-      write_nothing_seen(next.work);
-      __syncwarp();
-      leave_queries();
-      visit = next_visit(visit);
-    }
+    ptx::mbarrier_wait(q_full(q_ring.slot), q_ring.parity);
+    const Visit& next = *visit_address(visit);
+    if (next.is_end_of_work()) return false;
+    first_row = first_row_of(next.work);
+    block = next.keys.end - 1;
+    begin = next.keys.begin;
+    return true;
   }
 
-  __device__ int first_row_of(const Work& work) const {
-    return work.q_begin + 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-  }
+  __device__ int first_row_of(const Work& work) const { return work.q_begin + 64 * consumer; }
+
+  // The first of the consumer's rows that this lane holds a part of; the other is eight below.
+  __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
   // The consumers take turns at starting products, so that one's softmax falls under another's.
   __device__ void take_turn() const { ptx::bar_sync(1 + consumer, 256); }
   __device__ void pass_turn() const { ptx::bar_arrive(1 + (consumer + 1) % consumers, 256); }
 
-  // Starts S = Q K^T; returns the slot of K.
-  __device__ int start_scores() {
+  // Starts S = Q K^T.
+  __device__ void start_scores() {
     ptx::mbarrier_wait(full(ring.slot), ring.parity);
     const unsigned long long q = QueryTile::k_along_columns() + queries_address() / 16;
     const unsigned long long k = KeyTile::k_along_columns() + slot_address(ring.slot) / 16;
@@ -339,16 +337,15 @@ struct HopperForward {
       }
     }
     ptx::wgmma_commit_group();
-    const int slot = ring.slot;
     ring.advance();
-    return slot;
   }
 
-  // The scores are complete: gives back what they were made of.
-  __device__ void leave_scores(int k_slot) {
+  // The scores are complete: gives back what they were made of. Queries in registers were read from
+  // shared memory by the time that the first product with them is done.
+  __device__ void leave_scores(int k_slot, bool is_first_block) {
     ptx::pin(scores);
     leave(empty(k_slot));
-    if (kept_steps < k_steps && block == begin) leave_queries();
+    if (kept_steps == k_steps ? is_first_block : block == begin) leave_queries();
   }
 
   // Where this consumer's 64 rows begin.
@@ -362,7 +359,7 @@ struct HopperForward {
   }
 
   // Takes queries to registers: the products then read less of shared memory, whose bandwidth Q, K
-  // and the arriving tiles use up together. If it is all of them, there is place for the next.
+  // and the arriving tiles use up together. If it is all of them, there is soon place for the next.
   __device__ void keep_queries() {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
     const unsigned line = queries_address() + row * QueryTile::line_bytes;
@@ -374,14 +371,10 @@ struct HopperForward {
 #pragma unroll
       for (int i = 0; i < 4; ++i) queries[4 * step + i] = fragment[i];
     }
-    if (kept_steps == k_steps) {
-      __syncwarp();
-      leave_queries();
-    }
   }
 
-  // Starts O = P V, or O += P V; returns the slot of V.
-  __device__ int start_output(bool accumulate) {
+  // Starts O = P V, or O += P V.
+  __device__ void start_output(bool accumulate) {
     ptx::mbarrier_wait(full(ring.slot), ring.parity);
     const unsigned long long v = ValueTile::k_along_rows() + slot_address(ring.slot) / 16;
     ptx::pin(out);
@@ -393,14 +386,19 @@ struct HopperForward {
                                                        step != 0 || accumulate);
     }
     ptx::wgmma_commit_group();
-    const int slot = ring.slot;
     ring.advance();
-    return slot;
   }
 
-  __device__ void leave_output(int v_slot) {
+  // The output is complete: gives back the values.
+  __device__ void leave_output() {
     ptx::pin(out);
-    leave(empty(v_slot));
+    leave(empty(slot_before(1)));
+  }
+
+  // The slot that the ring was at so many products ago.
+  __device__ int slot_before(int products) const {
+    const int slot = ring.slot - products;
+    return slot < 0 ? slot + Config::stages : slot;
   }
 
   __device__ void reset_softmax() {
@@ -415,7 +413,7 @@ struct HopperForward {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
     }
-    if (block >= full_end) apply_mask();
+    if (block >= mask.visible_end(first_row) / Bc) apply_mask();
 
     // From here on the scores are exponents of two, relative to the base.
     const float base[2] = {softmax[0].base(), softmax[1].base()};
@@ -426,13 +424,11 @@ struct HopperForward {
     float guessed[Config::guesses];
 #pragma unroll
     for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
-    float maxima[2] = {lane_maximum(0), lane_maximum(1)};
-    const bool changes =
-        __any_sync(~0u, softmax[0].must_change(maxima[0]) || softmax[1].must_change(maxima[1]));
+    const bool changes = __any_sync(~0u, may_change(0) | may_change(1));
     if (changes) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& max = maxima[half];
+        float max = lane_maximum(half);
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
         const float change = softmax[half].change_base(max, rescale[half]);
@@ -462,6 +458,29 @@ struct HopperForward {
     return changes;
   }
 
+  // Whether a row's base must change for all that this lane can tell: it may say so in vain.
+  __device__ bool may_change(int half) const {
+    if constexpr (integer_maxima) {
+      const int largest = largest_bits(half);
+      return largest > __float_as_int(LaggingSoftmaxRow::slack) ||
+             (softmax[half].is_fresh() && largest < 0);
+    } else {
+      return softmax[half].must_change(lane_maximum(half));
+    }
+  }
+
+  // Of this lane's part of a row; right unless negative, when it is some negative number.
+  __device__ int largest_bits(int half) const {
+    int max[2];
+#pragma unroll
+    for (int j = 0; j < Bc / 8; ++j) {
+      const int first = __float_as_int(scores[4 * j + 2 * half]);
+      const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
+      max[j % 2] = j < 2 ? ::max(first, second) : ::max(::max(first, second), max[j % 2]);
+    }
+    return ::max(max[0], max[1]);
+  }
+
   // Of this lane's part of a row, in four chains for the latency's sake.
   __device__ float lane_maximum(int half) const {
     float max[4];
@@ -477,7 +496,7 @@ struct HopperForward {
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = block_mask.visible_end(first_row + 8 * half);
+      const int visible = block_mask.visible_end(first_row + lane_row() + 8 * half);
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -506,7 +525,7 @@ struct HopperForward {
   // ---- The end of a query tile.
 
   // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
-  __device__ void finish_softmax(const LaggingSoftmaxRow (&finished)[2], int visit,
+  __device__ void finish_softmax(const LaggingSoftmaxRow (&finished)[2],
                                  float (&normalizer)[2]) const {
     LaggingSoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
@@ -516,10 +535,10 @@ struct HopperForward {
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
     }
     if (!Config::split_keys && p.lse == nullptr) return;
-    const Work& work = visit_address(visit)->work;
+    const Work& work = finished_visit().work;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + 8 * half;
+      const int row = first_row_of(work) + lane_row() + 8 * half;
       if (threadIdx.x % 4 == 0 && row < p.seqlen_q) {
         write_log_sum_exp(work, row, state[half].log_sum_exp());
       }
@@ -545,8 +564,8 @@ struct HopperForward {
     return p.out.head<Element>(work.batch, work.head) + row * p.out.row_stride;
   }
 
-  __device__ void write_output(int visit, const float (&normalizer)[2]) {
-    const Work& work = visit_address(visit)->work;
+  __device__ void write_output(const float (&normalizer)[2]) {
+    const Work& work = finished_visit().work;
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
       write_partial(work);
@@ -567,7 +586,7 @@ struct HopperForward {
         columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
       }
       // One branch around all stores: between branches of their own they would wait for each other.
-      const int row = first_row_of(work) + 8 * half;
+      const int row = first_row_of(work) + lane_row() + 8 * half;
       if (row >= p.seqlen_q) continue;
       Element* target = output_row(work, row) + first_column;
 #pragma unroll
@@ -604,7 +623,7 @@ struct HopperForward {
   __device__ void write_partial(const Work& work) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + 8 * half;
+      const int row = first_row_of(work) + lane_row() + 8 * half;
       if (row >= p.seqlen_q) continue;
       float* target = partial_row(work, row);
 #pragma unroll
@@ -618,16 +637,27 @@ struct HopperForward {
     }
   }
 
-  // For a query tile that sees no key.
+  // ---- One warp: the output of the query tiles that see no key, which are not in the stream.
+
+  __device__ void write_unseeing_tiles() const {
+    for (unsigned round = 0;; ++round) {
+      const Visit next = visit_of(round);
+      if (next.is_end_of_work()) return;
+      if (!next.has_keys()) write_nothing_seen(next.work);
+    }
+  }
+
   __device__ void write_nothing_seen(const Work& work) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + 8 * half;
-      if (row >= p.seqlen_q) continue;
-      if (threadIdx.x % 4 == 0 && (Config::split_keys || p.lse != nullptr)) {
+    const int lane = threadIdx.x % 32;
+    const int q_end = min(work.q_begin + Br, p.seqlen_q);
+    // Rare, and the producer's warps have few registers: nothing is unrolled.
+#pragma unroll 1
+    for (int row = work.q_begin; row < q_end; ++row) {
+      if (lane == 0 && (Config::split_keys || p.lse != nullptr)) {
         write_log_sum_exp(work, row, -SoftmaxMath<float>::infinity());
       }
-      for (int column = threadIdx.x % 4; column < Config::head_dim_v; column += 4) {
+#pragma unroll 1
+      for (int column = lane; column < Config::head_dim_v; column += 32) {
         if constexpr (Config::split_keys) {
           partial_row(work, row)[column] = 0;
         } else {
@@ -655,6 +685,8 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (threadIdx.x == 0) forward.produce();
+    constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+    if (may_see_nothing && threadIdx.x / 32 == 1) forward.write_unseeing_tiles();
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     forward.consume();

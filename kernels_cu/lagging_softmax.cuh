@@ -21,7 +21,7 @@ struct LaggingSoftmaxRow {
     sum = 0;
   }
 
-  // Zero is as good as any for scores that are not far from it.
+  // Zero is as good a base as any for scores that are not far from it.
   __device__ float base() const { return is_fresh() ? 0 : log2_base; }
 
   __device__ bool is_fresh() const { return log2_base == -Math::infinity(); }

@@ -170,6 +170,12 @@ class Case:
         )
 
 
+def tile_with(case: Case, fields: dict[str, int]) -> Tile:
+    """The first legal tile of the case's family that has these fields."""
+    tiles = FAMILIES[str(case.family)].tiles(case.problem(), current_device())
+    return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
+
+
 def prebuild(cases: Iterable[Case], folder: Path) -> None:
     """Compile what the cases need, in parallel, for `CUPY_FLASH_CUBINS` to name the folder.
 

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from gpu_support import DTYPES, Case, current_device, random_values
+from gpu_support import DTYPES, Case, random_values, tile_with
 
 from cupy_flash import flash_attention
 from cupy_flash.families import FAMILIES
 from cupy_flash.problem import MAX_ALIGNMENT
-from cupy_flash.tile import Tile
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
 ALIGNED_DIMS = (
@@ -66,15 +65,32 @@ def cases() -> Iterator[Case]:
             {"Br": 128, "Bc": 64, "warps": 4, "stages": 3, "q_in_registers": 0},
         ):
             yield dataclasses.replace(long, tile=tile_with(long, fields))
+    # Of a persistent grid each block goes on to other tiles only where there are more than SMs.
+    short = dataclasses.replace(
+        small,
+        family="hopper",
+        seqlen_q=135,
+        seqlen_k=210,
+        batch=4,
+        heads_q=24,
+        heads_kv=12,
+        causal=True,
+        q_offset=20,
+    )
+    for fields in (
+        {"Br": 64, "Bc": 64, "q_stages": 1, "turns": 0},
+        {"Br": 64, "Bc": 80, "q_stages": 2, "turns": 0},
+        {"Br": 128, "Bc": 128, "q_stages": 1, "q_steps": 4, "turns": 1},
+        {"Br": 128, "Bc": 64, "q_stages": 2, "turns": 0},
+        {"Br": 192, "Bc": 64, "q_stages": 2, "turns": 1},
+    ):
+        if short.is_supported():
+            yield dataclasses.replace(short, tile=tile_with(short, fields))
+    # Head dims whose lines are 64 bytes; most query tiles see no key.
+    yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
     wide = dataclasses.replace(small, family="simt", dtype="float32", seqlen_k=290)
     for fields in ({"share_kv": 0}, {"share_kv": 1}):
         yield dataclasses.replace(wide, tile=tile_with(wide, fields))
-
-
-def tile_with(case: Case, fields: dict[str, int]) -> Tile:
-    """The first legal tile of the case's family that has these fields."""
-    tiles = FAMILIES[str(case.family)].tiles(case.problem(), current_device())
-    return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
 
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:

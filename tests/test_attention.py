@@ -257,7 +257,7 @@ def test_a_plan_for_an_architecture_needs_no_gpu_and_prints(rng, capsys):
     made = plan(q, k, v, arch="sm_90")
     print(made)
     printed = capsys.readouterr().out
-    assert made.family == "mma"
+    assert made.family == "hopper"
     assert printed.startswith("problem ")
     assert "heads 6 over 3, head_dim 40/72" in printed
     assert len({line.index(line.split("  ")[-1].lstrip()) for line in printed.splitlines()}) == 1

@@ -50,7 +50,9 @@ def test_three_kernels_cover_scores_rows_and_outputs():
 def test_without_keys_every_launch_still_has_a_block():
     case = problem(seqlen_k=0)
     assert naive.workspace(case, 1) == 0
-    assert all(launch.grid[0] >= 1 for launch in naive.launches(case, device_for_arch(90), NaiveTile(), 1))
+    assert all(
+        launch.grid[0] >= 1 for launch in naive.launches(case, device_for_arch(90), NaiveTile(), 1)
+    )
 
 
 def test_its_tile_is_fixed():

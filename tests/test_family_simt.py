@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cupy_flash.compiler import compile_cubin, why_no_compiler
 from cupy_flash.device import ARCHITECTURES, device_for_arch
 from cupy_flash.families import split
+from cupy_flash.families.base import heads_in_l2
 from cupy_flash.families.simt import SimtFamily, SimtTile
 from cupy_flash.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
 
@@ -130,15 +133,34 @@ def test_an_empty_problem_is_not_split():
 
 def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
     case = problem(seqlen_k=16384, heads_q=32, heads_kv=8)
-    heads = split.section_heads(case, h100)
+    heads = heads_in_l2(case, h100)
     one_head = 16384 * 128 * 4
     assert heads % 4 == 0
     assert heads // 4 * one_head <= h100.l2_cache // 2 < (heads // 4 + 1) * one_head
 
 
 def test_a_section_is_at_least_one_group_and_at_most_all_heads():
-    assert split.section_heads(problem(seqlen_k=2**24), h100) == 2
-    assert split.section_heads(problem(seqlen_k=0), h100) == 4 * 16
+    assert heads_in_l2(problem(seqlen_k=2**24), h100) == 2
+    assert heads_in_l2(problem(seqlen_k=0), h100) == 4 * 16
+
+
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(0, 2**20),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, heads_kv, group):
+    device = device_for_arch(arch)
+    case = problem(
+        "float16", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_k=seqlen_k
+    )
+    heads = heads_in_l2(case, device)
+    assert heads % group == 0
+    assert group <= heads <= batch * heads_kv * group
+    if heads > group:
+        assert heads // group * seqlen_k * (64 + 64) * 2 <= device.l2_cache // 2
 
 
 def compiled_cases():

@@ -107,20 +107,3 @@ def test_the_second_kernel_has_a_warp_for_each_query_row():
     assert list(split.combine_entries(2)) == [launch.entry]
     warps = launch.grid[0] * launch.threads // 32
     assert 2 * 6 * 113 <= warps < 2 * 6 * 113 + launch.threads // 32
-
-
-@given(
-    st.sampled_from(ARCHITECTURES),
-    st.integers(0, 2**20),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.integers(1, 8),
-)
-def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, heads_kv, group):
-    device = device_for_arch(arch)
-    case = problem(batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_k=seqlen_k)
-    heads = split.section_heads(case, device)
-    assert heads % group == 0
-    assert group <= heads <= batch * heads_kv * group
-    if heads > group:
-        assert heads // group * seqlen_k * (64 + 64) * 2 <= device.l2_cache // 2

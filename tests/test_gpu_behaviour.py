@@ -291,19 +291,29 @@ def test_plan_tells_registers_once_the_kernel_is_compiled() -> None:
 def test_a_family_asked_for_is_the_one_that_runs(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = dataclasses.replace(CASE, head_dim=20, head_dim_v=20)
+    # Rows of whole 16 bytes, which every family can read.
+    case = dataclasses.replace(CASE, family=family, dtype="float16", head_dim=24, head_dim_v=24)
+    if not case.is_supported():
+        pytest.skip(f"{family} has nothing for this GPU")
     values = random_values(case)
     with caplog.at_level(logging.INFO, LOGGER):
         out = flash_attention(*on_gpu(values), family=family)
-    assert any(message.startswith(f"{family} float32") for message in caplog.messages)
+    assert any(message.startswith(f"{family} float16") for message in caplog.messages)
     Truth.of(values).check(out.get())
 
 
-@pytest.mark.parametrize("family", ["mma", "simt"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "head_dim"),
+    [("hopper", "float16", 104), ("mma", "float32", 28), ("simt", "float32", 28)],
+)
 def test_a_tile_asked_for_is_the_one_that_runs(
-    family: str, caplog: pytest.LogCaptureFixture
+    family: str, dtype: str, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = dataclasses.replace(CASE, family=family, head_dim=28, head_dim_v=28)
+    case = dataclasses.replace(
+        CASE, family=family, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim
+    )
+    if not case.is_supported():
+        pytest.skip(f"{family} has nothing for this GPU")
     values = random_values(case)
     problem = plan(*on_gpu(values), family=family).problem
     default = FAMILIES[family].default_tile(problem, current_device())

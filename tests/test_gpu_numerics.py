@@ -22,7 +22,7 @@ from gpu_support import (
     random_values,
     run,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked
@@ -32,7 +32,13 @@ from cupy_flash.families import FAMILIES
 pytestmark = pytest.mark.gpu
 
 # One or two dtypes of each family, where what is tested does not depend on the dtype.
-FAMILY_DTYPES = [("mma", "float16"), ("mma", "float32"), ("simt", "float32"), ("naive", "float32")]
+FAMILY_DTYPES = [
+    ("hopper", "float16"),
+    ("mma", "float16"),
+    ("mma", "float32"),
+    ("simt", "float32"),
+    ("naive", "float32"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +89,7 @@ HEAD_DIMS += [(64, 128), (192, 128), (40, 33), (1, 256), (256, 1), (72, 96)]
 
 def dtypes_for(family: str, index: int) -> tuple[str, ...]:
     """Both kinds of product that `mma` has, and the other families' dtypes in turn."""
-    if family == "mma":
+    if family in ("hopper", "mma"):
         return (("float16", "bfloat16")[index % 2], "float32")
     return (tuple(DTYPES)[index % 4],)
 
@@ -177,7 +183,9 @@ def test_empty_sequences_and_batches_give_zero_or_nothing(case: Case) -> None:
 
 
 def sampled_tiles(case: Case, count: int) -> list[Case]:
-    """The case with some of the legal tiles, ever the same ones."""
+    """The case with some of the legal tiles, ever the same ones; none where it is not supported."""
+    if not case.is_supported():
+        return []
     family = FAMILIES[str(case.family)]
     tiles = list(family.tiles(case.problem(), current_device()))
     chosen = random.Random(0).sample(tiles, min(count, len(tiles)))
@@ -191,6 +199,7 @@ MANY = Case("mma", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal
 @of_cases(
     tiled
     for case, count in (
+        (dataclasses.replace(MANY, family="hopper"), 12),
         (MANY, 12),
         (dataclasses.replace(MANY, dtype="bfloat16", head_dim=128, head_dim_v=96), 6),
         (dataclasses.replace(MANY, dtype="float32"), 8),
@@ -227,22 +236,24 @@ def test_random_problems_are_right(
     softmax_scale: float | None,
     layout: str,
 ) -> None:
-    check(
-        Case(
-            *family_dtype,
-            *seqlens,
-            batch=batch,
-            heads_q=heads[0] * heads[1],
-            heads_kv=heads[0],
-            causal=q_offset is not None,
-            q_offset=q_offset,
-            softmax_scale=softmax_scale,
-            layout=layout,
-        )
+    case = Case(
+        *family_dtype,
+        *seqlens,
+        batch=batch,
+        heads_q=heads[0] * heads[1],
+        heads_kv=heads[0],
+        causal=q_offset is not None,
+        q_offset=q_offset,
+        softmax_scale=softmax_scale,
+        layout=layout,
     )
+    assume(case.is_supported())
+    check(case)
 
 
-of_families = pytest.mark.parametrize(("family", "dtype"), FAMILY_DTYPES)
+of_families = pytest.mark.parametrize(
+    ("family", "dtype"), [pair for pair in FAMILY_DTYPES if Case(*pair).is_supported()]
+)
 
 
 def poisoned_values(case: Case, what: str) -> Arrays:
@@ -352,6 +363,8 @@ def first_head_for_all(array: Any) -> Any:
 def test_strided_views_are_read_as_they_lie_or_copied(
     family: str, dtype: str, view: Callable[[Any], Any]
 ) -> None:
+    if family == "hopper" and view is reversed_rows:
+        pytest.skip("the copy engine takes no negative strides; the planner takes mma for them")
     case = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80)
     truth = Truth.of(tuple(map(view, random_values(case))))
     out, lse = flash_attention(*map(view, on_gpu(case)), family=family, return_lse=True)
@@ -381,7 +394,12 @@ def require_free_memory(needed: int) -> None:
 FAR = 2**31 + 2**20  # elements
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+of_float16_families = pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if Case(name, "float16").is_supported()]
+)
+
+
+@of_float16_families
 @pytest.mark.parametrize("axis", ["batch", "row", "head"])
 def test_strides_beyond_32_bits_are_right(family: str, axis: str) -> None:
     import cupy
@@ -432,7 +450,7 @@ def rows_of(array: Any) -> Iterator[Any]:
         yield cupy.ndarray((array.shape[3],), array.dtype, array.data + offset)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@of_float16_families
 def test_contiguous_tensors_of_more_than_2_to_the_31_elements_are_right(family: str) -> None:
     import cupy
 

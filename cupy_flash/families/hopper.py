@@ -56,7 +56,7 @@ class HopperTile(Tile):
 _ALL = 16
 
 
-def _preferred_tiles(problem: Problem) -> list[HopperTile]:
+def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     """Tiles from the best down, without stages, of which the first that fits becomes the default.
 
     The figures are TFLOP/s on an H100, bfloat16, CUDA 13.0, at batch x seqlen 16384 and heads x
@@ -65,36 +65,38 @@ def _preferred_tiles(problem: Problem) -> list[HopperTile]:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     widest = max(head_dim, head_dim_v)
     short = problem.seqlen_k < 2048
+    # Where tiles of 192 rows would leave SMs idle, smaller ones leave fewer.
+    few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
     if problem.seqlen_q <= 64:
-        return [_tile(64, 128, 2), _tile(64, 128, 1), _tile(64, 64, 1)]
+        return [_tile(64, 128, 2) if widest <= 128 else _tile(64, 64, 1, guesses=4)]
     if widest <= 64:
         # head_dim 64: 192x128 413 457 526 532 / 236 304 477 528, 128x128 400 436 457 447 /
         # 257 337 449 456. Its exponentials hold it back: three consumers hide them better.
         small, large = _tile(128, 128, 2), _tile(192, 128, 2)
-        return [small, large] if short and problem.causal else [large, small]
+        return [small, large] if few or (short and problem.causal) else [large, small]
     if widest <= 96:
         # head_dim 96: 128x128 458 546 598 525 / 284 418 558 541, 192x96 405 518 653 597 /
         # 273 379 581 601.
         small = _tile(128, 128, 2, _ALL)
-        return [small] if short else [_tile(192, 96, 2), small]
+        return [small] if short or few else [_tile(192, 96, 2), small]
     if widest <= 128:
         # head_dim 128: one query tile in shared memory 568 653 726 665 / 307 486 679 653, two
         # 554 651 723 659 / 325 484 674 657; with Q in shared memory 547 639 705 634 /
         # 325 483 662 633.
-        return [_tile(128, 128, 2 if problem.causal and short else 1, _ALL), _tile(128, 64, 2)]
+        return [_tile(128, 128, 2 if problem.causal and short else 1, _ALL)]
     if head_dim_v <= 128:
         # head_dim 192, head_dim_v 128: 128x112 505 613 766 795 / 275 428 684 771, 128x128
         # 462 588 735 768 / 291 441 672 748.
-        large = _tile(128, 112, 1, _ALL)
+        large = _tile(128, 112, 1, _ALL, guesses=8)
         return [_tile(128, 128, 1), large] if short and problem.causal else [large]
     if widest <= 192:
         # head_dim 192: 128x64 530 668 782 726 / 307 468 668 717, 128x96 496 652 790 748 /
         # 275 448 714 736.
         small = _tile(128, 64, 2, _ALL, guesses=4)
-        return [small] if short else [_tile(128, 96, 1), small]
+        return [small] if short or few else [_tile(128, 96, 1), small]
     # head_dim 256: 545 674 794 735 / 305 477 732 772; without Q in registers 539 671 791 746 /
     # 304 469 729 769; 128x80 524 671 786 746 / 296 449 723 767.
-    return [_tile(128, 64, 1, 4, guesses=4), _tile(64, 64, 1)]
+    return [_tile(128, 64, 1, 4, guesses=4)]
 
 
 def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0, guesses: int = 16) -> HopperTile:
@@ -203,7 +205,7 @@ class HopperFamily(Family):
                 device,
                 dataclasses.replace(tile, q_steps=min(tile.q_steps, _k_steps(problem))),
             )
-            for tile in _preferred_tiles(problem)
+            for tile in _preferred_tiles(problem, device)
         )
         tiles = itertools.chain(preferred, self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)

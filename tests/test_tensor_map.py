@@ -1,0 +1,164 @@
+"""Tensor maps: what the driver is asked for, how often, and what is kept."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_flash import tensor_map
+from cupy_flash.errors import DriverError
+from cupy_flash.tensor_map import TensorMaps, TensorMapSpec
+
+SPECS = (
+    TensorMapSpec("bfloat16", (128, 799, 6, 2), (1536, 256, 1536 * 799), (64, 192)),
+    TensorMapSpec("bfloat16", (128, 203, 3, 2), (768, 256, 768 * 203), (64, 128)),
+    TensorMapSpec("float16", (96, 203, 3, 2), (576, 192, 576 * 203), (32, 128)),
+)
+MAP_BYTES = 128
+
+
+class Driver:
+    """Stands in for cuTensorMapEncodeTiled: records what it is asked, writes what names the map."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.status = 0
+
+    def __call__(self, *arguments: Any) -> int:
+        target, dtype, rank, address, shape, strides, box, steps, *modes = arguments
+        assert target.value % 64 == 0, "the driver wants the record on 64 bytes"
+        self.requests.append(
+            {
+                "dtype": dtype.value,
+                "rank": rank.value,
+                "address": address.value,
+                "shape": tuple(shape),
+                "strides": tuple(strides),
+                "box": tuple(box),
+                "steps": tuple(steps),
+                "modes": tuple(mode.value for mode in modes),
+            }
+        )
+        words = [address.value, len(self.requests)] * (MAP_BYTES // 16)
+        ctypes.memmove(target.value, np.array(words, np.uint64).ctypes.data, MAP_BYTES)
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    return fake
+
+
+def addresses_of(maps: np.void) -> list[int]:
+    """The address that the fake driver wrote into each map."""
+    return [int(words[0]) for words in maps["maps"].reshape(-1, MAP_BYTES // 8)]
+
+
+def addresses(call: int) -> tuple[int, int, int]:
+    return (2**33 + call * 48, 2**34 + call * 48 + 16, 2**35 + call * 48 + 32)
+
+
+def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driver):
+    maps = TensorMaps(SPECS).at(addresses(0))
+    assert addresses_of(maps) == list(addresses(0))
+    assert [request["address"] for request in driver.requests] == list(addresses(0))
+    for request, spec in zip(driver.requests, SPECS, strict=True):
+        assert request["rank"] == 4
+        assert request["shape"] == spec.shape
+        assert request["strides"] == spec.strides
+        assert request["box"] == (*spec.box, 1, 1)
+        assert request["steps"] == (1, 1, 1, 1)
+
+
+def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
+    # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
+    # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
+    TensorMaps(SPECS).at(addresses(0))
+    assert [request["dtype"] for request in driver.requests] == [9, 9, 6]
+    assert [request["modes"] for request in driver.requests] == [
+        (0, 3, 2, 0),
+        (0, 3, 2, 0),
+        (0, 2, 2, 0),
+    ]
+
+
+def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
+    maps = TensorMaps(SPECS).at(addresses(0))
+    assert isinstance(maps, np.void)
+    assert maps.nbytes == len(SPECS) * MAP_BYTES
+
+
+def test_the_same_addresses_are_encoded_once(driver):
+    maps = TensorMaps(SPECS)
+    first = maps.at(addresses(0))
+    assert all(maps.at(addresses(0)) is first for _ in range(10))
+    assert len(driver.requests) == len(SPECS)
+
+
+def test_maps_of_earlier_addresses_stay_as_they_were(driver):
+    maps = TensorMaps(SPECS)
+    kept = [maps.at(addresses(call)) for call in range(20)]
+    for call, scalar in enumerate(kept):
+        assert addresses_of(scalar) == list(addresses(call))
+        assert maps.at(addresses(call)) is scalar
+    assert len(driver.requests) == 20 * len(SPECS)
+
+
+def test_one_changed_address_is_another_set(driver):
+    maps = TensorMaps(SPECS)
+    q, k, v = addresses(0)
+    maps.at((q, k, v))
+    assert addresses_of(maps.at((q, k, v + 16))) == [q, k, v + 16]
+    assert addresses_of(maps.at((q, k, v))) == [q, k, v]
+
+
+def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeypatch):
+    monkeypatch.setattr(tensor_map, "_MAX_SETS", 8)
+    maps = TensorMaps(SPECS)
+    for call in range(50):
+        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+        assert len(maps._encoded) <= 8
+    assert len(driver.requests) == 50 * len(SPECS)
+    maps.at(addresses(49))
+    assert len(driver.requests) == 50 * len(SPECS), "the newest set was not kept"
+    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+    assert len(driver.requests) == 51 * len(SPECS)
+
+
+def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
+    maps = TensorMaps(SPECS)
+    driver.status = 1
+    with pytest.raises(DriverError, match="cuTensorMapEncodeTiled failed with CUresult 1"):
+        maps.at(addresses(0))
+    driver.status = 0
+    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+    assert len(driver.requests) == 1 + len(SPECS)
+
+
+def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
+    # So few sets that the threads throw out each other's all the time.
+    monkeypatch.setattr(tensor_map, "_MAX_SETS", 4)
+    maps = TensorMaps(SPECS)
+    start = threading.Barrier(4)
+    wrong = []
+
+    def work(thread: int) -> None:
+        start.wait(30)
+        for call in range(300):
+            mine = addresses(thread * 1000 + call % 7)
+            if addresses_of(maps.at(mine)) != list(mine):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(maps._encoded) <= 4

@@ -142,6 +142,7 @@ struct HopperForward {
   }
 
   __device__ static void leave(unsigned empty_barrier) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
   }
 

@@ -45,8 +45,8 @@ struct LaggingSoftmaxRow {
     return change;
   }
 
-  // log(sum(exp(scale * s))), natural.
+  // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
   __device__ float log_sum_exp() const {
-    return is_fresh() ? log2_base : (log2_base + Math::log2(sum)) * Math::ln_2;
+    return sum == 0 ? -Math::infinity() : (base() + Math::log2(sum)) * Math::ln_2;
   }
 };

@@ -32,6 +32,8 @@ _PROMOTE_TO_128_BYTES = 2
 _FILL_WITH_ZEROS = 0
 # Distinct sets of addresses kept by one call; a set takes 0.5 KiB.
 _MAX_SETS = 1024
+# Encodings by the driver after which its format is taken for understood.
+_TRIALS = 4
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,16 @@ class TensorMaps:
     """The tensor maps of a call's arrays, encoded once for each set of addresses."""
 
     def __init__(self, specs: Sequence[TensorMapSpec]) -> None:
-        words = _MAP_BYTES // 8
-        self._record = np.dtype([("maps", np.uint64, len(specs) * words)])
-        buffer = np.zeros(len(specs) * words + _MAP_ALIGNMENT // 8, np.uint64)
+        words = len(specs) * _MAP_BYTES // 8
+        buffer = np.zeros(words + _MAP_ALIGNMENT // 8, np.uint64)
         start = -buffer.ctypes.data % _MAP_ALIGNMENT // 8
         # Where the driver writes; each set of addresses gets a copy.
-        self._maps = buffer[start : start + len(specs) * words].view(self._record)
-        target = self._maps.ctypes.data
+        self._words = buffer[start : start + words].reshape(len(specs), -1)
+        self._maps = buffer[start : start + words].view(np.dtype([("maps", np.uint64, words)]))
+        target = self._words.ctypes.data
         self._requests = [_request(spec, target + i * _MAP_BYTES) for i, spec in enumerate(specs)]
+        self._encodings = 0
+        self._first_word_is_address = True
         self._encoded: dict[tuple[int, ...], np.void] = {}
         self._lock = threading.Lock()
 
@@ -98,13 +102,27 @@ class TensorMaps:
         return maps
 
     def _encode(self, addresses: tuple[int, ...]) -> np.void:
+        # The record is opaque. But where several encodings of this driver differ in nothing but the
+        # first word, and that is the address, writing it is as good, and takes 1 us instead of 6.
+        if self._encodings >= _TRIALS and self._first_word_is_address:
+            self._words[:, 0] = addresses
+            return self._maps.copy()[0]
+        before = self._words[:, 1:].copy()
+        self._ask_driver(addresses)
+        self._first_word_is_address &= bool(
+            np.array_equal(self._words[:, 0], np.array(addresses, np.uint64))
+            and (self._encodings == 0 or np.array_equal(self._words[:, 1:], before))
+        )
+        self._encodings += 1
+        return self._maps.copy()[0]
+
+    def _ask_driver(self, addresses: tuple[int, ...]) -> None:
         encode = _encode_tiled()
         for (pointer, arguments), address in zip(self._requests, addresses, strict=True):
             pointer.value = address
             status = encode(*arguments)
             if status:
                 raise DriverError(f"cuTensorMapEncodeTiled failed with CUresult {status}")
-        return self._maps.copy()[0]
 
 
 # Arguments are made once: ctypes takes 1 us for a call with its own objects, and 4 us where it has

@@ -162,3 +162,35 @@ def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, m
         thread.join()
     assert not wrong
     assert len(maps._encoded) <= 4
+
+
+class PlainDriver(Driver):
+    """Writes the address into the first word, and the same into the others every time."""
+
+    def __call__(self, *arguments: Any) -> int:
+        status = super().__call__(*arguments)
+        target, address, columns = arguments[0].value, arguments[3].value, arguments[6][0]
+        words = [address, *range(columns, columns + MAP_BYTES // 8 - 1)]
+        ctypes.memmove(target, np.array(words, np.uint64).ctypes.data, MAP_BYTES)
+        return status
+
+
+def test_a_format_that_is_understood_is_written_without_the_driver(monkeypatch):
+    plain = PlainDriver()
+    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: plain)
+    maps = TensorMaps(SPECS)
+    first = maps.at(addresses(0))
+    for call in range(1, 20):
+        found = maps.at(addresses(call))
+        assert addresses_of(found) == list(addresses(call))
+        rest = found["maps"].reshape(len(SPECS), -1)[:, 1:]
+        assert np.array_equal(rest, first["maps"].reshape(len(SPECS), -1)[:, 1:])
+    assert len(plain.requests) == tensor_map._TRIALS * len(SPECS)
+    assert addresses_of(first) == list(addresses(0))
+
+
+def test_a_format_that_is_not_understood_is_always_asked_for(driver):
+    maps = TensorMaps(SPECS)
+    for call in range(20):
+        maps.at(addresses(call))
+    assert len(driver.requests) == 20 * len(SPECS)

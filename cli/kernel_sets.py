@@ -4,9 +4,10 @@ A kernel depends on dtype, head dims, causality, the sign of softmax_scale, how 
 whether the keys are split over thread blocks, and its tile; not on batch, heads or lengths. Head
 dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
 
-- `default_plans`: the dispatcher's choice for what common models ask for.
+- `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
+  short ones, which may have tiles of their own.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
-  full and causal x keys whole and split, rows aligned to 16 bytes; for each dtype also two pairs of
+  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs of
   different head dims, one of them odd, whose rows are aligned to single elements, and a negative
   softmax_scale; and each tile of the tuned tables, where it fits.
 """
@@ -30,8 +31,10 @@ HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 _MIXED_HEAD_DIMS = ((192, 128), (65, 33))
 _COMMON_HEAD_DIMS = (64, 128)
 _COMMON_DTYPES = ("bfloat16", "float16", "float32")
-# (batch, heads, seqlen): enough query tiles to fill any GPU, and too few.
+# (batch, heads, seqlen): enough query tiles to fill any GPU, in long and short sequences, and too
+# few.
 _FULL = (4, 16, 4096)
+_SHORT = (32, 16, 512)
 _FEW = (1, 1, 4096)
 
 
@@ -61,9 +64,9 @@ def _problem(
 def default_plans(device: Device) -> list[Plan]:
     """The dispatcher's choices for common dtypes and head dims, full and causal, keys whole."""
     problems = (
-        _problem(dtype, dim, dim, causal, _FULL)
-        for dtype, dim, causal in itertools.product(
-            _COMMON_DTYPES, _COMMON_HEAD_DIMS, (False, True)
+        _problem(dtype, dim, dim, causal, size)
+        for dtype, dim, causal, size in itertools.product(
+            _COMMON_DTYPES, _COMMON_HEAD_DIMS, (False, True), (_FULL, _SHORT)
         )
     )
     return _distinct(make_plan(problem, device) for problem in problems)
@@ -75,7 +78,7 @@ def all_plans(device: Device) -> list[Plan]:
     problems = [
         _problem(dtype, *dim, causal, size)
         for dtype, dim, causal, size in itertools.product(
-            DTYPES, dims, (False, True), (_FULL, _FEW)
+            DTYPES, dims, (False, True), (_FULL, _SHORT, _FEW)
         )
     ]
     problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]

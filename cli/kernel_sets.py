@@ -7,8 +7,8 @@ dims are compile-time constants from 1 to 256 each, so "everything" is taken at 
 - `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
   short ones, which may have tiles of their own.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
-  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs of
-  different head dims, one of them odd, whose rows are aligned to single elements, and a negative
+  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
+  of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
   softmax_scale; and each tile of the tuned tables, where it fits.
 """
 

@@ -1,9 +1,10 @@
-"""Long sequences against a matrix product, and grouped heads against as many of their own.
+"""Long sequences against a matrix product, float16 against bfloat16, grouped heads against own.
 
     python benchmarks/limits.py --output benchmarks/results/limits.json
 
-bfloat16, head_dim 128. In each row our calls take turns with a product of two 8192 x 8192 bfloat16
-matrices by torch, the rate that the GPU's tensor cores reach in practice. Needs a GPU and torch.
+In each row three calls take turns with a product of two 8192 x 8192 bfloat16 matrices by torch, the
+rate that the GPU's tensor cores reach in practice: bfloat16, float16, and bfloat16 with fewer
+key/value heads. Needs a GPU and torch.
 """
 
 from __future__ import annotations
@@ -17,35 +18,42 @@ import click
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.environment import metadata
+from cupy_flash.cli.providers import release_memory
 from cupy_flash.cli.timing import GpuTimer, Timed, spread
 from cupy_flash.device import device_for_id
 from cupy_flash.families import FAMILIES
 
 _TOKENS = 16384  # batch * seqlen
-_HEAD_DIM = 128
 _MATRIX = 8192
 _WARMUP, _REPEATS = 3, 20
-# seqlen, causal, query heads, and the key/value heads that they share.
+# head_dim, seqlen, causal, query heads, and the key/value heads that they share.
 _CASES = (
-    (8192, False, 16, 16),
-    (16384, False, 16, 16),
-    (4096, False, 32, 8),
-    (4096, True, 32, 8),
-    (4096, False, 64, 8),
-    (4096, True, 64, 8),
+    (128, 8192, False, 16, 4),
+    (128, 16384, False, 16, 4),
+    (128, 4096, False, 32, 8),
+    (128, 4096, True, 32, 8),
+    (128, 4096, False, 64, 8),
+    (128, 4096, True, 64, 8),
+    (64, 1024, False, 32, 8),
+    (64, 4096, True, 32, 8),
+    (64, 16384, False, 32, 8),
+    (256, 1024, False, 8, 2),
+    (256, 4096, True, 8, 2),
+    (256, 16384, False, 8, 2),
 )
 
 
-def attention_call(seqlen: int, causal: bool, heads_q: int, heads_kv: int) -> Callable[[], Any]:
+def attention_call(
+    dtype: Any, head_dim: int, seqlen: int, causal: bool, heads_q: int, heads_kv: int
+) -> Callable[[], Any]:
     """A call on new random arrays."""
     import cupy
-    import ml_dtypes
 
     rng = cupy.random.default_rng(0)
     q, k, v = (
         rng.standard_normal(
-            (_TOKENS // seqlen, seqlen, heads, _HEAD_DIM), dtype=cupy.float32
-        ).astype(ml_dtypes.bfloat16)
+            (_TOKENS // seqlen, seqlen, heads, head_dim), dtype=cupy.float32
+        ).astype(dtype)
         for heads in (heads_q, heads_kv, heads_kv)
     )
     return lambda: flash_attention(q, k, v, causal=causal)
@@ -59,18 +67,26 @@ def product_call() -> Callable[[], Any]:
     return lambda: torch.mm(a, b)
 
 
-def measure(product: Callable[[], Any], case: tuple[int, bool, int, int]) -> dict[str, Any]:
-    """One row: the three take turns."""
-    seqlen, causal, heads_q, heads_kv = case
-    own = attention_call(seqlen, causal, heads_q, heads_q)
-    calls = [Timed(own), Timed(attention_call(*case)), Timed(product)]
-    own_ms, shared_ms, product_ms = (
+def measure(product: Callable[[], Any], case: tuple[int, int, bool, int, int]) -> dict[str, Any]:
+    """One row: the four take turns."""
+    import ml_dtypes
+
+    head_dim, seqlen, causal, heads_q, heads_kv = case
+    own = (head_dim, seqlen, causal, heads_q, heads_q)
+    calls = [
+        Timed(attention_call(ml_dtypes.bfloat16, *own)),
+        Timed(attention_call("float16", *own)),
+        Timed(attention_call(ml_dtypes.bfloat16, *case)),
+        Timed(product),
+    ]
+    own_ms, half_ms, shared_ms, product_ms = (
         spread(times).median
         for times in GpuTimer().interleaved(calls, _WARMUP, [_REPEATS] * len(calls))
     )
-    flops = 4.0 * _TOKENS * seqlen * heads_q * _HEAD_DIM / (2 if causal else 1)
+    flops = 4.0 * _TOKENS * seqlen * heads_q * head_dim / (2 if causal else 1)
     product_rate = 2.0 * _MATRIX**3 / product_ms / 1e9
     return {
+        "head_dim": head_dim,
         "seqlen": seqlen,
         "causal": causal,
         "heads_q": heads_q,
@@ -78,7 +94,9 @@ def measure(product: Callable[[], Any], case: tuple[int, bool, int, int]) -> dic
         "own_heads_tflops": round(flops / own_ms / 1e9, 1),
         "shared_heads_tflops": round(flops / shared_ms / 1e9, 1),
         "matmul_tflops": round(product_rate, 1),
-        "own_heads_of_matmul": round(flops / own_ms / 1e9 / product_rate, 3),
+        "share_of_matmul": round(flops / own_ms / 1e9 / product_rate, 3),
+        "float16_of_bfloat16": round(own_ms / half_ms, 3),
+        "shared_of_own_heads": round(own_ms / shared_ms, 3),
     }
 
 
@@ -87,7 +105,10 @@ def measure(product: Callable[[], Any], case: tuple[int, bool, int, int]) -> dic
 def main(output: Path | None) -> None:
     """Measure all rows."""
     product = product_call()
-    rows = [measure(product, case) for case in _CASES]
+    rows = []
+    for case in _CASES:
+        rows.append(measure(product, case))
+        release_memory()
     for row in rows:
         click.echo(", ".join(f"{name} {value}" for name, value in row.items()))
     if output:

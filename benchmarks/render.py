@@ -1,26 +1,35 @@
-"""Write docs/benchmarks.md from the records under benchmarks/results/.
+"""Write docs/benchmarks.md and its figures from the records under benchmarks/results/.
 
-    python benchmarks/render.py            write it
-    python benchmarks/render.py --check    exit with 1 if it is not what would be written
+    python benchmarks/render.py            write them
+    python benchmarks/render.py --check    exit with 1 if they are not what would be written
 
 A record is what `cupy-flash bench --output x.json` or `cupy-flash tune --output x.json` writes.
+Those of `bench` that sweep sequence lengths get a figure. Drawing needs matplotlib, checking does
+not: a figure names the digest of what it shows, because other versions of matplotlib write other
+bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import click
+
+from cupy_flash.cli import figures, plot, records
+from cupy_flash.cli.records import CASE_FIELDS
+from cupy_flash.cli.report import Record, Row, markdown_row
+from cupy_flash.cli.tune_table import digest_of, findings_notes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-
-Row = dict[str, Any]
+# Beside the page.
+FIGURES = "figures"
 
 HEAD = """\
 # Benchmarks
@@ -33,21 +42,6 @@ cache flushed before each call (on a CPU, by the clock). A ratio is baseline tim
 1 we are faster.
 """
 
-# What tells one case from another, in the order of the columns.
-CASE_FIELDS = (
-    "dtype",
-    "head_dim",
-    "head_dim_v",
-    "causal",
-    "q_offset",
-    "softmax_scale",
-    "layout",
-    "batch",
-    "heads_q",
-    "heads_kv",
-    "seqlen_q",
-    "seqlen_k",
-)
 # Fields that follow from another one in most records: shown only where they do not.
 _FOLLOWS = {"head_dim_v": "head_dim", "heads_kv": "heads_q", "seqlen_k": "seqlen_q"}
 _DERIVED = ("softmax_scale", "q_offset")
@@ -63,8 +57,8 @@ def render(results: Path) -> str:
 
 def section(path: Path) -> str:
     """One record: where it comes from, its figures, its table."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    head, rows = record["metadata"], record["rows"]
+    record = records.read(path)
+    head, rows = record.metadata, record.rows
     lines = [f"## {path.stem}", ""]
     lines += [f"- record: `benchmarks/results/{path.name}`, {head['date']}"]
     lines += [f"- device: {head['device']}"]
@@ -72,52 +66,94 @@ def section(path: Path) -> str:
     lines += [f"- {head['flop_convention']}"]
     if not rows:
         return "\n".join([*lines, "", "The record has no rows.", ""])
-    if "provider" in rows[0]:
-        lines += [*sources(rows), "", *bench_tables(rows, head.get("baseline") or [])]
+    if records.bench_fault(rows) is None:
+        lines += sources(rows)
+        if head.get("published_by"):
+            lines += [f"- published figures, not measured here: {head['published_by']}"]
+        if picture_of(record):
+            lines += ["", f"![Rates by sequence length, {path.stem}]({FIGURES}/{path.stem}.svg)"]
+        lines += ["", *bench_tables(rows, head.get("baseline") or [])]
+    elif "default_tflops" in rows[0]:
+        lines += [*sources(rows), "", *tune_table(rows)]
     else:
         lines += ["", *plain_table(rows)]
     return "\n".join([*lines, ""])
 
 
+def picture_of(record: Record) -> plot.Picture | None:
+    """A figure for a record of `bench` that sweeps sequence lengths; None for others."""
+    timed = any(row.get("tflops") for row in record.rows)
+    if not timed or records.bench_fault(record.rows):
+        return None
+    picture = plot.picture(record)
+    return picture if picture.sweeps else None
+
+
 def sources(rows: Sequence[Row]) -> list[str]:
-    """Which kernels ran, by the digest of their sources."""
+    """Which kernels ran, by the digest of their sources, and which of these have changed since."""
     found = {(row["family"], row["kernel_digest"]) for row in rows if row.get("kernel_digest")}
-    text = ", ".join(f"{family} `{digest}`" for family, digest in sorted(found))
-    return [f"- kernel sources: {text}"] if text else []
+    texts = [
+        f"{family} `{digest}`"
+        + ("" if digest == digest_of(family) else ", which has changed since")
+        for family, digest in sorted(found)
+    ]
+    return [f"- kernel sources: {'; '.join(texts)}"] if texts else []
 
 
 def bench_tables(rows: Sequence[Row], baseline: Sequence[str]) -> list[str]:
     """A line for each case, with every provider's rate and its ratio to the baseline."""
     fields = varying_fields(rows)
     shared = [f for f in CASE_FIELDS if f not in fields and f not in _FOLLOWS and f not in _DERIVED]
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        cases.setdefault(tuple(row[f] for f in CASE_FIELDS), {})[row["provider"]] = row
     names = list(dict.fromkeys(row["provider"] for row in rows))
     compared = [name for name in names if [name] != list(baseline)] if baseline else []
-    unit, scale = unit_of(rows)
+    unit, scale = records.rate_unit(rows)
     ratios: dict[str, list[float]] = {name: [] for name in compared}
     with_host_time = any(row.get("host_us") is not None for row in rows)
+    cases = records.by_case(rows)
+    quoted = published_columns(cases, names, scale)
     body = []
-    for found in cases.values():
+    for index, found in enumerate(cases):
         first = next(iter(found.values()))
         cells = [text_of(first[field]) for field in fields]
         cells += [rate(found.get(name), scale) for name in names]
         for name in compared:
-            ratio = ratio_of(found, name, baseline)
+            ratio = records.ratio(found, name, baseline)
             if ratio is not None:
                 ratios[name].append(ratio)
             cells.append("" if ratio is None else f"{ratio:.2f}")
         if with_host_time:
             cells += [host_time(found.get(name)) for name in names]
-        body.append(table_row(cells))
+        cells += [texts[index] for texts in quoted.values()]
+        body.append(markdown_row(cells))
     headings = [*fields, *(f"{name} {unit}" for name in names)]
     headings += [f"{name} ratio" for name in compared]
     headings += [f"{name} host us" for name in names] if with_host_time else []
+    headings += [f"published, as {name} {unit}" for name in quoted]
     lines = ["All rows: " + ", ".join(f"{f} {text_of(rows[0][f])}" for f in shared) + ".", ""]
-    lines += [*summary(ratios, baseline), "", table_row(headings)]
-    lines += [table_row("---" for _ in headings), *body]
+    lines += [*summary(ratios, baseline), "", markdown_row(headings)]
+    lines += [markdown_row("---" for _ in headings), *body]
     return lines + footnotes(rows)
+
+
+def published_columns(
+    cases: Sequence[Mapping[str, Row]], names: Sequence[str], scale: float
+) -> dict[str, list[str]]:
+    """What a preset's source published for the algorithm of each provider, once for each."""
+    columns: dict[str, list[str]] = {}
+    for name in names:
+        texts = [published(found.get(name), scale) for found in cases]
+        if any(texts) and texts not in columns.values():
+            columns[name] = texts
+    return columns
+
+
+def published(row: Row | None, scale: float) -> str:
+    """A cell of what another project measured: rate and time; empty if it published nothing."""
+    if row is None:
+        return ""
+    tflops, ms = row.get("published_tflops"), row.get("published_ms")
+    texts = [f"{tflops * scale:.4g}" if tflops else "", f"({ms:.4g} ms)" if ms else ""]
+    return " ".join(filter(None, texts))
 
 
 def varying_fields(rows: Sequence[Row]) -> list[str]:
@@ -141,22 +177,6 @@ def varying_fields(rows: Sequence[Row]) -> list[str]:
     return fields
 
 
-def ratio_of(found: dict[str, Row], name: str, baseline: Sequence[str]) -> float | None:
-    """Best baseline time over a provider's time; None if one is missing or a result was wrong."""
-    times: list[float] = [
-        found[b]["median_ms"] for b in baseline if b in found and found[b]["median_ms"]
-    ]
-    row = found.get(name)
-    if not times or row is None or not row["median_ms"] or is_wrong(row):
-        return None
-    return min(times) / float(row["median_ms"])
-
-
-def is_wrong(row: Row) -> bool:
-    """Whether a result of ours failed its check; other libraries are timed as they are."""
-    return row["check"] == "failed" and str(row["provider"]).startswith("cupy_flash")
-
-
 def summary(ratios: dict[str, list[float]], baseline: Sequence[str]) -> list[str]:
     """Geometric mean and minimum of each provider's ratios."""
     against = " and ".join(baseline)
@@ -169,18 +189,11 @@ def summary(ratios: dict[str, list[float]], baseline: Sequence[str]) -> list[str
     ]
 
 
-def unit_of(rows: Sequence[Row]) -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s where everything is below one of those; and what TFLOP/s are times."""
-    most = max((row["tflops"] or 0 for row in rows), default=0)
-    return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
-
-
 def rate(row: Row | None, scale: float) -> str:
     """A cell: time and rate."""
-    if row is None or row["median_ms"] is None:
+    if row is None or row["tflops"] is None:
         return "-"
-    tflops = row["tflops"]
-    value = f"{tflops * scale:.4g}"
+    value = f"{row['tflops'] * scale:.4g}"
     wrong = " (over the error bound)" if row["check"] == "failed" else ""
     return f"{value} ({row['median_ms']:.4g} ms){wrong}"
 
@@ -198,16 +211,41 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         for key in ("reason", "note")
         if row.get(key)
     ]
+    notes += [
+        f"- published: {row['published_remark']}" for row in rows if row.get("published_remark")
+    ]
     if any(row["check"] == "skipped" and row["median_ms"] is not None for row in rows):
         notes.append("- some results were timed without being checked (--skip-check)")
     return ["", *dict.fromkeys(notes)] if notes else []
 
 
+def tune_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each class of problems: the default tile, and the best of the sweep."""
+    headings = ("class", "tiles", "default", "TFLOP/s", "best", "TFLOP/s", "gain %", "kept")
+    body = [
+        markdown_row(
+            (
+                row["problem_class"],
+                text_of(row["tiles"]),
+                text_of(row["default_tile"]),
+                text_of(row["default_tflops"]),
+                text_of(row["best_tile"]),
+                text_of(row["best_tflops"]),
+                text_of(row["gain_percent"]),
+                "yes" if row["stored"] else "",
+            )
+        )
+        for row in rows
+    ]
+    notes = [f"- {note}" for note in findings_notes(rows)]
+    return [*notes, "", markdown_row(headings), markdown_row("---" for _ in headings), *body]
+
+
 def plain_table(rows: Sequence[Row]) -> list[str]:
     """All fields of all rows."""
     fields = [field for field in rows[0] if field != "versions"]
-    lines = [table_row(fields), table_row("---" for _ in fields)]
-    return lines + [table_row(text_of(row.get(field)) for field in fields) for row in rows]
+    lines = [markdown_row(fields), markdown_row("---" for _ in fields)]
+    return lines + [markdown_row(text_of(row.get(field)) for field in fields) for row in rows]
 
 
 def text_of(value: Any) -> str:
@@ -223,28 +261,82 @@ def text_of(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def table_row(cells: Iterable[str]) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+def pictures(results: Path) -> dict[str, plot.Picture]:
+    """What figures there should be, by file name."""
+    found = {path.stem: picture_of(records.read(path)) for path in sorted(results.glob("*.json"))}
+    return {f"{stem}.svg": picture for stem, picture in found.items() if picture}
+
+
+def mark(picture: plot.Picture) -> str:
+    """The comment by which a figure tells what it shows."""
+    return f"<!-- rendered from rows {picture.digest()} -->"
+
+
+def figure_faults(wanted: Mapping[str, plot.Picture], folder: Path) -> list[str]:
+    """Which figures are missing, out of date or left over."""
+    faults = []
+    for name, picture in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{path} is missing")
+        elif mark(picture) not in path.read_text(encoding="utf-8"):
+            faults.append(f"{path} does not show what its record holds")
+    return faults + [f"{path} has no record" for path in left_over(wanted, folder)]
+
+
+def left_over(wanted: Mapping[str, plot.Picture], folder: Path) -> list[Path]:
+    """Figures of ours whose record is gone."""
+    return [
+        path
+        for path in sorted(folder.glob("*.svg"))
+        if path.name not in wanted and "<!-- rendered from rows " in path.read_text("utf-8")
+    ]
+
+
+def write_figures(wanted: Mapping[str, plot.Picture], folder: Path) -> None:
+    """Draw every figure, and remove those whose record is gone; needs matplotlib."""
+    for path in left_over(wanted, folder):
+        path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in wanted.items():
+        path = folder / name
+        plot.draw(picture, path)
+        # Matplotlib pads lines of its SVGs with spaces.
+        lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
+        text = "\n".join([*lines, mark(picture), ""])
+        path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check the page; return the exit code."""
-    parser = argparse.ArgumentParser(description="Render docs/benchmarks.md.")
+    """Write or check the page and its figures; return the exit code."""
+    parser = argparse.ArgumentParser(description="Render docs/benchmarks.md and its figures.")
     parser.add_argument("--check", action="store_true", help="only compare; 1 if they differ")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, default=PAGE, help="figures go beside it")
     options = parser.parse_args(arguments)
-    text = render(options.results)
+    try:
+        text = render(options.results)
+        wanted = pictures(options.results)
+    except click.UsageError as error:
+        print(error.format_message(), file=sys.stderr)
+        return 2
+    folder = options.page.parent / FIGURES
+    faults = []
     if options.check:
         current = options.page.read_text(encoding="utf-8") if options.page.exists() else None
-        if current == text:
-            return 0
-        print(f"{options.page} is not up to date: run python benchmarks/render.py", file=sys.stderr)
-        return 1
-    options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(text, encoding="utf-8", newline="\n")
-    return 0
+        if current != text:
+            faults.append(f"{options.page} is not what the records give")
+    else:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(text, encoding="utf-8", newline="\n")
+        if reason := figures.why_no_figures():
+            print(f"no figures drawn: {reason}", file=sys.stderr)
+        elif wanted or folder.is_dir():
+            write_figures(wanted, folder)
+    faults += figure_faults(wanted, folder)
+    for fault in faults:
+        print(f"{fault}: run python benchmarks/render.py", file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,26 @@ import click
 
 from cupy_flash.device import gpu_unavailable
 
-from . import environment, presets, providers, report
-from .bench_table import print_cells, record_row
+from . import environment, presets, providers, records, report
+from .bench_table import print_cells, print_memory, record_row, timing_text
 from .cases import Case, describe
 from .check import Coverage
-from .inputs import InputFile, random_inputs
+from .gpu_state import watched
+from .inputs import InputFile, Inputs, random_inputs
 from .options import (
     SIZES,
     CommaList,
+    Seconds,
     cases_from,
     output_option,
     refuse,
+    refuse_stray_offset,
     shape_options,
     split_shape,
     tile_request,
 )
 from .providers import Provider
-from .runner import Cell, Runner, Settings, set_speedups, too_large
+from .runner import Cell, Runner, Settings, first_line, set_speedups, too_large
 
 _GPU_DEFAULTS: dict[str, Sequence[Any]] = {
     "batch": (4,),
@@ -109,7 +113,9 @@ def _provider_names(
 
 @click.command()
 @shape_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
+)
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
 @click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
@@ -117,7 +123,12 @@ def _provider_names(
 @click.option(
     "--tile", "more", multiple=True, metavar="NAME=N", help="Force another field of the tile."
 )
-@click.option("--preset", type=click.Choice(presets.NAMES), help="A named set of cases.")
+@click.option(
+    "--preset",
+    type=click.Choice(presets.NAMES),
+    metavar="NAME",
+    help=f"A named set of cases: {', '.join(presets.NAMES)}.",
+)
 @click.option(
     "--input",
     "path",
@@ -141,13 +152,20 @@ def _provider_names(
 @click.option("--repeats", type=click.IntRange(1), help="Timed calls: 20; on the CPU 7.")
 @click.option(
     "--cell-seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=Seconds(),
     default=20.0,
     show_default=True,
-    help="Give a cell that takes longer a reason instead of a number.",
+    help="Give a cell that takes longer a reason instead of a number; inf for no limit.",
 )
 @click.option("--skip-check", is_flag=True, help="Do not compare with the reference.")
-@click.option("--host-time", is_flag=True, help="Also time how long a call keeps Python.")
+@click.option(
+    "--host-time", is_flag=True, help="Also show how long a call takes, and keeps Python."
+)
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Also show the memory that a call takes; as --preset memory does.",
+)
 @output_option
 @click.pass_context
 def bench(
@@ -168,13 +186,14 @@ def bench(
     cell_seconds: float,
     skip_check: bool,
     host_time: bool,
+    memory: bool,
     output: Path | None,
     **options: Any,
 ) -> None:
     """Time attention on the same inputs by several providers, each checked.
 
     Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
-    fails its check.
+    fails its check, or if nothing could be timed.
     """
     shape = split_shape(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
@@ -200,18 +219,20 @@ def bench(
         seed=seed,
         check=not skip_check,
         host_time=host_time,
+        memory=memory or preset == "memory",
     )
     runner = Runner(settings)
     table: list[list[Cell]] = []
     checks: list[Coverage | None] = []
-    with report.progress("bench", len(cases)) as advance:
+    watch_gpu = watched(_bus_id() if on_gpu else None)
+    with watch_gpu as watch, report.progress("bench", len(cases)) as advance:
         for case, label in zip(cases, describe(cases)[1], strict=True):
             advance(label)
-            if reason := too_large(case.array_bytes, on_gpu=on_gpu):
-                table.append([Cell(p, case, reason=reason) for p in chosen])
+            inputs = _inputs(case, file, seed, on_gpu=on_gpu)
+            if isinstance(inputs, str):
+                table.append([Cell(p, case, reason=inputs) for p in chosen])
                 checks.append(None)
                 continue
-            inputs = file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
             cells, check = runner.run(inputs, chosen)
             set_speedups(cells, compared)
             table.append(cells)
@@ -219,17 +240,27 @@ def bench(
             del inputs
             for cell in cells:
                 cell.release()
-            providers.release_memory()
+            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            with contextlib.suppress(RuntimeError):
+                providers.release_memory()
 
     versions = environment.versions()
+    source = named.source if named else None
     rows = [
-        [record_row(cell, check, device, versions) for cell in cells]
+        [record_row(cell, check, device, versions, source) for cell in cells]
         for cells, check in zip(table, checks, strict=True)
     ]
-    print_cells(table, rows, [c for c in checks if c], device, compared, settings)
+    found = [c for c in checks if c]
+    print_cells(table, rows, found, device, compared, settings, named, watch.state.notes())
+    if preset == "memory":
+        print_memory(table)
     if output:
         head = environment.metadata(device) | {
+            "record_version": records.VERSION,
+            "timing": timing_text(settings, on_gpu=on_gpu),
+            "gpu_state": watch.state.as_record() if on_gpu else None,
             "preset": preset,
+            "published_by": source.text if source else None,
             "input": path.name if path else None,
             "seed": seed,
             "warmup": settings.warmup,
@@ -237,8 +268,26 @@ def bench(
         }
         report.write(output, report.Record(head, [row for case_rows in rows for row in case_rows]))
         click.echo(f"Written to {output}.", err=True)
-    if any(c.provider.ours and c.passed is False for cells in table for c in cells):
+    flat = [cell for cells in table for cell in cells]
+    if any(c.provider.ours and c.passed is False for c in flat) or not any(c.time for c in flat):
         ctx.exit(1)
+
+
+def _bus_id() -> str:
+    import cupy
+
+    return str(cupy.cuda.Device().pci_bus_id)
+
+
+def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:
+    """A case's inputs, or why it has none."""
+    try:
+        if reason := too_large(case.array_bytes, on_gpu=on_gpu):
+            return reason
+        return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
+    except (RuntimeError, MemoryError) as error:
+        # Drawing takes memory besides; and errors of earlier calls show again.
+        return f"no inputs: {first_line(error)}"
 
 
 def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
@@ -265,6 +314,7 @@ def _cases(
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
+        refuse_stray_offset(shape)
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
@@ -272,7 +322,7 @@ def _cases(
             for dtype in shape["dtype"] or (file.q.dtype.name,)
             for layout in shape["layout"] or ("bshd",)
             for causal in shape["causal"] or (False,)
-            for offset in shape["q_offset"] or (None,)
+            for offset in (shape["q_offset"] if causal else None) or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
     return cases_from(shape, defaults)

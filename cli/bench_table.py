@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from . import environment, report
-from .cases import describe
+from .cases import Case, describe
 from .check import Coverage
+from .memory import output_bytes
+from .presets import Preset
 from .runner import Cell, Settings
+from .seed_figures import STANDARD_PROVIDERS, Published, Source
 
 
 def record_row(
-    cell: Cell, check: Coverage | None, device: str, versions: dict[str, str]
+    cell: Cell,
+    check: Coverage | None,
+    device: str,
+    versions: dict[str, str],
+    source: Source | None = None,
 ) -> dict[str, Any]:
-    """A cell as a record's row."""
+    """A cell as a record's row, with the figure that the source of its case published for it."""
     case, prepared, time = cell.case, cell.prepared, cell.time
     problem = case.problem()
     plan = prepared.plan if prepared else None
     tflops = problem.flops() / time.median / 1e9 if time and time.median else None
+    published = source.answering(case, cell.provider.name) if source else None
     outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
     return {
         "provider": cell.provider.name,
@@ -44,30 +52,96 @@ def record_row(
         "low_quartile_ms": time.low if time else None,
         "high_quartile_ms": time.high if time else None,
         "repeats": time.repeats if time else None,
+        "timed_by": cell.timed_by if time else None,
+        "call_ms": cell.call_ms,
         "tflops": tflops,
         "speedup": cell.speedup,
         "host_us": cell.host.median if cell.host else None,
+        "workspace_bytes": plan.workspace if plan else None,
+        "peak_bytes": cell.peak_bytes,
         "max_error": None if cell.max_error is None else report.finite(cell.max_error),
         "error_bound": check.bound if check else None,
         "check": outcome,
         "checked_rows": check.rows if check else 0,
         "reason": cell.reason,
         "note": prepared.note if prepared else None,
+        "published_ms": published.ms if published else None,
+        "published_tflops": published.tflops if published else None,
+        "published_remark": published.remark if published else None,
         "versions": versions,
     }
 
 
-def _columns(rows: Sequence[report.Row], host_time: bool) -> list[report.Column]:
+def timing_text(settings: Settings, *, on_gpu: bool) -> str:
+    """How the times were taken, in a sentence."""
+    taken = f"after {settings.warmup} untimed calls, medians and quartiles of up to"
+    if not on_gpu:
+        return (
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns"
+        )
+    return (
+        "GPU time by events around CUDA graph replays, or around calls where timed_by is events, "
+        f"{taken} {settings.repeats}, providers in turns, the L2 overwritten before each; call_ms "
+        "is the median wall time of a call from an idle GPU to its end, L2 warm"
+    )
+
+
+# Marks a published figure whose time and rate belong to different shapes.
+_DOUBT = "?"
+
+
+def _published_row(figure: Published, source: Source, like: Iterable[str]) -> dict[str, Any]:
+    """A published figure as a row of the table with the fields of the measured ones."""
+    return dict.fromkeys(like) | {
+        "label": "",
+        "provider": f"seed: {figure.label}",
+        "published": figure,
+        "tflops": figure.tflops,
+        "speedup": source.speedup(figure) if figure.adds_up else None,
+    }
+
+
+def _ms_text(row: report.Row) -> str:
+    figure: Published | None = row.get("published")
+    if figure is None:
+        return report.milliseconds(row["median_ms"])
+    return "-" if figure.ms is None else f"{figure.ms:g}{_doubt(row)}"
+
+
+def _doubt(row: report.Row) -> str:
+    figure: Published | None = row.get("published")
+    return "" if figure is None or figure.adds_up else _DOUBT
+
+
+def _mebibytes(count: int | None) -> str:
+    if count is None:
+        return "-"
+    size = count / 2**20
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}" if size >= 10 else f"{size:.2f}"
+
+
+# Columns that a terminal needs for call times, too, beside the longest names.
+_WIDE = 90
+
+
+def _columns(
+    rows: Sequence[report.Row], settings: Settings, *, call_time: bool
+) -> list[report.Column]:
+    rate = report.rate_column(rows)
     columns = [
         report.Column("case", lambda row: row["label"], numeric=False),
         report.Column("provider", lambda row: row["provider"], numeric=False),
-        report.Column("ms", lambda row: report.milliseconds(row["median_ms"])),
+        report.Column("ms", _ms_text),
         report.Column("+-%", lambda row: report.number(row["spread"], ".1f")),
-        report.rate_column(rows),
+        report.Column(rate.heading, lambda row: rate.text(row) + _doubt(row)),
         report.Column("speedup", lambda row: report.number(row["speedup"], ".2f")),
         report.Column("error", report.error_text),
     ]
-    if host_time:
+    if call_time:
+        columns.insert(4, report.Column("call", lambda row: report.milliseconds(row["call_ms"])))
+    if settings.memory:
+        columns.append(report.Column("MiB", lambda row: _mebibytes(row["peak_bytes"])))
+    if settings.host_time:
         columns.append(report.Column("host us", lambda row: report.number(row["host_us"], ".1f")))
     return columns
 
@@ -79,23 +153,40 @@ def print_cells(
     device: str,
     baseline: Sequence[str],
     settings: Settings,
+    named: Preset | None = None,
+    gpu_notes: Sequence[str] = (),
 ) -> None:
-    """Print the cells of every case, what to know about them, and each provider's mean speedup."""
+    """Print the cells of every case, what to know about them, and each provider's mean speedup.
+
+    Below the cells of a case stand the figures that a preset's source published for it;
+    `gpu_notes` tell how the GPU fared.
+    """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
+    source = named.source if named else None
     groups = []
     for cells, case_rows, label in zip(table, rows, labels, strict=True):
         shown = []
         for index, (cell, row) in enumerate(zip(cells, case_rows, strict=True)):
             share = 100 * cell.time.relative if cell.time else None
             shown.append(row | {"label": label if index == 0 else "", "spread": share})
+        if source:
+            figures = source.of(cells[0].case)
+            shown += [_published_row(figure, source, shown[0]) for figure in figures]
         groups.append(shown)
-    columns = _columns([row for group in groups for row in group], settings.host_time)
+    flat = [cell for cells in table for cell in cells]
+    has_call_time = any(cell.call_ms is not None for cell in flat)
+    call_time = has_call_time and (settings.host_time or out.width >= _WIDE)
+    columns = _columns([r for group in groups for r in group], settings, call_time=call_time)
     if len(table) == 1:
         columns = columns[1:]
-    report.print_table(out, f"{device}\n{shared}", columns, groups)
-    flat = [cell for cells in table for cell in cells]
-    report.print_notes(out, _notes(flat, checks, baseline, settings))
+    title = f"{named.title}\n" if named else ""
+    report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
+    report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
+    report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
+    if named:
+        own = {cells[0].case: label for cells, label in zip(table, labels, strict=True)}
+        report.print_notes(out, _preset_notes(named, own))
     for provider in dict.fromkeys(cell.provider.name for cell in flat):
         ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
         if len(ratios) > 1 and [provider] != list(baseline):
@@ -107,12 +198,57 @@ def print_cells(
             )
 
 
+def print_memory(table: Sequence[Sequence[Cell]]) -> None:
+    """Print what a call of each provider takes, one line to a case."""
+    out = report.console()
+    labels = describe([cells[0].case for cells in table])[1]
+    names = [cell.provider.name for cell in table[0]]
+
+    def column(place: int) -> report.Column:
+        return report.Column(names[place], lambda row: _memory_text(row["cells"][place]))
+
+    columns = [
+        report.Column("case", lambda row: row["label"], numeric=False),
+        report.Column("inputs", lambda row: _mebibytes(row["inputs"])),
+        *map(column, range(len(names))),
+    ]
+    rows = [
+        {
+            "label": label,
+            "cells": cells,
+            "inputs": cells[0].case.array_bytes - output_bytes(cells[0].case),
+        }
+        for cells, label in zip(table, labels, strict=True)
+    ]
+    title = "MiB of memory that a call takes at its peak besides its inputs"
+    out.print()
+    report.print_table(out, title, columns, [rows])
+    standard = [name for name in names if name in STANDARD_PROVIDERS]
+    fused = [name for name in names if name not in STANDARD_PROVIDERS]
+    kinds = {"standard algorithm, whole score matrix": standard, "fused": fused}
+    notes = [f"{kind}: {', '.join(found)}." for kind, found in kinds.items() if found]
+    if any(cell.needs_bytes is not None for cells in table for cell in cells):
+        notes.append("( ): more than there is; estimated, not run.")
+    report.print_notes(out, notes)
+
+
+def _memory_text(cell: Cell) -> str:
+    if cell.peak_bytes is None and cell.needs_bytes is not None:
+        return f"({_mebibytes(cell.needs_bytes)})"
+    return _mebibytes(cell.peak_bytes)
+
+
 def _best_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"the best of {', '.join(names)}"
 
 
 def _notes(
-    cells: Sequence[Cell], checks: Sequence[Coverage], baseline: Sequence[str], settings: Settings
+    cells: Sequence[Cell],
+    checks: Sequence[Coverage],
+    baseline: Sequence[str],
+    settings: Settings,
+    *,
+    call_time: bool,
 ) -> list[str]:
     notes = []
     for cell in cells:
@@ -124,13 +260,23 @@ def _notes(
         if cell.prepared and cell.prepared.plan:
             plan = cell.prepared.plan
             notes.append(f"{name}: {plan.family} {plan.tile}")
+    notes += _timing_notes(cells)
+    if call_time:
+        notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
+    if settings.memory:
+        notes.append("MiB: memory that a call takes at its peak besides its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
     notes.append(environment.FLOP_CONVENTION + ".")
-    if checks:
+    if any(c.rows or not c.not_finite for c in checks):
         rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
         share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
         notes.append(
             f"error: largest difference from the float64 reference over {share} query rows."
+        )
+    if not_finite := sum(c.not_finite for c in checks):
+        notes.append(
+            f"not compared: {not_finite:,} query rows, on which the naive formula or the reference "
+            "gives inf or NaN too."
         )
     if any(cell.passed is False and cell.max_error is not None for cell in cells):
         notes.append(
@@ -138,4 +284,40 @@ def _notes(
         )
     if not settings.check:
         notes.append("Results were not checked (--skip-check).")
+    return notes
+
+
+def _timing_notes(cells: Sequence[Cell]) -> list[str]:
+    timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
+    if not timed:
+        return []
+    others = sorted({cell.provider.name for cell in timed if cell.timed_by == "events"})
+    what = "CUDA graph replays" if len(others) < len({c.provider.name for c in timed}) else "calls"
+    but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
+    return [f"ms: GPU time of {what}{but}, the L2 overwritten before each."]
+
+
+def _preset_notes(named: Preset, labels: Mapping[Case, str]) -> list[str]:
+    """What to know about a preset's cases, of which `labels` are short names, and their source."""
+    notes = [f"{note}." for note in named.notes]
+    source = named.source
+    if source is None:
+        return notes
+    shown = [figure for case in labels for figure in source.of(case)]
+    if not shown:
+        why = "no times" if not source.figures else "its times for another dtype"
+        return [f"seed: {source.name}; it gives {why}.", *notes]
+    where = f"on an {source.gpu}" if source.gpu else "on a GPU that it does not name"
+    notes.insert(0, f"seed: {source.name}; as published, measured {where}, not here.")
+    if any(source.speedup(figure) for figure in shown):
+        notes.append("Speedups of the seed's rows are over the seed's own standard algorithm.")
+    if any(figure.counts_masked and figure.case.causal for figure in shown):
+        notes.append(
+            "The seed counts the FLOPs of hidden pairs, too; its rates were converted to ours."
+        )
+    for figure in shown:
+        if figure.remark:
+            mark = "" if figure.adds_up else f"{_DOUBT}: "
+            label = " ".join(text for text in (figure.label, labels[figure.case]) if text)
+            notes.append(f"{mark}{label} {figure.remark}.")
     return notes

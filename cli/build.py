@@ -6,8 +6,9 @@ Measured with NVRTC 13.0: two threads take as long as one after the other.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,47 +92,72 @@ def _load(job: Job) -> Built:
     return Built(resources=loaded_resources(job.unit))
 
 
+def _leave_interrupts_to_the_parent() -> None:
+    # Ctrl-C reaches all processes of a terminal's group; a worker that dies while it holds the
+    # queue's lock would leave the others, and the parent, waiting.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Builder:
+    """Processes that build jobs; a context manager."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        """Start no process yet.
+
+        Parameters
+        ----------
+        workers
+            Processes; as many as there are CPUs if None.
+
+        Raises
+        ------
+        click.ClickException
+            If there is no compiler.
+        """
+        if reason := why_no_compiler():
+            raise click.ClickException(
+                f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] brings a compiler, "
+                "no GPU is needed"
+            )
+        count = min(workers or available_cpus(), _MOST_WORKERS)
+        # Not fork: a CUDA context does not survive it.
+        self._pool = ProcessPoolExecutor(
+            count,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_leave_interrupts_to_the_parent,
+        )
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, job: Job, *, load: bool = False) -> Future[Built]:
+        """Have a job built.
+
+        Parameters
+        ----------
+        job
+            What to compile.
+        load
+            Load the kernels on the current GPU, which leaves them in CuPy's cache, instead of
+            returning their code.
+        """
+        return self._pool.submit(_load if load else _compile, job)
+
+
 def build(
     jobs: Sequence[Job], workers: int | None = None, *, load: bool = False
 ) -> Iterator[tuple[int, Built]]:
-    """Build every job, in parallel.
+    """Build every job, in parallel: yield its index and what came of it as they end.
 
-    Parameters
-    ----------
-    jobs
-        What to compile.
-    workers
-        Processes; as many as there are CPUs if None.
-    load
-        Load the kernels on the current GPU, which leaves them in CuPy's cache, instead of
-        returning their code.
-
-    Yields
-    ------
-    tuple
-        The index of a job and what came of it, in the order in which they end.
-
-    Raises
-    ------
-    click.ClickException
-        If there is no compiler.
+    The arguments are those of `Builder` and of its `submit`.
     """
-    if reason := why_no_compiler():
-        raise click.ClickException(
-            f"{reason}; pip install 'cupy_flash[cuda13]' or [cuda12] brings a compiler, "
-            "no GPU is needed"
-        )
-    count = min(workers or available_cpus(), _MOST_WORKERS, max(1, len(jobs)))
-    work = _load if load else _compile
-    # Not fork: a CUDA context does not survive it.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
-        futures = {pool.submit(work, job): index for index, job in enumerate(jobs)}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with Builder(min(workers or available_cpus(), max(1, len(jobs)))) as builder:
+        futures = {builder.submit(job, load=load): index for index, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:

@@ -87,7 +87,7 @@ class Case:
 
 
 _PARTS = ("dtype", "batch", "heads", "seqlen", "head_dim", "mask", "scale", "layout")
-_SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def _texts(case: Case) -> dict[str, str]:
@@ -96,7 +96,7 @@ def _texts(case: Case) -> dict[str, str]:
     if case.causal and case.q_offset is not None:
         mask += f"@{case.q_offset}"
     return {
-        "dtype": _SHORT_DTYPE[case.dtype],
+        "dtype": SHORT_DTYPE[case.dtype],
         "batch": f"b{case.batch}",
         "heads": f"h{_pair(case.heads_q, case.heads_kv)}",
         "seqlen": f"s{_pair(case.seqlen_q, case.seqlen_k)}",

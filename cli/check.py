@@ -41,7 +41,9 @@ class Block:
     stop: int
 
 
-def choose_blocks(case: Case, seed: int, most_scores: int) -> list[Block]:
+def choose_blocks(
+    case: Case, seed: int, most_scores: int, most_rows: int | None = None
+) -> list[Block]:
     """All rows where that is little work, else a random sample that holds every head's last rows.
 
     Parameters
@@ -52,19 +54,23 @@ def choose_blocks(case: Case, seed: int, most_scores: int) -> list[Block]:
         Of the choice.
     most_scores
         Elements of the score matrix that may be computed.
+    most_rows
+        Size of a sample, which is then taken even where all rows would be little work.
     """
     heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
     if not heads or not case.seqlen_q:
         return []
     rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
     starts = range(0, case.seqlen_q, rows)
-    if case.scores <= most_scores and len(heads) * len(starts) <= _MOST_BLOCKS:
+    sample_rows = most_rows or _SAMPLE_ROWS
+    affordable = case.scores <= most_scores and len(heads) * len(starts) <= _MOST_BLOCKS
+    if affordable and (most_rows is None or len(heads) * case.seqlen_q <= most_rows):
         return [Block(b, h, s, min(s + rows, case.seqlen_q)) for b, h in heads for s in starts]
-    per_head = min(case.seqlen_q, _ROWS_PER_HEAD)
-    if case.seqlen_q > _ROWS_PER_HEAD:
+    per_head = min(case.seqlen_q, _ROWS_PER_HEAD, max(1, sample_rows // _LEAST_HEADS))
+    if case.seqlen_q > per_head:
         rows = min(rows, _BLOCK_ROWS)
     rng = np.random.default_rng(seed)
-    chosen = _sample_heads(case, rng, len(heads), per_head, most_scores)
+    chosen = _sample_heads(case, rng, len(heads), per_head, most_scores, sample_rows)
     last = (case.seqlen_q - 1) // rows
     blocks = []
     for index in chosen:
@@ -76,20 +82,36 @@ def choose_blocks(case: Case, seed: int, most_scores: int) -> list[Block]:
 
 
 def _sample_heads(
-    case: Case, rng: np.random.Generator, heads: int, per_head: int, most_scores: int
+    case: Case,
+    rng: np.random.Generator,
+    heads: int,
+    per_head: int,
+    most_scores: int,
+    sample_rows: int,
 ) -> list[int]:
     affordable = most_scores // (per_head * max(case.seqlen_k, 1))
-    wanted = max(_LEAST_HEADS, min(affordable, _SAMPLE_ROWS // per_head, _MOST_BLOCKS))
+    wanted = max(_LEAST_HEADS, min(affordable, sample_rows // per_head, _MOST_BLOCKS))
     return sorted(rng.choice(heads, min(heads, wanted), replace=False).tolist())
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a check compared: query rows over the batch and all heads, and the error it allowed."""
+    """What a check compared: query rows over the batch and all heads, and the error it allowed.
+
+    Attributes
+    ----------
+    rows, all_rows
+        Query rows that were compared, and that there are.
+    bound
+        The largest difference that passes.
+    not_finite
+        Query rows left out since the reference or the naive formula gives inf or NaN there.
+    """
 
     rows: int
     all_rows: int
     bound: float
+    not_finite: int = 0
 
 
 @functools.cache
@@ -117,21 +139,42 @@ class Check:
         How many rows are compared, and the largest difference that passes.
     """
 
-    def __init__(self, inputs: Inputs, seed: int, *, on_gpu: bool) -> None:
+    def __init__(
+        self, inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
+    ) -> None:
+        """Compute the reference.
+
+        Parameters
+        ----------
+        inputs
+            Of the case.
+        seed
+            Of the sample.
+        on_gpu
+            Where the results will be.
+        most_rows
+            See `choose_blocks`.
+        """
         case = inputs.case
         # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
         self._on_gpu = on_gpu and why_no_matmul() is None
         self._layout = case.layout
-        self._blocks = choose_blocks(case, seed, _GPU_SCORES if self._on_gpu else _HOST_SCORES)
+        most_scores = _GPU_SCORES if self._on_gpu else _HOST_SCORES
+        self._blocks = choose_blocks(case, seed, most_scores, most_rows)
         rows = sum(block.stop - block.start for block in self._blocks)
         bound = 0.0
         self._reference: Any = None
+        # (rows,), which of the blocks' rows can be compared; None for all.
+        self._finite: Any = None
         if self._blocks:
             arrays = inputs.gpu if on_gpu else inputs.host
-            self._reference, bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
-        self.coverage = Coverage(rows, case.batch * case.heads_q * case.seqlen_q, bound)
+            bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
+        compared = rows if self._finite is None else int(self._finite.sum())
+        all_rows = case.batch * case.heads_q * case.seqlen_q
+        self.coverage = Coverage(compared, all_rows, bound, not_finite=rows - compared)
 
-    def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> tuple[Any, float]:
+    def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> float:
+        """Keep the reference, and return the bound."""
         q, k, v = (_to_bshd(array, case.layout) for array in arrays)
         group = case.heads_q // case.heads_kv
         references, lses, naives = [], [], []
@@ -153,9 +196,18 @@ class Check:
             naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
         xp = _module(references[0])
         reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
+        lse = xp.concatenate(lses, 2)
+        finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
+        if not finite.all():
+            # Inputs so large that the plain formula overflows say nothing about a result.
+            self._finite = finite
+            reference, naive, lse = reference[:, finite], naive[:, finite], lse[:, :, finite]
+        self._reference = reference
         # float64 shares the reference's own error, and few rows may be exact by luck.
-        lse = xp.concatenate(lses, 2) if few or case.dtype == "float64" else None
-        return reference, error_bound(naive, reference, numpy_dtype(case.dtype), lse=lse)
+        needs_lse = few or case.dtype == "float64"
+        return error_bound(
+            naive, reference, numpy_dtype(case.dtype), lse=lse if needs_lse else None
+        )
 
     def error(self, out: Any) -> float:
         """Largest absolute difference of a result, in the case's layout, from the reference."""
@@ -163,7 +215,9 @@ class Check:
             return 0.0
         bshd = _to_bshd(out, self._layout)
         rows = [self._placed(_rows(bshd, block)).astype(np.float64) for block in self._blocks]
-        return max_error(_module(rows[0]).concatenate(rows, 1), self._reference)
+        result = _module(rows[0]).concatenate(rows, 1)
+        compared = result if self._finite is None else result[:, self._finite]
+        return max_error(compared, self._reference)
 
     def _placed(self, array: Any) -> Any:
         """The array where the reference is computed."""

@@ -14,18 +14,33 @@ from cupy_flash.planner import Plan
 
 from . import kernel_sets, report
 from .build import Built, Job, build, write_cubin
-from .errors import library_errors_as_usage
 from .providers import current_device
 
 # Built for where no GPU says otherwise.
 _USUAL_ARCH = "sm_90"
 
 
+class Architecture(click.ParamType):
+    """An architecture that kernels are built for, named as the compiler does however spelled."""
+
+    name = "architecture"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return device_for_arch(value).sm
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 def arch_option(command: Any, *, multiple: bool) -> Any:
     """Add `--arch`."""
     known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
     return click.option(
-        "--arch", multiple=multiple, metavar="sm_NN", help=f"Architecture, no GPU needed: {known}."
+        "--arch",
+        type=Architecture(),
+        multiple=multiple,
+        metavar="sm_NN",
+        help=f"Architecture, sm_90 or 90, no GPU needed: {known}.",
     )(command)
 
 
@@ -53,6 +68,8 @@ def compile_kernels(
     On a GPU the kernels go into CuPy's cache, unless --output or --arch is given. Exits with 1 if
     one does not compile.
     """
+    if listing and output is not None:
+        raise click.UsageError("--list builds nothing to write; leave out --list or --output")
     load = not arch and output is None and gpu_unavailable() is None
     devices = _devices(arch)
     choose = kernel_sets.all_plans if everything else kernel_sets.default_plans
@@ -96,8 +113,7 @@ compile_kernels = arch_option(compile_kernels, multiple=True)
 def _devices(arch: Sequence[str]) -> list[Device]:
     if not arch and gpu_unavailable() is None:
         return [current_device()]
-    with library_errors_as_usage():
-        return [device_for_arch(name) for name in dict.fromkeys(arch or (_USUAL_ARCH,))]
+    return [device_for_arch(name) for name in dict.fromkeys(arch or (_USUAL_ARCH,))]
 
 
 def _make_folder(path: Path) -> None:

@@ -43,9 +43,9 @@ class Inputs:
     @property
     def gpu(self) -> Arrays:
         """As CuPy arrays on the current device."""
-        import cupy
-
         if self._gpu is None:
+            import cupy
+
             assert self._host is not None
             q, k, v = (cupy.asarray(array) for array in self._host)
             self._gpu = (q, k, v)
@@ -54,9 +54,9 @@ class Inputs:
     @property
     def host(self) -> Arrays:
         """As NumPy arrays."""
-        import cupy
-
         if self._host is None:
+            import cupy
+
             assert self._gpu is not None
             q, k, v = (cupy.asnumpy(array) for array in self._gpu)
             self._host = (q, k, v)
@@ -103,14 +103,11 @@ class InputFile:
             If it is not such a file.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
-                missing = [name for name in "qkv" if name not in file]
-                if missing:
-                    raise click.UsageError(
-                        f"{path} holds {', '.join(file) or 'nothing'}; expected arrays q, k and v"
-                    )
-                arrays = [_with_dtype(file[name]) for name in "qkv"]
-        except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+            arrays = _read_arrays(path)
+        except click.UsageError:
+            raise
+        except Exception as error:
+            # A damaged archive shows in many ways: zlib's, struct's, zipfile's, NumPy's own.
             raise click.UsageError(f"{path} cannot be read as an npz file: {error}") from error
         for name, array in zip("qkv", arrays, strict=True):
             if array.ndim != 4 or array.dtype.name not in DTYPES:
@@ -157,6 +154,35 @@ class InputFile:
             for array in (self.q, self.k, self.v)
         )
         return Inputs(case, _host=(q, k, v))
+
+
+def _read_arrays(path: Path) -> list[np.ndarray]:
+    # Opened here, since numpy.load leaves open what it cannot read.
+    with path.open("rb") as raw:
+        # numpy.load would take anything else for an array or a pickle, and speak of those.
+        if not zipfile.is_zipfile(raw):
+            raise click.UsageError(
+                f"{path} cannot be read as an npz file: it is no zip archive; expected what "
+                "numpy.savez writes, with arrays q, k and v"
+            )
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            if any(name not in file for name in "qkv"):
+                raise click.UsageError(
+                    f"{path} holds {', '.join(file) or 'nothing'}; expected arrays q, k and v"
+                )
+            return [_with_dtype(_read_array(file, name)) for name in "qkv"]
+
+
+def _read_array(file: Any, name: str) -> np.ndarray:
+    try:
+        found: np.ndarray = file[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        # NumPy would recommend to load it unsafely.
+        raise ValueError(f"{name} holds Python objects; expected numbers") from error
+    return found
 
 
 def _with_dtype(array: np.ndarray) -> np.ndarray:

@@ -108,7 +108,7 @@ def tuned_plans(device: Device) -> Iterator[Plan]:
 
 _CLASS = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
-    r"q(?P<q>\d+) k(?P<k>\d+) heads(?P<heads>\d+) align(?P<align>\d+)"
+    r"q(?P<q>\d+) k(?P<k>\d+) rows(?P<rows>\d+) align(?P<align>\d+)"
 )
 
 
@@ -117,13 +117,15 @@ def problem_of_class(text: str) -> Problem | None:
     found = _CLASS.fullmatch(text)
     if found is None or found["dtype"] not in DTYPES:
         return None
+    seqlen_q = int(found["q"])
+    heads = max(1, int(found["rows"]) // max(1, seqlen_q))
     problem = make_contiguous_problem(
         dtype=found["dtype"],
         batch=1,
-        seqlen_q=int(found["q"]),
+        seqlen_q=seqlen_q,
         seqlen_k=int(found["k"]),
-        heads_q=int(found["heads"]),
-        heads_kv=int(found["heads"]),
+        heads_q=heads,
+        heads_kv=heads,
         head_dim=int(found["head_dim"]),
         head_dim_v=int(found["head_dim_v"]),
         causal=found["mask"] == "causal",

@@ -7,9 +7,15 @@ import click
 import cupy_flash
 
 from .bench import bench
+from .compare import compare
 from .compile import compile_kernels
+from .crossover import crossover
 from .errors import OneLineErrors
 from .info import info
+from .plot import plot
+from .profile import profile
+from .roofline import roofline
+from .tables import tables
 from .tune import tune
 
 
@@ -22,5 +28,16 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _command in (info, bench, tune, compile_kernels):
+for _command in (
+    info,
+    bench,
+    tune,
+    tables,
+    compile_kernels,
+    compare,
+    plot,
+    roofline,
+    profile,
+    crossover,
+):
     main.add_command(_command)

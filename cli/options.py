@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -79,6 +80,22 @@ INTEGERS = CommaList(int, "a whole number", "0,128")
 FLOATS = CommaList(float, "a number", "0.125,1")
 FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
 
+
+class Seconds(click.FloatRange):
+    """A time above 0; "inf" is no limit."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("'nan' is no time; expected seconds above 0, or inf", param, ctx)
+        return seconds
+
+
 _SHAPE_OPTIONS = (
     click.option("--batch", type=COUNTS, help="Batch sizes."),
     click.option("--seqlen-q", type=COUNTS, help="Query rows."),
@@ -138,11 +155,18 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
     given: dict[str, Any] = {
         name: fallbacks.get(name) if v is None else v for name, v in shape.items()
     }
+    refuse_stray_offset(given)
     cases = sweep(**given)
     with library_errors_as_usage():
         for case in cases:
             case.problem()
     return cases
+
+
+def refuse_stray_offset(shape: dict[str, Any]) -> None:
+    """Raise a usage error if a q_offset was given and no causal mask."""
+    if shape["q_offset"] is not None and True not in (shape["causal"] or ()):
+        raise click.UsageError("--q-offset places a causal mask; add --causal, or leave it out")
 
 
 def refuse(shape: dict[str, Any], names: Sequence[str], because: str) -> None:
@@ -158,7 +182,7 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
     Raises
     ------
     click.UsageError
-        For a text that is not NAME=VALUE.
+        For a text that is not NAME=VALUE, or a field that is given twice.
     """
     request = {name: value for name, value in fields.items() if value is not None}
     for text in more:
@@ -167,7 +191,10 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
             raise click.UsageError(
                 f"--tile {text!r} is not NAME=NUMBER; for example --tile threads=128"
             )
-        request[name] = int(value)
+        if request.setdefault(name, int(value)) != int(value):
+            raise click.UsageError(
+                f"the tile's {name} is given as {request[name]} and as {value}; give it once"
+            )
     return request or None
 
 
@@ -182,12 +209,21 @@ def output_option(command: Command) -> Command:
 
 
 def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    if path is None:
-        return None
-    if path.suffix not in report.WRITERS:
-        raise click.BadParameter(
-            f"{str(path)!r} ends in {path.suffix!r}; expected one of {', '.join(report.WRITERS)}"
-        )
+    return None if path is None else writable_path(path, report.WRITERS)
+
+
+def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
+    """The path, if it has one of the suffixes, in any case, and a file can be written there.
+
+    Raises
+    ------
+    click.BadParameter
+        Otherwise.
+    """
+    if path.suffix.lower() not in suffixes:
+        name = repr(str(path)) if path.name else "an empty name"
+        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
     existed = path.exists()
     try:
         path.open("ab").close()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from . import seed_figures
 from .cases import Case
+from .seed_figures import Source, square
 
 # FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
 _TOKENS = 16384
@@ -22,47 +25,170 @@ _FLOAT32_ROWS = (
     (4, 16, 4096, 128, False),
     (4, 16, 4096, 128, True),
 )
+# (query heads, key and value heads): groups of 4 and 8, each beside plain heads of the same FLOPs.
+_GROUPED_HEADS = ((32, 8), (32, 32), (64, 8), (64, 64))
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Cases, who runs them, and whom they are compared with: the best of `baseline`."""
+    """A benchmark by name.
 
+    Attributes
+    ----------
+    title
+        What it measures.
+    cases
+        In the order of the table.
+    providers
+        Who runs them; those of others that a machine lacks are left out.
+    baseline
+        Whom they are compared with: the best of these.
+    source
+        Whose benchmark it repeats, with the figures published for it.
+    notes
+        What to know besides.
+    """
+
+    title: str
     cases: tuple[Case, ...]
     providers: tuple[str, ...]
     baseline: tuple[str, ...]
+    source: Source | None = None
+    notes: tuple[str, ...] = ()
 
 
-def _square(dtype: str, batch: int, heads: int, seqlen: int, head_dim: int, causal: bool) -> Case:
-    return Case(dtype, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, causal)
+_COBRAML_NOTE = (
+    "CobraML names no dtype; its kernel reads float4 vectors and uses CUDA cores, as "
+    "cupy_flash-simt does"
+)
 
 
-def _fa3_grid(dtypes: Sequence[str] | None) -> Preset:
-    return Preset(
+def _replit(batch: int, seqlen_q: int, seqlen_k: int, causal: bool = False) -> Case:
+    return Case("bfloat16", batch, seqlen_q, seqlen_k, 24, 8, 128, 128, causal)
+
+
+def _cute_example(causal: bool) -> Case:
+    return Case(
+        "float16",
+        batch=1,
+        seqlen_q=1280,
+        seqlen_k=1536,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        head_dim_v=128,
+        causal=causal,
+        # Its mask is aligned top-left.
+        q_offset=0 if causal else None,
+        softmax_scale=1.0,
+    )
+
+
+_PRESETS = {
+    "fa3-grid": Preset(
+        "Forward, as in the FlashAttention-3 paper",
         cases=tuple(
-            _square(dtype, _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
-            for dtype in dtypes or ("bfloat16",)
+            square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
             for head_dim in (64, 128, 256)
             for causal in (False, True)
             for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
         ),
         providers=("cupy_flash", "torch-flash"),
         baseline=("torch-flash",),
-    )
-
-
-def _float32(dtypes: Sequence[str] | None) -> Preset:
-    return Preset(
-        cases=tuple(_square(d, *row) for d in dtypes or ("float32",) for row in _FLOAT32_ROWS),
+    ),
+    "float32": Preset(
+        "float32, from short sequences to long",
+        cases=tuple(square("float32", *row) for row in _FLOAT32_ROWS),
         providers=("cupy_flash", "cupy_flash-simt", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
-    )
-
-
-_PRESETS = {"fa3-grid": _fa3_grid, "float32": _float32}
+    ),
+    "gqa": Preset(
+        "Grouped heads beside plain ones of the same FLOPs",
+        cases=tuple(
+            square("bfloat16", batch, heads, seqlen, 128, heads_kv=heads_kv)
+            for batch, seqlen in ((2, 8192), (1, 16384))
+            for heads, heads_kv in _GROUPED_HEADS
+        ),
+        providers=("cupy_flash", "torch-cudnn", "torch-flash"),
+        baseline=("torch-cudnn", "torch-flash"),
+    ),
+    "memory": Preset(
+        "The standard algorithm and the fused one by sequence length",
+        cases=tuple(square("float16", 1, 16, 1024 << doubled, 64) for doubled in range(6)),
+        providers=("cupy_flash", "cupy-library", "torch-math"),
+        baseline=("cupy-library", "torch-math"),
+    ),
+    "cobraml-python": Preset(
+        "CobraML FA1 from Python, against eager PyTorch",
+        cases=seed_figures.COBRAML_PYTHON.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
+        baseline=("torch-eager",),
+        source=seed_figures.COBRAML_PYTHON,
+        notes=(_COBRAML_NOTE,),
+    ),
+    "cobraml-cpp": Preset(
+        "CobraML FA1, the kernel alone",
+        cases=seed_figures.COBRAML_CPP.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
+        baseline=("torch-eager",),
+        source=seed_figures.COBRAML_CPP,
+        notes=(_COBRAML_NOTE,),
+    ),
+    "three-kernel": Preset(
+        "Three kernels (scores, softmax, output) against one",
+        cases=seed_figures.THREE_KERNEL.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "cupy_flash-naive", "torch-eager"),
+        baseline=("cupy_flash-naive",),
+        source=seed_figures.THREE_KERNEL,
+    ),
+    "replit-context": Preset(
+        "Replit-3B reading 1000 tokens",
+        cases=tuple(
+            _replit(batch, 1000, 1000, causal) for batch in (1, 8) for causal in (False, True)
+        ),
+        providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
+        baseline=("torch-flash", "torch-cudnn"),
+        source=seed_figures.REPLIT,
+        notes=("The seed leaves batch, dtype and mask open",),
+    ),
+    "replit-generation": Preset(
+        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all seen",
+        cases=tuple(_replit(batch, 1, 1000 + i) for batch in (1, 8) for i in (1, 100, 1000)),
+        providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
+        baseline=("torch-flash", "torch-cudnn"),
+        source=seed_figures.REPLIT,
+        notes=("The seed leaves batch, dtype and i open",),
+    ),
+    "cute-example": Preset(
+        "The command lines of the CuTe DSL's FlashAttention-2 example",
+        cases=(_cute_example(causal=False), _cute_example(causal=True)),
+        providers=("cupy_flash", "cupy_flash-mma", "torch-flash", "torch-efficient"),
+        baseline=("torch-flash", "torch-efficient"),
+        source=seed_figures.CUTE_EXAMPLE,
+        notes=(
+            "The seed's causal mask is aligned top-left: q_offset 0",
+            "The seed's tile is --provider cupy_flash-mma --br 128 --bc 128 --warps 4, which is "
+            "refused for its registers",
+        ),
+    ),
+    "roofline-article": Preset(
+        "N = 4096, d = 128, 32 heads: the standard algorithm and the fused one",
+        cases=seed_figures.ROOFLINE_ARTICLE.cases,
+        providers=("cupy_flash", "torch-flash", "torch-eager"),
+        baseline=("torch-eager",),
+        source=seed_figures.ROOFLINE_ARTICLE,
+    ),
+}
 NAMES = tuple(_PRESETS)
 
 
 def preset(name: str, dtypes: Sequence[str] | None = None) -> Preset:
-    """A preset by name, in the dtypes asked for or its own."""
-    return _PRESETS[name](dtypes)
+    """A preset by name, in the dtypes asked for or its own.
+
+    Published figures belong to the source's dtype: cases in another one have none.
+    """
+    named = _PRESETS[name]
+    if dtypes is None:
+        return named
+    cases = tuple(dataclasses.replace(c, dtype=dtype) for dtype in dtypes for c in named.cases)
+    return dataclasses.replace(named, cases=cases)

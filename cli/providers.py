@@ -19,8 +19,9 @@ from cupy_flash.device import Device, device_for_id, gpu_unavailable
 from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, choose_cpu_tile, freeze_tile, make_cpu_plan, make_plan
 from cupy_flash.reference import attention_naive
+from cupy_flash.tile import Tile
 
-from . import check
+from . import check, graphs, memory
 from .cases import Case
 from .inputs import Inputs
 from .timing import Timed
@@ -102,6 +103,15 @@ class Provider(ABC):
     def missing(self) -> str | None:
         """Why it cannot run on this machine at all, or None if it can."""
         return gpu_unavailable() if self.on_gpu else None
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        """The call's work as a CUDA graph that is launched; None where there is no such thing."""
+        return graphs.replayed(prepared.timed) if self.on_gpu else None
+
+    def peak_bytes(self, prepared: Prepared) -> int:
+        """Memory that a call takes at its peak besides its inputs; it was called before."""
+        measure = memory.cupy_peak_bytes if self.on_gpu else memory.host_peak_bytes
+        return measure(prepared.timed)
 
 
 def current_device() -> Device:
@@ -193,7 +203,17 @@ class CpuBackend(Provider):
 def cpu_plan(case: Case, tile: TileFields) -> Plan:
     """The CPU backend's plan of a case; raises ValueError for a tile that it does not take."""
     problem = case.problem()
-    return make_cpu_plan(problem, choose_cpu_tile(problem, freeze_tile(tile)), gpu_unavailable())
+    chosen = choose_cpu_tile(problem, freeze_tile(tile))
+    # As the backend clips it: to the query rows that share a key and value head, and to the keys.
+    rows = case.seqlen_q * (case.heads_q // case.heads_kv)
+    clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
+    plan = make_cpu_plan(problem, clipped, gpu_unavailable())
+    if plan.workspace > cpu.SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {clipped} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
+            f"than {cpu.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
+        )
+    return plan
 
 
 class Formula(Provider):

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cupy_flash.tile import Tile
 
 Row = Mapping[str, Any]
+
+# Characters in a line.
+_UNLIMITED = 100_000
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,14 @@ class Column:
 
 
 def console() -> Console:
-    """Where results go: plain text where it is not a terminal."""
-    return Console(highlight=False)
+    """Where results go: plain text where it is not a terminal.
+
+    Into a pipe or a file lines are as long as they are, unless COLUMNS says how wide.
+    """
+    out = Console(highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = _UNLIMITED
+    return out
 
 
 def number(value: float | None, digits: str = ".3g") -> str:
@@ -87,17 +100,36 @@ def print_table(
     columns: Sequence[Column],
     groups: Iterable[Sequence[Row]],
 ) -> None:
-    """Print rows under headings, with a rule between groups."""
+    """Print rows under headings, with a rule between groups.
+
+    Columns of text are broken between words where the terminal is narrow. Numbers and words stay
+    whole, so the table may be wider than the terminal.
+    """
     out.print(title, markup=False, soft_wrap=True)
+    texts = [[[column.text(row) for column in columns] for row in group] for group in groups]
     table = Table(pad_edge=False, box=box.SIMPLE_HEAD)
-    for column in columns:
-        justify: Any = "right" if column.numeric else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=column.numeric, overflow="fold")
-    for group in groups:
+    for index, column in enumerate(columns):
+        cells = [column.heading, *(row[index] for group in texts for row in group)]
+        whole = cells if column.numeric else [word for cell in cells for word in cell.split()]
+        table.add_column(
+            column.heading,
+            justify="right" if column.numeric else "left",
+            no_wrap=max(map(cell_len, whole), default=0) == max(map(cell_len, cells)),
+            min_width=max(map(cell_len, whole), default=0),
+        )
+    for group in texts:
         for row in group:
-            table.add_row(*(column.text(row) for column in columns))
+            table.add_row(*row)
         table.add_section()
-    out.print(table)
+    width = out.width
+    out.width = max(width, _least_width(out, table))
+    out.print(table, crop=False)
+    out.width = width
+
+
+def _least_width(out: Console, table: Table) -> int:
+    unlimited = out.options.update(width=_UNLIMITED)
+    return Measurement.get(out, unlimited, table).minimum
 
 
 def print_notes(out: Console, notes: Iterable[str]) -> None:
@@ -200,8 +232,18 @@ WRITERS: dict[str, Callable[[Record], str]] = {
 
 
 def write(path: Path, record: Record) -> None:
-    """Write a record in the format that the path's suffix names."""
-    path.write_text(WRITERS[path.suffix](record), encoding="utf-8")
+    """Write a record in the format that the path's suffix names.
+
+    Raises
+    ------
+    click.ClickException
+        If the file cannot be written.
+    """
+    text = WRITERS[path.suffix.lower()](record)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
 
 
 def finite(value: float) -> float | str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,19 @@ from . import providers
 from .cases import Case
 from .check import Check, Coverage
 from .inputs import Inputs
+from .memory import output_bytes
 from .providers import Prepared, Provider
-from .timing import GpuTimer, HostTimer, Spread, Timer, host_microseconds, repeats_within, spread
+from .timing import (
+    GpuTimer,
+    HostTimer,
+    Spread,
+    Timed,
+    Timer,
+    call_milliseconds,
+    host_microseconds,
+    repeats_within,
+    spread,
+)
 
 # Calls whose host time is taken: fewer, within reason, where each keeps the GPU for long.
 _HOST_TIME_CALLS = 200
@@ -22,11 +34,37 @@ _FEWEST_HOST_TIME_CALLS = 20
 _HOST_TIME_SECONDS = 2.0
 # A cell on the host that takes more operations than this is first tried on a part of its rows.
 _PROBE_FLOPS = 4e9
+# A graph holds the memory of its call. Calls that take more last so long that it does not matter
+# what the host adds to them.
+_GRAPH_BYTES = 1 << 30
+# How a provider refuses a case when it is made ready.
+_REFUSALS = (ValueError, RuntimeError, MemoryError)
+# Errors that are raised with a sentence; of others the kind says as much as the text.
+_TELLING = (ValueError, RuntimeError, MemoryError, OSError)
 
 
 @dataclass
 class Cell:
-    """One provider on one case: what came of it."""
+    """One provider on one case: what came of it.
+
+    Attributes
+    ----------
+    reason
+        Why it was not timed.
+    one_call
+        Seconds of a call, about.
+    time
+        Milliseconds.
+    timed_by
+        "graph" for the GPU's time of a CUDA graph's replays, "events" for the GPU's time of calls,
+        "clock" for the time of calls on the CPU.
+    call_ms
+        Median wall time of a call from an idle GPU to its end; None on the CPU.
+    peak_bytes
+        Memory that a call takes besides its inputs.
+    needs_bytes
+        Estimate of that, where there was too little memory.
+    """
 
     provider: Provider
     case: Case
@@ -36,13 +74,30 @@ class Cell:
     passed: bool | None = None
     one_call: float = 0.0
     time: Spread | None = None
+    timed_by: str | None = None
+    call_ms: float | None = None
     host: Spread | None = None
     speedup: float | None = None
+    peak_bytes: int | None = None
+    needs_bytes: int | None = None
 
     def release(self) -> None:
         """Let go of the inputs that the call holds; the plan stays."""
         if self.prepared:
             self.prepared = dataclasses.replace(self.prepared, call=_gone, to_array=_gone)
+
+    def refuse(self, error: Exception) -> None:
+        """Remember why it is not timed."""
+        self.reason = first_line(error)
+        if is_out_of_memory(error):
+            self.needs_bytes = needed_bytes(self.provider, self.case)
+
+    def fail(self, error: Exception) -> None:
+        """Remember what went wrong; if we are to answer for that, its check counts as failed."""
+        self.refuse(error)
+        if self.provider.ours and not is_out_of_memory(error):
+            click.echo(_text(error), err=True)
+            self.passed, self.max_error = False, None
 
 
 @dataclass(frozen=True)
@@ -55,6 +110,7 @@ class Settings:
     seed: int
     check: bool
     host_time: bool
+    memory: bool = False
 
 
 @dataclass
@@ -71,7 +127,12 @@ class Runner:
         ready = [cell for cell in cells if self._prepare(cell, inputs)]
         if ready and self.settings.check:
             on_gpu = any(cell.provider.on_gpu for cell in ready)
-            check = Check(inputs, self.settings.seed, on_gpu=on_gpu)
+            try:
+                check = Check(inputs, self.settings.seed, on_gpu=on_gpu)
+            except (RuntimeError, MemoryError) as error:
+                for cell in ready:
+                    cell.reason = f"there is nothing to check it by: {first_line(error)}"
+                return cells, None
         for cell in ready:
             self._try(cell, check)
         for on_gpu in (True, False):
@@ -85,16 +146,20 @@ class Runner:
 
     def _prepare(self, cell: Cell, inputs: Inputs) -> bool:
         provider, case = cell.provider, cell.case
-        cell.reason = provider.why_not(case) or too_large(
-            provider.scratch_bytes(case), on_gpu=provider.on_gpu
-        )
-        if cell.reason is None and not provider.on_gpu:
-            cell.reason = self._too_slow_on_host(provider, inputs)
-        if cell.reason is None:
-            try:
-                cell.prepared = provider.prepare(inputs)
-            except (ValueError, RuntimeError, MemoryError) as error:
-                cell.reason = _first_line(error)
+        try:
+            cell.reason = provider.why_not(case)
+            if cell.reason is None:
+                needed = provider.scratch_bytes(case)
+                if reason := too_large(needed, on_gpu=provider.on_gpu):
+                    cell.reason, cell.needs_bytes = reason, needed_bytes(provider, case)
+            if cell.reason is None and not provider.on_gpu:
+                cell.reason = self._too_slow_on_host(provider, inputs)
+            if cell.reason is None:
+                cell.prepared = _prepared(provider, inputs)
+        except _Refusal as refusal:
+            cell.refuse(refusal.error)
+        except Exception as error:
+            cell.fail(error)
         return cell.reason is None
 
     def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
@@ -103,65 +168,158 @@ class Runner:
         if case.problem().flops() < _PROBE_FLOPS:
             return None
         part = _first_rows(inputs)
-        try:
-            prepared = provider.prepare(part)
-        except (ValueError, RuntimeError, MemoryError) as error:
-            return _first_line(error)
+        prepared = _prepared(provider, part)
         seconds = self._timer(provider).once(prepared.timed)
         rows, part_rows = (c.batch * c.seqlen_q * c.heads_q for c in (case, part.case))
-        return self._over_limit(seconds * rows / part_rows)
+        return self._over_limit(provider, seconds * rows / part_rows)
 
-    def _over_limit(self, one_call: float) -> str | None:
+    def _repeats(self, provider: Provider, one_call: float) -> int:
+        """How often a call is timed; 0 where --cell-seconds does not allow enough."""
         s = self.settings
-        if repeats_within(s.cell_seconds, one_call, s.warmup, s.repeats):
+        one_repeat = one_call + self._timer(provider).pause
+        return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
+
+    def _over_limit(self, provider: Provider, one_call: float) -> str | None:
+        if self._repeats(provider, one_call):
             return None
-        return f"one call takes about {one_call:.2g} s, too long for --cell-seconds"
+        pause = self._timer(provider).pause
+        after = f" after {pause:.2g} s of rest" if pause > one_call else ""
+        return f"one call takes about {one_call:.2g} s{after}, too long for --cell-seconds"
 
     def _try(self, cell: Cell, check: Check | None) -> None:
-        """The first call, which may compile; its check; and a second one to estimate by."""
-        assert cell.prepared is not None
+        """The first call, which may compile; its check; and others for its time and memory."""
+        prepared = cell.prepared
+        assert prepared is not None
         try:
-            with cell.prepared.scope():
-                result = cell.prepared.call()
-            if check is not None:
-                cell.max_error = check.error(cell.prepared.to_array(result))
+            with prepared.scope():
+                result = prepared.call()
+            if check is not None and (check.coverage.rows or not check.coverage.not_finite):
+                cell.max_error = check.error(prepared.to_array(result))
                 cell.passed = cell.max_error <= check.coverage.bound
             del result
-            cell.one_call = self._timer(cell.provider).once(cell.prepared.timed)
-        except (RuntimeError, MemoryError) as error:
-            # Other libraries refuse and memory runs out; anything else is ours to answer for, but
-            # no reason to lose the other cells.
-            if cell.provider.ours and isinstance(error, RuntimeError):
-                click.echo(str(error), err=True)
-                cell.passed = False
-            cell.reason = _first_line(error)
-            return
-        cell.reason = self._over_limit(cell.one_call)
+            cell.one_call = self._timer(cell.provider).once(prepared.timed)
+            cell.reason = self._over_limit(cell.provider, cell.one_call)
+            if cell.reason is None:
+                cell.peak_bytes = cell.provider.peak_bytes(prepared)
+        except Exception as error:
+            # Other libraries refuse in ways of their own; what is ours to answer for is no reason
+            # to lose the other cells, either.
+            cell.fail(error)
 
     def _time(self, cells: Sequence[Cell]) -> None:
         if not cells:
             return
-        s = self.settings
+        on_gpu = cells[0].provider.on_gpu
         timer = self._timer(cells[0].provider)
-        calls = [cell.prepared.timed for cell in cells if cell.prepared]
-        repeats = [
-            repeats_within(s.cell_seconds, cell.one_call, s.warmup, s.repeats) for cell in cells
-        ]
-        for cell, times in zip(cells, timer.interleaved(calls, s.warmup, repeats), strict=True):
-            cell.time = spread(times)
-        if s.host_time and cells[0].provider.on_gpu:
-            import cupy
+        # The graphs, and with them their memory, are gone when this returns.
+        self._time_in_turns(timer, cells, self._replays(cells) if on_gpu else {})
+        if not on_gpu:
+            return
+        for cell in cells:
+            if cell.prepared is None or cell.time is None:
+                continue
+            try:
+                cell.call_ms = call_milliseconds(timer, cell.prepared.timed, cell.one_call)
+                if self.settings.host_time:
+                    cell.host = _host_time(cell.prepared.timed, cell.one_call)
+            except Exception as error:
+                cell.time = None
+                cell.fail(error)
 
-            synchronize = cupy.cuda.get_current_stream().synchronize
-            for cell, timed in zip(cells, calls, strict=True):
-                affordable = int(_HOST_TIME_SECONDS / max(cell.one_call, 1e-6))
-                count = min(_HOST_TIME_CALLS, max(_FEWEST_HOST_TIME_CALLS, affordable))
-                cell.host = host_microseconds(timed, synchronize, calls=count)
+    def _replays(self, cells: Sequence[Cell]) -> dict[int, Timed]:
+        """The calls that can be replayed, by their cell's place."""
+        found = {}
+        for index, cell in enumerate(cells):
+            if cell.prepared is None or (cell.peak_bytes or 0) >= _GRAPH_BYTES:
+                continue
+            # What cannot be captured can still be called, or then says why not.
+            with contextlib.suppress(Exception):
+                if (replay := cell.provider.replayed(cell.prepared)) is not None:
+                    found[index] = replay
+        return found
+
+    def _time_in_turns(
+        self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]
+    ) -> None:
+        """Time the cells in turns; one whose call fails drops out, and the others start anew."""
+        s = self.settings
+        calls = []
+        for index, cell in enumerate(cells):
+            if cell.prepared is not None and cell.reason is None:
+                calls.append((cell, _telling(cell, replays.get(index, cell.prepared.timed))))
+                kind = "graph" if index in replays else "events"
+                cell.timed_by = kind if cell.provider.on_gpu else "clock"
+        while calls:
+            repeats = [self._repeats(cell.provider, cell.one_call) for cell, _ in calls]
+            try:
+                times = timer.interleaved([timed for _, timed in calls], s.warmup, repeats)
+            except Exception as error:
+                if not any(cell.reason for cell, _ in calls):
+                    # The GPU reports some errors late: nobody knows whose call it was.
+                    for cell, _ in calls:
+                        cell.fail(error)
+                calls = [(cell, timed) for cell, timed in calls if cell.reason is None]
+                continue
+            for (cell, _), taken in zip(calls, times, strict=True):
+                cell.time = spread(taken)
+            return
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+def _telling(cell: Cell, timed: Timed) -> Timed:
+    """The call, which leaves in the cell why it failed."""
+
+    def call() -> Any:
+        try:
+            return timed.call()
+        except Exception as error:
+            cell.fail(error)
+            raise
+
+    return dataclasses.replace(timed, call=call)
+
+
+def _host_time(timed: Timed, one_call: float) -> Spread:
+    import cupy
+
+    affordable = int(_HOST_TIME_SECONDS / max(one_call, 1e-6))
+    count = min(_HOST_TIME_CALLS, max(_FEWEST_HOST_TIME_CALLS, affordable))
+    return host_microseconds(timed, cupy.cuda.get_current_stream().synchronize, calls=count)
+
+
+class _Refusal(Exception):
+    """A provider was not made ready."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _prepared(provider: Provider, inputs: Inputs) -> Prepared:
+    try:
+        return provider.prepare(inputs)
+    except _REFUSALS as error:
+        raise _Refusal(error) from error
+
+
+def needed_bytes(provider: Provider, case: Case) -> int:
+    """Estimate of the memory that a call takes besides its inputs."""
+    return provider.scratch_bytes(case) + output_bytes(case)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: CUDA and torch have RuntimeErrors of their own for that."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+
+
+def _text(error: Exception) -> str:
+    kind, text = type(error).__name__, str(error).strip()
+    if isinstance(error, _TELLING):
+        return text or kind
+    return f"{kind}: {text}" if text else kind
+
+
+def first_line(error: Exception) -> str:
+    return _text(error).splitlines()[0]
 
 
 def too_large(needed: int, *, on_gpu: bool) -> str | None:

@@ -16,8 +16,12 @@ Clock = Callable[[], float]
 # about what the slowest host needs to enqueue a call; four keep the launch queued behind them, so
 # that the events see the GPU's time alone.
 _FLUSH_PASSES = 4
+_FLUSH_SECONDS = 40e-6
 # Calls between synchronizations while the host's time is taken: the launch queue never fills up.
 _QUEUED_CALLS = 20
+# Calls from a quiet start whose wall time is taken, and seconds for all of them.
+_QUIET_CALLS = 20
+_QUIET_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,15 @@ def spread(times: Sequence[float]) -> Spread:
 
 
 class Timer(Protocol):
-    """Times calls on one kind of processor."""
+    """Times calls on one kind of processor.
+
+    Attributes
+    ----------
+    pause
+        Seconds that a repeat takes besides its call.
+    """
+
+    pause: float
 
     def once(self, timed: Timed) -> float:
         """Seconds of one call, from a quiet start to its end."""
@@ -71,6 +83,8 @@ _SETTLE_SECONDS = 0.1
 class HostTimer:
     """Times calls that return when they are done, each on cores that have come to rest."""
 
+    pause = _SETTLE_SECONDS
+
     def __init__(
         self, clock: Clock = time.perf_counter, sleep: Callable[[float], None] = time.sleep
     ) -> None:
@@ -79,7 +93,7 @@ class HostTimer:
 
     def once(self, timed: Timed) -> float:
         with timed.scope():
-            self._sleep(_SETTLE_SECONDS)
+            self._sleep(self.pause)
             start = self._clock()
             timed.call()
             return self._clock() - start
@@ -95,6 +109,8 @@ class HostTimer:
 
 class GpuTimer:
     """Times calls that enqueue work on CuPy's current stream, by events, with the L2 flushed."""
+
+    pause = _FLUSH_PASSES * _FLUSH_SECONDS
 
     def __init__(self) -> None:
         import cupy
@@ -151,6 +167,23 @@ def take_turns(
     return results
 
 
+def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> float:
+    """Median wall time of a call from a quiet start to its end, in milliseconds.
+
+    Parameters
+    ----------
+    timer
+        Whose `once` times it.
+    timed
+        A call that was made before.
+    one_call
+        Seconds that it takes, about: long calls are repeated less often.
+    """
+    affordable = int(_QUIET_SECONDS / max(one_call, 1e-6))
+    count = min(_QUIET_CALLS, max(1, affordable))
+    return 1e3 * statistics.median([timer.once(timed) for _ in range(count)])
+
+
 def host_microseconds(
     timed: Timed,
     synchronize: Callable[[], None],
@@ -171,14 +204,19 @@ def host_microseconds(
     return spread(times)
 
 
-def repeats_within(seconds: float, one_call: float, warmup: int, repeats: int) -> int:
+def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int) -> int:
     """How many repeats, at most those asked for, fit the seconds after the warm-up; 0 if under 3.
 
     A median of fewer than three says nothing.
+
+    Parameters
+    ----------
+    seconds
+        For warm-up and repeats together; may be infinite.
+    one_repeat
+        Seconds of a call and the pause before it.
     """
-    if one_call <= 0:
+    if seconds >= (warmup + repeats) * one_repeat:
         return repeats
-    fit = int(seconds / one_call) - warmup
-    if fit >= repeats:
-        return repeats
-    return fit if fit >= 3 else 0
+    fit = int(seconds / one_repeat) - warmup
+    return min(fit, repeats) if fit >= 3 else 0

@@ -13,9 +13,11 @@ from typing import Any
 
 from cupy_flash.device import gpu_unavailable
 
+from . import memory
 from .cases import Case
 from .inputs import Inputs
 from .providers import Prepared, Provider
+from .timing import Timed
 
 _REFUSAL = "kernel not used because"
 
@@ -36,7 +38,10 @@ def why_no_torch() -> str | None:
     with warnings.catch_warnings():
         # What its imports warn of is not about us.
         warnings.simplefilter("ignore")
-        torch = _torch()
+        try:
+            torch = _torch()
+        except Exception as error:  # a library missing or of another version shows in many ways
+            return f"torch cannot be imported: {' '.join(str(error).split())[:80]}"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
     return None
@@ -104,11 +109,31 @@ def _back(inputs: Inputs) -> Callable[[Any], Any]:
     return to_cupy
 
 
+def _replay(graph: Any, result: Any) -> None:
+    # The result's memory is the graph's to write to as long as it lives.
+    graph.replay()
+
+
 class _TorchProvider(Provider):
     on_gpu = True
 
     def missing(self) -> str | None:
         return why_no_torch()
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        # torch keeps the memory of its own graphs apart; it launches them on its current stream,
+        # which is CuPy's.
+        torch = _torch()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with prepared.scope(), torch.cuda.graph(graph, capture_error_mode="relaxed"):
+                result = prepared.call()
+        except RuntimeError:
+            return None
+        return Timed(functools.partial(_replay, graph, result))
+
+    def peak_bytes(self, prepared: Prepared) -> int:
+        return memory.torch_peak_bytes(prepared.timed)
 
 
 class ScaledDotProduct(_TorchProvider):

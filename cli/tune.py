@@ -1,38 +1,62 @@
-"""`cupy-flash tune`: time every legal tile of a family and save the best."""
+"""`cupy-flash tune`: race the legal tiles of a family and save what beats the default."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cupy_flash import cpu, tuning
-from cupy_flash.attention import flash_attention
-from cupy_flash.compiler import CUBINS_VARIABLE
-from cupy_flash.device import Device, Resources, device_for_arch, gpu_unavailable
+from cupy_flash import tuning
+from cupy_flash.device import Device, device_for_arch, gpu_unavailable
 from cupy_flash.families import FAMILIES
-from cupy_flash.planner import Plan, make_cpu_plan, make_plan, plan_tile
-from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
 
 from . import environment, report
-from .build import Job, build, write_cubin
-from .cases import Case, describe
-from .check import Check
+from .build import Builder
+from .candidates import Limits, illegal_sizes
+from .cases import describe
 from .compile import arch_option
 from .errors import library_errors_as_usage
-from .inputs import random_inputs
-from .options import cases_from, output_option, shape_options, split_shape
-from .providers import current_device, release_memory
-from .timing import GpuTimer, HostTimer, Timed, Timer, spread
+from .figures import plot_option
+from .heatmap import HeatMap, draw_heat_map, print_heat_map
+from .journal import Finding, Journal, findings
+from .live import Live
+from .options import (
+    HEADS,
+    SHAPE_NAMES,
+    cases_from,
+    output_option,
+    refuse,
+    shape_options,
+    split_shape,
+)
+from .providers import current_device
+from .race import ranking
+from .sweep import (
+    Compilation,
+    Settings,
+    Sweep,
+    measure,
+    plan_sweeps,
+    prebuilt_from,
+    shorten,
+    too_large_for,
+    twin_class,
+)
+from .tune_table import (
+    class_text,
+    digest_of,
+    entry_of,
+    finding_of,
+    outcome_text,
+    print_findings,
+    print_ranking,
+    ranking_row,
+)
+from .workload import PRESETS, Group, Weighted, groups_of, read_workload
 
 _GPU_DEFAULTS = {
     "batch": (4,),
@@ -48,250 +72,22 @@ _CPU_DEFAULTS = {
     "head_dim": (64,),
     "dtype": ("float32",),
 }
-# Every tile is timed a few times; the best, and as many more as are close to them, then take turns
-# for the full number of repeats.
-_FIRST_REPEATS = 3
-_CLOSE = 1.15
-_FEWEST_FINALISTS = 4
-_MOST_FINALISTS = 8
-
-
-@dataclass
-class Candidate:
-    """One tile, and what came of it."""
-
-    plan: Plan
-    resources: Resources | None = None
-    dropped: str | None = None
-    max_error: float | None = None
-    failed: bool = False
-    median_ms: float | None = None
-    final: bool = False
-
-    @property
-    def tile(self) -> Tile:
-        return self.plan.tile
-
-    @property
-    def tflops(self) -> float | None:
-        return self.plan.problem.flops() / self.median_ms / 1e9 if self.median_ms else None
-
-    @property
-    def blocks_per_sm(self) -> int | None:
-        """Blocks that fit an SM; None where registers are not known."""
-        if self.resources is None:
-            return None
-        return dataclasses.replace(self.plan, resources=self.resources).blocks_per_sm()
-
-
-def limited(tiles: Sequence[Tile], default: Tile, most: int | None) -> list[Tile]:
-    """At most `most` tiles, evenly out of all, the default among them."""
-    if most is None or len(tiles) <= most:
-        return list(tiles)
-    others = [tile for tile in tiles if tile != default]
-    step = len(others) / max(1, most - 1)
-    return [default, *(others[int(index * step)] for index in range(most - 1))]
-
-
-def gpu_candidates(
-    problem: Problem, device: Device, family: str | None, most: int | None
-) -> list[Candidate]:
-    """The legal tiles of a family, by default of the one that the planner would choose."""
-    default = make_plan(problem, device, family=family)
-    the_family = FAMILIES[default.family]
-    legal = list(the_family.tiles(problem, device))
-    return [
-        Candidate(plan_tile(the_family, problem, device, tile, reason="tuning"))
-        for tile in limited(legal, the_family.default_tile(problem, device), most)
-    ]
-
-
-def cpu_candidates(problem: Problem, most: int | None) -> list[Candidate]:
-    """The CPU backend's tiles that are worth timing."""
-    tiles = limited(list(cpu.candidate_tiles(problem)), cpu.default_tile(problem), most)
-    return [Candidate(make_cpu_plan(problem, tile, gpu_unavailable())) for tile in tiles]
-
-
-def compile_all(
-    candidates: Sequence[Candidate], workers: int | None, max_spills: int, folder: Path | None
-) -> None:
-    """Compile every candidate, note its resources, and drop what fails or spills.
-
-    Parameters
-    ----------
-    folder
-        Where to keep the machine code of those that stay; None to keep none.
-    """
-    jobs = [Job.of(candidate.plan) for candidate in candidates]
-    with report.progress("compile", len(jobs)) as advance:
-        for index, built in build(jobs, workers):
-            candidate = candidates[index]
-            advance(str(candidate.tile))
-            candidate.resources = built.resources
-            if built.error or built.resources is None:
-                candidate.dropped = "does not compile"
-                click.echo(built.error, err=True)
-            elif built.resources.spill_bytes > max_spills:
-                candidate.dropped = f"spills {built.resources.spill_bytes} bytes per thread"
-            elif folder is not None and built.cubin is not None:
-                write_cubin(folder, jobs[index], built.cubin)
-
-
-@contextlib.contextmanager
-def prebuilt_from(folder: Path) -> Iterator[None]:
-    """Have the library load kernels from a folder of cubins."""
-    before = os.environ.get(CUBINS_VARIABLE)
-    os.environ[CUBINS_VARIABLE] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[CUBINS_VARIABLE]
-        else:
-            os.environ[CUBINS_VARIABLE] = before
-
-
-def time_all(
-    candidates: Sequence[Candidate],
-    call_of: Callable[[Candidate], Callable[[], Any]],
-    check: Check,
-    timer: Timer,
-    *,
-    warmup: int,
-    repeats: int,
-) -> None:
-    """Check and time the candidates that were not dropped, the best of them twice."""
-    running = [candidate for candidate in candidates if candidate.dropped is None]
-    with report.progress("time", len(running)) as advance:
-        for candidate in running:
-            advance(str(candidate.tile))
-            call = call_of(candidate)
-            try:
-                candidate.max_error = check.error(call())
-            except (RuntimeError, MemoryError) as error:
-                candidate.dropped = (str(error) or type(error).__name__).splitlines()[0]
-                continue
-            candidate.failed = not candidate.max_error <= check.coverage.bound
-            (times,) = timer.interleaved([Timed(call)], 1, [_FIRST_REPEATS])
-            candidate.median_ms = spread(times).median
-    ranked = ranking(running)
-    if not ranked or ranked[0].median_ms is None:
-        return
-    limit = _CLOSE * ranked[0].median_ms
-    finalists = [
-        candidate
-        for rank, candidate in enumerate(ranked[:_MOST_FINALISTS])
-        if candidate.median_ms is not None
-        and (rank < _FEWEST_FINALISTS or candidate.median_ms <= limit)
-    ]
-    calls = [Timed(call_of(candidate)) for candidate in finalists]
-    all_times = timer.interleaved(calls, warmup, [repeats] * len(calls))
-    for candidate, times in zip(finalists, all_times, strict=True):
-        candidate.median_ms = spread(times).median
-        candidate.final = True
-
-
-def ranking(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates by time, those that passed and reached the last round first.
-
-    Where nothing was timed, by resources: no spills, then many resident threads, then large
-    tiles, which read keys and values less often.
-    """
-
-    def key(candidate: Candidate) -> tuple[Any, ...]:
-        if candidate.median_ms is not None:
-            return (0, candidate.failed, not candidate.final, candidate.median_ms)
-        spills = candidate.resources.spill_bytes if candidate.resources else 0
-        threads = (candidate.blocks_per_sm or 0) * candidate.plan.threads
-        area = candidate.tile.Br * candidate.tile.Bc
-        return (1, candidate.dropped is not None, spills, -threads, -area)
-
-    return sorted(candidates, key=key)
-
-
-def _row(candidate: Candidate, rank: int) -> dict[str, Any]:
-    plan, resources = candidate.plan, candidate.resources
-    problem = plan.problem
-    static = resources.static_shared_memory if resources else 0
-    return {
-        "rank": rank,
-        "family": plan.family,
-        "kernel_digest": FAMILIES[plan.family].digest() if plan.device else cpu.digest(),
-        "device": plan.device.name if plan.device else environment.cpu_name(),
-        "problem_class": tuning.problem_class(problem),
-        "tile": dataclasses.asdict(candidate.tile),
-        "median_ms": candidate.median_ms,
-        "tflops": candidate.tflops,
-        "max_error": (None if candidate.max_error is None else report.finite(candidate.max_error)),
-        "check": (
-            "skipped" if candidate.max_error is None else "failed" if candidate.failed else "passed"
-        ),
-        "registers": resources.registers if resources else None,
-        "shared_memory": plan.shared_memory + static if plan.device else None,
-        "spills": resources.spill_bytes if resources else None,
-        "blocks_per_sm": candidate.blocks_per_sm,
-        "dropped": candidate.dropped,
-    }
-
-
-def _print(rows: Sequence[dict[str, Any]], title: str, legend: str, top: int) -> None:
-    on_gpu = any(row["registers"] is not None for row in rows)
-    timed = any(row["median_ms"] is not None for row in rows)
-    shown = [row for row in rows if row["dropped"] is None][:top]
-    columns = [report.Column("tile", lambda row: row["text"], numeric=False)]
-    if timed:
-        columns += [
-            report.rate_column(shown),
-            report.Column("ms", lambda row: report.milliseconds(row["median_ms"])),
-            report.Column("error", report.error_text),
-        ]
-    if on_gpu:
-        columns += [
-            report.Column("regs", lambda row: report.number(row["registers"], "d")),
-            report.Column("KiB", lambda row: f"{row['shared_memory'] / 1024:.1f}"),
-            report.Column("spills", lambda row: report.number(row["spills"], "d")),
-            report.Column("blocks", lambda row: report.number(row["blocks_per_sm"], "d")),
-        ]
-    out = report.console()
-    report.print_table(out, title, columns, [shown])
-    dropped = [row["dropped"] for row in rows if row["dropped"] is not None]
-    notes = []
-    if len(shown) + len(dropped) < len(rows):
-        notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
-    if on_gpu:
-        notes.append(legend + ".")
-        notes.append("KiB: shared memory of a block. spills: bytes per thread. blocks: per SM.")
-    notes += [f"dropped: {reason}" for reason in dropped]
-    report.print_notes(out, notes)
-
-
-def _list_saved() -> None:
-    path = tuning.user_table_path()
-    saved = tuning.read_table(path)
-    if not saved:
-        click.echo(f"No tiles are saved in {path}")
-        return
-    click.echo(f"{len(saved)} saved in {path}")
-    for entry in saved:
-        fields = " ".join(f"{name}={value}" for name, value in entry.tile.items())
-        stale = "" if entry.digest == _digest(entry.family) else ", stale: other sources"
-        click.echo(
-            f"{entry.gpu}, {entry.family}, {entry.problem_class}: {fields} "
-            f"({entry.tflops:.4g} TFLOP/s{stale})"
-        )
-
-
-def _digest(family: str) -> str | None:
-    if family == "cpu":
-        return cpu.digest()
-    return FAMILIES[family].digest() if family in FAMILIES else None
 
 
 @click.command()
 @shape_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A .json or .csv file of weighted cases; see docs/tuning.md.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
 @click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
+@click.option("--br", type=HEADS, help="Try only these query rows.")
+@click.option("--bc", type=HEADS, help="Try only these key rows.")
+@click.option("--max-smem", type=click.FloatRange(0), help="Most KiB of shared memory per block.")
 @click.option("--max-tiles", type=click.IntRange(1), help="Try only so many tiles, evenly chosen.")
 @click.option(
     "--max-spills",
@@ -300,79 +96,104 @@ def _digest(family: str) -> str | None:
     show_default=True,
     help="Drop tiles that spill more bytes per thread.",
 )
+@click.option(
+    "--min-gain",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    help="Save only what beats the default tile by so many percent.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Processes that compile.")
-@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True)
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Rows to show.")
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Save into this table file instead of the user's.",
+)
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
-@click.option("--list", "listing", is_flag=True, help="Show what is saved.")
-@click.option("--clear", is_flag=True, help="Remove what is saved.")
+@click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
+@plot_option("the heat map of one sweep")
 @output_option
 @click.pass_context
 def tune(
     ctx: click.Context,
     /,
+    preset: str | None,
+    workload: Path | None,
     seed: int,
     family: str | None,
     backend: str | None,
+    br: tuple[int, ...] | None,
+    bc: tuple[int, ...] | None,
+    max_smem: float | None,
     max_tiles: int | None,
     max_spills: int,
+    min_gain: float,
     workers: int | None,
     warmup: int,
     repeats: int,
     top: int,
+    table: Path | None,
     dry_run: bool,
-    listing: bool,
-    clear: bool,
+    reporting: bool,
+    plot: Path | None,
     output: Path | None,
     arch: str | None,
     **options: Any,
 ) -> None:
-    """Time every legal tile of a kernel family on the given shapes and save the fastest.
+    """Race every legal tile of a kernel family on the given shapes and save what wins.
 
-    The dispatcher then uses it for that GPU and class of problems, until the family's sources
-    change. Exits with 1 if a tile's result fails its check.
+    Cases that share a tile are timed together. A tile is saved if it beats the family's default by
+    --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
+    family's sources change. An interrupted sweep goes on where it was. Exits with 1 if a tile's
+    result fails its check.
     """
-    if listing:
-        _list_saved()
-        return
-    if clear:
-        click.echo(f"{tuning.clear()} entries removed")
+    shape = split_shape(options)
+    if reporting:
+        if plot:
+            raise click.UsageError("--plot draws a sweep; --report makes none")
+        _report(shape, preset, workload, output)
         return
     on_cpu = _runs_on_cpu(backend, arch, family)
-    cases = cases_from(split_shape(options), _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS)
+    cases = _cases(shape, preset, workload, on_cpu)
+    if any(weighted.case.problem().flops() == 0 for weighted in cases):
+        raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
+    groups = groups_of(cases)
     device = None if on_cpu else _device(arch)
+    limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
-        # All problems first: a wrong option shows before anything is compiled.
-        sweeps = [
-            gpu_candidates(case.problem(), device, family, max_tiles)
-            if device
-            else cpu_candidates(case.problem(), max_tiles)
-            for case in cases
-        ]
-    rows: list[dict[str, Any]] = []
-    any_failed = False
-    for case, candidates in zip(cases, sweeps, strict=True):
-        with tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder:
-            if device:
-                compile_all(candidates, workers, max_spills, None if arch else Path(folder))
-            if arch is None:
-                with prebuilt_from(Path(folder)):
-                    _measure(case, candidates, seed, warmup, repeats)
-        ranked = ranking(candidates)
-        case_rows = [_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
-        rows += case_rows
-        label = f"{ranked[0].plan.family}, {describe([case])[0]}, {case_rows[0]['device']}"
-        texts = [{"text": report.tile_text(candidate.tile)} for candidate in ranked]
-        legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
-        _print([row | text for row, text in zip(case_rows, texts, strict=True)], label, legend, top)
-        any_failed |= any(candidate.failed for candidate in candidates)
-        _settle(ranked[0], arch, dry_run)
-    if output:
-        report.write(output, report.Record(environment.metadata(rows[0]["device"]), rows))
-        click.echo(f"Written to {output}.", err=True)
-    if any_failed:
+        # All groups first: a wrong option shows before anything is compiled.
+        sweeps = plan_sweeps(groups, device, family, limits)
+    if plot and len(sweeps) > 1:
+        raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
+    if arch is not None:
+        assert device is not None
+        if plot:
+            raise click.UsageError("--plot draws rates, and --arch times nothing")
+        rows = _rank_by_resources(sweeps, device, limits, workers, top)
+        _write(output, arch, rows)
+        return
+    if not dry_run:
+        _require_writable(table)
+    sweeps = _that_fit(sweeps)
+    settings = Settings(seed, warmup, repeats)
+    name = device.name if device else environment.cpu_name()
+    job = _Job(sweeps, device, name, limits, settings, min_gain)
+    found, sweep = job.run(workers)
+    if len(found) == 1 and sweep is not None:
+        _show(sweep, device, limits, name, top, plot)
+        rows = [ranking_row(c, rank) for rank, c in enumerate(ranking(sweep.candidates), 1)]
+    else:
+        print_findings(found, name)
+        rows = [{k: v for k, v in f.items() if k != "finalists"} for f in found]
+    _write(output, name, rows)
+    _save(found, device.name if device else "cpu", table, dry_run)
+    if any(finding["failed"] for finding in found):
         click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
+        ctx.exit(1)
+    if all(finding["best_tile"] is None for finding in found):
         ctx.exit(1)
 
 
@@ -392,6 +213,24 @@ def _runs_on_cpu(backend: str | None, arch: str | None, family: str | None) -> b
     return False
 
 
+def _cases(
+    shape: dict[str, Any], preset: str | None, workload: Path | None, on_cpu: bool
+) -> list[Weighted]:
+    if preset and workload:
+        raise click.UsageError("--preset does not go with --workload: both name the cases")
+    if preset:
+        if on_cpu:
+            raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
+        refuse(shape, SHAPE_NAMES, f"--preset {preset}, which names the cases")
+        return PRESETS[preset]()
+    if workload:
+        refuse(shape, SHAPE_NAMES, "--workload, which names the cases")
+        return read_workload(workload)
+    return [
+        Weighted(case) for case in cases_from(shape, _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS)
+    ]
+
+
 def _device(arch: str | None) -> Device:
     if arch is None:
         return current_device()
@@ -399,47 +238,218 @@ def _device(arch: str | None) -> Device:
         return device_for_arch(arch)
 
 
-def _measure(
-    case: Case, candidates: Sequence[Candidate], seed: int, warmup: int, repeats: int
+def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
+    """The sweeps whose arrays fit the free memory; a line on stderr says why others do not."""
+    reasons = [too_large_for(sweep) for sweep in sweeps]
+    for sweep, reason in zip(sweeps, reasons, strict=True):
+        if reason:
+            text = f"{_label(sweep)}: {reason}"
+            if all(reasons):
+                raise click.UsageError(text)
+            click.echo(f"Left out: {text}", err=True)
+    return [sweep for sweep, reason in zip(sweeps, reasons, strict=True) if not reason]
+
+
+def _require_writable(table: Path | None) -> None:
+    path = table or tuning.user_table_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise click.UsageError(
+            f"{path} cannot be written: {error.strerror}; --dry-run saves nothing"
+        ) from error
+
+
+@dataclasses.dataclass
+class _Job:
+    """All groups of one command, one after the other."""
+
+    sweeps: list[Sweep]
+    device: Device | None
+    name: str
+    limits: Limits
+    settings: Settings
+    min_gain: float
+
+    def run(self, workers: int | None) -> tuple[list[Finding], Sweep | None]:
+        """The findings, and the last sweep that ran."""
+        journal = Journal(self._identity())
+        if journal.found:
+            click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
+        last = None
+        try:
+            with (
+                Live(len(self.sweeps), len(journal.found)) as live,
+                tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder,
+                prebuilt_from(Path(folder)),
+            ):
+                if self.device is None:
+                    last = self._run_all(journal, live, None)
+                else:
+                    with Builder(workers) as builder:
+                        compilation = Compilation(builder, Path(folder), self.limits.max_spills)
+                        last = self._run_all(journal, live, compilation)
+        except KeyboardInterrupt:
+            going_on = "; the same command goes on from there" if journal.is_kept else ""
+            done = f"{len(journal.found)} of {len(self.sweeps)} are done"
+            click.echo(f"{done}{going_on}.", err=True)
+            raise
+        journal.finish()
+        return [journal.found[s.group.problem_class] for s in self.sweeps], last
+
+    def _identity(self) -> dict[str, Any]:
+        families = {sweep.family for sweep in self.sweeps}
+        return {
+            "device": self.name,
+            "digests": {family: digest_of(family) for family in sorted(families)},
+            "versions": environment.versions(),
+            "groups": [_group_identity(sweep.group) for sweep in self.sweeps],
+            "tiles": [[str(c.tile) for c in sweep.candidates] for sweep in self.sweeps],
+            "settings": dataclasses.asdict(self.settings) | {"min_gain": self.min_gain},
+        }
+
+    def _run_all(
+        self, journal: Journal, live: Live, compilation: Compilation | None
+    ) -> Sweep | None:
+        left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
+        if compilation:
+            # Everything is compiled ahead, but for what a shortlist will cut.
+            classes = {sweep.group.problem_class for sweep in self.sweeps}
+            for sweep in left:
+                if not self._comes_after_its_twin(sweep, classes):
+                    compilation.start(sweep.candidates)
+        for sweep in left:
+            live.begin(_label(sweep))
+            shorten(sweep, _finalists(self.sweeps, journal))
+            if compilation:
+                compilation.finish(sweep.candidates, live)
+            measure(sweep, self.settings, live)
+            ranked = ranking(sweep.candidates)
+            finding = finding_of(sweep, ranked, self.name, self.min_gain)
+            journal.add(finding)
+            live.end(outcome_text(finding, saves=False))
+        return left[-1] if left else None
+
+    def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
+        twin = twin_class(sweep.group.problem_class)
+        order = [each.group.problem_class for each in self.sweeps]
+        return twin in classes and order.index(twin) < order.index(sweep.group.problem_class)
+
+
+def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:
+    """The tiles that did well, by class, of what is done; also where another run did it."""
+    found = {}
+    for sweep in sweeps:
+        finding = journal.found.get(sweep.group.problem_class)
+        if finding:
+            tile_type = type(sweep.candidates[0].tile)
+            found[sweep.group.problem_class] = [tile_type(**t) for t in finding["finalists"]]
+    return found
+
+
+def _group_identity(group: Group) -> list[Any]:
+    return [group.problem_class, [[str(each.case), each.weight] for each in group.cases]]
+
+
+def _label(sweep: Sweep) -> str:
+    return f"{sweep.family} {class_text(sweep.group.problem_class)}"
+
+
+def _title(sweep: Sweep, device: str) -> str:
+    shared, own = describe([each.case for each in sweep.group.cases])
+    parts = [sweep.family, shared, " + ".join(filter(None, own)), device]
+    return ", ".join(filter(None, parts))
+
+
+def _show(
+    sweep: Sweep, device: Device | None, limits: Limits, name: str, top: int, plot: Path | None
 ) -> None:
-    on_gpu = candidates[0].plan.device is not None
-    inputs = random_inputs(case, seed, on_gpu=on_gpu)
-    q, k, v = inputs.gpu if on_gpu else inputs.host
-
-    def call_of(candidate: Candidate) -> Callable[[], Any]:
-        return functools.partial(
-            flash_attention,
-            q,
-            k,
-            v,
-            backend="auto" if on_gpu else "cpu",
-            family=candidate.plan.family,
-            tile=dataclasses.asdict(candidate.tile),
-            **case.arguments,
-        )
-
-    timer: Timer = GpuTimer() if on_gpu else HostTimer()
-    check = Check(inputs, seed, on_gpu=on_gpu)
-    time_all(candidates, call_of, check, timer, warmup=warmup, repeats=repeats)
-    release_memory()
-
-
-def _settle(best: Candidate, arch: str | None, dry_run: bool) -> None:
-    """Save the winner, or say why it is not saved."""
-    if arch is not None:
-        click.echo(f"Nothing was timed: ranked by resources for {arch}, nothing saved.")
-    elif best.tflops is None or best.failed:
-        click.echo("No tile ran and passed its check: nothing saved.")
-    elif dry_run:
-        click.echo(f"{best.tile} is the fastest; nothing saved (--dry-run).")
+    title = _title(sweep, name)
+    print_ranking(ranking(sweep.candidates), title, top)
+    problem = sweep.candidates[0].plan.problem
+    illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
+    heat = HeatMap.of(title, sweep.candidates, illegal)
+    if plot:
+        draw_heat_map(plot, heat)
+        click.echo(f"Written to {plot}.", err=True)
     else:
-        plan = best.plan
-        entry = tuning.Entry(
-            gpu=plan.device.name if plan.device else "cpu",
-            family=plan.family,
-            digest=FAMILIES[plan.family].digest() if plan.device else cpu.digest(),
-            problem_class=tuning.problem_class(plan.problem),
-            tile=dataclasses.asdict(best.tile),
-            tflops=best.tflops,
+        print_heat_map(report.console(), heat)
+
+
+def _rank_by_resources(
+    sweeps: Sequence[Sweep], device: Device, limits: Limits, workers: int | None, top: int
+) -> list[dict[str, Any]]:
+    rows = []
+    with Builder(workers) as builder, Live(len(sweeps)) as live:
+        compilation = Compilation(builder, None, limits.max_spills)
+        for sweep in sweeps:
+            live.begin(_label(sweep))
+            compilation.finish(sweep.candidates, live)
+    for sweep in sweeps:
+        ranked = ranking(sweep.candidates)
+        rows += [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
+        print_ranking(ranked, _title(sweep, device.name), top)
+        click.echo(f"Nothing was timed: ranked by resources for {device.sm}, nothing saved.")
+    return rows
+
+
+def _write(output: Path | None, device: str, rows: Sequence[dict[str, Any]]) -> None:
+    if output:
+        report.write(output, report.Record(environment.metadata(device), rows))
+        click.echo(f"Written to {output}.", err=True)
+
+
+def _save(found: Sequence[Finding], gpu: str, table: Path | None, dry_run: bool) -> None:
+    """Save the tiles that beat the default, and say so of each that is alone."""
+    path = table or tuning.user_table_path()
+    for finding in found if len(found) == 1 else ():
+        outcome = outcome_text(finding, saves=not dry_run)
+        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
+    if dry_run:
+        click.echo("Nothing saved (--dry-run).")
+        return
+    usable = [finding for finding in found if finding["best_tile"] is not None]
+    entries = [entry_of(finding, gpu) for finding in usable if finding["stored"]]
+    losers = {entry_of(finding, gpu).key for finding in usable if not finding["stored"]}
+    tuning.change(
+        path,
+        lambda old: tuning.merged([e for e in old if e.key not in losers], entries),
+        made_by=environment.metadata(gpu) | {"command": _command()} if table else None,
+    )
+    click.echo(f"{len(entries)} saved in {path}" if entries else "Nothing saved.")
+
+
+def _command() -> str:
+    ctx = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')} {ctx.params[name]}"
+        for name in ("preset", "workload", "family", "min_gain")
+        if ctx.params.get(name) is not None
+    ]
+    return " ".join(["cupy-flash tune", *given])
+
+
+def _report(
+    shape: dict[str, Any], preset: str | None, workload: Path | None, output: Path | None
+) -> None:
+    """Show the newest finding of each class on this machine's processors, timing nothing."""
+    refuse(shape, SHAPE_NAMES, "--report, which shows all that was swept")
+    if preset or workload:
+        raise click.UsageError(
+            "--report shows all that was swept; leave --preset or --workload out"
         )
-        click.echo(f"{best.tile} is the fastest; saved in {tuning.save(entry)}")
+    newest: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings():
+        if finding["kernel_digest"] == digest_of(finding["family"]):
+            key = (finding["device"], finding["family"], finding["problem_class"])
+            newest[key] = finding
+    if not newest:
+        click.echo("No sweep of these kernels has been made; 'cupy-flash tune' makes one.")
+        return
+    for device in dict.fromkeys(key[0] for key in newest):
+        print_findings([f for key, f in newest.items() if key[0] == device], device)
+    _write(output, next(iter(newest))[0], list(newest.values()))

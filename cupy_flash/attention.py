@@ -74,7 +74,8 @@ def flash_attention(
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one.
     family : str, optional
-        Kernel family to use instead of the planner's choice: "mma", "simt", "naive".
+        Kernel family to use instead of the planner's choice: "hopper", "mma", "simt",
+        "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
 
@@ -199,17 +200,24 @@ def plan(
     _require_backend(backend)
     q, k, v = (arrays.normalize(n, a)[0] for n, a in (("q", q), ("k", k), ("v", v)))
     _require_one_kind(q, k, v, None)
+    on_host = isinstance(q, np.ndarray)
+    on_cpu = on_host and arch is None and not _host_runs_on_gpu(backend)
+    if on_host and arch is None and not on_cpu:
+        # Uploaded arrays keep the order of their axes, and have no gaps.
+        q, k, v = (np.empty_like(array) for array in (q, k, v))
     # What a call would copy is laid out as the copy would be, without making it.
     q, k, v = (
-        array if arrays.is_readable_in_place(array) else np.empty_like(array, order="C")
+        array if arrays.is_readable_in_place(array) else np.empty(array.shape, array.dtype)
         for array in (q, k, v)
     )
     problem = launch.problem_of(q, k, v, None, options)
+    if arch is not None and backend == "cpu":
+        raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
     if arch is not None:
         return make_plan(problem, device_for_arch(arch), family=family, tile=options.tile)
-    if isinstance(q, np.ndarray) and not _host_runs_on_gpu(backend):
+    if on_cpu:
         return make_cpu_plan(problem, _cpu_tile(problem, options), gpu_unavailable())
-    if not isinstance(q, np.ndarray):
+    if not on_host:
         _require_gpu_backend(backend)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib
+import importlib.util
 import logging
 import os
 import re
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,8 @@ OLDEST_NVRTC = (12, 0)
 # -ftz is what CuPy adds by itself; naming it here makes ahead-of-time cubins the same.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-default-device")
 CUBINS_VARIABLE = "CUPY_FLASH_CUBINS"
+_CACHE_VARIABLE = "CUPY_CACHE_DIR"
+_IN_MEMORY_VARIABLE = "CUPY_CACHE_IN_MEMORY"
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ def unit_digest(unit: TranslationUnit, device: Device) -> str:
 
 def why_no_compiler() -> str | None:
     """Why NVRTC cannot be used here, or None if it can."""
+    prepare_cupy_cache()
     try:
         from cupy.cuda import nvrtc
 
@@ -144,7 +153,34 @@ def kernel_cache_dir() -> Path:
     """Where CuPy keeps compiled kernels."""
     # As CuPy finds it; Path.home() would raise for a user without one.
     default = os.path.expanduser("~/.cupy/kernel_cache")
-    return Path(os.environ.get("CUPY_CACHE_DIR", default))
+    return Path(os.environ.get(_CACHE_VARIABLE, default))
+
+
+@functools.cache
+def prepare_cupy_cache() -> None:
+    """See to it that CuPy can be imported where its cache folder cannot be made.
+
+    CuPy makes the folder when it is imported, and an unusable one fails the import. Then it is
+    imported here, to keep kernels in memory: in this process and those that it starts.
+    """
+    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
+        return
+    folder = kernel_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if _IN_MEMORY_VARIABLE not in os.environ:
+            _warn_of_cache(folder, error)
+        os.environ[_IN_MEMORY_VARIABLE] = "1"
+        # Any folder that is there will do: nothing is written to it.
+        with _environment(_CACHE_VARIABLE, tempfile.gettempdir()), contextlib.suppress(Exception):
+            importlib.import_module("cupy")
+
+
+def _warn_of_cache(folder: Path, error: OSError) -> None:
+    """A cache that cannot be written costs a compilation in each process, no more."""
+    reason = error.strerror or error
+    logger.warning("%s cannot be written (%s): kernels are not kept on disk", folder, reason)
 
 
 class KernelCache:
@@ -236,19 +272,17 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_compile_message(unit, device, error.get_message())) from None
     except OSError as error:
-        # A cache that cannot be written costs a compilation in each process, no more.
-        logger.warning("%s cannot be written (%s): kernels are not kept on disk", cache, error)
-        with _kernels_in_memory():
+        _warn_of_cache(cache, error)
+        with _environment(_IN_MEMORY_VARIABLE, "1"):
             module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
             module.compile()
     return module, f"cache {cache}"
 
 
 @contextlib.contextmanager
-def _kernels_in_memory() -> Any:
-    variable = "CUPY_CACHE_IN_MEMORY"
+def _environment(variable: str, value: str) -> Iterator[None]:
     before = os.environ.get(variable)
-    os.environ[variable] = "1"
+    os.environ[variable] = value
     try:
         yield
     finally:

@@ -67,7 +67,9 @@ def default_tile(problem: Problem) -> Tile:
     # gained, and the tiles become too few to share out evenly. Short sequences have few to start
     # with.
     Br = 512 if problem.seqlen_q >= 2048 else 256
-    return Tile(min(Br, max(problem.seqlen_q, 1)), min(512, max(problem.seqlen_k, 1)))
+    # Rows of a tile are those of all query heads that share a key/value head.
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    return Tile(min(Br, max(rows, 1)), min(512, max(problem.seqlen_k, 1)))
 
 
 def candidate_tiles(problem: Problem) -> Iterator[Tile]:

@@ -173,6 +173,10 @@ def _nvrtc_takes_two_targets() -> bool:
 @functools.cache
 def gpu_unavailable() -> str | None:
     """Why no GPU can be used from this process, or None if one can."""
+    # Here, since the compiler's module needs this one.
+    from cupy_flash.compiler import prepare_cupy_cache
+
+    prepare_cupy_cache()
     try:
         import cupy
     except ImportError as error:

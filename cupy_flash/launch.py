@@ -104,6 +104,9 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         v.dtype.num,
         (q_address | k_address | v_address) & (MAX_ALIGNMENT - 1),
         options,
+        # 1 and True are one key, and only one of them is a right value.
+        options.causal.__class__,
+        options.q_offset.__class__,
         None if out is None else _out_key(out),
         tuning.generation(),
     )
@@ -111,8 +114,13 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         call = _calls.get(key)
     except TypeError:
         # An option of a kind that cannot be part of a key: the checks say which, and what to pass.
-        problem_of(q, k, v, out, options)
-        raise
+        problem = problem_of(q, k, v, out, options)
+        if options.family is not None and not isinstance(options.family, str):
+            raise TypeError(
+                f"family is a {type(options.family).__name__}; expected a name"
+            ) from None
+        # A scale that is an array of one number.
+        return forward(q, k, v, out, options._replace(softmax_scale=problem.softmax_scale))
     if call is None:
         _require_device(device_id, q, k, v, out)
         if not all(map(is_readable_in_place, (q, k, v))):

@@ -270,11 +270,28 @@ def _requested_tile(family: Family, problem: Problem, device: Device, request: F
     first = dataclasses.replace(default, **wanted)
     if (reason := family.why_not_tile(problem, device, first)) is None:
         return first
-    for tile in family.tiles(problem, device):
-        if all(getattr(tile, name) == value for name, value in wanted.items()):
+    fitting = [
+        tile
+        for tile in family.candidates(problem, device)
+        if all(getattr(tile, name) == value for name, value in wanted.items())
+    ]
+    # Nearest to the default first: the fields that were not asked for should stay good ones.
+    fitting.sort(key=lambda tile: _distance(tile, default))
+    reasons = []
+    for tile in fitting:
+        if (why_not := family.why_not_tile(problem, device, tile)) is None:
             return tile
+        reasons.append(why_not)
     text = " ".join(f"{name}={value}" for name, value in wanted.items())
+    # The nearest candidate's: the default's other fields may be what is in the way.
+    reason = reasons[0] if reasons else reason
     raise UnsupportedError(f"family {family.name!r} has no tile with {text} here: {reason}")
+
+
+def _distance(tile: Tile, other: Tile) -> float:
+    """How much two tiles of a family differ: the sum over their fields of the relative change."""
+    pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
+    return sum(abs(a - b) / max(a, b, 1) for a, b in pairs)
 
 
 def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:

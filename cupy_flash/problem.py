@@ -12,7 +12,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and add a tile's width to them.
-MAX_SEQLEN = 2**30
+# Positions, which an offset can double, and a tile's rows past the end are 32-bit integers.
+MAX_SEQLEN = 2**30 - 2**10
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 

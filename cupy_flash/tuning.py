@@ -7,7 +7,7 @@ import json
 import logging
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from cupy_flash.problem import Problem
 
 logger = logging.getLogger("cupy_flash")
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 SHIPPED_DIR = Path(__file__).resolve().parent / "tuned"
 HOME_VARIABLE = "CUPY_FLASH_HOME"
+# Longer sequences, and more query rows over the batch and all heads, are tuned alike.
+MOST_POSITIONS = 16384
+MOST_ROWS = 65536
 
 
 @dataclass(frozen=True)
@@ -59,28 +62,29 @@ class TableError(ValueError):
 def problem_class(problem: Problem) -> str:
     """The class of problems that share a tuned tile.
 
-    dtype, head dims, causal or not, the sequence lengths and the number of query heads in the
-    batch rounded to powers of two, and the alignment of the rows.
+    dtype, head dims, causal or not, the sequence lengths and the number of query rows over the
+    batch and all heads rounded to powers of four, and the alignment of the rows.
     """
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
     parts = [
         problem.dtype,
         f"d{problem.head_dim}",
         f"dv{problem.head_dim_v}",
         "causal" if problem.causal else "full",
-        f"q{_bucket(problem.seqlen_q)}",
-        f"k{_bucket(problem.seqlen_k)}",
-        f"heads{_bucket(problem.batch * problem.heads_q)}",
+        f"q{_bucket(problem.seqlen_q, MOST_POSITIONS)}",
+        f"k{_bucket(problem.seqlen_k, MOST_POSITIONS)}",
+        f"rows{_bucket(rows, MOST_ROWS)}",
         f"align{problem.alignment}",
     ]
     return " ".join(parts)
 
 
-def _bucket(value: int) -> int:
-    """The nearest power of two, by ratio; 0 stays 0."""
+def _bucket(value: int, most: int) -> int:
+    """The nearest power of four, by ratio and at most `most`; 0 stays 0."""
     if value <= 0:
         return 0
-    low = 1 << (value.bit_length() - 1)
-    return low * 2 if value * value > 2 * low * low else low
+    low = 1 << (value.bit_length() - 1) // 2 * 2
+    return min(most, low * 4 if value >= 2 * low else low)
 
 
 def user_table_path() -> Path:
@@ -91,7 +95,7 @@ def user_table_path() -> Path:
 
 
 def read_table(path: Path) -> list[Entry]:
-    """Read a table file; a missing one is empty.
+    """Read a table file's entries; a missing one is empty.
 
     Raises
     ------
@@ -120,37 +124,86 @@ def _entry(item: dict[str, Any]) -> Entry:
     return Entry(**texts, tile=tile, tflops=float(item["tflops"]))
 
 
-def write_table(path: Path, entries: Iterable[Entry]) -> None:
-    """Write a table file, whole or not at all."""
+def write_table(
+    path: Path, entries: Iterable[Entry], made_by: Mapping[str, Any] | None = None
+) -> None:
+    """Write a table file, whole or not at all.
+
+    Parameters
+    ----------
+    path
+        The file; its folder is made.
+    entries
+        What it holds.
+    made_by
+        Notes on where it comes from, for people.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"version": TABLE_VERSION, "entries": [asdict(entry) for entry in entries]}
+    data = {
+        "version": TABLE_VERSION,
+        "made_by": dict(made_by or {}),
+        "entries": [asdict(entry) for entry in entries],
+    }
     draft = path.with_suffix(f".{os.getpid()}.part")
     draft.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
 
 
+def merged(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+    """Both lists' entries; where keys are the same, the new one."""
+    return list({entry.key: entry for entry in (*old, *new)}.values())
+
+
 def save(entry: Entry) -> Path:
     """Put an entry in the user's table in place of one with the same key; return its path."""
     path = user_table_path()
-    try:
-        entries = read_table(path)
-    except TableError as error:
-        backup = path.with_suffix(".corrupt.json")
-        path.replace(backup)
-        logger.warning("%s; kept as %s, a new table begins", error, backup)
-        entries = []
-    write_table(path, [e for e in entries if e.key != entry.key] + [entry])
-    reload()
+    change(path, lambda entries: merged(entries, [entry]))
     return path
 
 
-def clear() -> int:
-    """Remove the user's table; return how many entries it held."""
-    path = user_table_path()
+def change(
+    path: Path,
+    changed: Callable[[list[Entry]], list[Entry]],
+    made_by: Mapping[str, Any] | None = None,
+) -> None:
+    """Rewrite a table file; one that cannot be read is set aside.
+
+    Parameters
+    ----------
+    path
+        The file; it need not exist.
+    changed
+        The new entries, given the old.
+    made_by
+        See `write_table`.
+    """
     try:
-        count = len(read_table(path))
-    except TableError:
-        count = 0
+        entries = read_table(path)
+    except TableError as error:
+        entries = []
+        logger.warning("%s; kept as %s, a new table begins", error, set_aside(path))
+    if (new := changed(entries)) != entries:
+        write_table(path, new, made_by)
+        reload()
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a table that cannot be read; return its new path."""
+    backup = path.with_suffix(".corrupt.json")
+    path.replace(backup)
+    return backup
+
+
+def clear() -> int:
+    """Remove the user's table; return how many entries it held.
+
+    Raises
+    ------
+    TableError
+        If it cannot be read.
+    """
+    path = user_table_path()
+    count = len(read_table(path))
     path.unlink(missing_ok=True)
     reload()
     return count

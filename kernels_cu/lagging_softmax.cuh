@@ -9,9 +9,11 @@
 
 struct LaggingSoftmaxRow {
   using Math = SoftmaxMath<float>;
-  // p may grow to 2^8, far inside float16's range, and a row may start out with 2^-8 as its largest
-  // p: float16 then still resolves 2^-17 of that.
-  static constexpr float slack = 8;
+  // A row's first base where its scores allow it: those of most inputs lie around zero. p may grow
+  // to 2^slack, which float16 holds, but the largest p is never below 1: float16 has no smaller
+  // numbers to spare, and many small p make up much of an output.
+  static constexpr float first_base = -7;
+  static constexpr float slack = 15;
 
   float log2_base;  // p = exp2(score * scale_log2 - base); -inf before the row's first key
   float sum;
@@ -21,14 +23,13 @@ struct LaggingSoftmaxRow {
     sum = 0;
   }
 
-  // Zero is as good a base as any for scores that are not far from it.
-  __device__ float base() const { return is_fresh() ? 0 : log2_base; }
+  __device__ float base() const { return is_fresh() ? first_base : log2_base; }
 
   __device__ bool is_fresh() const { return log2_base == -Math::infinity(); }
 
   // Whether the base must change for scores of this maximum, relative to the base.
   __device__ bool must_change(float max) const {
-    return max > slack || (is_fresh() && max < -slack);
+    return max > slack || (is_fresh() && max < 0);
   }
 
   // Takes a maximum in for which the base need not change.

@@ -1,4 +1,5 @@
-// One inline function per PTX instruction, named after it. The only file with inline assembly.
+// One inline function per PTX instruction, named after it; those that only sm_90a
+// has are in ptx_sm90a.cuh and wgmma.cuh.
 // Shared-memory addresses are 32-bit offsets into the shared window.
 #pragma once
 

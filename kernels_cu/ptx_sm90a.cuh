@@ -109,14 +109,6 @@ __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap*
       : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.4d: the box at these coordinates to L2.
-__device__ inline void cp_async_bulk_prefetch_tensor_4d(const TensorMap* map, int c0, int c1,
-                                                        int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
 // bar.sync: waits until `threads` threads have arrived at the named barrier, this one among them.
 __device__ inline void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

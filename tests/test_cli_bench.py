@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli import torch_providers
+from cupy_flash.cli.bench_table import print_cells, record_row, timing_text
 from cupy_flash.cli.cases import Case
+from cupy_flash.cli.gpu_state import GpuState, GpuWatch
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers import provider
+from cupy_flash.cli.runner import Cell, Settings, set_speedups
+from cupy_flash.cli.timing import Spread
 from cupy_flash.errors import CompileError
 
 # What the benchmark records promise.
@@ -53,10 +59,10 @@ def bench(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
 
 
-def record(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+def record(tmp_path: Path, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
     path = tmp_path / "rows.json"
     result = bench(*arguments, "--output", str(path))
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -150,10 +156,31 @@ def test_a_skipped_check_is_said(tmp_path: Path) -> None:
 
 
 def test_a_cell_that_would_take_too_long_gets_a_reason(tmp_path: Path) -> None:
-    data = record(tmp_path, *RAGGED, *ON_CPU, "--cell-seconds", "0.000001")
+    data = record(tmp_path, *RAGGED, *ON_CPU, "--cell-seconds", "0.000001", exit_code=1)
 
     assert all("too long for --cell-seconds" in row["reason"] for row in data["rows"])
     assert {row["median_ms"] for row in data["rows"]} == {None}
+
+
+def test_the_rest_between_calls_counts_towards_the_seconds_of_a_cell(tmp_path: Path) -> None:
+    limit = ("--repeats", "1000000", "--warmup", "0", "--cell-seconds", "1.5")
+    (row,) = record(tmp_path, *RAGGED, "--provider", "cupy_flash-cpu", *limit)["rows"]
+
+    assert 3 <= row["repeats"] <= 15
+
+
+def test_no_limit_on_the_seconds_of_a_cell_makes_all_repeats(tmp_path: Path) -> None:
+    rows = record(tmp_path, *RAGGED, *ON_CPU, "--cell-seconds", "inf")["rows"]
+
+    assert {row["repeats"] for row in rows} == {3}
+
+
+def test_where_nothing_could_be_timed_the_exit_code_says_so() -> None:
+    result = without_gpu("bench", "--provider", "cupy_flash-mma", "--seqlen-q", "64")
+
+    assert result.returncode == 1
+    assert "cupy_flash-mma: " in result.stdout
+    assert result.stderr == ""
 
 
 def test_a_long_case_is_refused_after_a_part_of_its_rows(tmp_path: Path) -> None:
@@ -161,6 +188,7 @@ def test_a_long_case_is_refused_after_a_part_of_its_rows(tmp_path: Path) -> None
         tmp_path,
         *("--provider", "numpy-naive", "--dtype", "float32", "--batch", "1", "--heads", "4"),
         *("--seqlen-q", "4096", "--causal", "--head-dim", "64", "--cell-seconds", "0.01"),
+        exit_code=1,
     )
 
     assert "too long for --cell-seconds" in data["rows"][0]["reason"]
@@ -169,11 +197,73 @@ def test_a_long_case_is_refused_after_a_part_of_its_rows(tmp_path: Path) -> None
 def test_a_case_that_needs_more_memory_than_there_is_gets_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cupy_flash.cli.providers.free_bytes", lambda *, on_gpu: 150_000)
+    monkeypatch.setattr("cupy_flash.cli.providers.free_bytes", lambda *, on_gpu: 200_000)
     _, naive = record(tmp_path, *RAGGED, *ON_CPU)["rows"]
 
     assert "GiB of memory" in naive["reason"]
     assert naive["median_ms"] is None
+
+
+def test_a_forced_tile_is_clipped_to_the_sequences(tmp_path: Path) -> None:
+    huge = ("--br", "100000", "--bc", "100000", "--kv-heads", "1")
+    (ours,) = record(tmp_path, *RAGGED, "--provider", "cupy_flash-cpu", *huge)["rows"]
+
+    assert ours["tile"] == {"Br": 2 * 113, "Bc": 203}
+    assert ours["check"] == "passed"
+
+
+def test_a_forced_tile_that_no_worker_has_room_for_is_refused() -> None:
+    result = bench(
+        *("--provider", "cupy_flash-cpu", "--seqlen-q", "8192", "--heads", "1"),
+        *("--br", "8192", "--bc", "8192"),
+    )
+
+    assert result.exit_code == 2
+    assert "MiB of scratch per worker, more than 60.0 MiB; choose a smaller" in result.stderr
+
+
+@pytest.fixture
+def overflowing(tmp_path: Path) -> Path:
+    """Finite float32 inputs whose scores are not; the second head's are."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 37, 2, 8)).astype(np.float32) for _ in "qkv")
+    q[:, :, 0] *= np.float32(1e30)
+    k[:, :, 0] *= np.float32(1e30)
+    path = tmp_path / "qkv.npz"
+    np.savez(path, q=q, k=k, v=v)
+    return path
+
+
+def test_rows_on_which_the_naive_formula_overflows_are_not_compared(
+    overflowing: Path, tmp_path: Path
+) -> None:
+    rows = record(tmp_path, "--input", str(overflowing), *ON_CPU)["rows"]
+
+    assert {row["check"] for row in rows} == {"passed"}
+    assert {row["checked_rows"] for row in rows} == {37}
+
+
+def test_where_the_naive_formula_overflows_throughout_that_is_said_instead_of_an_error(
+    overflowing: Path,
+) -> None:
+    with np.load(overflowing) as file:
+        first = {name: file[name][:, :, :1] for name in "qkv"}
+    np.savez(overflowing, **first)
+    result = bench("--input", str(overflowing), *ON_CPU)
+
+    assert result.exit_code == 0
+    assert "not compared: 37 query rows, on which the naive formula" in result.stdout
+    assert "error: " not in result.stdout
+    assert "!" not in result.stdout
+
+
+def test_a_q_offset_applies_to_the_causal_half_of_a_sweep_over_a_file(
+    overflowing: Path, tmp_path: Path
+) -> None:
+    both = ("--causal", "no,yes", "--q-offset", "3", "--provider", "cupy_flash-cpu")
+    rows = record(tmp_path, "--input", str(overflowing), *both, "--repeats", "3")["rows"]
+
+    assert [(row["causal"], row["q_offset"]) for row in rows] == [(False, 0), (True, 3)]
 
 
 def test_real_inputs_are_read_from_an_npz_file(tmp_path: Path) -> None:
@@ -301,3 +391,220 @@ def test_a_kernel_of_ours_that_fails_costs_its_cell_alone_and_exits_with_1(
     assert "Compiler log" in result.stderr
     assert ours["reason"] == "it does not compile"
     assert naive["median_ms"] > 0
+
+
+def test_a_record_says_its_version_and_how_its_times_were_taken(tmp_path: Path) -> None:
+    data = record(tmp_path, *RAGGED, *ON_CPU, "--warmup", "2")
+    head = data["metadata"]
+
+    assert head["record_version"] == 1
+    assert head["timing"] == (
+        "wall time of calls on cores at rest, after 2 untimed calls, medians and quartiles of up "
+        "to 3, providers in turns"
+    )
+    assert head["gpu_state"] is None
+    assert {row["timed_by"] for row in data["rows"]} == {"clock"}
+    assert {row["call_ms"] for row in data["rows"]} == {None}
+
+
+def test_what_was_not_timed_was_timed_by_nothing(tmp_path: Path) -> None:
+    (row,) = record(tmp_path, *RAGGED, "--provider", "torch-flash", exit_code=1)["rows"]
+
+    assert row["reason"]
+    assert row["timed_by"] is row["call_ms"] is row["peak_bytes"] is None
+
+
+def test_how_a_gpu_is_timed_names_warm_up_l2_and_what_the_middle_is() -> None:
+    settings = Settings(3, 20, 20.0, 0, check=True, host_time=False)
+    text = timing_text(settings, on_gpu=True)
+
+    assert "CUDA graph" in text
+    assert "after 3 untimed calls, medians and quartiles of up to 20" in text
+    assert "the L2 overwritten before each" in text
+    assert "call_ms is the median wall time of a call from an idle GPU to its end" in text
+
+
+def test_a_throttled_and_busy_gpu_is_flagged_below_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.contextmanager
+    def watched(bus_id: str | None) -> Iterator[GpuWatch]:
+        watch = GpuWatch()
+        yield watch
+        # As the watch does: the state is known at the end.
+        watch.state = GpuState(
+            samples=10,
+            sm_clock_mhz=(1410, 1200, 1980),
+            max_sm_clock_mhz=1980,
+            held_down={"thermal slowdown": 0.5},
+            busy_before=88,
+        )
+
+    monkeypatch.setattr("cupy_flash.cli.bench.watched", watched)
+    lines = bench(*RAGGED, *ON_CPU).stdout.splitlines()
+    warnings = [line for line in lines if line.startswith("! ")]
+
+    assert warnings == [
+        "! thermal slowdown in 50% of the run: times are of a throttled GPU",
+        "! the GPU was in use: 88% busy before the run, 0 other processes",
+    ]
+    assert "SM clock 1410 MHz (1200 to 1980) of at most 1980" in lines
+
+
+def test_a_peer_that_fails_in_any_way_costs_its_cell_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("sm_90")
+
+    monkeypatch.setattr("cupy_flash.cli.providers.attention_naive", broken)
+    path = tmp_path / "rows.json"
+    result = bench(*RAGGED, *ON_CPU, "--output", str(path))
+    ours, naive = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    assert result.exit_code == 0
+    assert "numpy-naive: KeyError: 'sm_90'" in result.stdout
+    assert "Traceback" not in result.output
+    assert naive["reason"] == "KeyError: 'sm_90'"
+    assert naive["median_ms"] is None
+    assert ours["median_ms"] > 0
+
+
+def test_a_case_without_inputs_is_skipped_with_the_reason_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cupy_flash.cli.inputs import random_inputs
+
+    def some(case: Case, seed: int, *, on_gpu: bool) -> object:
+        if case.seqlen_q > 200:
+            raise MemoryError("Unable to allocate 3 GiB")
+        return random_inputs(case, seed, on_gpu=on_gpu)
+
+    monkeypatch.setattr("cupy_flash.cli.bench.random_inputs", some)
+    shape = ("--seqlen-q", "239,113", "--batch", "1", "--heads", "2", "--head-dim", "24")
+    rows = record(tmp_path, *shape, *ON_CPU, "--dtype", "float32")["rows"]
+
+    assert [row["reason"] for row in rows] == [
+        *["no inputs: Unable to allocate 3 GiB"] * 2,
+        None,
+        None,
+    ]
+
+
+def test_a_gpu_that_is_of_no_use_any_more_costs_the_rows_that_follow_and_not_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    useless = False
+
+    def free_bytes(*, on_gpu: bool) -> int:
+        if useless:
+            raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+        return 1 << 40
+
+    def release_memory() -> None:
+        nonlocal useless
+        useless = True
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access")
+
+    monkeypatch.setattr("cupy_flash.cli.providers.free_bytes", free_bytes)
+    monkeypatch.setattr("cupy_flash.cli.providers.release_memory", release_memory)
+    shape = ("--seqlen-q", "113,239", "--batch", "1", "--heads", "2", "--head-dim", "24")
+    rows = record(tmp_path, *shape, *ON_CPU, "--dtype", "float32")["rows"]
+
+    assert [row["reason"] for row in rows] == [
+        None,
+        None,
+        *["no inputs: cudaErrorIllegalAddress: an illegal memory access"] * 2,
+    ]
+
+
+def test_a_torch_that_cannot_be_imported_is_left_out_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken() -> None:
+        raise OSError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(torch_providers, "gpu_unavailable", lambda: None)
+    monkeypatch.setattr(torch_providers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch_providers, "_torch", broken)
+
+    assert torch_providers.why_no_torch.__wrapped__() == (
+        "torch cannot be imported: libcublas.so.13: cannot open shared object file"
+    )
+
+
+LONG_NAMES = ("cupy_flash-hopper", "cupy_flash-mma", "torch-efficient", "cupy-library")
+
+
+def gpu_table(
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    timed_by: str = "graph",
+    **shown: bool,
+) -> list[str]:
+    """Lines of a table as after a run on a GPU, with kernels short of a millisecond."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    settings = Settings(3, 20, 20.0, 0, check=True, **{"host_time": False, **shown})
+    table = []
+    for seqlen, causal in ((1024, False), (16384, True)):
+        case = Case("bfloat16", 4, seqlen, seqlen, 16, 16, 128, 128, causal)
+        cells = []
+        for index, name in enumerate(LONG_NAMES):
+            ms = 0.0625 * 2**index
+            cell = Cell(provider(name), case, max_error=1e-3, passed=True)
+            cell.time = Spread(ms, 0.98 * ms, 1.02 * ms, 20)
+            cell.timed_by, cell.call_ms = "events" if index == 3 else timed_by, ms + 0.0125
+            cells.append(cell)
+        set_speedups(cells, ["cupy-library"])
+        table.append(cells)
+    rows = [[record_row(cell, None, "a GPU", {}) for cell in cells] for cells in table]
+    print_cells(table, rows, [], "a GPU", ["cupy-library"], settings)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_in_80_columns_the_longest_names_leave_room_for_gpu_times_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = gpu_table(80, monkeypatch, capsys)
+
+    assert max(map(len, lines)) <= 80
+    assert not any("call" in line.split() for line in lines)
+
+
+def test_a_wide_table_has_call_times_beside_gpu_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = gpu_table(120, monkeypatch, capsys, memory=True, host_time=True)
+    heading = next(line for line in lines if "provider" in line)
+    first = next(line for line in lines if "cupy_flash-hopper" in line)
+
+    assert max(map(len, lines)) <= 120
+    assert heading.split()[2:5] == ["ms", "+-%", "call"]
+    assert "0.0625" in first
+    assert "0.0750" in first
+    assert "call: wall time in ms of a call from an idle GPU to its end, L2 warm." in lines
+
+
+def test_host_times_bring_call_times_into_a_narrow_table_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = gpu_table(80, monkeypatch, capsys, host_time=True)
+
+    assert any("call" in line.split() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("timed_by", "says"),
+    [
+        ("graph", "ms: GPU time of CUDA graph replays, but calls of cupy-library, the L2"),
+        ("events", "ms: GPU time of calls, the L2 overwritten before each."),
+    ],
+)
+def test_whose_calls_were_timed_instead_of_a_graph_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed_by: str, says: str
+) -> None:
+    text = " ".join(gpu_table(120, monkeypatch, capsys, timed_by=timed_by))
+
+    assert says in text

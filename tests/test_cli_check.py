@@ -98,6 +98,19 @@ def test_a_nan_is_an_infinite_error() -> None:
     assert check.error(result) == np.inf
 
 
+def test_a_row_without_a_finite_reference_is_left_out_and_the_others_are_compared() -> None:
+    inputs = random_inputs(case(113, 203), 5, on_gpu=False)
+    inputs.host[0][1, 112, 1] = np.inf
+    check = Check(inputs, 0, on_gpu=False)
+    result = np.array(attention_naive(*inputs.host))
+    finite_elsewhere = np.where(np.isnan(result), 7, result)
+
+    assert (check.coverage.rows, check.coverage.not_finite) == (2 * 2 * 113 - 1, 1)
+    assert check.error(finite_elsewhere) <= check.coverage.bound
+    finite_elsewhere[1, 111, 1, 23] = np.nan
+    assert check.error(finite_elsewhere) == np.inf
+
+
 def test_inputs_depend_on_the_seed_alone() -> None:
     first, again, other = (random_inputs(case(9, 9), seed, on_gpu=False) for seed in (1, 1, 2))
 

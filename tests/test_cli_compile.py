@@ -121,6 +121,37 @@ def test_listing_names_the_kernels_and_builds_none() -> None:
     assert "spills" not in result.stdout
 
 
+def test_an_architecture_is_taken_once_however_it_is_spelled() -> None:
+    once = compile_("--list", "--arch", "sm_90").stdout
+
+    assert compile_("--list", "--arch", "90", "--arch", "sm_90", "--arch", "90a").stdout == once
+
+
+@needs_compiler
+def test_into_a_pipe_a_kernel_stands_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def long_title(device: Device) -> list[Plan]:
+        problem = make_contiguous_problem(
+            dtype="bfloat16",
+            batch=2,
+            seqlen_q=113,
+            seqlen_k=203,
+            heads_q=2,
+            heads_kv=2,
+            head_dim=128,
+            head_dim_v=64,
+            causal=True,
+        )
+        return [make_plan(problem, device, family="simt")]
+
+    monkeypatch.setattr(kernel_sets, "default_plans", long_title)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (plan,) = long_title(device_for_arch("sm_90"))
+    assert plan.unit is not None
+    lines = compile_("--arch", "sm_90", "--workers", "1").stdout.splitlines()
+
+    assert any(plan.unit.title.partition(" tile ")[0] in line for line in lines)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: int) -> None:
     device = device_for_arch(arch)

@@ -83,6 +83,10 @@ def test_forced_tile_fields_come_from_options_and_from_name_value_texts() -> Non
     assert tile_request({"Br": None}, []) is None
 
 
+def test_a_tile_field_may_be_repeated_if_it_says_the_same() -> None:
+    assert tile_request({"Br": 8}, ["Br=8"]) == {"Br": 8}
+
+
 def test_the_fa3_grid_keeps_tokens_and_hidden_size_constant() -> None:
     cases = presets.preset("fa3-grid").cases
 
@@ -116,7 +120,11 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--causal", "maybe"), "'maybe' is not yes or no"),
         (("bench", "--heads", "6", "--kv-heads", "4"), "expected a multiple of the 4 heads"),
         (("bench", "--head-dim", "300"), "expected 1 to 256"),
-        (("bench", "--q-offset", "3"), "q_offset places a causal mask"),
+        (("bench", "--q-offset", "3"), "--q-offset places a causal mask; add --causal, or leave"),
+        (("bench", "--causal", "no", "--q-offset", "3"), "--q-offset places a causal mask; add"),
+        (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),
+        (("bench", "--cell-seconds", "nan"), "'nan' is no time; expected seconds above 0, or inf"),
+        (("bench", "--cell-seconds", "0"), "0.0 is not in the range x>0"),
         (("bench", "--provider", "torch"), "'torch' is unknown; expected some of cupy_flash,"),
         (
             ("bench", "--provider", "numpy-naive", "--baseline", "torch-flash"),
@@ -129,11 +137,16 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             ("bench", "--provider", "cupy_flash-cpu", "--stages", "3"),
             "unknown tile field 'stages'; expected one of Br, Bc",
         ),
-        (("bench", "--output", "rows.txt"), "expected one of .json, .csv, .md"),
+        (("bench", "--br", "4", "--tile", "Br=8"), "the tile's Br is given as 4 and as 8"),
+        (("bench", "--tile", "Br=8", "--tile", "Br=16"), "the tile's Br is given as 8 and as 16"),
+        (("bench", "--output", "rows.txt"), "ends in '.txt'; expected one of .json, .csv, .md"),
+        (("bench", "--output", "rows"), "'rows' has no suffix; expected one of .json, .csv, .md"),
+        (("bench", "--output", ""), "an empty name has no suffix; expected one of .json, .csv"),
         (("tune", "--arch", "sm_20"), "unknown architecture 'sm_20'; expected one of sm_75,"),
         (("tune", "--backend", "cpu", "--family", "simt"), "--backend cpu has no --arch and no"),
-        (("compile", "--arch", "hopper"), "unknown architecture 'hopper'"),
-        (("benchmark",), "no command 'benchmark'; expected one of bench, compile, info, tune"),
+        (("compile", "--arch", "hopper"), "unknown architecture 'hopper'; expected one of sm_75,"),
+        (("compile", "--list", "--output", "cubins"), "--list builds nothing to write; leave out"),
+        (("benchmark",), "no command 'benchmark'; expected one of bench, "),
     ],
 )
 def test_a_wrong_option_gets_one_line_that_says_what_would_be_right(
@@ -155,6 +168,17 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
     assert result.stdout == ""
+
+
+def test_the_suffix_of_an_output_may_be_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "ROWS.JSON"
+    result = run(
+        *("bench", "--seqlen-q", "8", "--provider", "cupy_flash-cpu", "--repeats", "3"),
+        *("--output", str(path)),
+    )
+
+    assert result.exit_code == 0, result.output
+    assert path.read_text(encoding="utf-8").startswith("{")
 
 
 def test_an_output_is_not_created_when_the_command_fails(tmp_path: Path) -> None:

@@ -65,6 +65,50 @@ def test_a_note_said_twice_is_printed_once(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "torch-flash: no [reason] (2 times)\n"
 
 
+def print_rows(width: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [
+        report.Column("case", lambda row: row["case"], numeric=False),
+        report.Column("provider", lambda row: row["provider"], numeric=False),
+        report.Column("error", lambda row: row["error"]),
+    ]
+    rows = [{"case": "h8/4 s1024/203 causal", "provider": "cupy_flash-hopper", "error": "5.7e-07"}]
+    if width is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(width))
+    out = report.console()
+    report.print_table(out, "a title", columns, [rows])
+    report.print_notes(out, ["a note of several words " * 10])
+
+
+@pytest.mark.parametrize("width", [10, 25, 40, 50, 60, 80])
+def test_no_number_and_no_word_of_a_table_is_broken_on_any_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_rows(width, monkeypatch)
+    words = capsys.readouterr().out.split()
+
+    assert {"5.7e-07", "cupy_flash-hopper", "h8/4", "s1024/203", "causal", "error"} <= set(words)
+
+
+def test_a_table_is_no_wider_than_its_words_ask_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_rows(45, monkeypatch)
+
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 45
+
+
+def test_into_a_pipe_no_line_is_wrapped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_rows(None, monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+
+    assert any("h8/4 s1024/203 causal   cupy_flash-hopper   5.7e-07" in line for line in lines)
+    assert "a note of several words " * 10 in lines[-1] + " "
+
+
 def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, Any]:
     return {
         "provider": provider,
@@ -83,6 +127,8 @@ def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, 
         "q_offset": 0,
         "softmax_scale": 128**-0.5,
         "median_ms": ms,
+        "low_quartile_ms": ms,
+        "high_quartile_ms": ms,
         "tflops": None if ms is None else 100 / ms,
         "check": "passed",
         "reason": None,

@@ -101,13 +101,33 @@ def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one_call", "expected"),
+    ("one_repeat", "expected"),
     [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)],
 )
 def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
-    one_call: float, expected: int
+    one_repeat: float, expected: int
 ) -> None:
-    assert repeats_within(20.0, one_call, 3, 20) == expected
+    assert repeats_within(20.0, one_repeat, 3, 20) == expected
+
+
+@pytest.mark.parametrize("one_repeat", [0.0, 0.1, 1e9])
+def test_without_a_limit_all_repeats_are_made(one_repeat: float) -> None:
+    assert repeats_within(float("inf"), one_repeat, 3, 20) == 20
+
+
+def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it() -> None:
+    clock = FakeClock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    timer = HostTimer(clock, sleep)
+    one_call = timer.once(clock.call(0.25))
+    before = clock.now
+    timer.interleaved([clock.call(0.25)], 1, [4])
+
+    assert one_call == pytest.approx(0.25)
+    assert clock.now - before == pytest.approx(5 * (one_call + timer.pause))
 
 
 class FakeGpu:

@@ -188,6 +188,20 @@ def test_with_and_without_a_running_maximum_the_result_is_right(scale, monkeypat
     assert np.array_equal(bounded, running) == (scale >= 1)
 
 
+def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
+    decode = make_contiguous_problem(
+        dtype="float32",
+        batch=1,
+        seqlen_q=2,
+        seqlen_k=4096,
+        heads_q=32,
+        heads_kv=4,
+        head_dim=64,
+        head_dim_v=64,
+    )
+    assert cpu.default_tile(decode).Br == 2 * 8
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_same_bits_whatever_the_number_of_threads(dtype):
     q, k, v = random_qkv(799, 513, heads=(4, 2), dtype=dtype)

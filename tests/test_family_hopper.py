@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Problem, Device, str]] = {
     "old NVRTC": (
         problem(),
         replace(h100, arch_specific=False),
-        "needs NVRTC 12.9 or newer, which compiles for sm_90a",
+        "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks",
     ),
     "no keys": (problem(seqlen=0, seqlen_q=5), h100, "arrays without keys"),
     "rows on 8 bytes": (
@@ -242,7 +242,10 @@ def test_shared_memory_is_query_tiles_a_ring_barriers_and_visits(head_dim, head_
         (problem(head_dim=64), 192, 128),
         (problem(head_dim=64, causal=True), 192, 128),
         (problem(head_dim=64, causal=True, seqlen=512), 128, 128),
-        (problem(head_dim=128), 128, 128),
+        (problem(head_dim=128), 192, 80),
+        (problem(head_dim=128, seqlen=2048), 128, 128),
+        (problem(head_dim=128, causal=True), 128, 128),
+        (problem(head_dim=128, causal=True, seqlen=8192), 192, 80),
         (problem(head_dim=128, causal=True, seqlen=512), 128, 128),
         (problem(head_dim=128, seqlen_q=1), 64, 128),
         (problem(head_dim=192, head_dim_v=128), 128, 112),
@@ -256,13 +259,17 @@ def test_common_problems_have_the_tile_that_was_measured_best(case, Br, Bc):
     assert hopper.why_not_tile(case, h100, tile) is None
 
 
-def test_every_problem_that_it_serves_has_a_default_tile():
+def test_every_problem_that_it_serves_has_a_default_tile_that_is_no_makeshift():
     for head_dim in range(8, 257, 8):
-        for head_dim_v in (8, 64, head_dim, 256):
+        for head_dim_v in (8, 64, 104, 120, 128, head_dim, 256):
             for seqlen_q in (1, 799):
                 case = problem(head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
                 assert hopper.why_not(case, h100) is None
-                assert hopper.why_not_tile(case, h100, default_tile(case)) is None
+                tile = default_tile(case)
+                assert hopper.why_not_tile(case, h100, tile) is None
+                assert tile.turns or seqlen_q == 1
+                assert tile.Bc >= 64
+                assert tile.stages >= 2
 
 
 # ---- Launch

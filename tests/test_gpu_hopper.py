@@ -27,6 +27,7 @@ from cupy_flash import arrays, flash_attention, flash_attention_qkvpacked, plan,
 from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper import HopperTile
+from cupy_flash.tensor_map import TensorMaps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -292,6 +293,17 @@ def test_more_sets_of_addresses_than_are_kept_are_right_the_second_time_too() ->
         truth.check(out[:, 0].get())
 
 
+def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) -> None:
+    case = Case("hopper", "bfloat16", 70, 150)
+    specs = plan(*on_gpu(random_values(case)), family="hopper").tensor_maps
+    learnt, asked = TensorMaps(specs), TensorMaps(specs)
+    monkeypatch.setattr(asked, "_probe", lambda addresses: False)
+    rng = np.random.default_rng(5)
+    for _ in range(100):
+        q, k, v = (int(address) * 16 for address in rng.integers(1, 2**43, 3))
+        assert learnt.at((q, k, v)).tobytes() == asked.at((q, k, v)).tobytes()
+
+
 def test_each_call_reads_the_arrays_it_is_given() -> None:
     # The same q and k with another v, and so on: one address of three changes.
     case = Case("hopper", "bfloat16", 70, 150)
@@ -443,6 +455,26 @@ def test_scores_far_below_zero_are_right(case: Case) -> None:
     # A fresh row's base is 0 unless its scores are far from that.
     q, k, v = random_values(case)
     q[..., 0], k[..., 0] = 30, -30
+    check(case, (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 200], ids=["split", "whole"])
+@pytest.mark.parametrize("peak", [-30, -5.5, -5, -4.7, -3, -1, 0.5, 6, 9])
+@pytest.mark.parametrize("gap", [9, 12])
+def test_many_small_probabilities_beside_one_large_are_not_lost(
+    dtype: str, heads: int, peak: float, gap: float
+) -> None:
+    # All of the output comes from keys whose scores are far below the last one's. They are seen
+    # after it, when the base is settled: too high a base would take them out of float16's range.
+    case = Case("hopper", dtype, 9, 2048, batch=1, heads_q=heads, heads_kv=1, softmax_scale=1.0)
+    q, k, v = random_values(case)
+    q[...] = 0
+    q[..., 0] = 1
+    k[..., 0] = peak - gap
+    k[:, -1, :, 0] = peak
+    v[...] = np.abs(v) + DTYPES[dtype].type(1)
+    v[:, -1] = 0
     check(case, (q, k, v))
 
 

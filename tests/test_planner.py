@@ -229,6 +229,27 @@ def test_a_tile_that_does_not_fit_the_gpu_says_what_it_needs_and_what_there_is()
         make_plan(problem(dtype="float32"), turing, tile=tile)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "asked", "kept"),
+    [
+        (128, {"Br": 128, "Bc": 160}, {"turns": 1, "q_stages": 1}),
+        (128, {"q_stages": 2}, {"Br": 128, "Bc": 128, "turns": 1}),
+        (64, {"Bc": 176}, {"Br": 128, "turns": 1}),
+        (256, {"Br": 128, "Bc": 96}, {"turns": 1, "q_stages": 1}),
+    ],
+)
+def test_the_rest_of_a_tile_stays_as_near_the_default_as_it_can(head_dim, asked, kept):
+    case = problem(head_dim=head_dim, head_dim_v=head_dim)
+    tile = make_plan(case, h100, family="hopper", tile=freeze_tile(asked)).tile
+    assert {name: getattr(tile, name) for name in asked | kept} == asked | kept
+
+
+def test_the_reason_against_a_tile_is_not_one_of_fields_that_could_be_other():
+    case = problem(head_dim=256, head_dim_v=256)
+    with pytest.raises(UnsupportedError, match="needs about 264 registers per thread; 240 are"):
+        make_plan(case, h100, family="hopper", tile=freeze_tile((64, 128)))
+
+
 def test_part_of_a_tile_that_no_legal_tile_has_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match="family 'mma' has no tile with Br=4096 Bc=64 here:"):
         make_plan(problem(), h100, family="mma", tile=freeze_tile((4096, 64)))

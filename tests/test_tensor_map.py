@@ -67,8 +67,9 @@ def addresses(call: int) -> tuple[int, int, int]:
 def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driver):
     maps = TensorMaps(SPECS).at(addresses(0))
     assert addresses_of(maps) == list(addresses(0))
-    assert [request["address"] for request in driver.requests] == list(addresses(0))
-    for request, spec in zip(driver.requests, SPECS, strict=True):
+    asked = driver.requests[: len(SPECS)]
+    assert [request["address"] for request in asked] == list(addresses(0))
+    for request, spec in zip(asked, SPECS, strict=True):
         assert request["rank"] == 4
         assert request["shape"] == spec.shape
         assert request["strides"] == spec.strides
@@ -80,8 +81,8 @@ def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
     # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
     # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
     TensorMaps(SPECS).at(addresses(0))
-    assert [request["dtype"] for request in driver.requests] == [9, 9, 6]
-    assert [request["modes"] for request in driver.requests] == [
+    assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
+    assert [request["modes"] for request in driver.requests[:3]] == [
         (0, 3, 2, 0),
         (0, 3, 2, 0),
         (0, 2, 2, 0),
@@ -97,8 +98,9 @@ def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
 def test_the_same_addresses_are_encoded_once(driver):
     maps = TensorMaps(SPECS)
     first = maps.at(addresses(0))
+    driver.requests.clear()
     assert all(maps.at(addresses(0)) is first for _ in range(10))
-    assert len(driver.requests) == len(SPECS)
+    assert not driver.requests
 
 
 def test_maps_of_earlier_addresses_stay_as_they_were(driver):
@@ -107,7 +109,6 @@ def test_maps_of_earlier_addresses_stay_as_they_were(driver):
     for call, scalar in enumerate(kept):
         assert addresses_of(scalar) == list(addresses(call))
         assert maps.at(addresses(call)) is scalar
-    assert len(driver.requests) == 20 * len(SPECS)
 
 
 def test_one_changed_address_is_another_set(driver):
@@ -124,11 +125,11 @@ def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeyp
     for call in range(50):
         assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
         assert len(maps._encoded) <= 8
-    assert len(driver.requests) == 50 * len(SPECS)
+    driver.requests.clear()
     maps.at(addresses(49))
-    assert len(driver.requests) == 50 * len(SPECS), "the newest set was not kept"
+    assert not driver.requests, "the newest set was not kept"
     assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
-    assert len(driver.requests) == 51 * len(SPECS)
+    assert len(driver.requests) == len(SPECS)
 
 
 def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
@@ -138,7 +139,6 @@ def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
         maps.at(addresses(0))
     driver.status = 0
     assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
-    assert len(driver.requests) == 1 + len(SPECS)
 
 
 def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
@@ -175,22 +175,58 @@ class PlainDriver(Driver):
         return status
 
 
-def test_a_format_that_is_understood_is_written_without_the_driver(monkeypatch):
-    plain = PlainDriver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: plain)
+@pytest.fixture
+def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
+    fake = PlainDriver()
+    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    return fake
+
+
+def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver):
     maps = TensorMaps(SPECS)
     first = maps.at(addresses(0))
+    plain_driver.requests.clear()
     for call in range(1, 20):
         found = maps.at(addresses(call))
         assert addresses_of(found) == list(addresses(call))
         rest = found["maps"].reshape(len(SPECS), -1)[:, 1:]
         assert np.array_equal(rest, first["maps"].reshape(len(SPECS), -1)[:, 1:])
-    assert len(plain.requests) == tensor_map._TRIALS * len(SPECS)
+    assert not plain_driver.requests
     assert addresses_of(first) == list(addresses(0))
 
 
-def test_a_format_that_is_not_understood_is_always_asked_for(driver):
+def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driver):
     maps = TensorMaps(SPECS)
-    for call in range(20):
-        maps.at(addresses(call))
-    assert len(driver.requests) == 20 * len(SPECS)
+    maps.at(addresses(0))
+    for array in range(len(SPECS)):
+        asked = [request["address"] for request in plain_driver.requests[array :: len(SPECS)]]
+        changed = 0
+        for address in asked:
+            changed |= address ^ asked[0]
+        assert changed == 2**46 - 2**8, "a bit was never tried"
+        assert all(address % 16 == addresses(0)[array] % 16 for address in asked)
+
+
+@pytest.mark.parametrize("fails", ["the first word", "another word", "status"])
+def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypatch, fails):
+    class Odd(PlainDriver):
+        def __call__(self, *arguments: Any) -> int:
+            status = super().__call__(*arguments)
+            target, address = arguments[0].value, arguments[3].value
+            # High addresses, such as the probes', are treated in a way of their own.
+            if address >> 40 == 0:
+                return status
+            if fails == "status":
+                return 1
+            word = 0 if fails == "the first word" else 5
+            ctypes.memmove(target + 8 * word, ctypes.byref(ctypes.c_uint64(77)), 8)
+            return status
+
+    odd = Odd()
+    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: odd)
+    maps = TensorMaps(SPECS)
+    maps.at(addresses(0))
+    odd.requests.clear()
+    for call in range(1, 20):
+        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+    assert len(odd.requests) == 19 * len(SPECS)

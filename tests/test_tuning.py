@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 
 import pytest
 from hypothesis import given
@@ -66,8 +67,8 @@ def look_up(gpu="sm_90", family="mma", digest="0123456789abcdef", problem=PROBLE
         {"causal": True},
         {"seqlen_q": 8192},
         {"seqlen_k": 8192},
-        {"heads_q": 32},
-        {"batch": 4},
+        {"seqlen_q": 2047},
+        {"batch": 1, "heads_q": 1},
         {"alignment": 8},
         {"seqlen_k": 0},
     ],
@@ -82,7 +83,10 @@ def test_what_a_tile_depends_on_makes_another_class(changes):
         {"softmax_scale": 0.5},
         {"seqlen_q": 5000},
         {"seqlen_k": 3000},
+        {"seqlen_k": 8191},
         {"batch": 1, "heads_q": 32},
+        {"heads_q": 32},
+        {"batch": 64},
         {"q_strides": (1, 2, 3)},
         {"heads_kv": 4},
     ],
@@ -91,17 +95,46 @@ def test_what_a_tile_hardly_depends_on_keeps_the_class(changes):
     assert problem_class(resized(**changes)) == problem_class(PROBLEM)
 
 
-@given(st.integers(1, 2**30))
-def test_sequence_lengths_go_by_the_power_of_two_that_is_nearest_by_ratio(seqlen):
-    (bucket,) = (
-        int(part[1:])
-        for part in problem_class(resized(seqlen_q=seqlen)).split()
-        if part.startswith("q")
-    )
-    assert bucket & (bucket - 1) == 0
-    # Within a factor of sqrt(2), in integers.
-    assert seqlen**2 <= 2 * bucket**2
-    assert bucket**2 <= 2 * seqlen**2
+def parts(**changes):
+    """The numbers of a class that is rounded: of q, k and rows."""
+    found = re.search(r"q(\d+) k(\d+) rows(\d+)", problem_class(resized(**changes)))
+    return tuple(map(int, found.groups()))
+
+
+@given(st.integers(1, 2**15 - 1))
+def test_sequence_lengths_go_by_the_power_of_four_that_is_nearest_by_ratio(seqlen):
+    bucket = parts(seqlen_q=seqlen, seqlen_k=3)[0]
+    assert parts(seqlen_q=3, seqlen_k=seqlen)[1] == bucket
+    assert bucket in [4**n for n in range(8)]
+    # Within a factor of 2.
+    assert bucket <= 2 * seqlen
+    assert seqlen < 2 * bucket
+
+
+@given(st.integers(8192, 2**30))
+def test_long_sequences_are_one_class(seqlen):
+    assert parts(seqlen_q=seqlen, seqlen_k=seqlen)[:2] == (16384, 16384)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_q", "seqlen_q", "rows"),
+    [(1, 1, 1, 1), (2, 3, 113, 1024), (1, 8, 1, 16), (1, 1, 799, 1024), (3, 7, 799, 16384)],
+)
+def test_rows_are_those_of_the_batch_and_all_heads(batch, heads_q, seqlen_q, rows):
+    assert parts(batch=batch, heads_q=heads_q, seqlen_q=seqlen_q)[2] == rows
+
+
+@given(st.integers(32768, 2**30))
+def test_from_half_of_65536_rows_on_the_number_no_longer_matters(rows):
+    assert parts(batch=1, heads_q=1, seqlen_q=rows)[2] == 65536
+
+
+def test_no_rows_are_a_class_of_their_own():
+    assert parts(seqlen_q=0, seqlen_k=0) == (0, 0, 0)
+
+
+def test_the_classes_text_holds_all_that_it_goes_by():
+    assert problem_class(PROBLEM) == "float16 d64 dv64 full q4096 k4096 rows65536 align16"
 
 
 def test_misaligned_rows_are_a_class_of_their_own():
@@ -141,12 +174,17 @@ def test_saving_again_replaces_the_entry_with_the_same_key_only():
     for item in (entry(), other, entry(tflops=600.0)):
         tuning.save(item)
     assert look_up().tflops == 600.0
-    assert read_table(tuning.user_table_path()) == [other, entry(tflops=600.0)]
+    assert read_table(tuning.user_table_path()) == [entry(tflops=600.0), other]
 
 
 @pytest.mark.parametrize(
     "key",
-    [{"gpu": "sm_80"}, {"family": "simt"}, {"digest": "f" * 16}, {"problem": resized(batch=9)}],
+    [
+        {"gpu": "sm_80"},
+        {"family": "simt"},
+        {"digest": "f" * 16},
+        {"problem": resized(seqlen_q=512)},
+    ],
 )
 def test_an_entry_of_another_gpu_family_digest_or_class_is_not_used(key):
     tuning.save(entry())
@@ -180,23 +218,75 @@ def test_whatever_may_change_a_plan_changes_the_generation():
     assert len({before, saved, tuning.generation()}) == 3
 
 
+def test_merging_keeps_the_new_of_entries_with_the_same_key():
+    other, third = entry(gpu="sm_80"), entry(family="simt")
+    assert tuning.merged([entry(), other], [entry(tflops=1.0), third]) == [
+        entry(tflops=1.0),
+        other,
+        third,
+    ]
+
+
+def test_a_change_is_given_the_old_entries_and_is_in_effect_at_once(home):
+    tuning.save(entry())
+    generation = tuning.generation()
+    tuning.change(home / "tuned.json", lambda old: [*old, entry(gpu="sm_80")])
+    assert read_table(home / "tuned.json") == [entry(), entry(gpu="sm_80")]
+    assert look_up(gpu="sm_80") is not None
+    assert tuning.generation() != generation
+
+
+def test_a_change_that_changes_nothing_writes_nothing(home):
+    tuning.change(home / "tuned.json", lambda old: old)
+    assert not (home / "tuned.json").exists()
+    tuning.save(entry())
+    before = (home / "tuned.json").stat().st_mtime_ns, tuning.generation()
+    tuning.save(entry())
+    assert ((home / "tuned.json").stat().st_mtime_ns, tuning.generation()) == before
+
+
+def test_a_table_says_which_version_it_is_and_how_it_was_made(tmp_path):
+    path = tmp_path / "gpu.json"
+    tuning.change(path, lambda old: [entry()], made_by={"command": "cupy-flash tune"})
+    data = json.loads(path.read_text())
+    assert data["version"] == tuning.TABLE_VERSION == 2
+    assert data["made_by"] == {"command": "cupy-flash tune"}
+    assert read_table(path) == [entry()]
+
+
+def test_setting_aside_renames_over_what_was_set_aside_before(home):
+    for text in ("first", "second"):
+        (home / "tuned.json").write_text(text)
+        assert tuning.set_aside(home / "tuned.json") == home / "tuned.corrupt.json"
+    assert (home / "tuned.corrupt.json").read_text() == "second"
+    assert not (home / "tuned.json").exists()
+
+
+def test_a_table_that_cannot_be_read_is_not_cleared(home):
+    (home / "tuned.json").write_text("precious")
+    with pytest.raises(TableError, match="cannot be read"):
+        tuning.clear()
+    assert (home / "tuned.json").read_text() == "precious"
+
+
 def changed(**fields):
     item = dataclasses.asdict(entry()) | fields
-    return json.dumps({"version": 1, "entries": [item]})
+    return json.dumps({"version": 2, "entries": [item]})
 
 
 CORRUPT = {
     "empty": "",
-    "cut off": '{"version": 1, "entr',
+    "cut off": '{"version": 2, "entr',
     "no JSON": "tuned",
     "a list": "[]",
     "null": "null",
     "without version": '{"entries": []}',
-    "of another version": '{"version": 2, "entries": []}',
-    "without entries": '{"version": 1}',
-    "entries null": '{"version": 1, "entries": null}',
-    "an entry that is text": '{"version": 1, "entries": ["mma"]}',
-    "an entry without a tile": '{"version": 1, "entries": [{"gpu": "sm_90"}]}',
+    "of the version before": '{"version": 1, "entries": []}',
+    "of a version to come": '{"version": 3, "entries": []}',
+    "without entries": '{"version": 2}',
+    "entries null": '{"version": 2, "entries": null}',
+    "an entry that is text": '{"version": 2, "entries": ["mma"]}',
+    "an entry without a tile": '{"version": 2, "entries": [{"gpu": "sm_90"}]}',
     "a tile that is a list": changed(tile=[128, 64]),
     "a tile of text": changed(tile={"Br": "wide", "Bc": 64}),
     "a tile of fractions": changed(tile={"Br": 64.5, "Bc": 64}),

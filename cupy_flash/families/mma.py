@@ -83,10 +83,10 @@ class MmaFamily(Family):
             return "its tensor-core products take float16, bfloat16 or float32, not float64"
         if problem.dtype == "float32" and max(problem.head_dim, problem.head_dim_v) > 128:
             return "its float32 products need too many registers for head dims over 128"
-        if self._first_legal(problem, device) is None:
-            return f"no tile of it fits {device.name}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from cupy_flash.families.base import ceil_div
@@ -18,12 +20,14 @@ _MOST_TILES = 2**15
 _TILE_COST = 1
 
 
+# Takes up to 10 ms, and each layer of a model asks.
+@functools.lru_cache(maxsize=256)
 def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     """Query heads whose query tiles are interleaved (see `kernels_cu/schedule.cuh`).
 
-    The fewest, in whole groups that share a key/value head, with which the thread blocks' shares
-    are nearly as even as they can be: the fewer, the more a head's keys and values are read by
-    thread blocks that run at the same time.
+    The fewest with which the thread blocks' shares are nearly as even as they can be: the fewer,
+    the more a head's keys and values are read by thread blocks that run at the same time. Without
+    a causal mask all shares are even, and heads that share keys and values go together.
 
     Parameters
     ----------
@@ -40,7 +44,7 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
     if not problem.causal or tiles * heads <= blocks or tiles > _MOST_TILES:
         return group
     cost = _tile_costs(problem, tiles, Br, Bc)
-    candidates = range(group, max(group, min(heads, _MOST_HEADS)) + 1, group)
+    candidates = range(1, min(heads, _MOST_HEADS) + 1)
     evenness = {count: _evenness(cost, heads, count, blocks) for count in candidates}
     best = max(evenness.values())
     return min(count for count, even in evenness.items() if even >= best - _NEAR_BEST)

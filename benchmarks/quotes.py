@@ -1,0 +1,223 @@
+"""Check the figures that a Markdown file quotes against the records under benchmarks/results/.
+
+    python benchmarks/quotes.py README.md
+
+Every number with a unit of performance (times, %, TFLOP/s, ms, ...) needs a source, named in a
+comment below its paragraph or list item, a line for each:
+
+    - The kernel is 1.11 times as fast as cuDNN (at least 0.99), at 89% of a matrix product's rate.
+      <!-- figures
+      1.11: geomean cupy_flash / torch-cudnn in h100_hopper_*
+      0.99: min cupy_flash / torch-cudnn in h100_hopper_*
+      89%: median share_of_matmul where causal=no in h100_limits
+      -->
+
+A line reads `NUMBER UNIT: STATISTIC WHAT [where FIELD=VALUE, ...] in RECORD, ...`. WHAT is a field
+of the rows, a provider and a field (`cupy_flash host_us`), or `A / B` or `A / B | C`: how many
+times as fast A is as B, or as the best of B and C, on each case that they share. The value must
+round to the number. Prose alone is looked at, not code blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.cli import records
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+_NUMBER = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
+_UNIT = r"TFLOP/s|GFLOP/s|TB/s|GB/s|%|(?:times|ms|us|µs|s|seconds?)\b|(?:x\b|×)(?!\s*\d)"
+_FIGURE = re.compile(rf"({_NUMBER})\s*(?:{_UNIT})|at (?:least|most)\s+({_NUMBER}(?<=\.\d\d))")
+_FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--\s*(figures\s)?(.*?)-->", re.DOTALL)
+_SOURCE = re.compile(
+    r"(?P<number>\d[\d,]*(?:\.\d+)?)\s*(?P<unit>[^\s:\d]*):\s*(?P<statistic>\w+)\s+(?P<what>.+?)"
+    r"(?:\s+where\s+(?P<where>.+?))?\s+in\s+(?P<records>.+)"
+)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+
+
+def _only(values: Sequence[float]) -> float:
+    if len(values) > 1:
+        raise ValueError(f"'only' of {len(values)} values")
+    return values[0]
+
+
+_STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "geomean": statistics.geometric_mean,
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "min": min,
+    "max": max,
+    "only": _only,
+    "count": len,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of a `figures` comment."""
+
+    number: str
+    unit: str
+    statistic: str
+    what: str
+    where: str | None
+    records: str
+
+    def value(self, results: Path) -> float:
+        """What the records hold, in the unit of the quoted number; ValueError if they do not."""
+        if self.statistic not in _STATISTICS:
+            raise ValueError(f"{self.statistic!r} is none of {', '.join(_STATISTICS)}")
+        values = [value for path in self._paths(results) for value in self._values(path)]
+        if not values:
+            raise ValueError("no such rows")
+        return _STATISTICS[self.statistic](values) * self._scale()
+
+    def agrees(self, value: float) -> bool:
+        """Whether a value rounds to the quoted number."""
+        decimals = len(self.number.partition(".")[2])
+        return f"{value:.{decimals}f}" == self.number.replace(",", "")
+
+    def _paths(self, results: Path) -> list[Path]:
+        paths = []
+        for name in self.records.split(","):
+            found = sorted(results.glob(f"{name.strip()}.json"))
+            if not found:
+                raise ValueError(f"there is no record {name.strip()}")
+            paths += found
+        return paths
+
+    def _values(self, path: Path) -> list[float]:
+        rows = [row for row in records.read(path).rows if self._holds(row)]
+        first, _, rest = self.what.partition("/")
+        if rest:
+            if rows and (fault := records.bench_fault(rows)):
+                raise ValueError(f"{path.stem} is no record of bench: {fault}")
+            baseline = [name.strip() for name in rest.split("|")]
+            cases = records.by_case(rows)
+            ratios = [records.ratio(found, first.strip(), baseline) for found in cases]
+            return [ratio for ratio in ratios if ratio is not None]
+        *provider, field = self.what.split()
+        named = [row for row in rows if not provider or [row.get("provider")] == provider]
+        values = [row.get(field) for row in named]
+        return [value for value in values if isinstance(value, (int, float))]
+
+    def _holds(self, row: Any) -> bool:
+        for condition in (self.where or "").split(","):
+            name, _, wanted = (part.strip() for part in condition.partition("="))
+            held = row.get(name)
+            text = {True: "yes", False: "no"}[held] if isinstance(held, bool) else str(held)
+            if name and text != wanted:
+                return False
+        return True
+
+    def _scale(self) -> float:
+        if self.unit == "%":
+            return 100.0
+        field = self.what.split()[-1]
+        if self.unit == "GFLOP/s" and field.endswith("tflops"):
+            return 1000.0
+        of_field = _SECONDS.get(field.rpartition("_")[2])
+        if self.unit in _SECONDS and of_field:
+            return of_field / _SECONDS[self.unit]
+        return 1.0
+
+
+def _blanked(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def _figures(prose: str) -> Iterator[tuple[int, str, str]]:
+    """Where each figure stands, its number, and its text."""
+    for match in _FIGURE.finditer(prose):
+        number = match[1] or match[2]
+        yield match.start(), number, " ".join(match[0].split())
+
+
+def faults(text: str, results: Path = RESULTS) -> list[str]:
+    """What is wrong with the figures of a Markdown text, each with its line number."""
+    text = _FENCE.sub(_blanked, text)
+    prose = _COMMENT.sub(_blanked, text)
+    found = []
+    end = 0
+    for block in _COMMENT.finditer(text):
+        if block[1] is None:
+            continue
+        before = prose[end : block.start()].rstrip()
+        start = end + max((m.end() for m in re.finditer(r"\n\s*\n", before)), default=0)
+        found += _without_source(prose, end, start)
+        found += _block_faults(prose, start, block, results)
+        end = block.end()
+    return found + _without_source(prose, end, len(prose))
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _without_source(prose: str, start: int, end: int, sourced: Sequence[str] = ()) -> list[str]:
+    left = Counter(sourced)
+    found = []
+    for position, number, figure in _figures(prose[start:end]):
+        if left[number]:
+            left[number] -= 1
+        else:
+            found.append(f"line {_line(prose, start + position)}: {figure!r} names no source")
+    return found
+
+
+def _block_faults(prose: str, start: int, block: re.Match[str], results: Path) -> list[str]:
+    lines = [line.strip() for line in block[2].splitlines() if line.strip()]
+    matches = [_SOURCE.fullmatch(line) for line in lines]
+    numbers = [match["number"] for match in matches if match]
+    found = _without_source(prose, start, block.start(), numbers)
+    at = f"line {_line(prose, block.start())}"
+    for line, match in zip(lines, matches, strict=True):
+        if match is None:
+            found.append(f"{at}: {line!r} is not NUMBER: STATISTIC WHAT in RECORD")
+            continue
+        source = Source(**match.groupdict())
+        covered = prose[start : block.start()]
+        if not re.search(rf"(?<![\w.,]){re.escape(source.number)}(?![.,]?\d)", covered):
+            found.append(f"{at}: {source.number} does not stand in the text above")
+        try:
+            value = source.value(results)
+        except (ValueError, click.UsageError) as error:
+            found.append(f"{at}: {line!r}: {error}")
+            continue
+        if not source.agrees(value):
+            found.append(f"{at}: {line!r}, but the records hold {value:.6g}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what is wrong with the files; return the exit code."""
+    parser = argparse.ArgumentParser(description="Check quoted figures against the records.")
+    parser.add_argument("files", type=Path, nargs="*", default=[ROOT / "README.md"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    found = [
+        f"{path}, {fault}"
+        for path in options.files
+        for fault in faults(path.read_text(encoding="utf-8"), options.results)
+    ]
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

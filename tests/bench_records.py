@@ -1,0 +1,66 @@
+"""Records as `bench` writes them, to read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.errors import OneLineErrors
+
+METADATA = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "device": "a GPU",
+    "versions": {"cupy_flash": "0.1.0", "torch": "2.11"},
+    "flop_convention": "FLOPs = many",
+    "baseline": ["torch-flash"],
+}
+
+
+def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, Any]:
+    """A row whose quartiles are 1% about the median, of 16384 tokens unless `more` says else."""
+    ours = provider.startswith("cupy_flash")
+    return {
+        "provider": provider,
+        "family": "mma" if ours else None,
+        "kernel_digest": "abc" if ours else None,
+        "dtype": "bfloat16",
+        "batch": 16384 // seqlen,
+        "seqlen_q": seqlen,
+        "seqlen_k": seqlen,
+        "heads_q": 16,
+        "heads_kv": 16,
+        "head_dim": 128,
+        "head_dim_v": 128,
+        "layout": "bshd",
+        "causal": False,
+        "q_offset": 0,
+        "softmax_scale": 128**-0.5,
+        "median_ms": ms,
+        "low_quartile_ms": None if ms is None else 0.99 * ms,
+        "high_quartile_ms": None if ms is None else 1.01 * ms,
+        "tflops": None if ms is None else 100 / ms,
+        "check": "passed",
+        "reason": None,
+        "note": None,
+        **more,
+    }
+
+
+def write(path: Path, rows: Sequence[Any], **metadata: Any) -> Path:
+    """A record's file; `metadata` replaces parts of its head."""
+    path.parent.mkdir(exist_ok=True)
+    text = json.dumps({"metadata": METADATA | metadata, "rows": rows})
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def invoke(command: click.Command, *arguments: str | Path) -> Result:
+    """Run a command below `cupy-flash`, whose errors are one line."""
+    group = OneLineErrors("cupy-flash", commands=[command])
+    line = [command.name or "", *map(str, arguments)]
+    return CliRunner().invoke(group, line, prog_name="cupy-flash", catch_exceptions=False)

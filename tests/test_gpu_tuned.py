@@ -1,0 +1,67 @@
+"""The tiles of the shipped tables against the reference, on the GPU that they were tuned on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from gpu_support import Case, check, current_device, prebuild, random_values
+
+from cupy_flash import tuning
+from cupy_flash.cli.kernel_sets import problem_of_class
+from cupy_flash.compiler import CUBINS_VARIABLE
+from cupy_flash.device import gpu_unavailable
+from cupy_flash.families import FAMILIES
+
+pytestmark = pytest.mark.gpu
+
+
+def tuned_cases() -> list[Case]:
+    """Each shipped tile for this GPU, on ragged lengths with few and with many query tiles."""
+    if gpu_unavailable():
+        return []
+    cases = {}
+    for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
+        for entry in tuning.read_table(path):
+            problem = problem_of_class(entry.problem_class)
+            if problem is None or entry.gpu != current_device().name:
+                continue
+            few = Case(
+                entry.family,
+                problem.dtype,
+                seqlen_q=799,
+                seqlen_k=513,
+                head_dim=problem.head_dim,
+                head_dim_v=problem.head_dim_v,
+                causal=problem.causal,
+                q_offset=-150 if problem.causal else None,
+                tile=FAMILIES[entry.family].tile_type(**entry.tile),
+            )
+            many = dataclasses.replace(
+                few, seqlen_q=333, batch=4, heads_q=36, heads_kv=12, q_offset=None
+            )
+            cases.update(dict.fromkeys((few, many)))
+    return list(cases)
+
+
+CASES = tuned_cases()
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All their kernels, compiled on all CPUs."""
+    folder: Path = tmp_path_factory.mktemp("cubins")
+    prebuild(CASES, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After `home`, which hides the user's own prebuilt kernels.
+    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_shipped_tile_computes_what_the_reference_does(case: Case) -> None:
+    check(case, random_values(case))

@@ -6,11 +6,14 @@ Measured with NVRTC 13.0: two threads take as long as one after the other.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -92,10 +95,19 @@ def _load(job: Job) -> Built:
     return Built(resources=loaded_resources(job.unit))
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _live_and_die_with_the_parent() -> None:
     # Ctrl-C reaches all processes of a terminal's group; a worker that dies while it holds the
     # queue's lock would leave the others, and the parent, waiting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # A parent that was killed cannot tell its workers to end.
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
+
+
+def _end_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 class Builder:
@@ -124,7 +136,7 @@ class Builder:
         self._pool = ProcessPoolExecutor(
             count,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_leave_interrupts_to_the_parent,
+            initializer=_live_and_die_with_the_parent,
         )
 
     def __enter__(self) -> Builder:

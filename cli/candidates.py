@@ -38,6 +38,11 @@ class Limits:
     max_spills: int = 32
     max_tiles: int | None = None
 
+    @property
+    def exclude_nothing(self) -> bool:
+        """Whether all legal tiles that do not spill are tried."""
+        return self == Limits(max_spills=self.max_spills)
+
     def why_not(self, tile: Tile, shared_memory: int) -> str | None:
         """Why a tile is not wanted, or None if it is."""
         for name, allowed in (("br", self.Br), ("bc", self.Bc)):

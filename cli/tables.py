@@ -33,7 +33,7 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
         raise click.UsageError("--shipped names files of its own; leave the others out")
     paths = sorted(tuning.SHIPPED_DIR.glob("*.json")) if shipped else list(files)
     for path in paths or [tuning.user_table_path()]:
-        _show(path, tuning.read_table(path))
+        _show(path, _read(path) if files else tuning.read_table(path))
 
 
 @tables.command()
@@ -83,7 +83,8 @@ def import_entries(file: Path, gpu: str | None) -> None:
 @tables.command()
 def clear() -> None:
     """Remove the user's own table."""
-    click.echo(f"{tuning.clear()} entries removed")
+    count = tuning.clear()
+    click.echo(f"{count} {'entry' if count == 1 else 'entries'} removed")
 
 
 def _present_gpu() -> str | None:

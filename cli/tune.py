@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cupy_flash import tuning
 from cupy_flash.device import Device, device_for_arch, gpu_unavailable
@@ -32,6 +34,7 @@ from .options import (
     refuse,
     shape_options,
     split_shape,
+    writable_path,
 )
 from .providers import current_device
 from .race import ranking
@@ -74,6 +77,38 @@ _CPU_DEFAULTS = {
 }
 
 
+class _Finite(click.ParamType):
+    """A number from 0, not infinite."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            self.fail(f"{value!r} is not a number from 0", param, ctx)
+        return number
+
+
+FINITE = _Finite()
+
+
+def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """A table file that can be written; one that is there must be a table."""
+    if path is None:
+        return None
+    writable_path(path, (".json",))
+    try:
+        tuning.read_table(path)
+    except tuning.TableError as error:
+        raise click.BadParameter(str(error)) from error
+    return path
+
+
 @click.command()
 @shape_options
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
@@ -87,7 +122,7 @@ _CPU_DEFAULTS = {
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
 @click.option("--br", type=HEADS, help="Try only these query rows.")
 @click.option("--bc", type=HEADS, help="Try only these key rows.")
-@click.option("--max-smem", type=click.FloatRange(0), help="Most KiB of shared memory per block.")
+@click.option("--max-smem", type=FINITE, help="Most KiB of shared memory per block.")
 @click.option("--max-tiles", type=click.IntRange(1), help="Try only so many tiles, evenly chosen.")
 @click.option(
     "--max-spills",
@@ -98,7 +133,7 @@ _CPU_DEFAULTS = {
 )
 @click.option(
     "--min-gain",
-    type=click.FloatRange(0),
+    type=FINITE,
     default=2.0,
     show_default=True,
     help="Save only what beats the default tile by so many percent.",
@@ -110,7 +145,8 @@ _CPU_DEFAULTS = {
 @click.option(
     "--table",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Save into this table file instead of the user's.",
+    callback=_table_file,
+    help="Save into this .json table instead of the user's.",
 )
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
 @click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
@@ -152,11 +188,16 @@ def tune(
     """
     shape = split_shape(options)
     if reporting:
-        if plot:
-            raise click.UsageError("--plot draws a sweep; --report makes none")
-        _report(shape, preset, workload, output)
+        _refuse_given(
+            ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
+        )
+        _report(output)
         return
     on_cpu = _runs_on_cpu(backend, arch, family)
+    if on_cpu:
+        _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
+    if arch is not None:
+        _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
     cases = _cases(shape, preset, workload, on_cpu)
     if any(weighted.case.problem().flops() == 0 for weighted in cases):
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
@@ -166,6 +207,9 @@ def tune(
     with library_errors_as_usage():
         # All groups first: a wrong option shows before anything is compiled.
         sweeps = plan_sweeps(groups, device, family, limits)
+    if (br or bc) and all(len(sweep.candidates) == 1 for sweep in sweeps):
+        everything = plan_sweeps(groups[:1], device, family, Limits())[0]
+        raise click.UsageError(_no_such_size(everything, br, bc))
     if plot and len(sweeps) > 1:
         raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
     if arch is not None:
@@ -175,12 +219,14 @@ def tune(
         rows = _rank_by_resources(sweeps, device, limits, workers, top)
         _write(output, arch, rows)
         return
+    saver = None
     if not dry_run:
         _require_writable(table)
+        saver = _Saver(table, device.name if device else "cpu", limits.exclude_nothing, _command())
     sweeps = _that_fit(sweeps)
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
-    job = _Job(sweeps, device, name, limits, settings, min_gain)
+    job = _Job(sweeps, device, name, limits, settings, min_gain, saver)
     found, sweep = job.run(workers)
     if len(found) == 1 and sweep is not None:
         _show(sweep, device, limits, name, top, plot)
@@ -189,7 +235,11 @@ def tune(
         print_findings(found, name)
         rows = [{k: v for k, v in f.items() if k != "finalists"} for f in found]
     _write(output, name, rows)
-    _save(found, device.name if device else "cpu", table, dry_run)
+    for finding in found if len(found) == 1 else ():
+        outcome = outcome_text(finding, saves=saver is not None)
+        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
+    # Also what an earlier, interrupted command found.
+    click.echo(saver.save(found) if saver else "Nothing saved (--dry-run).")
     if any(finding["failed"] for finding in found):
         click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
         ctx.exit(1)
@@ -250,8 +300,31 @@ def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
     return [sweep for sweep, reason in zip(sweeps, reasons, strict=True) if not reason]
 
 
+def _refuse_given(ctx: click.Context, names: set[str], because: str) -> None:
+    """Raise a usage error if any of these parameters was given on the command line."""
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in names and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} does not go with {because}")
+
+
+def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
+    tiles = [candidate.tile for candidate in everything.candidates]
+    parts = []
+    for option, given, sizes in (
+        ("--br", br, {tile.Br for tile in tiles}),
+        ("--bc", bc, {tile.Bc for tile in tiles}),
+    ):
+        if given is not None:
+            asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
+            parts.append(f"{option} {asked}: expected some of {known}")
+    return f"no tile of {everything.family} is that size; " + "; ".join(parts)
+
+
 def _require_writable(table: Path | None) -> None:
-    path = table or tuning.user_table_path()
+    if table:
+        return
+    path = tuning.user_table_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()
@@ -265,6 +338,50 @@ def _require_writable(table: Path | None) -> None:
 
 
 @dataclasses.dataclass
+class _Saver:
+    """Puts the tiles that beat the default into a table.
+
+    Attributes
+    ----------
+    table
+        The file; the user's table if None.
+    gpu
+        Whose tiles they are; "cpu" for the CPU backend's.
+    removes
+        Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
+    command
+        For people who read the file.
+    removed
+        Entries that went so far.
+    """
+
+    table: Path | None
+    gpu: str
+    removes: bool
+    command: str
+    removed: int = 0
+
+    def save(self, found: Sequence[Finding]) -> str:
+        """Save the findings; return what was done, as text."""
+        path = self.table or tuning.user_table_path()
+        usable = [finding for finding in found if finding["best_tile"] is not None]
+        entries = [entry_of(finding, self.gpu) for finding in usable if finding["stored"]]
+        losers = {entry_of(f, self.gpu).key for f in usable if self.removes and not f["stored"]}
+        self.removed += sum(entry.key in losers for entry in tuning.read_table(path))
+        tuning.change(
+            path,
+            lambda old: tuning.merged([e for e in old if e.key not in losers], entries),
+            made_by=environment.metadata(self.gpu) | {"command": self.command}
+            if self.table
+            else None,
+        )
+        texts = [f"{len(entries)} saved in {path}" if entries else "Nothing saved."]
+        if self.removed:
+            texts.append(f"{self.removed} removed, where the default is the best now.")
+        return "\n".join(texts)
+
+
+@dataclasses.dataclass
 class _Job:
     """All groups of one command, one after the other."""
 
@@ -274,6 +391,7 @@ class _Job:
     limits: Limits
     settings: Settings
     min_gain: float
+    saver: _Saver | None
 
     def run(self, workers: int | None) -> tuple[list[Finding], Sweep | None]:
         """The findings, and the last sweep that ran."""
@@ -331,6 +449,8 @@ class _Job:
             ranked = ranking(sweep.candidates)
             finding = finding_of(sweep, ranked, self.name, self.min_gain)
             journal.add(finding)
+            if self.saver:
+                self.saver.save([finding])
             live.end(outcome_text(finding, saves=False))
         return left[-1] if left else None
 
@@ -403,26 +523,6 @@ def _write(output: Path | None, device: str, rows: Sequence[dict[str, Any]]) -> 
         click.echo(f"Written to {output}.", err=True)
 
 
-def _save(found: Sequence[Finding], gpu: str, table: Path | None, dry_run: bool) -> None:
-    """Save the tiles that beat the default, and say so of each that is alone."""
-    path = table or tuning.user_table_path()
-    for finding in found if len(found) == 1 else ():
-        outcome = outcome_text(finding, saves=not dry_run)
-        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
-    if dry_run:
-        click.echo("Nothing saved (--dry-run).")
-        return
-    usable = [finding for finding in found if finding["best_tile"] is not None]
-    entries = [entry_of(finding, gpu) for finding in usable if finding["stored"]]
-    losers = {entry_of(finding, gpu).key for finding in usable if not finding["stored"]}
-    tuning.change(
-        path,
-        lambda old: tuning.merged([e for e in old if e.key not in losers], entries),
-        made_by=environment.metadata(gpu) | {"command": _command()} if table else None,
-    )
-    click.echo(f"{len(entries)} saved in {path}" if entries else "Nothing saved.")
-
-
 def _command() -> str:
     ctx = click.get_current_context()
     given = [
@@ -433,15 +533,8 @@ def _command() -> str:
     return " ".join(["cupy-flash tune", *given])
 
 
-def _report(
-    shape: dict[str, Any], preset: str | None, workload: Path | None, output: Path | None
-) -> None:
+def _report(output: Path | None) -> None:
     """Show the newest finding of each class on this machine's processors, timing nothing."""
-    refuse(shape, SHAPE_NAMES, "--report, which shows all that was swept")
-    if preset or workload:
-        raise click.UsageError(
-            "--report shows all that was swept; leave --preset or --workload out"
-        )
     newest: dict[tuple[str, str, str], Finding] = {}
     for finding in findings():
         if finding["kernel_digest"] == digest_of(finding["family"]):

@@ -88,6 +88,8 @@ def print_ranking(ranked: Sequence[Candidate], title: str, top: int) -> None:
     notes = []
     if len(shown) + len(dropped) + twins < len(rows):
         notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
+    if any(candidate.rounds for candidate in ranked):
+        notes.append("By rounds of the race that a tile lasted, then by time.")
     if twins:
         notes.append(f"{twins} tiles gave the same machine code as another and were not timed.")
     if on_gpu:
@@ -226,8 +228,8 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"The defaults reach {statistics.geometric_mean(shares):.1%} of the best tile's rate "
         f"(geometric mean of {len(shares)}), at least {min(shares):.1%}.",
-        f"{stored} of {len(findings)} classes keep a tile of their own; in the others the default "
-        "is near enough.",
+        f"{stored} of {len(findings)} classes keep a tile of their own"
+        + ("; in the others the default is near enough." if stored < len(findings) else "."),
     ]
 
 

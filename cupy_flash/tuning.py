@@ -115,12 +115,16 @@ def read_table(path: Path) -> list[Entry]:
     except TableError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise TableError(f"{path} is not a tuned table: {error!r}") from error
+        raise TableError(
+            f"{path} is not a tuned table; expected what 'cupy-flash tables export' writes"
+        ) from error
 
 
 def _entry(item: dict[str, Any]) -> Entry:
     tile = {str(name): operator.index(value) for name, value in item["tile"].items()}
-    texts = {name: str(item[name]) for name in ("gpu", "family", "digest", "problem_class")}
+    texts = {name: item[name] for name in ("gpu", "family", "digest", "problem_class")}
+    if not all(isinstance(text, str) for text in texts.values()):
+        raise TypeError("a name is no text")
     return Entry(**texts, tile=tile, tflops=float(item["tflops"]))
 
 

@@ -130,7 +130,7 @@ def test_a_file_that_is_no_table_is_refused_in_one_line(
     path.write_text(text, encoding="utf-8")
     good, output = table(tmp_path / "good.json", entry()), tmp_path / "merged.json"
 
-    assert said in one_line(tables("list", path), 1)
+    assert said in one_line(tables("list", path), 2)
     assert said in one_line(tables("import", path), 2)
     assert said in one_line(tables("merge", good, path, "--output", output), 2)
     assert not output.exists()

@@ -109,6 +109,8 @@ def refused(result: Result, code: int = 2) -> str:
     return result.stderr
 
 
+REPORT_NOT = (("--preset", "common"), ("--plot", "map.svg"), ("--heads", "2"))
+
 # ---- What is saved
 
 
@@ -169,7 +171,7 @@ def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
 def test_another_table_can_be_named_and_says_how_it_was_made(
     home: Path, tmp_path: Path, clock: FakeTimer
 ) -> None:
-    path = tmp_path / "new" / "cpu.json"
+    path = tmp_path / "cpu.json"
     on_cpu(*SHAPE, "--table", path, "--min-gain", "1")
     made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
 
@@ -320,9 +322,11 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--preset", "common"), "--preset common is for GPUs"),
         (("--family", "mma"), "--backend cpu has no --arch and no --family"),
         (("--workload", "nosuch.json"), "does not exist"),
-        (("--report", "--heads", "2"), "--heads does not go with --report"),
-        (("--report", "--preset", "common"), "leave --preset or --workload out"),
-        (("--report", "--plot", "map.svg"), "--report makes none"),
+        (("--max-smem", "1"), "--max-smem does not go with --backend cpu"),
+        (("--workers", "2"), "--workers does not go with --backend cpu"),
+        (("--min-gain", "nan"), "'nan' is not a number from 0"),
+        (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
+        (("--table", "t.txt"), "expected one of .json"),
         (("--seqlen-q", "113,799", "--plot", "map.svg"), "these are 2"),
         (("--head-dim", "257"), "257; expected 1 to 256"),
     ],
@@ -477,6 +481,37 @@ def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -
     assert {c.dropped for c in candidates} == {"launch failed"}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [("--backend", "cpu"), ("--arch", "sm_90"), ("--table", "t.json"), ("--dry-run",), *REPORT_NOT],
+    ids=lambda given: given[0],
+)
+def test_the_report_takes_no_option_of_a_sweep(given: tuple[str, ...]) -> None:
+    assert f"{given[0]} does not go with --report" in refused(tune("--report", *given))
+
+
+def test_a_sweep_of_some_tiles_removes_no_entry(home: Path, clock: FakeTimer) -> None:
+    on_cpu(*SHAPE)
+    before = saved(home)
+    clock.time_of = lambda tile, rows: 1.0
+    on_cpu(*SHAPE, "--max-tiles", "2")
+    kept = saved(home)
+    all_tiles = on_cpu(*SHAPE)
+
+    assert kept == before != []
+    assert "1 removed, where the default is the best now." in all_tiles.stdout
+    assert saved(home) == []
+
+
+def test_a_file_that_is_no_table_is_not_written_over(tmp_path: Path, clock: FakeTimer) -> None:
+    path = tmp_path / "precious.json"
+    path.write_text("[", encoding="utf-8")
+
+    assert "cannot be read as a tuned table" in refused(on_cpu(*SHAPE, "--table", path))
+    assert path.read_text(encoding="utf-8") == "["
+    assert clock.timed == []
+
+
 # ---- Interrupted, and resumed
 
 
@@ -490,11 +525,13 @@ def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeT
 
     clock.time_of = interrupted
     first = on_cpu(*TWO)
+    after_first = [e.problem_class.split()[4] for e in saved(home)]
     clock.time_of = good
     clock.timed.clear()
     second = on_cpu(*TWO)
 
     assert first.exit_code == 130
+    assert after_first == ["q64"], "what was found is not saved at once"
     assert "1 of 2 are done; the same command goes on from there." in first.stderr
     assert "Going on: 1 of 2 are done." in second.stderr
     assert {rows for _, rows in clock.timed} == {799}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import click
 from cupy_flash.device import gpu_unavailable
 
 from . import environment, presets, providers, records, report
-from .bench_table import print_cells, print_memory, record_row, timing_text
+from .bench_table import outcome_text, print_cells, print_memory, record_row, timing_text
 from .cases import Case, describe
 from .check import Coverage
 from .gpu_state import watched
@@ -208,7 +210,8 @@ def bench(
     if tile:
         _refuse_hopeless_tile(cases, chosen)
     if no_gpu and asked is None:
-        click.echo(f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n")
+        text = f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n"
+        report.console().print(text, markup=False)
     device = providers.current_device().name if on_gpu else environment.cpu_name()
 
     usual_warmup, usual_repeats = _GPU_REPEATS if on_gpu else _CPU_REPEATS
@@ -228,18 +231,16 @@ def bench(
     with watch_gpu as watch, report.progress("bench", len(cases)) as advance:
         for case, label in zip(cases, describe(cases)[1], strict=True):
             advance(label)
-            inputs = _inputs(case, file, seed, on_gpu=on_gpu)
-            if isinstance(inputs, str):
-                table.append([Cell(p, case, reason=inputs) for p in chosen])
-                checks.append(None)
-                continue
-            cells, check = runner.run(inputs, chosen)
+            draw = functools.partial(_inputs, case, file, seed, on_gpu=on_gpu)
+            cells, check = runner.run(case, chosen, draw)
             set_speedups(cells, compared)
             table.append(cells)
             checks.append(check)
-            del inputs
             for cell in cells:
                 cell.release()
+            if label and not sys.stderr.isatty():
+                # A terminal has a progress bar.
+                click.echo(f"[{len(table)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
             # Some errors leave the GPU useless; the rows of the cases to come say so.
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()

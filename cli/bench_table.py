@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -183,6 +184,7 @@ def print_cells(
     title = f"{named.title}\n" if named else ""
     report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
     report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
+    report.print_notes(out, _reason_notes(table, labels))
     report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
     if named:
         own = {cells[0].case: label for cells, label in zip(table, labels, strict=True)}
@@ -196,6 +198,61 @@ def print_cells(
                 f"{min(ratios):.3f}",
                 markup=False,
             )
+
+
+def outcome_text(cells: Sequence[Cell]) -> str:
+    """What came of a case, in a few words: who was the fastest."""
+    timed = [(cell.time.median, cell.provider.name) for cell in cells if cell.time]
+    if not timed:
+        return "not timed"
+    ms, name = min(timed)
+    return f"{name} {report.milliseconds(ms)} ms"
+
+
+# A number that is no part of a name, a version or a size such as 64x128.
+_NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
+# Cases that a line names.
+_MOST_NAMED = 3
+
+
+def _reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
+    """Why cells were not timed, and of which cases.
+
+    Reasons of a provider that differ in their numbers alone share a line.
+    """
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for cells, label in zip(table, labels, strict=True):
+        for cell in cells:
+            if cell.reason:
+                key = (cell.provider.name, _NUMBER.sub("0", cell.reason))
+                found.setdefault(key, []).append((cell.reason, label))
+    notes = []
+    for (name, _), members in found.items():
+        reason = _joined([reason for reason, _ in members])
+        notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
+    return notes
+
+
+def _cases_text(labels: Sequence[str], cases: int) -> str:
+    if cases == 1:
+        return ""
+    if len(labels) == cases:
+        return f", all {cases} cases"
+    more = len(labels) - _MOST_NAMED
+    rest = [f"and {more} more"] if more > 0 else []
+    return " on " + ", ".join([*labels[:_MOST_NAMED], *rest])
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    """Reasons that differ in numbers as one, with the range of each number."""
+    places = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
+
+    def span(_: re.Match[str]) -> str:
+        place = next(places)
+        low, high = min(place, key=float), max(place, key=float)
+        return low if float(low) == float(high) else f"{low} to {high}"
+
+    return _NUMBER.sub(span, reasons[0])
 
 
 def print_memory(table: Sequence[Sequence[Cell]]) -> None:
@@ -253,8 +310,6 @@ def _notes(
     notes = []
     for cell in cells:
         name = cell.provider.name
-        if cell.reason:
-            notes.append(f"{name}: {cell.reason}")
         if cell.prepared and cell.prepared.note:
             notes.append(f"{name}: {cell.prepared.note}")
         if cell.prepared and cell.prepared.plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,13 @@ class Change:
         return "faster" if self.ratio > 1 else "slower"
 
 
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    # A range of numbers lets NaN through.
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no percentage; expected a number from 0, such as 2")
+    return value
+
+
 _ORDER = ("lost", "slower", "same", "faster", "-")
 
 
@@ -75,6 +83,7 @@ _ORDER = ("lost", "slower", "same", "faster", "-")
 @click.option(
     "--threshold",
     type=click.FloatRange(0),
+    callback=_finite,
     default=2.0,
     show_default=True,
     metavar="PERCENT",
@@ -133,10 +142,7 @@ def compare(
 
 
 def _by_key(rows: Sequence[report.Row]) -> dict[Key, report.Row]:
-    found: dict[Key, report.Row] = {}
-    for row in rows:
-        found.setdefault((row["provider"], records.case_of(row)), row)
-    return found
+    return {(row["provider"], records.case_of(row)): row for row in rows}
 
 
 def _origin(head: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,12 +196,11 @@ def _print(
     groups: dict[str, list[report.Row]] = {verdict: [] for verdict in _ORDER}
     for change, label in zip(changes, labels, strict=True):
         groups[change.verdict].append(_record_row(change) | {"label": label})
-    title = [
-        f"{letter}: {path.name}, {head.get('device', 'unknown device')}, {head.get('date', '')}"
-        for letter, path, head in zip("AB", files, heads, strict=True)
-    ]
+    for letter, path, head in zip("AB", files, heads, strict=True):
+        origin = filter(None, (head.get("device") or "unknown device", head.get("date")))
+        out.print(f"{letter}: {', '.join([path.name, *origin])}", markup=False)
     columns = _COLUMNS if any(labels) else _COLUMNS[1:]
-    report.print_table(out, "\n".join([*title, shared]), columns, filter(None, groups.values()))
+    report.print_table(out, shared, columns, filter(None, groups.values()))
     notes = [
         "change: of speed, above 0 where B is faster. It counts beyond "
         f"{threshold:g}% and where the interquartile ranges do not overlap."

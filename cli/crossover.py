@@ -352,10 +352,21 @@ def _draw_panel(panel: Any, group: Sequence[Series]) -> None:
     panel.set_ylabel(f"{LIBRARY} time / ours")
 
 
+class _WholeNumber(click.IntRange):
+    """One whole number, and told so where it is a list of them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not one whole number from {self.min}", param, ctx)
+        return int(super().convert(number, param, ctx))
+
+
 @click.command()
 @click.option("--head-dim", type=HEADS, default="32,64,128,256", show_default=True)
-@click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--heads", type=_WholeNumber(1), default=16, show_default=True)
+@click.option("--batch", type=_WholeNumber(1), default=1, show_default=True)
 @click.option(
     "--dtype", type=names_list(DTYPES, "a dtype"), default="float32,bfloat16", show_default=True
 )
@@ -367,9 +378,11 @@ def _draw_panel(panel: Any, group: Sequence[Series]) -> None:
     show_default=True,
     help="Of queries and keys.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
-@click.option("--warmup", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--repeats", type=click.IntRange(3), default=20, show_default=True)
+@click.option(
+    "--seed", type=_WholeNumber(0), default=0, show_default=True, help="Of the random inputs."
+)
+@click.option("--warmup", type=_WholeNumber(1), default=3, show_default=True)
+@click.option("--repeats", type=_WholeNumber(3), default=20, show_default=True)
 @plot_option("the ratio of both times by sequence length")
 @output_option
 def crossover(

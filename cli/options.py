@@ -187,7 +187,7 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
     request = {name: value for name, value in fields.items() if value is not None}
     for text in more:
         name, _, value = text.partition("=")
-        if not name or not value.isdigit():
+        if not name or not value.isdecimal():
             raise click.UsageError(
                 f"--tile {text!r} is not NAME=NUMBER; for example --tile threads=128"
             )

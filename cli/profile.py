@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import click
 from cupy_flash.device import Device, Resources, gpu_unavailable
 from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, freeze_tile, make_plan
+from cupy_flash.tile import Tile
 
 from . import environment, providers, report, traffic
 from .cases import describe
@@ -299,9 +301,45 @@ _COLUMNS = (
 )
 
 
+def refuse_hopeless_tile(family: str | None, request: Mapping[str, int]) -> None:
+    """Raise for a tile that no GPU takes.
+
+    Parameters
+    ----------
+    family
+        Whose tile it is to be; None for any.
+    request
+        Fields of a tile.
+
+    Raises
+    ------
+    ValueError
+        For a field that no tile of the family has, fields that are no one family's, or a value
+        that is none.
+    """
+    families = [family] if family else list(FAMILIES)
+    fields = {name: _field_names(FAMILIES[name].tile_type) for name in families}
+    known = dict.fromkeys(itertools.chain.from_iterable(fields.values()))
+    for name in request:
+        if name not in known:
+            raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(known)}")
+    if not any(set(request) <= set(names) for names in fields.values()):
+        own = "; ".join(f"{name}: {', '.join(names)}" for name, names in fields.items())
+        raise ValueError(f"no family's tiles have all of {', '.join(request)}; expected of {own}")
+    # Of every family's tiles these fields have the same bounds.
+    common = {name: value for name, value in request.items() if name in _field_names(Tile)}
+    Tile(**{"Br": 1, "Bc": 1} | common)
+
+
+def _field_names(tile_type: type[Tile]) -> list[str]:
+    return [field.name for field in dataclasses.fields(tile_type)]
+
+
 @click.command()
 @shape_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random inputs.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
+)
 @click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to profile.")
 @click.option(
     "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
@@ -318,13 +356,15 @@ def profile(
     if len(cases) > 1:
         raise click.UsageError(f"the options make {len(cases)} shapes; profile takes one")
     case, tile = cases[0], tile_request({}, fields)
+    if case.problem().is_empty:
+        raise click.UsageError("the output has no elements; expected a shape that needs a kernel")
+    with library_errors_as_usage():
+        refuse_hopeless_tile(family, tile or {})
     if reason := gpu_unavailable():
         raise ProfilerError(f"there is no GPU to profile on: {reason}")
     device = providers.current_device()
     with library_errors_as_usage():
         plan = make_plan(case.problem(), device, family=family, tile=freeze_tile(tile))
-    if plan.problem.is_empty:
-        raise click.UsageError("the output has no elements; expected a shape that needs a kernel")
     kernels = profile_call(Call(case, family, tile, seed), METRICS)
     rows = compare(kernels, plan, device)
     out = report.console()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import click
 
 from cupy_flash.problem import DTYPES
 
-from .cases import Case
+from .cases import Case, describe
 from .report import Record, Row
 
 # What a record's `record_version` may be; records from before there was one are of version 1.
@@ -34,6 +36,9 @@ CASE_FIELDS = (
     "seqlen_k",
 )
 
+# What a head's parts are, where a record has them.
+_HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
+
 
 def read(path: Path) -> Record:
     """A record from a file.
@@ -41,25 +46,34 @@ def read(path: Path) -> Record:
     Raises
     ------
     click.UsageError
-        If the file cannot be read, is no record, or is one of another version.
+        If the file cannot be read, is no record, is one of another version, or has a head that
+        no command writes.
     """
     expected = "expected a file that 'cupy-flash bench --output x.json' wrote"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise click.UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    # Lists nested thousands deep are JSON, but no record.
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{path} is not JSON; {expected}") from error
     head, rows = (data.get("metadata"), data.get("rows")) if isinstance(data, dict) else (None,) * 2
     if not isinstance(head, dict) or not isinstance(rows, list):
         raise click.UsageError(f"{path} has no 'metadata' and 'rows'; {expected}")
     if (version := head.get("record_version", VERSION)) != VERSION:
+        kind = " (text)" if isinstance(version, str) else ""
         raise click.UsageError(
-            f"{path} is a record of version {version!r}; this cupy-flash reads version {VERSION}"
+            f"{path} is a record of version {reprlib.repr(version)}{kind}; "
+            f"this cupy-flash reads version {VERSION}"
         )
+    for name, kind_of_part in _HEAD.items():
+        if (part := head.get(name)) is not None and not isinstance(part, kind_of_part):
+            raise click.UsageError(
+                f"{path}: its metadata has {name} {reprlib.repr(part)}; {expected}"
+            )
     for index, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise click.UsageError(f"{path}: row {index} is {row!r}; {expected}")
+            raise click.UsageError(f"{path}: row {index} is {reprlib.repr(row)}; {expected}")
     return Record(head, rows)
 
 
@@ -69,10 +83,10 @@ def read_bench(path: Path) -> Record:
     Raises
     ------
     click.UsageError
-        As `read` does, and if its rows are not those of `bench`.
+        As `read` does, and if its rows are not those of `bench` or one repeats another.
     """
     record = read(path)
-    if fault := bench_fault(record.rows):
+    if fault := bench_fault(record.rows) or _repetition(record.rows):
         raise click.UsageError(f"{path} is no record of 'cupy-flash bench': {fault}")
     return record
 
@@ -82,7 +96,9 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # JSON's integers have no bound; false for NaN too.
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_text(value: Any) -> bool:
@@ -91,6 +107,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_optional_number(value: Any) -> bool:
     return value is None or (_is_number(value) and value >= 0)
+
+
+def _is_optional_time(value: Any) -> bool:
+    return value is None or (_is_number(value) and value > 0)
 
 
 _COUNTS = ("head_dim", "head_dim_v", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
@@ -103,7 +123,8 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "q_offset": lambda value: isinstance(value, int),
     "softmax_scale": _is_number,
     **dict.fromkeys(_COUNTS, _is_count),
-    **dict.fromkeys((*_TIMES, "tflops"), _is_optional_number),
+    **dict.fromkeys(_TIMES, _is_optional_time),
+    "tflops": _is_optional_number,
 }
 
 
@@ -116,9 +137,19 @@ def bench_fault(rows: Sequence[Row]) -> str | None:
             if name not in row:
                 return f"row {index} has no {name!r}"
             if not fits(row[name]):
-                return f"row {index} has {name} {row[name]!r}"
+                return f"row {index} has {name} {reprlib.repr(row[name])}"
         if row["median_ms"] is not None and None in (row[name] for name in _TIMES):
             return f"row {index} has a median without quartiles"
+    return None
+
+
+def _repetition(rows: Sequence[Row]) -> str | None:
+    """Which row has the provider and the case of one before; None if none has."""
+    first: dict[tuple[str, Case], int] = {}
+    for index, row in enumerate(rows):
+        provider, case = row["provider"], case_of(row)
+        if (before := first.setdefault((provider, case), index)) != index:
+            return f"rows {before} and {index} are both {provider} on {describe([case])[0]}"
     return None
 
 

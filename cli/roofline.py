@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
+from rich.cells import cell_len
 from rich.console import Console
 
 from cupy_flash.device import Device, gpu_unavailable
@@ -292,11 +294,11 @@ def _print_roof(out: Console, rows: Rows) -> None:
     first = rows[0]
     of_cases = _by_case(rows)
     shared, labels = describe([_case_of(group[0]) for group in of_cases])
-    title = (
-        f"{first['gpu']}: {first['peak_tflops']:.4g} TFLOP/s dense ({first['peak_units']}), "
-        f"{first['bandwidth_gb_per_s']:.0f} GB/s\n"
-        f"ridge point {first['ridge']:.1f} FLOP/byte. {first['source']}\n{shared}"
-    )
+    peak = f"{first['gpu']}: {first['peak_tflops']:.4g} TFLOP/s dense ({first['peak_units']}),"
+    bandwidth = f"{first['bandwidth_gb_per_s']:.0f} GB/s"
+    ridge = f"ridge point {first['ridge']:.1f} FLOP/byte."
+    lines = (_fitting(out, peak, bandwidth), _fitting(out, ridge, first["source"]), shared)
+    title = "\n".join(lines)
     most = max(max(row["bytes_read"], row["bytes_written"]) for row in rows)
     unit, scale = ("GB", 1e9) if most >= 1e10 else ("MB", 1e6)
     columns = [
@@ -317,9 +319,17 @@ def _print_roof(out: Console, rows: Rows) -> None:
         report.print_table(out, label if len(of_cases) > 1 else title, columns, [group])
 
 
+def _fitting(out: Console, *parts: str) -> str:
+    """Parts beside each other where the terminal has the place, else below."""
+    line = " ".join(parts)
+    return line if cell_len(line) <= out.width else "\n".join(parts)
+
+
 def _four(value: float) -> str:
-    """Four significant digits, without an exponent."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.2f}"
+    """Four significant digits, all of those before the point, and no exponent."""
+    if value >= 1000:
+        return f"{value:.0f}"
+    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
 
 
 def _measured_text(row: report.Row) -> str:

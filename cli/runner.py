@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
+import numpy as np
 
 from . import providers
 from .cases import Case
@@ -32,8 +33,16 @@ from .timing import (
 _HOST_TIME_CALLS = 200
 _FEWEST_HOST_TIME_CALLS = 20
 _HOST_TIME_SECONDS = 2.0
-# A cell on the host that takes more operations than this is first tried on a part of its rows.
+# A cell on the host that takes more operations than this is first tried on a part of its rows and
+# heads, of about as many: some tenths of a second, enough to keep several cores busy.
 _PROBE_FLOPS = 4e9
+_PROBE_ROWS = 1024
+# How much slower than the whole a part may be, and one case than another with the same head_dim:
+# what is refused by an estimate is over the limit even then.
+_PART_MARGIN = 2
+_CASE_MARGIN = 4
+# Query rows that make a rate: with fewer, keys and values are read for little arithmetic.
+_RATE_ROWS = 256
 # A graph holds the memory of its call. Calls that take more last so long that it does not matter
 # what the host adds to them.
 _GRAPH_BYTES = 1 << 30
@@ -115,16 +124,31 @@ class Settings:
 
 @dataclass
 class Runner:
-    """Runs cases one after the other; timers are made once."""
+    """Runs cases one after the other; timers are made once, and rates on the host remembered."""
 
     settings: Settings
     _timers: dict[bool, Timer] = field(default_factory=dict)
+    _rates: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
-    def run(self, inputs: Inputs, chosen: Sequence[Provider]) -> tuple[list[Cell], Coverage | None]:
-        """The cells of one case."""
-        cells = [Cell(provider, inputs.case) for provider in chosen]
+    def run(
+        self, case: Case, chosen: Sequence[Provider], draw: Callable[[], Inputs | str]
+    ) -> tuple[list[Cell], Coverage | None]:
+        """The cells of one case.
+
+        `draw` gives the inputs or says why there are none; it is not called for a case that every
+        provider refuses.
+        """
+        cells = [Cell(provider, case) for provider in chosen]
         check = None
-        ready = [cell for cell in cells if self._prepare(cell, inputs)]
+        left = [cell for cell in cells if self._may_run(cell)]
+        if not left:
+            return cells, None
+        inputs = draw()
+        if isinstance(inputs, str):
+            for cell in left:
+                cell.reason = inputs
+            return cells, None
+        ready = [cell for cell in left if self._prepare(cell, inputs)]
         if ready and self.settings.check:
             on_gpu = any(cell.provider.on_gpu for cell in ready)
             try:
@@ -144,14 +168,22 @@ class Runner:
             self._timers[provider.on_gpu] = GpuTimer() if provider.on_gpu else HostTimer()
         return self._timers[provider.on_gpu]
 
+    def _may_run(self, cell: Cell) -> bool:
+        """Refuse what can be refused without inputs."""
+        try:
+            cell.reason = cell.provider.why_not(cell.case)
+            if cell.reason is None:
+                cell.reason = self._too_slow_by_rate(cell.provider, cell.case, _CASE_MARGIN)
+        except Exception as error:
+            cell.fail(error)
+        return cell.reason is None
+
     def _prepare(self, cell: Cell, inputs: Inputs) -> bool:
         provider, case = cell.provider, cell.case
         try:
-            cell.reason = provider.why_not(case)
-            if cell.reason is None:
-                needed = provider.scratch_bytes(case)
-                if reason := too_large(needed, on_gpu=provider.on_gpu):
-                    cell.reason, cell.needs_bytes = reason, needed_bytes(provider, case)
+            needed = provider.scratch_bytes(case)
+            if reason := too_large(needed, on_gpu=provider.on_gpu):
+                cell.reason, cell.needs_bytes = reason, needed_bytes(provider, case)
             if cell.reason is None and not provider.on_gpu:
                 cell.reason = self._too_slow_on_host(provider, inputs)
             if cell.reason is None:
@@ -165,13 +197,28 @@ class Runner:
     def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
         """Time a part of the rows, where the whole would keep the user waiting for a refusal."""
         case = inputs.case
-        if case.problem().flops() < _PROBE_FLOPS:
+        if case.problem().flops() < _PROBE_FLOPS or _rate_key(provider, case) in self._rates:
             return None
-        part = _first_rows(inputs)
+        part = _part(inputs)
         prepared = _prepared(provider, part)
         seconds = self._timer(provider).once(prepared.timed)
-        rows, part_rows = (c.batch * c.seqlen_q * c.heads_q for c in (case, part.case))
-        return self._over_limit(provider, seconds * rows / part_rows)
+        self._learn(provider, part.case, seconds)
+        return self._too_slow_by_rate(provider, case, _PART_MARGIN)
+
+    def _too_slow_by_rate(self, provider: Provider, case: Case, margin: int) -> str | None:
+        """Estimate from what was measured before."""
+        rate = self._rates.get(_rate_key(provider, case))
+        if rate is None:
+            return None
+        return self._over_limit(provider, case.problem().flops() / rate, margin)
+
+    def _learn(self, provider: Provider, case: Case, seconds: float) -> None:
+        """Remember the best rate on the host: the estimates that follow err to the short side."""
+        flops = case.problem().flops()
+        if provider.on_gpu or not flops or not seconds:
+            return
+        key = _rate_key(provider, case)
+        self._rates[key] = max(flops / seconds, self._rates.get(key, 0.0))
 
     def _repeats(self, provider: Provider, one_call: float) -> int:
         """How often a call is timed; 0 where --cell-seconds does not allow enough."""
@@ -179,12 +226,13 @@ class Runner:
         one_repeat = one_call + self._timer(provider).pause
         return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
 
-    def _over_limit(self, provider: Provider, one_call: float) -> str | None:
-        if self._repeats(provider, one_call):
+    def _over_limit(self, provider: Provider, one_call: float, margin: int = 1) -> str | None:
+        """Why a call is not repeated, though it may be shorter than estimated by the margin."""
+        if self._repeats(provider, one_call / margin):
             return None
         pause = self._timer(provider).pause
-        after = f" after {pause:.2g} s of rest" if pause > one_call else ""
-        return f"one call takes about {one_call:.2g} s{after}, too long for --cell-seconds"
+        after = f" after {_seconds(pause)} of rest" if pause > one_call else ""
+        return f"one call takes about {_seconds(one_call)}{after}, too long for --cell-seconds"
 
     def _try(self, cell: Cell, check: Check | None) -> None:
         """The first call, which may compile; its check; and others for its time and memory."""
@@ -198,6 +246,8 @@ class Runner:
                 cell.passed = cell.max_error <= check.coverage.bound
             del result
             cell.one_call = self._timer(cell.provider).once(prepared.timed)
+            if cell.case.problem().flops() >= _PROBE_FLOPS:
+                self._learn(cell.provider, cell.case, cell.one_call)
             cell.reason = self._over_limit(cell.provider, cell.one_call)
             if cell.reason is None:
                 cell.peak_bytes = cell.provider.peak_bytes(prepared)
@@ -329,19 +379,35 @@ def too_large(needed: int, *, on_gpu: bool) -> str | None:
     return f"needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
 
 
-def _first_rows(inputs: Inputs) -> Inputs:
-    """The first 256 query rows of the heads that share the first key and value head."""
+def _rate_key(provider: Provider, case: Case) -> tuple[Any, ...]:
+    """What cases share that a provider computes at about one rate."""
+    rows = min(case.seqlen_q, _RATE_ROWS)
+    return provider.name, case.dtype, case.head_dim, case.head_dim_v, rows
+
+
+def _seconds(value: float) -> str:
+    """Two significant digits, without an exponent."""
+    digits = np.format_float_positional(
+        value, precision=2, unique=False, fractional=False, trim="-"
+    )
+    return f"{digits} s"
+
+
+def _part(inputs: Inputs) -> Inputs:
+    """The last query rows of some heads: about as much work as a probe may be."""
     case = inputs.case
-    rows, heads = min(256, case.seqlen_q), case.heads_q // case.heads_kv
+    rows, group = min(_PROBE_ROWS, case.seqlen_q), case.heads_q // case.heads_kv
+    offset = case.first_query + case.seqlen_q - rows if case.causal else None
+    one = dataclasses.replace(
+        case, batch=1, heads_q=group, heads_kv=1, seqlen_q=rows, q_offset=offset
+    )
+    kv = min(case.heads_kv, max(1, int(_PROBE_FLOPS / one.problem().flops())))
+    part = dataclasses.replace(one, heads_q=kv * group, heads_kv=kv)
     q, k, v = inputs.host
     if case.layout == "bshd":
-        q, k, v = q[:1, -rows:, :heads], k[:1, :, :1], v[:1, :, :1]
+        q, k, v = q[:1, -rows:, : kv * group], k[:1, :, :kv], v[:1, :, :kv]
     else:
-        q, k, v = q[:1, :heads, -rows:], k[:1, :1], v[:1, :1]
-    offset = case.first_query + case.seqlen_q - rows if case.causal else None
-    part = dataclasses.replace(
-        case, batch=1, heads_q=heads, heads_kv=1, seqlen_q=rows, q_offset=offset
-    )
+        q, k, v = q[:1, : kv * group, -rows:], k[:1, :kv], v[:1, :kv]
     return Inputs(part, _host=(q, k, v))
 
 

@@ -6,9 +6,11 @@ import contextlib
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -531,6 +533,97 @@ def test_a_torch_that_cannot_be_imported_is_left_out_and_says_why(
     assert torch_providers.why_no_torch.__wrapped__() == (
         "torch cannot be imported: libcublas.so.13: cannot open shared object file"
     )
+
+
+THREE = ("--seqlen-q", "113,239,307", "--batch", "1", "--heads", "2", "--head-dim", "24")
+
+
+def test_into_a_file_each_case_has_a_line_of_progress_with_the_fastest() -> None:
+    result = bench(*THREE, "--provider", "cupy_flash-cpu", "--repeats", "3")
+    lines = [re.sub(r"[\d.]+ ms$", "# ms", line) for line in result.stderr.splitlines()]
+
+    assert lines == [
+        "[1/3] s113: cupy_flash-cpu # ms",
+        "[2/3] s239: cupy_flash-cpu # ms",
+        "[3/3] s307: cupy_flash-cpu # ms",
+    ]
+
+
+def test_the_progress_of_a_case_that_was_not_timed_says_so() -> None:
+    result = bench(*THREE, "--provider", "torch-flash")
+
+    assert result.stderr.splitlines()[-1] == "[3/3] s307: not timed"
+
+
+def test_a_preset_whose_calls_all_take_too_long_is_refused_in_seconds() -> None:
+    quick = ("--cell-seconds", "0.02", "--repeats", "1", "--warmup", "0")
+    start = time.monotonic()
+    result = without_gpu("bench", "--preset", "fa3-grid", *quick)
+
+    assert time.monotonic() - start < 60
+    assert result.stderr.count("not timed") == 36
+    text = " ".join(result.stdout.split())
+    assert "cupy_flash, all 36 cases: one call takes about" in text
+
+
+def test_that_there_is_no_gpu_is_said_in_lines_that_fit_the_terminal() -> None:
+    lines = without_gpu("bench", "--seqlen-q", "64").stdout.splitlines()
+    said = lines[: lines.index("Timing the CPU backend.")]
+
+    assert said[0].startswith("No GPU to use: ")
+    assert max(map(len, said)) <= 80
+
+
+def reason_lines(reasons: Sequence[str | None], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines below the table of cases that numpy-naive refused for these reasons."""
+    seqlens = (113, 239, 307, 512, 799)[: len(reasons)]
+    cases = [Case("float32", 1, seqlen, seqlen, 2, 2, 24, 24) for seqlen in seqlens]
+    table = [
+        [Cell(provider("numpy-naive"), case, reason=reason)]
+        for case, reason in zip(cases, reasons, strict=True)
+    ]
+    rows = [[record_row(cell, None, "a CPU", {}) for cell in cells] for cells in table]
+    settings = Settings(1, 7, 20.0, 0, check=True, host_time=False)
+    print_cells(table, rows, [], "a CPU", ["numpy-naive"], settings)
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if re.match("numpy-naive(:|,| on )", line)]
+
+
+@pytest.mark.parametrize(
+    ("reasons", "lines"),
+    [
+        (["takes 2 s"], ["numpy-naive: takes 2 s"]),
+        ([None, "takes 2 s"], ["numpy-naive on s239: takes 2 s"]),
+        (
+            ["takes 12 s", None, "takes 9.5 s"],
+            ["numpy-naive on s113, s307: takes 9.5 to 12 s"],
+        ),
+        (
+            [None, "takes 2 s", "takes 3 s", "takes 4 s", "takes 5 s"],
+            ["numpy-naive on s239, s307, s512, and 1 more: takes 2 to 5 s"],
+        ),
+        (
+            ["takes 2 s", "is missing", "takes 2 s"],
+            ["numpy-naive on s113, s307: takes 2 s", "numpy-naive on s239: is missing"],
+        ),
+        (["is missing"] * 3, ["numpy-naive, all 3 cases: is missing"]),
+        (
+            ["q_offset is -3, not 0", "q_offset is -12, not 0"],
+            ["numpy-naive, all 2 cases: q_offset is -12 to -3, not 0"],
+        ),
+        (
+            ["tile 64x128 on sm_90 of CUDA 13.0.1", "tile 64x256 on sm_90 of CUDA 13.0.1"],
+            [
+                "numpy-naive on s113: tile 64x128 on sm_90 of CUDA 13.0.1",
+                "numpy-naive on s239: tile 64x256 on sm_90 of CUDA 13.0.1",
+            ],
+        ),
+    ],
+)
+def test_a_reason_names_its_cases_and_joins_what_differs_in_numbers(
+    reasons: list[str | None], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason_lines(reasons, capsys) == lines
 
 
 LONG_NAMES = ("cupy_flash-hopper", "cupy_flash-mma", "torch-efficient", "cupy-library")

@@ -209,7 +209,7 @@ def test_nothing_in_common_is_one_line(tmp_path: Path) -> None:
     assert other_case.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("version", [2, "1.0", None, [1]])
+@pytest.mark.parametrize("version", [2, "1", "1.0", None, [1]])
 def test_a_record_of_another_version_is_refused_by_its_version(
     tmp_path: Path, version: Any
 ) -> None:
@@ -217,7 +217,8 @@ def test_a_record_of_another_version_is_refused_by_its_version(
     result = compared(tmp_path, rows, rows, record_version=version)
 
     assert result.exit_code == 2
-    assert f"b.json is a record of version {version!r}" in result.output
+    text = " (text)" if isinstance(version, str) else ""
+    assert f"b.json is a record of version {version!r}{text}; this" in result.output
     assert "reads version 1" in result.output
     assert result.output.count("\n") == 1
 
@@ -240,6 +241,15 @@ def test_a_record_that_names_its_version_is_read_as_one_from_before_versions(
         (b'{"metadata": {}, "rows": [3]}', "row 0 is 3"),
         (b'{"metadata": {}, "rows": []}', "it has no rows"),
         (b'{"metadata": {}, "rows": [{"tile": 1}]}', "row 0 has no 'provider'"),
+        (b'{"metadata": {"versions": 7}, "rows": []}', "its metadata has versions 7"),
+        (b'{"metadata": {"versions": [1]}, "rows": []}', "its metadata has versions [1]"),
+        (b'{"metadata": {"device": {}}, "rows": []}', "its metadata has device {}"),
+        (b'{"metadata": {"date": NaN}, "rows": []}', "its metadata has date nan"),
+        (b"[" * 100_000, "is not JSON"),
+        (
+            b'{"metadata": {}, "rows": [' + b"[" * 50 + b"]" * 50 + b"]}",
+            "row 0 is [[[[[[[...]]]]]]]",
+        ),
     ],
 )
 def test_a_file_that_is_no_record_of_bench_is_one_line(
@@ -261,6 +271,9 @@ def test_a_file_that_is_no_record_of_bench_is_one_line(
     [
         {"median_ms": "fast"},
         {"median_ms": -1.0},
+        {"median_ms": 0},
+        {"median_ms": 10**400},
+        {"low_quartile_ms": 0.0},
         {"median_ms": float("nan")},
         {"dtype": "float8"},
         {"causal": "no"},
@@ -278,6 +291,43 @@ def test_a_field_that_bench_does_not_write_is_one_line(
     assert result.exit_code == 2
     assert "row 1 has" in result.output
     assert result.output.count("\n") == 1
+
+
+def test_a_row_that_repeats_another_is_one_line(tmp_path: Path) -> None:
+    rows = [row("cupy_flash", 113, 1.0), row("cupy_flash", 799, 1.0), row("cupy_flash", 113, 2.0)]
+    result = compared(tmp_path, rows[:2], rows)
+
+    assert result.exit_code == 2
+    assert "b.json" in result.output
+    assert "rows 0 and 2 are both cupy_flash on bf16 b144 h16 s113 d128 full" in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("threshold", ["nan", "inf", "-1", "much"])
+def test_a_threshold_that_is_no_percentage_is_one_line(tmp_path: Path, threshold: str) -> None:
+    rows = [row("cupy_flash", 799, 1.0)]
+    result = compared(tmp_path, rows, rows, "--threshold", threshold)
+
+    assert result.exit_code == 2
+    assert "--threshold" in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_long_names_of_files_and_devices_wrap_in_a_terminal_and_never_in_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row("cupy_flash", 799, 1.0)]
+    path = write(
+        tmp_path / "h100_preset_replit-generation.json", rows, device="NVIDIA H100 80GB HBM3"
+    )
+    whole = f"A: {path.name}, NVIDIA H100 80GB HBM3, 2026-01-02T03:04:05+00:00"
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert whole in invoke(compare, path, path).output.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = invoke(compare, path, path).output
+    assert max(map(len, narrow.splitlines())) <= 80 < len(whole)
+    assert whole in " ".join(narrow.split())
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:

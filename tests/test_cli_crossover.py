@@ -390,6 +390,9 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         (("--dtype", "int8"), "'int8' is not a dtype"),
         (("--seqlen", "0"), "'0' is not a whole number from 1"),
         (("--repeats", "2"), "2 is not in the range x>=3"),
+        (("--seed", "-1"), "-1 is not in the range x>=0"),
+        (("--batch", "1,2"), "'1,2' is not one whole number from 1"),
+        (("--heads", "many"), "'many' is not one whole number from 1"),
         (("--plot", "x.jpg"), "expected one of .png, .svg"),
     ],
 )

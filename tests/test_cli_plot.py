@@ -184,6 +184,7 @@ def test_another_suffix_is_one_line_that_names_what_is_right(tmp_path: Path) -> 
         ([{"tile": 1}], {}, "is no record of 'cupy-flash bench': row 0 has no 'provider'"),
         ([row("cupy_flash", 512, None)], {}, "no rate to draw"),
         (GRID, {"record_version": 7}, "is a record of version 7"),
+        ([row("cupy_flash", 512, 1.0)] * 2, {}, "rows 0 and 1 are both cupy_flash on bf16"),
     ],
 )
 def test_a_record_that_cannot_be_drawn_is_one_line(
@@ -197,6 +198,17 @@ def test_a_record_that_cannot_be_drawn_is_one_line(
     assert why in result.output
     assert result.output.count("\n") == 1
     assert not (tmp_path / "a.svg").exists()
+
+
+def test_a_file_nested_too_deep_to_be_a_record_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    deep = tmp_path / "r.json"
+    deep.write_text("[" * 100_000, encoding="utf-8")
+    result = invoke(plot, deep, "--output", tmp_path / "a.svg")
+
+    assert result.exit_code == 2
+    assert "r.json is not JSON" in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(

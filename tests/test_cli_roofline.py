@@ -110,6 +110,31 @@ def test_every_row_stays_on_one_line(an_h100: None, width: int, monkeypatch: Any
     assert "e+" not in text
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_said_of_a_gpu_fits_80_columns_and_stays_whole_in_a_pipe(
+    no_gpu: None, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--gpu", ",".join(gpus.names()), "--dtype", dtype)
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = run(*arguments).stdout
+    monkeypatch.delenv("COLUMNS")
+    wide = run(*arguments).stdout.splitlines()
+    heads = [line for line in wide if "TFLOP/s dense" in line or line.startswith("ridge point")]
+
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert len(heads) == 2 * len(gpus.names())
+    assert all(line in " ".join(narrow.split()) for line in heads)
+
+
+def test_figures_below_one_have_four_digits_too(no_gpu: None) -> None:
+    text = run("--gpu", "H100", "--dtype", "float64").stdout
+
+    assert re.search(r"^ standard +8.993 +8.724 ", text, re.MULTILINE)
+    assert re.search(r"^ fused +0.4027 +0.1342 ", text, re.MULTILINE)
+    few = run("--gpu", "H100", "--seqlen-q", "1", "--seqlen-k", "13", "--heads", "1").stdout
+    assert re.search(r"^ fused +0.006912 +0.000256 ", few, re.MULTILINE)
+
+
 def test_empty_problems_have_rows_and_no_bound(no_gpu: None, tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "--gpu", "H100", "--seqlen-q", "0", "--seqlen-k", "9")
 

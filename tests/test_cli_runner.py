@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import subprocess
 import weakref
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.cli.cases import Case
-from cupy_flash.cli.inputs import random_inputs
+from cupy_flash.cli.inputs import Inputs, random_inputs
 from cupy_flash.cli.providers import Prepared, Provider
 from cupy_flash.cli.runner import Cell, Runner, Settings
 from cupy_flash.cli.timing import Timed, call_milliseconds, take_turns
@@ -90,10 +91,12 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
 SETTINGS = Settings(warmup=3, repeats=5, cell_seconds=20.0, seed=0, check=False, host_time=False)
 
 
+draw = functools.partial(random_inputs, CASE, 0, on_gpu=False)
+
+
 def run(*chosen: Provider, timer: FakeTimer | None = None, check: bool = False) -> list[Cell]:
     settings = dataclasses.replace(SETTINGS, check=check)
-    inputs = random_inputs(CASE, 0, on_gpu=False)
-    return Runner(settings, {True: timer or FakeTimer()}).run(inputs, chosen)[0]
+    return Runner(settings, {True: timer or FakeTimer()}).run(CASE, chosen, draw)[0]
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[[], Any]:
@@ -186,8 +189,7 @@ def test_on_the_cpu_the_time_is_that_of_the_call_by_the_clock() -> None:
     provider = FakeProvider(call=lambda: np.zeros((1, 113, 2, 24), np.float32))
     provider.on_gpu = False
     settings = dataclasses.replace(SETTINGS, warmup=0, repeats=3)
-    inputs = random_inputs(CASE, 0, on_gpu=False)
-    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(inputs, [provider])
+    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [provider], draw)
 
     assert cell.timed_by == "clock"
     assert cell.time is not None
@@ -291,8 +293,7 @@ def test_a_call_of_ours_that_fails_after_its_check_has_a_reason_and_no_error() -
     ours = FakeProvider("cupy_flash", lambda: next(calls))
     ours.on_gpu = False
     settings = dataclasses.replace(SETTINGS, check=True)
-    inputs = random_inputs(CASE, 0, on_gpu=False)
-    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(inputs, [ours])
+    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [ours], draw)
 
     assert cell.passed is False
     assert cell.max_error is None
@@ -367,3 +368,132 @@ def test_scopes_are_left_after_a_failure() -> None:
         run(Scoped(call=failing(RuntimeError("no"), calls_before)), FakeProvider())
 
     assert entered == 0
+
+
+# 4.3 GFLOP: enough to be tried on a part of it first.
+LONG = Case("float32", 2, 1024, 1024, 8, 4, 64, 64, layout="bhsd")
+
+
+class HostProvider(FakeProvider):
+    """A provider on the host that notes which cases it is made ready for."""
+
+    on_gpu = False
+
+    def __init__(self, name: str = "theirs") -> None:
+        super().__init__(name)
+        self.seen: list[Case] = []
+
+    def prepare(self, inputs: Any) -> Prepared:
+        # What is timed has the shapes that its case says.
+        assert [array.shape for array in inputs.host] == [
+            (batch, heads, seqlen, dim) if inputs.case.layout == "bhsd" else shape
+            for shape in inputs.case.bshd_shapes
+            for batch, seqlen, heads, dim in [shape]
+        ]
+        self.seen.append(inputs.case)
+        return super().prepare(inputs)
+
+
+def on_host(one_call: float, **settings: Any) -> Runner:
+    """A runner whose timer says that any call takes so many seconds."""
+    settings = {"warmup": 0, "cell_seconds": 1.0} | settings
+    return Runner(dataclasses.replace(SETTINGS, **settings), {False: FakeTimer(one_call)})
+
+
+def reason(runner: Runner, provider: Provider, case: Case) -> str | None:
+    inputs = functools.partial(random_inputs, case, 0, on_gpu=False)
+    return runner.run(case, [provider], inputs)[0][0].reason
+
+
+def never_drawn() -> Inputs:
+    raise AssertionError("inputs were drawn")
+
+
+def test_a_case_that_everyone_refuses_costs_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = FakeProvider()
+    monkeypatch.setattr(provider, "why_not", lambda case: "not here")
+    ((cell,), _) = Runner(SETTINGS).run(CASE, [provider], never_drawn)
+
+    assert cell.reason == "not here"
+
+
+def test_inputs_that_cannot_be_had_are_the_reason_of_those_who_would_have_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refusing = FakeProvider("refusing")
+    monkeypatch.setattr(refusing, "why_not", lambda case: "not here")
+    cells, _ = Runner(SETTINGS).run(CASE, [refusing, FakeProvider()], lambda: "no inputs")
+
+    assert [cell.reason for cell in cells] == ["not here", "no inputs"]
+
+
+def test_a_long_case_on_the_host_is_tried_on_rows_of_several_heads() -> None:
+    provider = HostProvider()
+    tried = dataclasses.replace(LONG, batch=1, seqlen_q=1024)
+    said = reason(on_host(100.0), provider, dataclasses.replace(LONG, batch=4))
+
+    assert provider.seen == [tried]
+    assert said == "one call takes about 400 s, too long for --cell-seconds"
+
+
+def test_the_part_of_a_causal_case_is_its_last_rows() -> None:
+    provider = HostProvider()
+    case = Case("float32", 1, 4096, 4999, 2, 1, 64, 64, causal=True)
+    reason(on_host(100.0), provider, case)
+
+    assert [(part.seqlen_q, part.first_query) for part in provider.seen] == [(1024, 4999 - 1024)]
+
+
+def test_a_provider_whose_rate_is_known_is_refused_without_inputs_or_a_call() -> None:
+    runner, provider = on_host(100.0), HostProvider()
+    reason(runner, provider, LONG)
+    calls = len(provider.seen)
+    longer = dataclasses.replace(LONG, seqlen_q=4096, seqlen_k=4096)
+    ((cell,), _) = runner.run(longer, [provider], never_drawn)
+
+    assert cell.reason == "one call takes about 3200 s, too long for --cell-seconds"
+    assert len(provider.seen) == calls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float64"}, {"head_dim": 128}, {"head_dim_v": 32}, {"seqlen_q": 16, "batch": 128}],
+)
+def test_a_rate_tells_nothing_of_cases_of_another_kind(change: dict[str, Any]) -> None:
+    runner, provider = on_host(100.0), HostProvider()
+    reason(runner, provider, LONG)
+    calls = len(provider.seen)
+    reason(runner, provider, dataclasses.replace(LONG, **change))
+
+    assert len(provider.seen) > calls
+
+
+def test_a_rate_tells_nothing_of_other_providers() -> None:
+    runner, other = on_host(100.0), HostProvider("other")
+    reason(runner, HostProvider("one"), LONG)
+    reason(runner, other, LONG)
+
+    assert other.seen
+
+
+@pytest.mark.parametrize(("seconds", "is_timed"), [(0.25, True), (0.5, False)])
+def test_a_case_that_may_fit_although_its_part_says_not_is_tried(
+    seconds: float, is_timed: bool
+) -> None:
+    # Three calls in a second are needed, and the whole would take twice the time of its part.
+    provider = HostProvider()
+    said = reason(on_host(seconds), provider, LONG)
+
+    assert (said is None) is is_timed
+    assert (LONG in provider.seen) is is_timed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(119.6, "120 s"), (1234.5, "1200 s"), (1.84, "1.8 s"), (0.000012, "0.000012 s")],
+)
+def test_the_seconds_of_a_call_are_told_without_an_exponent(seconds: float, text: str) -> None:
+    case = dataclasses.replace(CASE, layout="bhsd")
+    said = reason(on_host(seconds, cell_seconds=1e-6), HostProvider(), case)
+
+    assert said == f"one call takes about {text}, too long for --cell-seconds"

@@ -25,6 +25,7 @@ GPU = "NVIDIA GPU of the tests"
 def no_gpu_and_nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables_module, "gpu_unavailable", lambda: "the tests have none")
     monkeypatch.setattr(tuning, "SHIPPED_DIR", tmp_path / "shipped")
+    monkeypatch.setenv("COLUMNS", "160")
 
 
 def tables(*arguments: str | Path) -> Result:

@@ -19,8 +19,9 @@ from cupy_flash.arrays import (
     to_bshd,
 )
 from cupy_flash.compiler import kernel_cache
+from cupy_flash.counters import zeroed
 from cupy_flash.device import device_for_id
-from cupy_flash.params import PackedParams
+from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import FrozenTile, make_plan
 from cupy_flash.problem import MAX_ALIGNMENT, ArraySpec, Problem, contiguous_strides, make_problem
 from cupy_flash.tensor_map import TensorMaps
@@ -51,6 +52,8 @@ class _Call:
     lse_dtype: str
     params: PackedParams
     tensor_maps: TensorMaps | None
+    sequences: PackedSequences | None
+    counters: int
     kernels: tuple[tuple[Any, tuple[int, int, int], tuple[int, int, int], int], ...]
 
 
@@ -146,11 +149,13 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
             0 if lse is None else lse.data.ptr,
             0 if workspace is None else workspace.ptr,
         )
-        if call.tensor_maps is None:
-            arguments: tuple[Any, ...] = (params,)
-        else:
-            # A kernel without a parameter for the maps is not given them.
+        # A kernel is given only what it has parameters for.
+        arguments: tuple[Any, ...] = (params,)
+        if call.tensor_maps is not None:
             arguments = (params, call.tensor_maps.at((q_address, k_address, v_address)))
+        elif call.sequences is not None:
+            counters = zeroed(call.counters) if call.counters else 0
+            arguments = (params, call.sequences.with_pointers(0, 0, 0, 0, 0, counters, 0))
         for kernel, grid, block, shared_memory in call.kernels:
             kernel(grid, block, arguments, shared_memory)
     return out, lse
@@ -192,6 +197,8 @@ def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_i
             section_heads=plan.section_heads,
         ),
         tensor_maps=TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
+        sequences=PackedSequences(problem) if plan.takes_sequences else None,
+        counters=plan.counters,
         kernels=kernels,
     )
 

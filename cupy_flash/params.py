@@ -7,6 +7,7 @@ import struct
 import numpy as np
 
 from cupy_flash.problem import Problem
+from cupy_flash.sequences import Sequences
 
 TENSOR_DTYPE = np.dtype(
     [
@@ -34,6 +35,28 @@ PARAMS_DTYPE = np.dtype(
         ("q_offset", np.int32),
         ("num_splits", np.int32),
         ("section_heads", np.int32),
+    ]
+)
+
+# The second argument of kernels that serve packed, cached or paged sequences, mirrored in
+# `kernels_cu/sequences.cuh`.
+SEQUENCES_DTYPE = np.dtype(
+    [
+        ("cu_seqlens_q", np.uint64),
+        ("cu_seqlens_k", np.uint64),
+        ("seqused_k", np.uint64),
+        ("cache_batch_idx", np.uint64),
+        ("block_table", np.uint64),
+        ("counters", np.uint64),
+        ("block_table_stride", np.int64),
+        ("total_q", np.int32),
+        ("total_k", np.int32),
+        ("caches", np.int32),
+        ("pages", np.int32),
+        ("max_pages", np.int32),
+        ("keys", np.int32),
+        ("new_keys", np.int32),
+        ("num_splits", np.int32),
     ]
 )
 
@@ -79,13 +102,49 @@ class PackedParams:
         return np.frombuffer(bytearray(data), PARAMS_DTYPE)[0]
 
 
-def layout_assertions() -> str:
-    """C++ that fails to compile unless `params.cuh` lays the struct out as `PARAMS_DTYPE` does.
+class PackedSequences:
+    """The struct of where a problem's sequences lie, all but the pointers and `keys` fixed.
 
-    NVRTC has no ``offsetof`` without a header; ``__INTADDR__`` is what its own is made of.
+    Of a problem without such it is one that says nothing: all pointers null.
     """
+
+    def __init__(self, problem: Problem) -> None:
+        self._struct = struct.Struct("=" + _struct_format(SEQUENCES_DTYPE))
+        s = problem.sequences or Sequences(caches=problem.batch)
+        self._stride = s.block_table_stride
+        self._head = (s.total_q, s.total_k, s.caches, s.pages, s.max_pages)
+        self._tail = (s.new_keys, s.num_splits)
+
+    def with_pointers(
+        self,
+        cu_seqlens_q: int,
+        cu_seqlens_k: int,
+        seqused_k: int,
+        cache_batch_idx: int,
+        block_table: int,
+        counters: int,
+        keys: int,
+    ) -> np.void:
+        """The struct for these device addresses, as a scalar that CuPy passes by value."""
+        pointers = (cu_seqlens_q, cu_seqlens_k, seqused_k, cache_batch_idx, block_table, counters)
+        data = self._struct.pack(*pointers, self._stride, *self._head, keys, *self._tail)
+        return np.frombuffer(bytearray(data), SEQUENCES_DTYPE)[0]
+
+
+def sequences_assertions() -> str:
+    """C++ that fails to compile unless `sequences.cuh` agrees with `SEQUENCES_DTYPE`."""
+    return _assertions(("Sequences", SEQUENCES_DTYPE))
+
+
+def layout_assertions() -> str:
+    """C++ that fails to compile unless `params.cuh` lays the struct out as `PARAMS_DTYPE` does."""
+    return _assertions(("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE))
+
+
+def _assertions(*structs: tuple[str, np.dtype]) -> str:
+    # NVRTC has no offsetof without a header; __INTADDR__ is what its own is made of.
     lines = []
-    for name, dtype in (("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE)):
+    for name, dtype in structs:
         lines.append(f"static_assert(sizeof({name}) == {dtype.itemsize});")
         assert dtype.fields is not None
         lines += [

@@ -36,6 +36,10 @@ class Plan:
         Kernel launches, in order.
     workspace
         Bytes of device memory besides the arrays.
+    counters
+        32-bit words of device memory that are zero before a launch and after it.
+    takes_sequences
+        Whether the kernels take the struct of `sequences.cuh` after the params.
     section_heads
         Query heads whose query tiles are interleaved in the order of the work.
     tensor_maps
@@ -57,6 +61,8 @@ class Plan:
     num_splits: int
     launches: tuple[Launch, ...]
     workspace: int
+    counters: int
+    takes_sequences: bool
     section_heads: int
     tensor_maps: tuple[TensorMapSpec, ...] = field(repr=False)
     unit: TranslationUnit | None = field(repr=False)
@@ -176,7 +182,7 @@ def make_plan(
         raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
     rejected = {}
     for name, candidate in FAMILIES.items():
-        if reason := candidate.why_not(problem, device):
+        if reason := _why_not(candidate, problem, device):
             rejected[name] = reason
     usable = [name for name in FAMILIES if name not in rejected]
     if family is None:
@@ -208,6 +214,12 @@ def make_plan(
     )
 
 
+def _why_not(family: Family, problem: Problem, device: Device) -> str | None:
+    if problem.sequences is not None and not family.serves_sequences:
+        return "its kernels take sequences of equal length, neither packed nor cached"
+    return family.why_not(problem, device)
+
+
 def plan_tile(
     family: Family,
     problem: Problem,
@@ -226,7 +238,9 @@ def plan_tile(
         tile=tile,
         num_splits=num_splits,
         launches=family.launches(problem, device, tile, num_splits),
-        workspace=family.workspace(problem, num_splits),
+        workspace=family.workspace(problem, device, tile, num_splits),
+        counters=family.counters(problem, device, tile, num_splits),
+        takes_sequences=family.takes_sequences(problem),
         section_heads=family.section_heads(problem, device, tile),
         tensor_maps=family.tensor_maps(problem, tile),
         unit=family.unit(problem, tile, num_splits),
@@ -332,6 +346,8 @@ def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
         num_splits=1,
         launches=(),
         workspace=cpu.scratch_bytes(problem, tile),
+        counters=0,
+        takes_sequences=False,
         section_heads=1,
         tensor_maps=(),
         unit=None,

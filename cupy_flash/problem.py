@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_flash.sequences import Sequences
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
@@ -84,6 +86,10 @@ class Problem:
         Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2.
     out_alignment
         The same of out.
+    sequences
+        How the sequences lie where they are not blocks of equal length; then seqlen_q and seqlen_k
+        are the most that one may have, and each has a causal mask of its own, aligned at the
+        bottom right. The first of the strides is 0 for packed arrays, a page's for paged ones.
     """
 
     dtype: str
@@ -103,6 +109,7 @@ class Problem:
     out_strides: Strides
     alignment: int
     out_alignment: int
+    sequences: Sequences | None = None
 
     @property
     def itemsize(self) -> int:

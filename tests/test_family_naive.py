@@ -35,7 +35,7 @@ def test_it_is_never_chosen_unasked():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 4), ("float32", 4), ("float64", 8)])
 def test_the_workspace_is_the_score_matrix_in_the_accumulators_type(dtype, size):
-    assert naive.workspace(problem(dtype), 1) == 2 * 6 * 113 * 203 * size
+    assert naive.workspace(problem(dtype), h100, NaiveTile(), 1) == 2 * 6 * 113 * 203 * size
 
 
 def test_three_kernels_cover_scores_rows_and_outputs():
@@ -49,7 +49,7 @@ def test_three_kernels_cover_scores_rows_and_outputs():
 
 def test_without_keys_every_launch_still_has_a_block():
     case = problem(seqlen_k=0)
-    assert naive.workspace(case, 1) == 0
+    assert naive.workspace(case, h100, NaiveTile(), 1) == 0
     assert all(
         launch.grid[0] >= 1 for launch in naive.launches(case, device_for_arch(90), NaiveTile(), 1)
     )

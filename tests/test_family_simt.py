@@ -106,11 +106,12 @@ def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
     forward, combine = simt.launches(one, h100, tile, splits)
     assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
     assert combine.grid[0] * combine.threads // 32 >= one.rows
-    assert simt.workspace(one, splits) == splits * 4096 * (64 + 1) * 4
+    assert simt.workspace(one, h100, tile, splits) == splits * 4096 * (64 + 1) * 4
 
 
 def test_no_workspace_is_needed_where_keys_are_whole():
-    assert simt.workspace(problem(), 1) == 0
+    case = problem()
+    assert simt.workspace(case, h100, simt.default_tile(case, h100), 1) == 0
 
 
 def test_splits_never_get_less_than_two_key_tiles():

@@ -75,6 +75,8 @@ class Family(ABC):
     automatic: bool = True
     # Whether its code is for one architecture only (see `TranslationUnit`).
     arch_specific: bool = False
+    # Whether it serves problems whose sequences are packed, cached or paged.
+    serves_sequences: bool = False
 
     @abstractmethod
     def why_not(self, problem: Problem, device: Device) -> str | None:
@@ -104,9 +106,17 @@ class Family(ABC):
         """Thread blocks that share the keys of one query tile."""
         return 1
 
-    def workspace(self, problem: Problem, num_splits: int) -> int:
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         """Bytes of device memory needed besides the arrays."""
         return 0
+
+    def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        """32-bit words of device memory that are zero before a launch and after it."""
+        return 0
+
+    def takes_sequences(self, problem: Problem) -> bool:
+        """Whether the kernels take the struct of `sequences.cuh` after the params."""
+        return problem.sequences is not None
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
         """Query heads whose query tiles are interleaved (see `kernels_cu/schedule.cuh`)."""

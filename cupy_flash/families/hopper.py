@@ -254,7 +254,7 @@ class HopperFamily(Family):
             blocks_per_sm=1,
         )
 
-    def workspace(self, problem: Problem, num_splits: int) -> int:
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:

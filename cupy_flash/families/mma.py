@@ -172,7 +172,7 @@ class MmaFamily(Family):
             blocks_per_sm=device.blocks_per_sm(self.threads(tile), shared_memory, 255),
         )
 
-    def workspace(self, problem: Problem, num_splits: int) -> int:
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)
 
     def launches(

@@ -24,6 +24,11 @@ class NaiveTile(Tile):
     Bc: int = _TILE
 
 
+def _matrix_bytes(problem: Problem) -> int:
+    accumulator = 8 if problem.dtype == "float64" else 4
+    return problem.rows * problem.seqlen_k * accumulator
+
+
 class NaiveFamily(Family):
     """See `kernels_cu/naive.cu`."""
 
@@ -35,7 +40,7 @@ class NaiveFamily(Family):
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
-        matrix = self.workspace(problem, 1)
+        matrix = _matrix_bytes(problem)
         if matrix > _MAX_WORKSPACE:
             return (
                 f"keeps the score matrix in global memory, here {matrix / 2**40:.3g} TiB; "
@@ -65,9 +70,8 @@ class NaiveFamily(Family):
     def threads(self, tile: Tile) -> int:
         return tile.Br * tile.Bc
 
-    def workspace(self, problem: Problem, num_splits: int) -> int:
-        accumulator = 8 if problem.dtype == "float64" else 4
-        return problem.rows * problem.seqlen_k * accumulator
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        return _matrix_bytes(problem)
 
     def launches(
         self, problem: Problem, device: Device, tile: Tile, num_splits: int

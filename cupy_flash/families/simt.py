@@ -192,7 +192,7 @@ class SimtFamily(Family):
             blocks_per_sm=self._blocks_per_sm(problem, device, tile),
         )
 
-    def workspace(self, problem: Problem, num_splits: int) -> int:
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)
 
     def launches(

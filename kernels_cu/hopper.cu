@@ -7,6 +7,9 @@
 // the output of this one, and takes the softmax of the former while the tensor cores work on the
 // latter. The next block may be the first of another query tile, so that the tensor cores do not
 // run dry between query tiles either.
+//
+// Sequences that are packed or in a cache are the same stream. Of the producer's warpgroup, one more
+// warp then finds their query tiles, and another clears what lies behind their last values.
 #pragma once
 
 #include "copy.cuh"
@@ -16,8 +19,11 @@
 #include "params.cuh"
 #include "ptx_sm90a.cuh"
 #include "schedule.cuh"
+#include "sequence_order.cuh"
+#include "sequences.cuh"
 #include "slabs.cuh"
 #include "split.cuh"
+#include "visit.cuh"
 #include "wgmma.cuh"
 
 struct TensorMaps {
@@ -67,31 +73,36 @@ struct HopperForward {
   static_assert(Config::guesses >= 1 && Config::guesses <= Bc / 2, "of a lane's scores");
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
   static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
+  static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
 
-  // A query tile, and the blocks of keys that it visits from the last to the first.
-  struct Visit {
-    Work work;
-    KeyTiles keys;
-
-    __device__ static Visit end_of_work() { return {{-1}}; }
-    __device__ bool is_end_of_work() const { return work.q_begin < 0; }
-    __device__ bool has_keys() const { return keys.end > keys.begin; }
-  };
+  using Visit = ::Visit<Config::sequences>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
-  // that has only one block of keys, may already have made place for others.
-  static constexpr int visits = Config::q_stages + 2;
+  // that has only one block of keys, may already have made place for others. Where visits are to be
+  // found, two are written ahead, one of which the producer knows of.
+  static constexpr int visits = Config::q_stages + 2 + 2 * Config::sequences;
 
-  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits.
+  // The values of a sequence's last keys are followed by what belongs to others.
+  struct Tail {
+    int slot;  // of the ring; -1 after the last
+    int rows;  // that are the sequence's
+  };
+  // Each slot may hold one, and there is the end.
+  static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
+
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits, the
+  // tails.
   static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
   static constexpr int barrier_offset = ring_offset + Config::stages * slot_bytes;
-  static constexpr int barriers = 2 * (Config::stages + Config::q_stages);
+  static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
+  static constexpr int barriers = ring_barriers + (Config::sequences ? 2 + tails : 0);
   static constexpr int visit_offset = barrier_offset + barriers * 8;
-  static_assert(visit_offset + visits * int(sizeof(Visit)) == Config::shared_memory,
+  static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
+  static_assert(tail_offset + tails * int(sizeof(Tail)) == Config::shared_memory,
                 "as the host planned");
 
   const Params& p;
   const TensorMaps& maps;
-  const Mask<Config::causal> mask;
+  const Sequences* sequences;  // null unless Config::sequences
   const unsigned shared;
   const int consumer;  // which of the consumer warpgroups this is, or -1 in the producer
   const float scale_log2;
@@ -99,9 +110,12 @@ struct HopperForward {
   RingPosition<Config::stages> ring;
   RingPosition<Config::q_stages> q_ring;
   int visit = 0;  // index in the ring of visits
+  RingPosition<1> found;
+  RingPosition<tails> tail;
 
   // A consumer's query tile. What can be had again from these takes no register in the loop.
   int first_row;  // of this consumer's, among the head's
+  int full_end;   // where Config::sequences, the first block that needs a mask
   int block;      // of keys, whose scores were computed last
   int begin;      // the last block that the tile visits
 
@@ -111,11 +125,11 @@ struct HopperForward {
   float out[columns_v / 2];
   LaggingSoftmaxRow softmax[2];
 
-  __device__ HopperForward(const Params& params, const TensorMaps& maps, unsigned shared,
-                           int consumer)
+  __device__ HopperForward(const Params& params, const TensorMaps& maps,
+                           const Sequences* sequences, unsigned shared, int consumer)
       : p(params),
         maps(maps),
-        mask(params),
+        sequences(sequences),
         shared(shared),
         consumer(consumer),
         scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
@@ -126,6 +140,10 @@ struct HopperForward {
   __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
   __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
   __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
+  // Of a visit that was found for the producer, and of values that were loaded with a tail.
+  __device__ unsigned found_full() const { return full(ring_barriers); }
+  __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
+  __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
 
   __device__ void init_barriers() const {
     // Each warp of a consumer says that it left.
@@ -138,6 +156,11 @@ struct HopperForward {
       ptx::mbarrier_init(q_full(slot), 1);
       ptx::mbarrier_init(q_empty(slot), warps);
     }
+    if constexpr (Config::sequences) {
+      ptx::mbarrier_init(found_full(), 1);
+      ptx::mbarrier_init(found_empty(), 1);
+      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
+    }
     ptx::fence_mbarrier_init();
   }
 
@@ -148,13 +171,24 @@ struct HopperForward {
 
   // ---- The producer: one thread.
 
+  // A block of keys of a sequence, and of their values.
+  struct Block {
+    int index;
+    int head;
+    int batch;
+    int first;   // row of the array with the sequence's first key
+    int seqlen;  // keys of the sequence
+
+    __device__ int row() const { return first + index * Bc; }
+    __device__ int rows() const { return seqlen - index * Bc; }
+  };
+
   // Loads what this block's share of the query tiles needs. K goes one block ahead of V, as the
   // consumers take them.
   __device__ void produce() {
-    int block = -1;  // the one whose values come next
-    int batch, head;
+    Block values = {-1};  // those that come next
     for (unsigned round = 0;; ++round) {
-      const Visit next = visit_of(round);
+      const Visit& next = coming_visit(round);
       if (next.is_end_of_work()) break;
       if (!next.has_keys()) continue;
       // The queries first if there is place for them already, else behind what the consumers need
@@ -164,17 +198,30 @@ struct HopperForward {
           !Config::causal && ptx::mbarrier_test_wait(q_empty(q_ring.slot), q_ring.parity ^ 1);
       if (announced) announce(next);
       for (int key = next.keys.end - 1; key >= next.keys.begin; --key) {
-        load_block<KeyTile>(&maps.k, key, next.work.head_kv, next.work.batch);
-        if (block >= 0) load_block<ValueTile>(&maps.v, block, head, batch);
+        const Sequence& sequence = next.sequence(p);
+        const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
+                            sequence.seqlen_k};
+        load_block<KeyTile>(&maps.k, keys);
+        if (values.index >= 0) load_values(values);
         if (!announced) announce(next);
         announced = true;
-        block = key;
-        head = next.work.head_kv;
-        batch = next.work.batch;
+        values = keys;
+        if (Config::sequences && key == next.keys.begin + min(found_ahead, next.blocks() - 1)) {
+          ptx::mbarrier_arrive(found_empty());
+        }
       }
     }
-    if (block >= 0) load_block<ValueTile>(&maps.v, block, head, batch);
+    if (values.index >= 0) load_values(values);
     announce(Visit::end_of_work());
+    if constexpr (Config::sequences) announce_no_tail();
+  }
+
+  __device__ decltype(auto) coming_visit(unsigned round) {
+    if constexpr (Config::sequences) {
+      return find_next_visit();
+    } else {
+      return visit_of(round);
+    }
   }
 
   // This block's query tile of a round over the grid. Tiles come in order of falling length, and
@@ -188,18 +235,23 @@ struct HopperForward {
     if (tile >= tiles) return Visit::end_of_work();
     const Work work = find_work<Br>(p, tile);
     const int q_end = min(work.q_begin + Br, p.seqlen_q);
-    return {work, find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin, q_end, work.split,
-                                                         p.num_splits)};
+    return {{},
+            work,
+            find_key_tiles<Bc, Config::split_keys>(Mask<Config::causal>(p), work.q_begin, q_end,
+                                                   work.split, p.num_splits)};
   }
 
   // Tells the consumers of a visit, and loads its queries unless it is the end.
   __device__ void announce(const Visit& next) {
     ptx::mbarrier_wait(q_empty(q_ring.slot), q_ring.parity ^ 1);
-    *visit_address(visit) = next;
+    // One that was found is there already.
+    if (!Config::sequences) *visit_address(visit) = next;
     const unsigned barrier = q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
-      load<QueryTile>(shared + q_ring.slot * QueryTile::bytes, &maps.q, next.work.q_begin,
-                      next.work.head, next.work.batch, barrier, ptx::l2_evict_first);
+      const Sequence& sequence = next.sequence(p);
+      load<QueryTile>(shared + q_ring.slot * QueryTile::bytes, &maps.q,
+                      sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
+                      barrier, ptx::l2_evict_first);
     } else {
       ptx::mbarrier_arrive(barrier);
     }
@@ -208,11 +260,19 @@ struct HopperForward {
   }
 
   template <class Tile>
-  __device__ void load_block(const TensorMap* map, int block, int head, int batch) {
+  __device__ void load_block(const TensorMap* map, const Block& block) {
     ptx::mbarrier_wait(empty(ring.slot), ring.parity ^ 1);
-    load<Tile>(slot_address(ring.slot), map, block * Bc, head, batch, full(ring.slot),
+    load<Tile>(slot_address(ring.slot), map, block.row(), block.head, block.batch, full(ring.slot),
                ptx::l2_evict_last);
     ring.advance();
+  }
+
+  __device__ void load_values(const Block& block) {
+    if (Config::sequences && block.rows() < Bc) {
+      load_tail(block);
+    } else {
+      load_block<ValueTile>(&maps.v, block);
+    }
   }
 
   template <class Tile>
@@ -229,6 +289,11 @@ struct HopperForward {
   __device__ Visit* visit_address(int index) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
+  }
+
+  __device__ Tail* tail_address(int index) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
   }
 
   // The visit before the one that was entered last: at a query tile's end, that tile's.
@@ -306,6 +371,9 @@ struct HopperForward {
     const Visit& next = *visit_address(visit);
     if (next.is_end_of_work()) return false;
     first_row = first_row_of(next.work);
+    if (Config::sequences) {
+      full_end = next.template mask<Config::causal>(p).visible_end(first_row) / Bc;
+    }
     block = next.keys.end - 1;
     begin = next.keys.begin;
     return true;
@@ -414,7 +482,7 @@ struct HopperForward {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
     }
-    if (block >= mask.visible_end(first_row) / Bc) apply_mask();
+    if (block >= first_masked_block()) apply_mask();
 
     // From here on the scores are exponents of two, relative to the base.
     const float base[2] = {softmax[0].base(), softmax[1].base()};
@@ -493,11 +561,19 @@ struct HopperForward {
     return Bc < 32 ? fmaxf(max[0], max[1]) : fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3]));
   }
 
+  // Of the current tile's, the first with keys that a row of this consumer does not see.
+  __device__ int first_masked_block() const {
+    return Config::sequences ? full_end : Mask<Config::causal>(p).visible_end(first_row) / Bc;
+  }
+
   __device__ void apply_mask() {
+    const Visit& current = *visit_address(visit);
+    const int first = Config::sequences ? first_row_of(current.work) : first_row;
+    const Mask<Config::causal> mask = current.template mask<Config::causal>(p);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = block_mask.visible_end(first_row + lane_row() + 8 * half);
+      const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -512,7 +588,12 @@ struct HopperForward {
 
   __device__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < columns_v / 2; ++i) out[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < columns_v / 2; ++i) {
+      // A row is also multiplied by 1 for another's sake. Nothing may be flushed to zero by that
+      // where its bits must not depend on others.
+      out[i] = Config::sequences ? ptx::mul_rn(out[i], factor[i / 2 % 2])
+                                 : out[i] * factor[i / 2 % 2];
+    }
   }
 
   // The accumulator of S is, pair by pair, the operand P.
@@ -536,19 +617,25 @@ struct HopperForward {
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
     }
     if (!Config::split_keys && p.lse == nullptr) return;
-    const Work& work = finished_visit().work;
+    const Visit& finished_tile = finished_visit();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + lane_row() + 8 * half;
-      if (threadIdx.x % 4 == 0 && row < p.seqlen_q) {
-        write_log_sum_exp(work, row, state[half].log_sum_exp());
+      const int row = first_row_of(finished_tile.work) + lane_row() + 8 * half;
+      if (threadIdx.x % 4 == 0 && row < finished_tile.sequence(p).seqlen_q) {
+        write_log_sum_exp(finished_tile, row, state[half].log_sum_exp());
       }
     }
   }
 
-  __device__ void write_log_sum_exp(const Work& work, int row, float lse) const {
+  __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
+    const Work& work = visit.work;
     const Partials<float, Config::head_dim_v> partials(p);
-    const int64 index = partials.row_index(p, work.batch, work.head, row);
+    int64 index;
+    if constexpr (Config::sequences) {
+      index = partials.row_index(p, *sequences, visit.sequence(p), work.batch, work.head, row);
+    } else {
+      index = partials.row_index(p, work.batch, work.head, row);
+    }
     if (Config::split_keys) {
       *partials.lse_row(work.split, index) = lse;
     } else {
@@ -561,21 +648,23 @@ struct HopperForward {
     return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
   }
 
-  __device__ Element* output_row(const Work& work, int row) const {
-    return p.out.head<Element>(work.batch, work.head) + row * p.out.row_stride;
+  __device__ Element* output_row(const Visit& visit, int row) const {
+    const Sequence& sequence = visit.sequence(p);
+    return p.out.head<Element>(sequence.q_batch, visit.work.head) +
+           (sequence.q_first + row) * p.out.row_stride;
   }
 
   __device__ void write_output(const float (&normalizer)[2]) {
-    const Work& work = finished_visit().work;
+    const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(work);
+      write_partial(visit.work);
     } else {
-      write_rows(work);
+      write_rows(visit);
     }
   }
 
-  __device__ void write_rows(const Work& work) const {
+  __device__ void write_rows(const Visit& visit) const {
     // Where this lane's columns begin when it has exchanged with its neighbour.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
@@ -587,9 +676,9 @@ struct HopperForward {
         columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
       }
       // One branch around all stores: between branches of their own they would wait for each other.
-      const int row = first_row_of(work) + lane_row() + 8 * half;
-      if (row >= p.seqlen_q) continue;
-      Element* target = output_row(work, row) + first_column;
+      const int row = first_row_of(visit.work) + lane_row() + 8 * half;
+      if (row >= visit.sequence(p).seqlen_q) continue;
+      Element* target = output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
         store<Config::out_alignment>(target + 16 * i, columns[i],
@@ -644,38 +733,119 @@ struct HopperForward {
     for (unsigned round = 0;; ++round) {
       const Visit next = visit_of(round);
       if (next.is_end_of_work()) return;
-      if (!next.has_keys()) write_nothing_seen(next.work);
+      if (!next.has_keys()) write_nothing_seen(next);
     }
   }
 
-  __device__ void write_nothing_seen(const Work& work) const {
+  __device__ void write_nothing_seen(const Visit& visit) const {
+    const Work& work = visit.work;
     const int lane = threadIdx.x % 32;
-    const int q_end = min(work.q_begin + Br, p.seqlen_q);
+    const int q_end = min(work.q_begin + Br, visit.sequence(p).seqlen_q);
     // Rare, and the producer's warps have few registers: nothing is unrolled.
 #pragma unroll 1
     for (int row = work.q_begin; row < q_end; ++row) {
       if (lane == 0 && (Config::split_keys || p.lse != nullptr)) {
-        write_log_sum_exp(work, row, -SoftmaxMath<float>::infinity());
+        write_log_sum_exp(visit, row, -SoftmaxMath<float>::infinity());
       }
 #pragma unroll 1
       for (int column = lane; column < Config::head_dim_v; column += 32) {
         if constexpr (Config::split_keys) {
           partial_row(work, row)[column] = 0;
         } else {
-          output_row(work, row)[column] = Element{};
+          output_row(visit, row)[column] = Element{};
         }
       }
     }
   }
+
+  // ---- Sequences that are packed or in a cache. One warp finds the query tiles, ahead of the
+  // producer, and writes the output of those that see no key.
+
+  // How many blocks before its last the producer asks for the visit after this one.
+  static constexpr int found_ahead = 2;
+
+  // That stay in L2, of 50 MB.
+  static constexpr int section_keys =
+      (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
+
+  __device__ void find_visits() {
+    const SequenceOrder order(p);
+    const bool is_first = threadIdx.x % 32 == 0;
+    while (true) {
+      Visit& next = *visit_address(visit);
+      take_visit<Br, Bc, Config::causal>(p, *sequences, order, section_keys, next, is_first);
+      __syncwarp();
+      if (!next.is_end_of_work() && !next.has_keys()) {
+        write_nothing_seen(next);
+        __syncwarp();
+        continue;
+      }
+      if (is_first) {
+        ptx::mbarrier_wait(found_empty(), found.parity ^ 1);
+        ptx::mbarrier_arrive(found_full());
+      }
+      if (next.is_end_of_work()) return;
+      found.advance();
+      visit = next_visit(visit);
+      // Who takes a tile early keeps it from others, who may be done sooner.
+      if (next.blocks() > found_ahead) ptx::mbarrier_wait(found_empty(), found.parity ^ 1);
+    }
+  }
+
+  // The producer's: waits for the visit that comes next.
+  __device__ const Visit& find_next_visit() {
+    ptx::mbarrier_wait(found_full(), found.parity);
+    found.advance();
+    return *visit_address(visit);
+  }
+
+  // ---- Another warp clears the rows behind a sequence's last values: their probabilities are zero,
+  // but they may hold what no zero takes away.
+
+  // The producer's: values that are full when they were cleared. The place in the ring of tails is
+  // free: of those before, no more than there are slots have not been consumed yet.
+  __device__ void load_tail(const Block& block) {
+    ptx::mbarrier_wait(empty(ring.slot), ring.parity ^ 1);
+    *tail_address(tail.slot) = {ring.slot, block.rows()};
+    load<ValueTile>(slot_address(ring.slot), &maps.v, block.row(), block.head, block.batch,
+                    arrived(tail.slot), ptx::l2_evict_last);
+    ring.advance();
+    tail.advance();
+  }
+
+  __device__ void announce_no_tail() const {
+    *tail_address(tail.slot) = {-1, 0};
+    ptx::mbarrier_arrive(arrived(tail.slot));
+  }
+
+  __device__ void clear_tails() {
+    while (true) {
+      ptx::mbarrier_wait(arrived(tail.slot), tail.parity);
+      const Tail loaded = *tail_address(tail.slot);
+      if (loaded.slot < 0) return;
+      ValueTile::clear_rows(slot_address(loaded.slot), loaded.rows);
+      ptx::fence_proxy_async();
+      leave(full(loaded.slot));
+      tail.advance();
+    }
+  }
 };
 
+// One thread block, before the others start: in what order the sequences come.
 template <class Config>
-__device__ void hopper_forward(const Params& params, const TensorMaps& maps) {
+__device__ void hopper_prepare(const Params& params, const Sequences& sequences) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SequenceOrder(params).make<Config::Br>(params, sequences, reinterpret_cast<int*>(shared_memory));
+}
+
+template <class Config>
+__device__ void hopper_forward(const Params& params, const TensorMaps& maps,
+                               const Sequences* sequences = nullptr) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   using Forward = HopperForward<Config>;
   // By a shuffle, so that the compiler knows a warp is of one mind.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  Forward forward(params, maps, ptx::shared_address(shared_memory), warpgroup - 1);
+  Forward forward(params, maps, sequences, ptx::shared_address(shared_memory), warpgroup - 1);
   if (threadIdx.x == 0) {
     forward.init_barriers();
     ptx::prefetch_tensormap(&maps.q);
@@ -686,8 +856,13 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps) {
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (threadIdx.x == 0) forward.produce();
-    constexpr bool may_see_nothing = Config::causal || Config::split_keys;
-    if (may_see_nothing && threadIdx.x / 32 == 1) forward.write_unseeing_tiles();
+    if constexpr (Config::sequences) {
+      if (threadIdx.x / 32 == 1) forward.find_visits();
+      if (threadIdx.x / 32 == 2) forward.clear_tails();
+    } else {
+      constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+      if (may_see_nothing && threadIdx.x / 32 == 1) forward.write_unseeing_tiles();
+    }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     forward.consume();

@@ -27,6 +27,13 @@ __device__ inline float rcp_approx(float x) {
   return result;
 }
 
+// mul.rn.f32: without the flush of denormal numbers to zero that the compiler is told to do.
+__device__ inline float mul_rn(float x, float y) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
 // setmaxnreg.inc: the warpgroup takes registers up to Registers per thread.
 template <int Registers>
 __device__ inline void setmaxnreg_inc() {
@@ -37,6 +44,12 @@ __device__ inline void setmaxnreg_inc() {
 template <int Registers>
 __device__ inline void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// fence.proxy.async: what this thread wrote to shared memory before is seen by the copy engine and
+// the tensor cores, once those who start them know that it did.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // mbarrier.init: a phase of the barrier completes with `count` arrivals.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "ptx.cuh"
 
 // Rows x Columns 16-bit elements. The columns are cut into slabs; a slab holds one line of 128 or
 // 64 bytes for each row, its 16-byte chunks XORed with the row as the copy engine's swizzle of that
@@ -34,6 +35,19 @@ struct SlabTile {
 
   // A step is 16 rows as k.
   static constexpr int row_step(int step) { return step * 16 * line_bytes; }
+
+  // Rows from `begin` on of the tile at this address become zeros. By one warp.
+  __device__ static void clear_rows(unsigned tile, int begin) {
+    const unsigned zeros[4] = {};
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; ++slab) {
+#pragma unroll 1
+      for (int byte = begin * line_bytes + threadIdx.x % 32 * 16; byte < slab_bytes;
+           byte += 32 * 16) {
+        ptx::st_shared_v4(tile + slab * slab_bytes + byte, zeros);
+      }
+    }
+  }
 
   // Matrix descriptors (PTX ISA, "Matrix-descriptor format for wgmma") of the whole tile at address
   // 0, to which an address in units of 16 bytes is added. With k along the columns:

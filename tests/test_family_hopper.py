@@ -16,6 +16,7 @@ from cupy_flash.families.base import TranslationUnit
 from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.planner import make_plan, plan_tile
 from cupy_flash.problem import DTYPES, ArraySpec, Problem, make_contiguous_problem, make_problem
+from cupy_flash.sequences import Sequences
 from cupy_flash.tensor_map import TensorMapSpec
 
 hopper = HopperFamily()
@@ -48,6 +49,31 @@ def problem(
         causal=causal,
         softmax_scale=softmax_scale,
     )
+
+
+def packed(case: Problem, *, sequences: int = 64, **changes: bool | int) -> Problem:
+    """Of as many sequences, the longest as in `case`, in as many rows as all of `case` has."""
+    layout = Sequences(
+        packed_q=True,
+        packed_k=True,
+        total_q=case.batch * case.seqlen_q,
+        total_k=case.batch * case.seqlen_k,
+    )
+    return replace(
+        case,
+        batch=sequences,
+        q_offset=0,
+        q_strides=(0, *case.q_strides[1:]),
+        k_strides=(0, *case.k_strides[1:]),
+        v_strides=(0, *case.v_strides[1:]),
+        out_strides=(0, *case.out_strides[1:]),
+        sequences=replace(layout, **changes),
+    )
+
+
+def cached(case: Problem, *, caches: int, **changes: bool | int) -> Problem:
+    """The same with keys in as many caches, of which not all rows are filled."""
+    return replace(case, q_offset=0, sequences=replace(Sequences(caches=caches), **changes))
 
 
 def default_tile(case: Problem) -> HopperTile:
@@ -143,6 +169,22 @@ def test_padded_rows_make_every_head_dim_its_own():
         assert make_plan(make_problem(spec, spec, spec), h100).family == "hopper"
 
 
+def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_their_keys():
+    for case in (packed(problem()), cached(problem(), caches=9)):
+        assert hopper.serves_sequences
+        assert hopper.why_not(case, h100) is None
+        plan = make_plan(case, h100, family="hopper")
+        assert plan.takes_sequences
+        assert plan.num_splits == 1
+        assert plan.counters == 0
+    paged = cached(problem(), caches=0, page_size=16, pages=100, max_pages=10)
+    assert "not pages" in (hopper.why_not(paged, h100) or "")
+    for splits in (0, 1):
+        assert hopper.why_not(packed(problem(), num_splits=splits), h100) is None
+    assert "of equal length only" in (hopper.why_not(packed(problem(), num_splits=2), h100) or "")
+    assert "without keys" in (hopper.why_not(cached(problem(), caches=0), h100) or "")
+
+
 # ---- Tiles
 
 
@@ -236,6 +278,14 @@ def test_shared_memory_is_query_tiles_a_ring_barriers_and_visits(head_dim, head_
         )
 
 
+@pytest.mark.parametrize(("stages", "q_stages"), [(2, 1), (5, 2)])
+def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(stages, q_stages):
+    tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
+    more = hopper.shared_memory(packed(problem()), tile) - hopper.shared_memory(problem(), tile)
+    places, visits, barriers, tails = 24 * (q_stages + 4), 2 * 32, 2 * 8, (stages + 1) * (8 + 8)
+    assert more == places + visits + barriers + tails
+
+
 @pytest.mark.parametrize(
     ("case", "Br", "Bc"),
     [
@@ -257,6 +307,34 @@ def test_common_problems_have_the_tile_that_was_measured_best(case, Br, Bc):
     tile = default_tile(case)
     assert (tile.Br, tile.Bc) == (Br, Bc)
     assert hopper.why_not_tile(case, h100, tile) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_have_the_tile_of_a_batch_of_their_longest(causal):
+    for seqlen in (300, 4096, 16384):
+        case = problem(batch=4, seqlen=seqlen, causal=causal)
+        tile, usual = default_tile(packed(case)), default_tile(case)
+        assert (tile.Br, tile.Bc) == (usual.Br, usual.Bc)
+        assert hopper.why_not_tile(packed(case), h100, tile) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_batch_invariant_tile_is_the_same_for_every_batch_and_length(head_dim, causal):
+    cases = [
+        packed(
+            problem(
+                head_dim=head_dim, batch=batch, seqlen=seqlen, seqlen_q=seqlen_q, causal=causal
+            ),
+            sequences=batch + 3,
+            batch_invariant=True,
+        )
+        for batch in (1, 300)
+        for seqlen in (5, 300, 9000)
+        for seqlen_q in (1, seqlen)
+    ]
+    cases.append(cached(problem(head_dim=head_dim, causal=causal), caches=7, batch_invariant=True))
+    assert len({default_tile(case) for case in cases}) == 1
 
 
 def test_every_problem_that_it_serves_has_a_default_tile_that_is_no_makeshift():
@@ -308,6 +386,17 @@ def test_split_keys_are_merged_by_a_second_kernel():
     assert plan.launches[0].grid == (plan.num_splits, 1, 1)
 
 
+def test_sequences_are_put_in_order_by_one_block_of_a_kernel_that_comes_first():
+    plan = make_plan(packed(problem(), sequences=77), h100, family="hopper")
+    prepare, attention = plan.launches
+    assert (prepare.entry, prepare.grid, prepare.threads) == ("prepare", (1, 1, 1), 1024)
+    assert (attention.entry, attention.grid) == ("attention", (132, 1, 1))
+    assert plan.unit is not None
+    assert plan.unit.entries == ("prepare", "attention")
+    # What was handed out, the tiles before each place and after the last, the order.
+    assert plan.workspace == 4 * (1 + 78 + 77)
+
+
 # ---- Tensor maps
 
 
@@ -344,6 +433,18 @@ def test_the_other_layout_and_views_of_it_differ_in_strides_only():
     assert q.strides == (128, 203 * 128, 3 * 203 * 128)
     assert k.strides == (9 * 128, 128, 203 * 9 * 128)
     assert v.strides == (3 * 128, 128, 203 * 3 * 128)
+
+
+def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():
+    case = problem("float16", 128, 64, batch=2, seqlen=203, seqlen_q=799, heads=6, heads_kv=3)
+    q, k, v = maps_of(packed(case, sequences=5), HopperTile(192, 80))
+    assert (q.shape, q.strides) == ((128, 2 * 799, 6, 1), (6 * 256, 256, 16))
+    assert (k.shape, k.strides) == ((128, 2 * 203, 3, 1), (3 * 256, 256, 16))
+    assert (v.shape, v.strides) == ((64, 2 * 203, 3, 1), (3 * 128, 128, 16))
+    q, k, v = maps_of(cached(case, caches=9), HopperTile(192, 80))
+    assert q == hopper.tensor_maps(case, HopperTile(192, 80))[0]
+    assert (k.shape, k.strides) == ((128, 203, 3, 9), (3 * 256, 256, 203 * 3 * 256))
+    assert (v.shape, v.strides) == ((64, 203, 3, 9), (3 * 128, 128, 203 * 3 * 128))
 
 
 def test_an_axis_of_length_one_gets_a_stride_that_the_driver_takes():
@@ -394,7 +495,7 @@ def default_units() -> dict[str, Unit]:
     """For every head_dim some of what default tiles differ in, for all of them together all.
 
     Each is compiled for long sequences, for short causal ones, for a single query and for keys that
-    are split, and some for a negative scale.
+    are split, for sequences that are packed or in a cache, and some for a negative scale.
     """
     units = {}
     for index, dims in enumerate(HEAD_DIMS):
@@ -406,6 +507,9 @@ def default_units() -> dict[str, Unit]:
             "query": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, seqlen_q=1, causal=odd),
             "split": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, causal=odd),
         }
+        cases["packed"] = packed(cases["long"])
+        cases["packed-short"] = packed(cases["short"])
+        cases["cached"] = cached(replace(cases["query"], batch=4), caches=5)
         if index % 4 == 1:
             cases["negative"] = problem(dtype, *dims, causal=odd, softmax_scale=-0.5)
         for kind, case in cases.items():
@@ -453,6 +557,7 @@ def test_the_compiled_units_cover_what_default_tiles_differ_in():
     assert {unit.case.causal for unit in units} == {True, False}
     assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
     assert {unit.num_splits > 1 for unit in units} == {True, False}
+    assert {unit.case.sequences is None for unit in units} == {True, False}
     assert {unit.tile.Br for unit in units} == {64, 128, 192}
     assert {unit.tile.q_stages for unit in units} == {1, 2}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cupy_flash.device import Device
 from cupy_flash.families import persistent, split
 from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import Problem, Strides
 from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
 from cupy_flash.tile import Tile
@@ -24,6 +25,15 @@ _STATE_REGISTERS = 24
 _MOST_STAGES = 8
 _BARRIER_BYTES = 8
 _VISIT_BYTES = 32
+# What a visit holds besides of a packed or cached sequence, and what is noted of its last values.
+_PLACE_BYTES = 24
+_TAIL_BYTES = 8
+
+_PREPARE = "prepare"
+_PREPARE_THREADS = 1024
+# `SequenceOrder::scratch_words` of `sequence_order.cuh`.
+_PREPARE_WORDS = 256 + 32
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,19 @@ def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0, guesses: int = 16) 
     return HopperTile(Br, Bc, 0, q_stages, q_steps, turns=int(Br > 64), guesses=guesses)
 
 
+def _of_equal_sequences(problem: Problem) -> Problem:
+    """The problem that a tile is chosen for: of packed sequences, as many of the longest."""
+    sequences = problem.sequences
+    if sequences is None:
+        return problem
+    if sequences.batch_invariant:
+        # Any will do that is the same for all batches and lengths.
+        return dataclasses.replace(problem, batch=128, seqlen_q=8192, seqlen_k=8192)
+    if not sequences.packed_q:
+        return problem
+    return dataclasses.replace(problem, batch=ceil_div(sequences.total_q, max(1, problem.seqlen_q)))
+
+
 def _k_steps(problem: Problem) -> int:
     """Products that one product of Q and K takes, of 16 columns each."""
     return ceil_div(problem.head_dim, 16)
@@ -129,6 +152,7 @@ class HopperFamily(Family):
     source = "hopper.cu"
     tile_type = HopperTile
     arch_specific = True
+    serves_sequences = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -139,6 +163,8 @@ class HopperFamily(Family):
             return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
         if problem.seqlen_k == 0:
             return "the copy engine cannot address arrays without keys"
+        if reason := self._why_not_sequences(problem):
+            return reason
         if problem.alignment < STRIDE_UNIT:
             return (
                 f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
@@ -148,6 +174,18 @@ class HopperFamily(Family):
             return reason
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
+        return None
+
+    def _why_not_sequences(self, problem: Problem) -> str | None:
+        sequences = problem.sequences
+        if sequences is None:
+            return None
+        if sequences.page_size:
+            return "the copy engine brings rows that lie one behind the other, not pages"
+        if not sequences.packed_k and sequences.caches == 0:
+            return "the copy engine cannot address arrays without keys"
+        if sequences.num_splits > 1:
+            return "it splits the keys of sequences of equal length only"
         return None
 
     def _why_not_strides(self, problem: Problem) -> str | None:
@@ -216,7 +254,7 @@ class HopperFamily(Family):
                 device,
                 dataclasses.replace(tile, q_steps=min(tile.q_steps, _k_steps(problem))),
             )
-            for tile in _preferred_tiles(problem, device)
+            for tile in _preferred_tiles(_of_equal_sequences(problem), device)
         )
         tiles = itertools.chain(preferred, self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
@@ -236,16 +274,29 @@ class HopperFamily(Family):
         # A slot has two barriers; a visit is kept for each query tile, for one whose output is
         # being written, and for one whose queries are no longer needed.
         visits = (tile.q_stages + 2) * _VISIT_BYTES
-        return (
+        total = (
             tile.q_stages * (queries + 2 * _BARRIER_BYTES)
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
             + visits
+        )
+        if problem.sequences is None:
+            return total
+        # Two visits more, all with their places, and two barriers for them; a note and a barrier
+        # for the last values of a sequence in each slot, and for the end.
+        return (
+            total
+            + (tile.q_stages + 4) * _PLACE_BYTES
+            + 2 * _VISIT_BYTES
+            + 2 * _BARRIER_BYTES
+            + (tile.stages + 1) * (_BARRIER_BYTES + _TAIL_BYTES)
         )
 
     def threads(self, tile: Tile) -> int:
         return _WARPGROUP * (tile.Br // 64 + 1)
 
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        if problem.sequences is not None:
+            return 1
         return split.num_splits(
             problem,
             device,
@@ -255,9 +306,15 @@ class HopperFamily(Family):
         )
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        if problem.sequences is not None:
+            # The order of the sequences, see `sequence_order.cuh`.
+            return (2 * problem.batch + 2) * _WORD_BYTES
         return split.workspace(problem, num_splits)
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
+        if problem.sequences is not None:
+            # At least; the kernel takes more for a short causal sequence.
+            return problem.heads_q // problem.heads_kv
         return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
 
     def _tiles(self, problem: Problem, tile: Tile) -> int:
@@ -270,17 +327,30 @@ class HopperFamily(Family):
         main = Launch(
             "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
         )
+        if problem.sequences is not None:
+            scratch = _PREPARE_WORDS * _WORD_BYTES
+            return (Launch(_PREPARE, (1, 1, 1), _PREPARE_THREADS, scratch), main)
         return (main, *split.combine_launches(problem, num_splits))
 
     def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
         p = problem
+        rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
+        if p.sequences is not None:
+            if p.sequences.packed_q:
+                rows_q, batch_q = p.sequences.total_q, 1
+            if p.sequences.packed_k:
+                rows_k, batch_k = p.sequences.total_k, 1
+            else:
+                batch_k = p.sequences.caches
         return (
-            _spec(p, (p.head_dim, p.seqlen_q, p.heads_q, p.batch), p.q_strides, tile.Br),
-            _spec(p, (p.head_dim, p.seqlen_k, p.heads_kv, p.batch), p.k_strides, tile.Bc),
-            _spec(p, (p.head_dim_v, p.seqlen_k, p.heads_kv, p.batch), p.v_strides, tile.Bc),
+            _spec(p, (p.head_dim, rows_q, p.heads_q, batch_q), p.q_strides, tile.Br),
+            _spec(p, (p.head_dim, rows_k, p.heads_kv, batch_k), p.k_strides, tile.Bc),
+            _spec(p, (p.head_dim_v, rows_k, p.heads_kv, batch_k), p.v_strides, tile.Bc),
         )
 
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        if problem.sequences is not None:
+            return _sequences_entries(self.threads(tile))
         attention = (
             f'extern "C" __global__ void __launch_bounds__({self.threads(tile)}, 1)\n'
             "attention(const __grid_constant__ Params params,\n"
@@ -303,8 +373,31 @@ class HopperFamily(Family):
             "q_steps": tile.q_steps,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
+            "sequences": problem.sequences is not None,
             "shared_memory": self.shared_memory(problem, tile),
         }
+
+
+def _sequences_entries(threads: int) -> dict[str, str]:
+    arguments = (
+        "(const __grid_constant__ Params params, const __grid_constant__ TensorMaps maps,\n"
+        "          const __grid_constant__ Sequences sequences)"
+    )
+    return {
+        _PREPARE: (
+            f"{sequences_assertions()}\n"
+            f'extern "C" __global__ void __launch_bounds__({_PREPARE_THREADS})\n'
+            f"{_PREPARE}{arguments} {{\n"
+            "  hopper_prepare<Config>(params, sequences);\n"
+            "}"
+        ),
+        "attention": (
+            f'extern "C" __global__ void __launch_bounds__({threads}, 1)\n'
+            f"attention{arguments} {{\n"
+            "  hopper_forward<Config>(params, maps, &sequences);\n"
+            "}"
+        ),
+    }
 
 
 def _spec(

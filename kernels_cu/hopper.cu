@@ -8,8 +8,8 @@
 // latter. The next block may be the first of another query tile, so that the tensor cores do not
 // run dry between query tiles either.
 //
-// Sequences that are packed or in a cache are the same stream. Of the producer's warpgroup, one more
-// warp then finds their query tiles, and another clears what lies behind their last values.
+// Sequences that are packed or in a cache are the same stream. A second warp beside the producer
+// then finds their query tiles, and a third clears what lies behind their last values.
 #pragma once
 
 #include "copy.cuh"
@@ -89,8 +89,8 @@ struct HopperForward {
   // Each slot may hold one, and there is the end.
   static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
 
-  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits, the
-  // tails.
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits and
+  // the tails.
   static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
   static constexpr int barrier_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
@@ -799,8 +799,8 @@ struct HopperForward {
     return *visit_address(visit);
   }
 
-  // ---- Another warp clears the rows behind a sequence's last values: their probabilities are zero,
-  // but they may hold what no zero takes away.
+  // ---- Another warp clears the rows behind a sequence's last values. Their probabilities are 0,
+  // but infinities and NaN would not go away by that.
 
   // The producer's: values that are full when they were cleared. The place in the ring of tails is
   // free: of those before, no more than there are slots have not been consumed yet.

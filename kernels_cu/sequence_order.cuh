@@ -1,5 +1,5 @@
 // The order in which thread blocks take the query tiles of sequences whose lengths only the device
-// knows. One thread block counts the tiles and puts the sequences in order, those with the most keys
+// knows. One thread block counts the tiles and puts the sequences in order, those of the most keys
 // first. Then a counter hands out tiles in that order, so that long ones do not come last.
 #pragma once
 

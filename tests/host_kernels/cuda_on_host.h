@@ -1,5 +1,5 @@
-// Enough of CUDA to run a thread block's code on the host, a thread for each of its threads. Not the
-// memory model: every exchange between lanes and every __syncthreads is a barrier.
+// Enough of CUDA to run a thread block's code on the host, a thread for each of its threads. Not
+// the memory model: every exchange between lanes and every __syncthreads is a barrier.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +56,8 @@ T __shfl_sync(unsigned, T value, int lane) {
 template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = int(threadIdx.x % 32) - distance;
-  return T(among_lanes(unsigned(value),
-                       [=](const unsigned* all) { return lane < 0 ? unsigned(value) : all[lane]; }));
+  const unsigned own = unsigned(value);
+  return T(among_lanes(own, [=](const unsigned* all) { return lane < 0 ? own : all[lane]; }));
 }
 
 inline unsigned __ballot_sync(unsigned, bool predicate) {

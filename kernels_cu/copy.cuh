@@ -3,6 +3,7 @@
 
 #include "element.cuh"
 #include "layout.cuh"
+#include "pages.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
 
@@ -56,6 +57,38 @@ struct RowCopy {
                  source + first * copy_elements, elements);
       }
       source += rows_at_once * row_stride;
+    }
+  }
+
+  // The same of rows that lie anywhere, row_at() says where. A few are asked for before the first
+  // is copied, for asking may be a read from memory.
+  template <class RowAt>
+  static __device__ void gather(unsigned shared, RowAt row_at) {
+    constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
+    constexpr int asked = passes < 4 ? passes : 4;
+    const int first_row = threadIdx.x / columns_at_once;
+    if (Threads % columns_at_once != 0 && first_row >= rows_at_once) return;
+#pragma unroll
+    for (int begin = 0; begin < passes; begin += asked) {
+      Row<Element> rows[asked];
+#pragma unroll
+      for (int i = 0; i < asked; ++i) rows[i] = row_at(first_row + (begin + i) * rows_at_once);
+#pragma unroll
+      for (int i = 0; i < asked; ++i) {
+        const int row = first_row + (begin + i) * rows_at_once;
+        if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
+#pragma unroll
+        for (int first = 0; first < copies_per_row; first += columns_at_once) {
+          const int copy = first + threadIdx.x % columns_at_once;
+          if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
+          const int column = copy * copy_elements;
+          int elements = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
+          if (!rows[i].is_there) elements = 0;
+          copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
+                       copy % copies_per_chunk * copy_bytes,
+                   rows[i].begin + column, elements);
+        }
+      }
     }
   }
 

@@ -4,7 +4,8 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
-template <bool Causal>
+// Of a query tile whose rows are those of Group query heads in turns, see find_work().
+template <bool Causal, int Group = 1>
 struct Mask {
   int seqlen_k;
   int q_offset;
@@ -19,7 +20,7 @@ struct Mask {
 
   // Query row sees the keys [0, visible_end(row)).
   __device__ int visible_end(int row) const {
-    return Causal ? max(0, min(seqlen_k, row + q_offset + 1)) : seqlen_k;
+    return Causal ? max(0, min(seqlen_k, row / Group + q_offset + 1)) : seqlen_k;
   }
 };
 
@@ -32,9 +33,9 @@ struct KeyTiles {
 };
 
 // For the rows [q_begin, q_end) of one head; with Split, the split-th of num_splits shares.
-template <int Bc, bool Split, bool Causal>
-__device__ KeyTiles find_key_tiles(const Mask<Causal>& mask, int q_begin, int q_end, int split,
-                                   int num_splits) {
+template <int Bc, bool Split, bool Causal, int Group>
+__device__ KeyTiles find_key_tiles(const Mask<Causal, Group>& mask, int q_begin, int q_end,
+                                   int split, int num_splits) {
   const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.visible_end(q_begin) / Bc;
   if constexpr (!Split) return {0, min(full, seen), seen};

@@ -12,6 +12,7 @@
 #include "layout.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "place.cuh"
 #include "products_16bit.cuh"
 #include "products_tf32x3.cuh"
 #include "ptx.cuh"
@@ -63,7 +64,8 @@ struct MmaForward {
   using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
 
   const Params& p;
-  const Mask<Config::causal> mask;
+  const Place<Config>* place;  // of a sequence, else null
+  const Mask<Config::causal, Config::group> mask;
   const KeyTiles tiles;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -79,8 +81,10 @@ struct MmaForward {
   typename Products::Output out;
   SoftmaxRow<float> softmax[row_tiles][2];
 
-  __device__ MmaForward(const Params& params, const Work& work, unsigned shared)
+  __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
+                        const Place<Config>* place = nullptr)
       : p(params),
+        place(place),
         mask(params),
         tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
                                                      min(work.q_begin + Br, params.seqlen_q),
@@ -95,6 +99,10 @@ struct MmaForward {
                                           int64(tiles.end - 1) * Bc * params.v.row_stride,
                                       params.v.row_stride)),
         scale_log2(scale_to_log2<float>(params.softmax_scale)) {
+    if constexpr (Config::group > 1) {
+      QueryCopy::gather(q_shared, [&](int row) { return place->query(work.q_begin + row); });
+      return;
+    }
     const Element* queries = QueryCopy::source(
         p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride,
         p.q.row_stride);
@@ -161,7 +169,13 @@ struct MmaForward {
     if (tile >= tiles.begin) {
       const unsigned target = ring_address(tile, is_value);
       const int rows_left = p.seqlen_k - tile * Bc;
-      if constexpr (is_value) {
+      if constexpr (Config::page_size > 0) {
+        if constexpr (is_value) {
+          load_pages<ValueCopy>(target, place->p.v, tile * Bc);
+        } else {
+          load_pages<KeyCopy>(target, place->p.k, tile * Bc);
+        }
+      } else if constexpr (is_value) {
         ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
         next_values -= Bc * p.v.row_stride;
       } else {
@@ -170,6 +184,19 @@ struct MmaForward {
       }
     }
     ptx::cp_async_commit_group();
+  }
+
+  // Each row of a tile is looked up, or the first of one that lies in one page.
+  template <class TileCopy>
+  __device__ void load_pages(unsigned target, const Tensor& tensor, int first) {
+    const auto rows = place->pages(tensor);
+    if constexpr (Config::page_size % Bc == 0) {
+      const auto row = rows.at(first);
+      TileCopy::template start<true>(target, TileCopy::source(row.begin, tensor.row_stride),
+                                     tensor.row_stride, row.is_there ? p.seqlen_k - first : 0);
+    } else {
+      TileCopy::gather(target, [&](int row) { return rows.at(first + row); });
+    }
   }
 
   // Waits for a tile's keys or values; returns where they are. All warps meet here, so all have
@@ -230,6 +257,8 @@ struct MmaForward {
 
   __device__ void apply_mask(int key_begin) {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
+    // Else the rows' queries would be found ahead of the loop and kept.
+    const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -299,8 +328,16 @@ struct MmaForward {
   // Divides by the row sums and writes the output and the log-sum-exp.
   __device__ void finish() {
     // Found anew, so that none of it takes registers in the loops.
-    const Work work = find_work<Br>(p, ptx::block_index());
-    const Partials<float, Config::head_dim_v> partials(p);
+    if constexpr (Config::sequences) {
+      const Place<Config> again(place->p, place->s, ptx::block_index());
+      finish(again.params(), again.work, &again);
+    } else {
+      finish(p, find_work<Br>(p, ptx::block_index()), nullptr);
+    }
+  }
+
+  __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
+    const auto partials = partials_of(p, place);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -316,7 +353,7 @@ struct MmaForward {
         }
         const int row = row_of(first_row_of(work), i, half);
         if (lane % 4 == 0 && row < p.seqlen_q) {
-          const int64 index = partials.row_index(p, work.batch, work.head, row);
+          const int64 index = index_of(p, work, place, row);
           if (Config::split_keys) {
             *partials.lse_row(work.split, index) = state.log_sum_exp(scale_log2);
           } else if (p.lse != nullptr) {
@@ -326,22 +363,21 @@ struct MmaForward {
       }
     }
     if constexpr (Config::split_keys) {
-      write_partial(partials, work);
+      write_partial(partials, p, work, place);
     } else {
-      write_output(work);
+      write_output(p, work, place);
     }
   }
 
   __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,
-                                const Work& work) {
+                                const Params& p, const Work& work, const Place<Config>* place) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = row_of(first_row_of(work), i, half);
         if (row >= p.seqlen_q) continue;
-        float* target =
-            partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
+        float* target = partials.out_row(work.split, index_of(p, work, place, row));
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll
@@ -355,7 +391,7 @@ struct MmaForward {
   }
 
   // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
-  __device__ void write_output(const Work& work) {
+  __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
     __syncthreads();
     const int warp_row = warp * warp_rows;
 #pragma unroll
@@ -376,7 +412,7 @@ struct MmaForward {
       unsigned bits[4];
       ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
       store_chunk<Element, Config::out_alignment>(
-          output + (work.q_begin + row) * p.out.row_stride + chunk * elements,
+          out_row(output, p, place, work.q_begin + row, chunk * elements),
           reinterpret_cast<const Vector<Element, elements>&>(bits),
           Config::head_dim_v - chunk * elements);
     }
@@ -389,6 +425,15 @@ __device__ void mma_forward(const Params& params) {
   MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
                      ptx::shared_address(shared_memory))
       .run();
+}
+
+template <class Config>
+__device__ void mma_forward(const Params& params, const Sequences& sequences) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const Place<Config> place(params, sequences, blockIdx.x);
+  if (place.work.q_begin >= place.rows()) return;
+  const Params own = place.params();
+  MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

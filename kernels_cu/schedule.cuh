@@ -6,9 +6,9 @@
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 struct Work {
-  int q_begin;  // first query row of the tile
+  int q_begin;  // first row of the tile
   int batch;
-  int head;     // query head
+  int head;     // query head, or the first of those in the tile
   int head_kv;  // the key/value head it reads
   int split;    // which share of the keys
 };
@@ -16,19 +16,23 @@ struct Work {
 // Thread blocks start in the order of blockIdx.x. Heads are taken in sections of section_heads, few
 // enough that their keys and values stay in L2 together; within a section the query tiles go from
 // the last, which causal masking makes the longest, to the first, so that short ones fill the tail.
-template <int Br>
+//
+// With Group query heads in a tile, all that share a key/value head, its row r is query r / Group
+// of the head r % Group among them: their keys and values are read once.
+template <int Br, int Group = 1>
 __device__ Work find_work(const Params& p, int block) {
-  const int q_tiles = ceil_div(p.seqlen_q, Br);
-  const int heads = p.batch * p.heads_q;
+  const int q_tiles = ceil_div(p.seqlen_q * Group, Br);
+  const int heads = p.batch * (p.heads_q / Group);
   int id = block;
   const int split = id % p.num_splits;
   id /= p.num_splits;
-  const int section = id / (p.section_heads * q_tiles);
-  const int first_head = section * p.section_heads;
-  const int section_heads = min(p.section_heads, heads - first_head);
+  const int section = id / (p.section_heads / Group * q_tiles);
+  const int first_head = section * (p.section_heads / Group);
+  const int section_heads = min(p.section_heads / Group, heads - first_head);
   id -= first_head * q_tiles;
   const int q_tile = q_tiles - 1 - id / section_heads;
   const int batch_head = first_head + id % section_heads;
-  const int head = batch_head % p.heads_q;
-  return {q_tile * Br, batch_head / p.heads_q, head, head / (p.heads_q / p.heads_kv), split};
+  const int head = batch_head % (p.heads_q / Group) * Group;
+  return {q_tile * Br, batch_head / (p.heads_q / Group), head, head / (p.heads_q / p.heads_kv),
+          split};
 }

@@ -14,6 +14,7 @@
 #include "element.cuh"
 #include "mask.cuh"
 #include "params.cuh"
+#include "place.cuh"
 #include "ptx.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -125,6 +126,36 @@ struct TileLoad {
     }
   }
 
+  // The same of rows that lie anywhere, row_at() says where. A few are asked for before the first
+  // is copied, for asking may be a read from memory.
+  template <class RowAt>
+  __device__ static void gather(T* shared, RowAt row_at) {
+    constexpr int asked = passes < 4 ? passes : 4;
+    const int first_row = threadIdx.x / lanes;
+    if (Config::threads % lanes != 0 && first_row >= rows_at_once) return;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass += asked) {
+      Row<Element> source[asked];
+#pragma unroll
+      for (int i = 0; i < asked; ++i) source[i] = row_at(first_row + (pass + i) * rows_at_once);
+#pragma unroll
+      for (int i = 0; i < asked; ++i) {
+        const int row = first_row + (pass + i) * rows_at_once;
+        if (Rows % (asked * rows_at_once) != 0 && row >= Rows) break;
+#pragma unroll
+        for (int first = 0; first < row_units; first += lanes) {
+          const int index = first + threadIdx.x % lanes;
+          if (row_units % lanes != 0 && index >= row_units) continue;
+          const int column = index * unit;
+          const int count = !source[i].is_there ? 0
+                            : whole             ? unit
+                                                : max(0, min(unit, Dim - column));
+          copy(shared + row * Stride + column, source[i].begin + column, count);
+        }
+      }
+    }
+  }
+
   __device__ static void copy(T* shared, const Element* source, int count) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
@@ -174,6 +205,7 @@ struct Rows {
   using L = Layout<Config>;
   using T = typename L::T;
   using Vec = typename L::Vec;
+  using KeyMask = Mask<Config::causal, Config::group>;
 
   T scores[L::rows][L::keys];      // key j is at position + j * row_threads
   T out[L::rows][L::columns];      // vector j is at (position + j * row_threads) * width
@@ -226,7 +258,7 @@ struct Rows {
     }
   }
 
-  __device__ void mask(const Mask<Config::causal>& mask, int q_begin, int key_begin) {
+  __device__ void mask(const KeyMask& mask, int q_begin, int key_begin) {
 #pragma unroll
     for (int i = 0; i < L::rows; ++i) {
       const int row = q_begin + first() + i * L::warp_rows;
@@ -345,8 +377,8 @@ struct Rows {
 };
 
 template <class Config>
-__device__ void write(const Params& p, const Work& work, const Rows<Config>& rows,
-                      typename Layout<Config>::T scale_log2) {
+__device__ void write(const Params& p, const Work& work, const Place<Config>* place,
+                      const Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
@@ -355,18 +387,18 @@ __device__ void write(const Params& p, const Work& work, const Rows<Config>& row
   for (int i = 0; i < L::rows; ++i) {
     const int row = work.q_begin + rows.first() + i * L::warp_rows;
     if (row >= p.seqlen_q) continue;
-    const int64 index = Partials<T, dim>::row_index(p, work.batch, work.head, row);
+    const int64 index = index_of(p, work, place, row);
     T* lse = static_cast<T*>(p.lse) + index;
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
-      const Partials<T, dim> partials(p);
+      const auto partials = partials_of(p, place);
       rows.template store<unit>(partials.out_row(work.split, index), i);
       lse = partials.lse_row(work.split, index);
     } else {
       constexpr int most = Config::out_alignment / int(sizeof(Element));
       constexpr int unit = most < 1 ? 1 : most < L::width ? most : L::width;
       Element* head = p.out.head<Element>(work.batch, work.head);
-      rows.template store<unit>(head + row * p.out.row_stride, i);
+      rows.template store<unit>(out_row(head, p, place, row), i);
     }
     if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
       *lse = rows.softmax[i].log_sum_exp(scale_log2);
@@ -374,11 +406,25 @@ __device__ void write(const Params& p, const Work& work, const Rows<Config>& row
   }
 }
 
+// The place of a kernel's sequence. Null needs no member: even one that nobody reads changes what
+// the compiler makes of the loops.
+template <class Config, bool HasPlace = Config::sequences>
+struct InPlace {
+  static constexpr const Place<Config>* place = nullptr;
+  __device__ explicit InPlace(const Place<Config>*) {}
+};
 template <class Config>
-struct Kernel {
+struct InPlace<Config, true> {
+  const Place<Config>* place;
+  __device__ explicit InPlace(const Place<Config>* place) : place(place) {}
+};
+
+template <class Config>
+struct Kernel : InPlace<Config> {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
+  using InPlace<Config>::place;
 
   const Params& p;
   const Work work;
@@ -390,9 +436,11 @@ struct Kernel {
   T* probabilities;
   Rows<Config> rows;
 
-  __device__ Kernel(const Params& params, T* shared)
-      : p(params),
-        work(find_work<Config::Br>(params, blockIdx.x)),
+  __device__ Kernel(const Params& params, const Work& work, T* shared,
+                    const Place<Config>* place = nullptr)
+      : InPlace<Config>(place),
+        p(params),
+        work(work),
         k_head(params.k.head<const Element>(work.batch, work.head_kv)),
         v_head(params.v.head<const Element>(work.batch, work.head_kv)),
         q(shared),
@@ -401,15 +449,33 @@ struct Kernel {
         probabilities(k + L::kv_size) {}
 
   __device__ void load_q() {
-    TileLoad<Config, Config::Br, Config::head_dim, L::qk_stride, true>::run(
-        q, p.q.head<const Element>(work.batch, work.head), p.q.row_stride, work.q_begin,
-        p.seqlen_q);
+    using Load = TileLoad<Config, Config::Br, Config::head_dim, L::qk_stride, true>;
+    if constexpr (Config::group > 1) {
+      Load::gather(q, [&](int row) { return place->query(work.q_begin + row); });
+    } else {
+      Load::run(q, p.q.head<const Element>(work.batch, work.head), p.q.row_stride, work.q_begin,
+                p.seqlen_q);
+    }
   }
   __device__ void load_k(int tile) {
-    load_tile<Config::head_dim, L::qk_stride>(k, k_head, p.k.row_stride, tile);
+    if constexpr (Config::page_size > 0) {
+      load_pages<Config::head_dim, L::qk_stride>(k, place->p.k, tile);
+    } else {
+      load_tile<Config::head_dim, L::qk_stride>(k, k_head, p.k.row_stride, tile);
+    }
   }
   __device__ void load_v(int tile) {
-    load_tile<Config::head_dim_v, L::v_stride>(v, v_head, p.v.row_stride, tile);
+    if constexpr (Config::page_size > 0) {
+      load_pages<Config::head_dim_v, L::v_stride>(v, place->p.v, tile);
+    } else {
+      load_tile<Config::head_dim_v, L::v_stride>(v, v_head, p.v.row_stride, tile);
+    }
+  }
+  template <int Dim, int Stride>
+  __device__ void load_pages(T* shared, const Tensor& tensor, int tile) {
+    const auto rows = place->pages(tensor);
+    TileLoad<Config, Config::Bc, Dim, Stride, true>::gather(
+        shared, [&](int row) { return rows.at(tile * Config::Bc + row); });
   }
   // One branch for a whole tile keeps the bounds check of the last, ragged one out of the others.
   template <int Dim, int Stride>
@@ -426,7 +492,7 @@ struct Kernel {
 
   // One tile of keys. Its K is on its way, and that of the next tile is when it returns. With
   // buffers of their own, V travels under Q K^T and the next K under P V.
-  __device__ void visit(const Mask<Config::causal>& mask, int tile, const KeyTiles& tiles,
+  __device__ void visit(const typename Rows<Config>::KeyMask& mask, int tile, const KeyTiles& tiles,
                         T scale_log2) {
     wait_for_copies();
     __syncthreads();
@@ -449,7 +515,7 @@ struct Kernel {
   }
 
   __device__ void run() {
-    const Mask<Config::causal> mask(p);
+    const typename Rows<Config>::KeyMask mask(p);
     const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
     const KeyTiles tiles = find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end,
                                                                           work.split, p.num_splits);
@@ -463,7 +529,7 @@ struct Kernel {
       visit(mask, tile, tiles, scale_log2);
     }
     rows.finish();
-    write<Config>(p, work, rows, scale_log2);
+    write<Config>(p, work, place, rows, scale_log2);
   }
 };
 
@@ -473,5 +539,15 @@ template <class Config>
 __device__ void simt_attention(const Params& p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using T = Accumulator<typename Config::Element>;
-  simt::Kernel<Config>(p, reinterpret_cast<T*>(shared)).run();
+  simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), reinterpret_cast<T*>(shared)).run();
+}
+
+template <class Config>
+__device__ void simt_attention(const Params& p, const Sequences& sequences) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  using T = Accumulator<typename Config::Element>;
+  const Place<Config> place(p, sequences, blockIdx.x);
+  if (place.work.q_begin >= place.rows()) return;
+  const Params own = place.params();
+  simt::Kernel<Config>(own, place.work, reinterpret_cast<T*>(shared), &place).run();
 }

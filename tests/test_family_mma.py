@@ -16,6 +16,7 @@ from cupy_flash.errors import CompileError
 from cupy_flash.families.base import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
 from cupy_flash.problem import ITEMSIZE, ArraySpec, Problem, make_problem
+from cupy_flash.sequences import Sequences
 
 mma = MmaFamily()
 h100 = device_for_arch("sm_90")
@@ -114,12 +115,53 @@ def feature_units() -> dict[str, Unit]:
     return units
 
 
-DEFAULTS, FEATURES = default_units(), feature_units()
+def ragged_problem(
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    *,
+    page_size: int = 0,
+    group: int = 4,
+    seqlen: int = 4096,
+    causal: bool = True,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Packed queries over a cache, in pages or not."""
+    case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
+    sequences = Sequences(
+        packed_q=True,
+        total_q=2 * seqlen,
+        caches=0 if page_size else 5,
+        page_size=page_size,
+        pages=77 if page_size else 0,
+        max_pages=-(-seqlen // page_size) if page_size else 0,
+        batch_invariant=batch_invariant,
+    )
+    return replace(case, heads_kv=case.heads_q // group, q_offset=0, sequences=sequences)
+
+
+def ragged_units() -> dict[str, Unit]:
+    units = {}
+    for arch, (dtype, head_dim), (page_size, group, splits) in itertools.product(
+        ("sm_80", "sm_90"),
+        (("bfloat16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64), ("float32", 128)),
+        ((0, 4, 1), (0, 1, 2), (1, 4, 1), (16, 4, 2), (128, 1, 1)),
+    ):
+        device = device_for_arch(arch)
+        case = ragged_problem(dtype, head_dim, page_size=page_size, group=group)
+        tile = mma.default_tile(case, device)
+        assert isinstance(tile, MmaTile)
+        units[f"{dtype}-{head_dim}-page-{page_size}-group-{group}-{arch}"] = Unit(
+            case, tile, device, splits
+        )
+    return units
+
+
+DEFAULTS, FEATURES, RAGGED = default_units(), feature_units(), ragged_units()
 
 
 @pytest.fixture(scope="module")
 def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
-    units = DEFAULTS | FEATURES
+    units = DEFAULTS | FEATURES | RAGGED
     return {name: compile_pool.submit(unit.compile) for name, unit in units.items()}
 
 
@@ -127,6 +169,14 @@ def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
 def test_a_default_tile_compiles_without_spills(name, cubins):
     resources = cubins[name].result().resources["attention"]
     assert resources.spill_bytes == 0, f"{DEFAULTS[name].tile}: {resources}"
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(name, cubins):
+    cubin = cubins[name].result()
+    assert "warning" not in cubin.log
+    for resources in cubin.resources.values():
+        assert resources.spill_bytes == 0, f"{RAGGED[name].tile}: {cubin.resources}"
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -225,6 +275,23 @@ def test_the_grid_has_a_block_for_each_query_tile_of_each_head_and_split(seqlen,
     assert launch.grid == (q_tiles * 4 * 16 * 3, 1, 1)
     assert launch.threads == 128
     assert launch.shared_memory == mma.shared_memory(problem(), TILE)
+
+
+@pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (16, 1), (17, 2), (799, 50)])
+def test_a_tile_of_sequences_holds_the_rows_of_all_heads_that_share_keys(seqlen, q_tiles):
+    (launch, *_) = mma.launches(ragged_problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
+    assert launch.grid == (q_tiles * 4 * (16 // 4) * 3, 1, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_batch_invariant_tile_does_not_depend_on_lengths(head_dim):
+    tiles = {
+        mma.default_tile(
+            ragged_problem("float16", head_dim, seqlen=n, causal=False, batch_invariant=True), h100
+        )
+        for n in (1, 113, 1024, 8192)
+    }
+    assert len(tiles) == 1
 
 
 # The formulas of layout.cuh's SwizzledRows, evaluated as they stand in the file. C++ and Python

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from cupy_flash.compiler import compile_cubin, why_no_compiler
 from cupy_flash.device import ARCHITECTURES, device_for_arch
-from cupy_flash.families import split
+from cupy_flash.families import ragged, split
 from cupy_flash.families.base import heads_in_l2
 from cupy_flash.families.simt import SimtFamily, SimtTile
 from cupy_flash.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.sequences import Sequences
 
 simt = SimtFamily()
 h100 = device_for_arch("sm_90")
@@ -207,3 +208,84 @@ def test_the_kernel_agrees_with_the_familys_shared_memory(row_threads, alignment
     assert case.alignment == alignment
     tile = SimtTile(128 * 4 // row_threads, 32, 128, 4, 1, 1)
     compile_tile(case, tile, h100)
+
+
+def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **changes):
+    """Packed queries over a cache, in pages or not."""
+    options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
+    case = problem(dtype, head_dim, causal=causal, **changes)
+    sequences = Sequences(
+        packed_q=True,
+        total_q=2 * case.seqlen_q,
+        caches=0 if page_size else 5,
+        page_size=page_size,
+        pages=77 if page_size else 0,
+        max_pages=-(-799 // page_size) if page_size else 0,
+        **options,
+    )
+    return dataclasses.replace(case, q_offset=0, sequences=sequences)
+
+
+def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
+    case = ragged_problem(seqlen_q=3, heads_q=16, heads_kv=4)
+    tile = SimtTile(16, 32, 128, 2, 0, 2)
+    assert simt.config(case, tile)["group"] == 4
+    (forward, *_) = simt.launches(case, h100, tile, 3)
+    # 3 queries of 4 heads fill 12 of 16 rows: a block for each of 4 sequences and 4 groups.
+    assert forward.grid == (4 * 4 * 3, 1, 1)
+
+
+def test_sequences_of_equal_length_have_a_tile_for_each_head():
+    assert ragged.group_size(problem()) == 1
+
+
+def test_rows_too_many_to_count_with_all_heads_are_tiled_head_by_head():
+    case = ragged_problem(seqlen_q=2**29, heads_q=16, heads_kv=4)
+    assert ragged.group_size(case) == 1
+
+
+def test_a_few_queries_of_many_heads_take_the_low_tile_only_where_their_rows_fit_it():
+    few, many = (ragged_problem(seqlen_q=2, heads_q=8 * group, heads_kv=8) for group in (8, 9))
+    assert simt.default_tile(few, h100).Br == 16
+    assert simt.default_tile(many, h100).Br > 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_invariant_tile_does_not_depend_on_lengths(dtype):
+    tiles = {
+        simt.default_tile(
+            ragged_problem(dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_invariant=True), h100
+        )
+        for seqlen_q in (1, 5, 799)
+        for seqlen_k in (1, 8192)
+    }
+    assert len(tiles) == 1
+
+
+def test_splits_that_were_asked_for_count_among_the_blocks_of_a_launch():
+    case = ragged_problem(batch=2**14, heads_q=2**8, heads_kv=2**8, seqlen_q=1, num_splits=2**10)
+    assert "thread blocks" in simt.why_not_tile(case, h100, SimtTile(16, 32, 128, 2, 0, 2))
+
+
+def ragged_cases():
+    for arch in ("sm_75", "sm_90"):
+        for page_size in (0, 1, 16, 128):
+            for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
+                yield arch, dtype, head_dim, page_size
+    yield "sm_75", "float16", 128, 7
+    yield "sm_90", "bfloat16", 256, 16
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "dtype", "head_dim", "page_size"), list(ragged_cases()))
+def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(
+    arch, dtype, head_dim, page_size
+):
+    device = device_for_arch(arch)
+    case = ragged_problem(dtype, head_dim, page_size=page_size)
+    tile = simt.default_tile(case, device)
+    cubin = compile_tile(case, tile, device, num_splits=2)
+    assert set(cubin.resources) == {"simt_forward", "combine"}
+    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
+    assert cubin.resources["simt_forward"].registers <= simt.registers(case, tile)
+    assert "warning" not in cubin.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from cupy_flash.device import ARCHITECTURES, device_for_arch
 from cupy_flash.families import split
 from cupy_flash.problem import DTYPES, make_contiguous_problem
+from cupy_flash.sequences import Sequences
 
 h100 = device_for_arch("sm_90")
 
@@ -107,3 +109,34 @@ def test_the_second_kernel_has_a_warp_for_each_query_row():
     assert list(split.combine_entries(2)) == [launch.entry]
     warps = launch.grid[0] * launch.threads // 32
     assert 2 * 6 * 113 <= warps < 2 * 6 * 113 + launch.threads // 32
+
+
+def ragged(case, **changes):
+    return replace(case, sequences=Sequences(**changes))
+
+
+def test_a_number_of_splits_that_was_asked_for_is_taken_as_it_is():
+    case = ragged(problem(batch=64, heads_q=32, heads_kv=32), num_splits=5)
+    assert count(case, q_tiles=9, key_tiles=3) == 5
+
+
+def test_a_result_that_may_not_depend_on_the_batch_leaves_the_keys_whole():
+    case = ragged(problem(batch=1, heads_q=1, heads_kv=1), batch_invariant=True)
+    assert count(case, q_tiles=1, key_tiles=1000) == 1
+
+
+def test_heads_that_share_a_tile_are_split_further():
+    case = ragged(problem(batch=1, heads_q=32, heads_kv=4, seqlen_q=1))
+    apart = count(case, q_tiles=1, key_tiles=1000)
+    together = split.num_splits(case, h100, q_tiles=1, key_tiles=1000, blocks_per_sm=1, group=8)
+    assert together > apart
+
+
+def test_packed_queries_take_the_workspace_of_their_rows_alone():
+    case = ragged(problem(head_dim_v=72), packed_q=True, total_q=150)
+    assert split.workspace(case, 3) == 3 * (6 * 150) * (72 + 1) * 4
+
+
+def test_the_second_kernel_is_told_of_the_sequences():
+    (text,) = split.combine_entries(2, sequences=True).values()
+    assert "combine<Config>(params, sequences)" in text

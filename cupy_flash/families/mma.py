@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.device import Device
-from cupy_flash.families import split
+from cupy_flash.families import ragged, split
 from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
@@ -45,6 +45,10 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     widest = max(problem.head_dim, problem.head_dim_v)
     # Tiles that the compiler fits into 255 registers for sm_90 spill on some other architectures.
     hopper = device.arch == 90
+    sequences = problem.sequences
+    # So does the largest where rows are looked up in pages.
+    paged = sequences is not None and sequences.page_size > 0
+    invariant = sequences is not None and sequences.batch_invariant
     if problem.dtype == "float32":
         # head_dim 64: 64x64 61 / -, 50 / 39 (128x32 65 / -, 52 / 33, but it spills). head_dim 128:
         # 64x32 60 / 57, 128x32 with 8 warps 58 / 55, 64x48 55 / 53.
@@ -54,12 +58,12 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
         # 264 / 172; 128x64 with 4 stages 318 / 271, 266 / 168; 128x96 333 / 278, 249 / 163, but it
         # spills 8 bytes.
         small = MmaTile(64, 64, warps=2, stages=4)
-        long = hopper and not problem.causal and problem.seqlen_k >= 1024
+        long = hopper and not problem.causal and problem.seqlen_k >= 1024 and not invariant
         return [MmaTile(128, 80, stages=4), small] if long else [small]
     if widest <= 128:
         # 128x64 394 / 346, 318 / 194; 128x48 with 4 stages 381 / 335, 311 / 190; 64x64 317 / 293,
         # 269 / 182.
-        large = [MmaTile(128, 64)] if hopper else []
+        large = [MmaTile(128, 64)] if hopper and not paged else []
         return [*large, MmaTile(64, 64), MmaTile(64, 32)]
     # 64x64 329 / 302, 274 / 192; 64x48 318 / 292, 258 / 182; 64x32 283 / 264, 241 / 178.
     return [MmaTile(64, 64), MmaTile(64, 32), MmaTile(32, 32, warps=2)]
@@ -77,6 +81,7 @@ class MmaFamily(Family):
     name = "mma"
     source = "mma.cu"
     tile_type = MmaTile
+    serves_sequences = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.dtype == "float64":
@@ -122,7 +127,9 @@ class MmaFamily(Family):
                 f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
                 f"{device.shared_memory_per_block // 1024} KiB per block"
             )
-        blocks = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
+        blocks = ragged.query_blocks(problem, tile.Br)
+        if problem.sequences is not None:
+            blocks *= max(1, problem.sequences.num_splits)
         if blocks > MAX_GRID:
             return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
         cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
@@ -167,9 +174,10 @@ class MmaFamily(Family):
         return split.num_splits(
             problem,
             device,
-            q_tiles=ceil_div(problem.seqlen_q, tile.Br),
+            q_tiles=ceil_div(ragged.query_rows(problem), tile.Br),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
             blocks_per_sm=device.blocks_per_sm(self.threads(tile), shared_memory, 255),
+            group=ragged.group_size(problem),
         )
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
@@ -178,7 +186,7 @@ class MmaFamily(Family):
     def launches(
         self, problem: Problem, device: Device, tile: Tile, num_splits: int
     ) -> tuple[Launch, ...]:
-        blocks = ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q * num_splits
+        blocks = ragged.query_blocks(problem, tile.Br) * num_splits
         main = Launch(
             "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
         )
@@ -187,11 +195,11 @@ class MmaFamily(Family):
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
         assert isinstance(tile, MmaTile)
         bounds = f"__launch_bounds__({self.threads(tile)}, {tile.min_blocks})"
-        attention = (
-            f'extern "C" __global__ void {bounds}\n'
-            "attention(const __grid_constant__ Params params) { mma_forward<Config>(params); }"
+        attention = ragged.entry(
+            problem, f'extern "C" __global__ void {bounds}\nattention', "mma_forward"
         )
-        return {"attention": attention} | split.combine_entries(num_splits)
+        sequences = problem.sequences is not None
+        return {"attention": attention} | split.combine_entries(num_splits, sequences=sequences)
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
         assert isinstance(tile, MmaTile)
@@ -202,4 +210,4 @@ class MmaFamily(Family):
             "stages": tile.stages,
             "q_in_registers": bool(tile.q_in_registers),
             "shared_memory": self.shared_memory(problem, tile),
-        }
+        } | ragged.config(problem)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.device import Device
-from cupy_flash.families import split
+from cupy_flash.families import ragged, split
 from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
@@ -65,6 +65,7 @@ class SimtFamily(Family):
     name = "simt"
     source = "simt.cu"
     tile_type = SimtTile
+    serves_sequences = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
@@ -72,7 +73,7 @@ class SimtFamily(Family):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTile]:
-        few_queries = problem.seqlen_q <= _FEW
+        few_queries = _has_few_queries(problem)
         for rows, row_threads, threads, keys, share_kv, unroll in itertools.product(
             (2,) if few_queries else (8, 4),
             (8, 16, 4, 32),
@@ -119,7 +120,10 @@ class SimtFamily(Family):
                 f"needs {shared_memory} bytes of shared memory, and {device.name} allows "
                 f"{device.shared_memory_per_block} per block"
             )
-        if ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q > MAX_GRID:
+        blocks = ragged.query_blocks(problem, tile.Br)
+        if problem.sequences is not None:
+            blocks *= max(1, problem.sequences.num_splits)
+        if blocks > MAX_GRID:
             return f"needs more than the {MAX_GRID} thread blocks of a launch; take a larger Br"
         return None
 
@@ -187,9 +191,10 @@ class SimtFamily(Family):
         return split.num_splits(
             problem,
             device,
-            q_tiles=ceil_div(problem.seqlen_q, tile.Br),
+            q_tiles=ceil_div(ragged.query_rows(problem), tile.Br),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
             blocks_per_sm=self._blocks_per_sm(problem, device, tile),
+            group=ragged.group_size(problem),
         )
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
@@ -198,19 +203,20 @@ class SimtFamily(Family):
     def launches(
         self, problem: Problem, device: Device, tile: Tile, num_splits: int
     ) -> tuple[Launch, ...]:
-        q_tiles = ceil_div(problem.seqlen_q, tile.Br)
-        grid = (q_tiles * problem.batch * problem.heads_q * num_splits, 1, 1)
+        grid = (ragged.query_blocks(problem, tile.Br) * num_splits, 1, 1)
         forward = Launch(ENTRY, grid, self.threads(tile), self.shared_memory(problem, tile))
         return (forward, *split.combine_launches(problem, num_splits))
 
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
         assert isinstance(tile, SimtTile)
         bounds = f"{tile.threads}, {self._resident_blocks(problem, tile)}"
-        forward = (
-            f'extern "C" __global__ void __launch_bounds__({bounds})\n'
-            f"{ENTRY}(const __grid_constant__ Params params) {{ simt_attention<Config>(params); }}"
+        forward = ragged.entry(
+            problem,
+            f'extern "C" __global__ void __launch_bounds__({bounds})\n{ENTRY}',
+            "simt_attention",
         )
-        return {ENTRY: forward} | split.combine_entries(num_splits)
+        sequences = problem.sequences is not None
+        return {ENTRY: forward} | split.combine_entries(num_splits, sequences=sequences)
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
         assert isinstance(tile, SimtTile)
@@ -222,11 +228,18 @@ class SimtFamily(Family):
             "share_kv": bool(tile.share_kv),
             "unroll": tile.unroll,
             "shared_memory": self.shared_memory(problem, tile),
-        }
+        } | ragged.config(problem)
 
 
 def _accumulator_size(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
+
+
+def _has_few_queries(problem: Problem) -> bool:
+    """Whether one low tile holds a head's queries, or those of all heads in a tile."""
+    if problem.sequences is not None and problem.sequences.batch_invariant:
+        return False
+    return ragged.query_rows(problem) <= _FEW
 
 
 def _keys_and_columns(problem: Problem, tile: SimtTile) -> tuple[int, int]:
@@ -255,7 +268,7 @@ def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
     256 threads keep eight warps; Bc shrinks before Br does, for a tile of keys is read again by
     every query tile.
     """
-    if problem.seqlen_q <= _FEW:
+    if _has_few_queries(problem):
         return _FEW_QUERIES
     dim = max(problem.head_dim, problem.head_dim_v)
     column = 0 if dim <= 64 else 1 if dim <= 128 else 2

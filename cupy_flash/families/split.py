@@ -22,24 +22,38 @@ _COMBINE_WARPS = 8
 
 
 def num_splits(
-    problem: Problem, device: Device, *, q_tiles: int, key_tiles: int, blocks_per_sm: int
+    problem: Problem,
+    device: Device,
+    *,
+    q_tiles: int,
+    key_tiles: int,
+    blocks_per_sm: int,
+    group: int = 1,
 ) -> int:
     """How many thread blocks share the keys of one query tile.
 
     Parameters
     ----------
     q_tiles, key_tiles
-        Tiles of query rows of one head, and tiles of keys.
+        Tiles of query rows of one head, or of `group` heads together, and tiles of keys.
     blocks_per_sm
         Thread blocks of the kernel that an SM holds at once.
+    group
+        Query heads whose rows make up a tile.
 
     Returns
     -------
     int
-        From 1, for the keys left whole, to `MAX_SPLITS`.
+        The number that the problem asks for, else from 1, for the keys left whole, to
+        `MAX_SPLITS`.
     """
+    sequences = problem.sequences
+    if sequences is not None and sequences.batch_invariant:
+        return 1
+    if sequences is not None and sequences.num_splits:
+        return sequences.num_splits
     slots = device.sm_count * max(1, blocks_per_sm)
-    blocks = q_tiles * problem.batch * problem.heads_q
+    blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or blocks >= FULL_ENOUGH * slots or most <= 1:
         return 1
@@ -57,7 +71,11 @@ def workspace(problem: Problem, num_splits: int) -> int:
     if num_splits == 1:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
-    return num_splits * problem.rows * (problem.head_dim_v + 1) * accumulator
+    sequences = problem.sequences
+    rows = problem.rows
+    if sequences is not None and sequences.packed_q:
+        rows = problem.heads_q * sequences.total_q
+    return num_splits * rows * (problem.head_dim_v + 1) * accumulator
 
 
 def combine_launches(problem: Problem, num_splits: int) -> tuple[Launch, ...]:
@@ -68,14 +86,27 @@ def combine_launches(problem: Problem, num_splits: int) -> tuple[Launch, ...]:
     return (Launch(COMBINE, grid, 32 * _COMBINE_WARPS),)
 
 
-def combine_entries(num_splits: int) -> dict[str, str]:
-    """C++ of the entry that `combine_launches` launches."""
+def combine_entries(num_splits: int, *, sequences: bool = False) -> dict[str, str]:
+    """C++ of the entry that `combine_launches` launches.
+
+    Parameters
+    ----------
+    num_splits
+        Shares of the keys.
+    sequences
+        Whether it takes the struct of `sequences.cuh` after the params.
+    """
     if num_splits == 1:
         return {}
+    parameters = "const __grid_constant__ Params params"
+    arguments = "params"
+    if sequences:
+        parameters += ", const __grid_constant__ Sequences sequences"
+        arguments += ", sequences"
     # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
     return {
         COMBINE: (
             f'extern "C" __global__ void __launch_bounds__({32 * _COMBINE_WARPS}, 1)\n'
-            f"{COMBINE}(const __grid_constant__ Params params) {{ combine<Config>(params); }}"
+            f"{COMBINE}({parameters}) {{ combine<Config>({arguments}); }}"
         )
     }

@@ -1,0 +1,59 @@
+"""What families do alike for packed, cached and paged sequences: the host's side of `place.cuh`."""
+
+from __future__ import annotations
+
+from cupy_flash.families.base import ceil_div
+from cupy_flash.params import sequences_assertions
+from cupy_flash.problem import MAX_SEQLEN, Problem
+
+
+def group_size(problem: Problem) -> int:
+    """Query heads whose rows make up a tile: all that share a key/value head, or one.
+
+    Tiles of several heads read keys and values once for all of them, which is most of what a few
+    query rows wait for; where there are many rows it is no loss.
+    """
+    if problem.sequences is None:
+        return 1
+    group = problem.heads_q // problem.heads_kv
+    # The kernels count a tile's rows in 32 bits.
+    return group if problem.seqlen_q * group <= MAX_SEQLEN else 1
+
+
+def query_rows(problem: Problem) -> int:
+    """The most rows that the query tiles of one sequence and group of heads hold."""
+    return problem.seqlen_q * group_size(problem)
+
+
+def query_blocks(problem: Problem, Br: int) -> int:
+    """Query tiles over the whole batch and all heads."""
+    groups = problem.heads_q // group_size(problem)
+    return ceil_div(query_rows(problem), Br) * problem.batch * groups
+
+
+def config(problem: Problem) -> dict[str, int | bool]:
+    """Members of the `Config` struct that `place.cuh` reads."""
+    sequences = problem.sequences
+    return {
+        "sequences": sequences is not None,
+        "page_size": sequences.page_size if sequences else 0,
+        "group": group_size(problem),
+    }
+
+
+def entry(problem: Problem, declaration: str, function: str) -> str:
+    """C++ of an entry that takes the params and, where the problem has them, the sequences.
+
+    Parameters
+    ----------
+    declaration
+        What stands before its parameters.
+    function
+        What it calls, with `Config` as the template argument.
+    """
+    parameters, arguments = "const __grid_constant__ Params params", "params"
+    if problem.sequences is not None:
+        parameters += ", const __grid_constant__ Sequences sequences"
+        arguments += ", sequences"
+        declaration = f"{sequences_assertions()}\n{declaration}"
+    return f"{declaration}({parameters}) {{ {function}<Config>({arguments}); }}"

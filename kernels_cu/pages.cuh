@@ -1,0 +1,28 @@
+// Rows that do not follow one another in memory.
+#pragma once
+
+#include "params.cuh"
+
+// Where a row begins. One that is not there is taken for zeros, and its address is never read.
+template <class Element>
+struct Row {
+  const Element* begin;
+  bool is_there;
+};
+
+// The keys or values that one sequence has in pages of a cache, for one head.
+template <class Element, int PageSize>
+struct PagedRows {
+  const Element* head;  // of page 0
+  const int* table;     // the sequence's page numbers, which nobody has checked
+  int64 page_stride;
+  int64 row_stride;
+  int pages;
+  int end;  // of its keys: behind it the table may end
+
+  __device__ Row<Element> at(int key) const {
+    const int page = key < end ? table[key / PageSize] : -1;
+    const bool is_there = unsigned(page) < unsigned(pages);
+    return {head + (is_there ? page : 0) * page_stride + key % PageSize * row_stride, is_there};
+  }
+};

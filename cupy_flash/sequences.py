@@ -31,6 +31,9 @@ class Sequences:
         Rows that are appended to each sequence before it is attended to.
     num_splits
         Thread blocks to share the keys of a query tile; 0 leaves the number to the kernel.
+    batch_invariant
+        Whether a row's result may depend on nothing but its own sequence: then family, tile and
+        the partition of the keys are chosen without looking at batch and lengths.
     """
 
     packed_q: bool = False
@@ -44,3 +47,4 @@ class Sequences:
     block_table_stride: int = 0
     new_keys: int = 0
     num_splits: int = 0
+    batch_invariant: bool = False

@@ -76,9 +76,7 @@ class DecodeFamily(Family):
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         rows = _rows(problem)
         if problem.sequences is None and not 1 <= rows <= _MOST_ROWS:
-            return (
-                f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
-            )
+            return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
         if problem.sequences is None and problem.seqlen_k < _FEWEST_KEYS:
             return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         if self._first_legal(problem, device) is None:

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 
 from cupy_flash.arrays import address_of
-from cupy_flash.attention import _cpu_tile
+from cupy_flash.attention import _cpu_tile, _host_runs_on_gpu
+from cupy_flash.device import device_for_id
 from cupy_flash.launch import Options
+from cupy_flash.planner import is_served
 from cupy_flash.problem import Problem
 from cupy_flash.sequence_arrays import (
     Apart,
@@ -24,6 +26,17 @@ def all_cupy(arrays: VarlenArrays | CacheArrays) -> bool:
     """Whether every array that is given is a CuPy array."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and {*map(type, arrays)} <= {cupy.ndarray, type(None)}
+
+
+def runs_on_gpu(problem: Problem, options: VarlenOptions | CacheOptions, backend: str) -> bool:
+    """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
+    if not _host_runs_on_gpu(backend):
+        return False
+    if backend == "gpu" or options.family is not None:
+        return True
+    import cupy
+
+    return is_served(problem, device_for_id(cupy.cuda.runtime.getDevice()))
 
 
 def requested_tile(problem: Problem, options: VarlenOptions | CacheOptions) -> Tile | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import cpu, cpu_sequences, launch_sequences
-from cupy_flash.attention import _host_runs_on_gpu, _require_backend, _require_gpu_backend
+from cupy_flash.attention import _require_backend, _require_gpu_backend
 from cupy_flash.device import device_for_id
 from cupy_flash.host_calls import (
     all_cupy,
@@ -16,6 +16,7 @@ from cupy_flash.host_calls import (
     requested_tile,
     require_apart,
     require_writable,
+    runs_on_gpu,
 )
 from cupy_flash.planner import TileRequest, freeze_tile, make_plan
 from cupy_flash.problem import Problem
@@ -115,8 +116,8 @@ def flash_attention_with_kvcache(
         num_splits > 1. It costs the bandwidth that splitting the keys gains: with few sequences
         and heads, most of the GPU is idle while the longest sequence is read.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto": on the GPU where there is one, to which the whole
-        cache is copied in each call; a cache that lives on is better kept there.
+        Where NumPy arrays are computed. "auto": on the GPU where there is one that can, to which
+        the whole cache is copied in each call; a cache that lives on is better kept there.
     family : str, optional
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
@@ -256,7 +257,7 @@ def _from_host(
         require_writable("v_cache", arrays.v_cache)
     require_apart(arrays, (*CACHES, "out") if appends else ("out",))
     # Nothing may be refused once the cache is written.
-    on_gpu = _host_runs_on_gpu(backend)
+    on_gpu = runs_on_gpu(problem, options, backend)
     tile = None if on_gpu else requested_tile(problem, options)
     lengths_after = lengths + problem.sequences.new_keys
     if on_gpu:

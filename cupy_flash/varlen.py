@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import cpu_sequences, launch_sequences
-from cupy_flash.attention import _host_runs_on_gpu, _require_backend, _require_gpu_backend
+from cupy_flash.attention import _require_backend, _require_gpu_backend
 from cupy_flash.host_calls import (
     all_cupy,
     new_lse,
     requested_tile,
     require_apart,
     require_writable,
+    runs_on_gpu,
 )
 from cupy_flash.planner import TileRequest, freeze_tile
 from cupy_flash.sequence_arrays import (
@@ -94,7 +95,8 @@ def flash_attention_varlen(
         num_splits > 1. It costs time where the batch has too few query tiles for the GPU, as keys
         are never split to fill it, and where another tile than the one for all lengths is best.
     backend : {"auto", "gpu", "cpu"}
-        Where NumPy arrays are computed. "auto": on the GPU where there is one.
+        Where NumPy arrays are computed. "auto": on the GPU where there is one that
+        can.
     family : str, optional
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
@@ -189,7 +191,7 @@ def _from_host(
     else:
         require_writable("out", out)
         require_apart(arrays, ("out",))
-    if _host_runs_on_gpu(backend):
+    if runs_on_gpu(problem, options, backend):
         import cupy
 
         # With `out`, for its rows that belong to no sequence.

@@ -15,8 +15,7 @@ from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
-# Query rows of a key/value head and keys in an ordinary problem, beyond or below which other
-# families are for it.
+# Query rows of a key/value head and keys, beyond or below which other families are better.
 _MOST_ROWS = 32
 _FEWEST_KEYS = 256
 # Row tiles up to which the keys of all sequences are shared out evenly: with more, there are
@@ -74,13 +73,16 @@ class DecodeFamily(Family):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
-        rows = _rows(problem)
-        if problem.sequences is None and not 1 <= rows <= _MOST_ROWS:
-            return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
-        if problem.sequences is None and problem.seqlen_k < _FEWEST_KEYS:
-            return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
+        return None
+
+    def why_not_first(self, problem: Problem) -> str | None:
+        rows = _rows(problem)
+        if not 1 <= rows <= _MOST_ROWS:
+            return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
+        if problem.seqlen_k < _FEWEST_KEYS:
+            return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
@@ -157,7 +159,7 @@ class DecodeFamily(Family):
         per_block = device.shared_memory_per_sm // tile.min_blocks - device.reserved_shared_memory
         per_block = min(per_block, device.shared_memory_per_block) - _kept_bytes(problem, tile)
         stages = per_block // (tile.warps * _stage_bytes(problem, tile))
-        return dataclasses.replace(tile, stages=min(_MOST_STAGES, stages))
+        return dataclasses.replace(tile, stages=max(0, min(_MOST_STAGES, stages)))
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, DecodeTile)

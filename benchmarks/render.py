@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from cupy_flash.cli import figures, plot, records
-from cupy_flash.cli.records import CASE_FIELDS
+from cupy_flash.cli.records import CASE_FIELDS, SEQUENCE_FIELDS
 from cupy_flash.cli.report import Record, Row, markdown_row
 from cupy_flash.cli.tune_table import digest_of, findings_notes
 
@@ -70,6 +70,8 @@ def section(path: Path) -> str:
         lines += sources(rows)
         if head.get("published_by"):
             lines += [f"- published figures, not measured here: {head['published_by']}"]
+        if copy_rate := head.get("copy_tb_per_s"):
+            lines += [f"- copying 1 GiB on the device: {copy_rate:.3f} TB/s, read and written"]
         if picture_of(record):
             lines += ["", f"![Rates by sequence length, {path.stem}]({FIGURES}/{path.stem}.svg)"]
         lines += ["", *bench_tables(rows, head.get("baseline") or [])]
@@ -83,10 +85,15 @@ def section(path: Path) -> str:
 def picture_of(record: Record) -> plot.Picture | None:
     """A figure for a record of `bench` that sweeps sequence lengths; None for others."""
     timed = any(row.get("tflops") for row in record.rows)
-    if not timed or records.bench_fault(record.rows):
+    if not timed or records.bench_fault(record.rows) or reads_caches(record.rows):
         return None
     picture = plot.picture(record)
     return picture if picture.sweeps else None
+
+
+def reads_caches(rows: Sequence[Row]) -> bool:
+    """Whether the rates that matter are of the bytes of keys and values."""
+    return any(row.get("kv_tb_per_s") is not None for row in rows)
 
 
 def sources(rows: Sequence[Row]) -> list[str]:
@@ -106,7 +113,7 @@ def bench_tables(rows: Sequence[Row], baseline: Sequence[str]) -> list[str]:
     shared = [f for f in CASE_FIELDS if f not in fields and f not in _FOLLOWS and f not in _DERIVED]
     names = list(dict.fromkeys(row["provider"] for row in rows))
     compared = [name for name in names if [name] != list(baseline)] if baseline else []
-    unit, scale = records.rate_unit(rows)
+    unit, scale = ("TB/s", 1.0) if reads_caches(rows) else records.rate_unit(rows)
     ratios: dict[str, list[float]] = {name: [] for name in compared}
     with_host_time = any(row.get("host_us") is not None for row in rows)
     cases = records.by_case(rows)
@@ -129,10 +136,24 @@ def bench_tables(rows: Sequence[Row], baseline: Sequence[str]) -> list[str]:
     headings += [f"{name} ratio" for name in compared]
     headings += [f"{name} host us" for name in names] if with_host_time else []
     headings += [f"published, as {name} {unit}" for name in quoted]
-    lines = ["All rows: " + ", ".join(f"{f} {text_of(rows[0][f])}" for f in shared) + ".", ""]
+    common = [f"{f} {text_of(rows[0][f])}" for f in shared] + sequences_text(rows, fields)
+    lines = ["All rows: " + ", ".join(common) + ".", ""]
     lines += [*summary(ratios, baseline), "", markdown_row(headings)]
     lines += [markdown_row("---" for _ in headings), *body]
     return lines + footnotes(rows)
+
+
+def sequences_text(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """What all caches or packed sequences share, where the rows are of such."""
+    first = rows[0]
+    texts = [
+        f"{field} {text_of(first[field])}"
+        for field in SEQUENCE_FIELDS
+        if field not in ("lengths", *varying) and first.get(field) is not None
+    ]
+    if lengths := first.get("lengths"):
+        texts.append(f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)}")
+    return texts
 
 
 def published_columns(
@@ -174,7 +195,9 @@ def varying_fields(rows: Sequence[Row]) -> list[str]:
             continue
         if len({row[field] for row in rows}) > 1:
             fields.append(field)
-    return fields
+    # Lengths would fill a line; the case's label names their range.
+    named = [field for field in SEQUENCE_FIELDS if field != "lengths"]
+    return fields + [field for field in named if len({row.get(field) for row in rows}) > 1]
 
 
 def summary(ratios: dict[str, list[float]], baseline: Sequence[str]) -> list[str]:
@@ -193,9 +216,14 @@ def rate(row: Row | None, scale: float) -> str:
     """A cell: time and rate."""
     if row is None or row["tflops"] is None:
         return "-"
-    value = f"{row['tflops'] * scale:.4g}"
+    if (kv_rate := row.get("kv_tb_per_s")) is not None:
+        share = row.get("copy_share")
+        value = f"{kv_rate:.3f}" + (f", {share:.1%} of copy" if share else "")
+        time = f"{1e3 * row['median_ms']:.4g} us"
+    else:
+        value, time = f"{row['tflops'] * scale:.4g}", f"{row['median_ms']:.4g} ms"
     wrong = " (over the error bound)" if row["check"] == "failed" else ""
-    return f"{value} ({row['median_ms']:.4g} ms){wrong}"
+    return f"{value} ({time}){wrong}"
 
 
 def host_time(row: Row | None) -> str:

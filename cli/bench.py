@@ -13,7 +13,7 @@ import click
 
 from cupy_flash.device import gpu_unavailable
 
-from . import environment, presets, providers, records, report
+from . import copy_rate, environment, presets, providers, records, report
 from .bench_table import outcome_text, print_cells, print_memory, record_row, timing_text
 from .cases import Case, describe
 from .check import Coverage
@@ -23,11 +23,14 @@ from .options import (
     SIZES,
     CommaList,
     Seconds,
-    cases_from,
     output_option,
     refuse,
+    refuse_sequences,
     refuse_stray_offset,
+    sequence_cases,
+    sequence_options,
     shape_options,
+    split_sequences,
     split_shape,
     tile_request,
 )
@@ -59,20 +62,27 @@ def _choose_providers(
     preset: presets.Preset | None,
     dtypes: Sequence[str],
     tile: dict[str, int] | None,
+    sequences: Mapping[str, Any],
 ) -> list[Provider]:
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
     if preset is not None:
         found = [providers.provider(name, tile) for name in preset.providers]
         return [p for p in found if p.ours or p.missing() is None]
+    packed = sequences["lengths"] is not None and not sequences["cache"]
+    beside = ["cupy_flash-uniform"] if packed else []
     if gpu_unavailable() is not None:
-        return [providers.provider(name, tile) for name in ("cupy_flash-cpu", "numpy-naive")]
+        names = ["cupy_flash-cpu", *beside, "numpy-naive"]
+        return [providers.provider(name, tile) for name in names]
+    if packed:
+        return [providers.provider(name, tile) for name in ("cupy_flash", *beside)]
     compared = []
     if {"float16", "bfloat16"} & set(dtypes):
         compared += ["torch-flash", "torch-cudnn"]
     if {"float32", "float64"} & set(dtypes):
         compared += ["torch-efficient", "torch-math"]
-    compared.append("cupy-library")
+    if not sequences["cache"]:
+        compared.append("cupy-library")
     found = [providers.provider(name) for name in compared]
     return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
 
@@ -90,7 +100,8 @@ def _choose_baseline(
         return list(asked)
     if preset is not None and (kept := [name for name in preset.baseline if name in names]):
         return kept
-    return [next((p.name for p in chosen if not p.ours), names[0])]
+    beside = next((name for name in names if name == "cupy_flash-uniform"), names[0])
+    return [next((p.name for p in chosen if not p.ours), beside)]
 
 
 def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> None:
@@ -115,8 +126,13 @@ def _provider_names(
 
 @click.command()
 @shape_options
+@sequence_options
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of the random inputs and lengths.",
 )
 @click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
 @click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
@@ -197,16 +213,16 @@ def bench(
     Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
     fails its check, or if nothing could be timed.
     """
-    shape = split_shape(options)
+    shape, sequences = split_shape(options), split_sequences(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
     dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
-    chosen = _choose_providers(asked, named, dtypes, tile)
+    chosen = _choose_providers(asked, named, dtypes, tile, sequences)
     compared = _choose_baseline(baseline, named, chosen)
     no_gpu = gpu_unavailable()
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
-    cases = _cases(shape, preset, named, file, _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS)
+    cases = _cases(shape, sequences, preset, named, file, seed=seed, on_gpu=on_gpu)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
     if no_gpu and asked is None:
@@ -245,14 +261,15 @@ def bench(
             with contextlib.suppress(RuntimeError):
                 providers.release_memory()
 
+    copied = _copy_rate() if on_gpu and any(case.is_cached for case in cases) else None
     versions = environment.versions()
     source = named.source if named else None
     rows = [
-        [record_row(cell, check, device, versions, source) for cell in cells]
+        [record_row(cell, check, device, versions, source, copied) for cell in cells]
         for cells, check in zip(table, checks, strict=True)
     ]
     found = [c for c in checks if c]
-    print_cells(table, rows, found, device, compared, settings, named, watch.state.notes())
+    print_cells(table, rows, found, device, compared, settings, named, watch.state.notes(), copied)
     if preset == "memory":
         print_memory(table)
     if output:
@@ -267,11 +284,22 @@ def bench(
             "warmup": settings.warmup,
             "baseline": compared,
         }
+        if copied is not None:
+            head["copy_tb_per_s"] = copied
         report.write(output, report.Record(head, [row for case_rows in rows for row in case_rows]))
         click.echo(f"Written to {output}.", err=True)
     flat = [cell for cells in table for cell in cells]
     if any(c.provider.ours and c.passed is False for c in flat) or not any(c.time for c in flat):
         ctx.exit(1)
+
+
+def _copy_rate() -> float | None:
+    """What the GPU copies at, in TB/s; None if it does not."""
+    try:
+        return copy_rate.measure()
+    except (RuntimeError, MemoryError) as error:
+        click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
+        return None
 
 
 def _bus_id() -> str:
@@ -301,10 +329,13 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
 
 def _cases(
     shape: dict[str, Any],
+    sequences: Mapping[str, Any],
     preset: str | None,
     named: presets.Preset | None,
     file: InputFile | None,
-    defaults: Mapping[str, Sequence[Any]],
+    *,
+    seed: int,
+    on_gpu: bool,
 ) -> list[Case]:
     if named is not None:
         refuse(
@@ -312,9 +343,11 @@ def _cases(
             [name for name in shape if name != "dtype"],
             f"--preset {preset}, which names the cases",
         )
+        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
+        refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
         refuse_stray_offset(shape)
         return [
             file.case(
@@ -326,4 +359,5 @@ def _cases(
             for offset in (shape["q_offset"] if causal else None) or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
-    return cases_from(shape, defaults)
+    defaults = _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS
+    return sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)

@@ -7,13 +7,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cupy_flash.planner import Plan
+
 from . import environment, report
 from .cases import Case, describe
 from .check import Coverage
 from .memory import output_bytes
 from .presets import Preset
+from .records import sequence_fields
 from .runner import Cell, Settings
 from .seed_figures import STANDARD_PROVIDERS, Published, Source
+from .sequences import repeatable
 
 
 def record_row(
@@ -22,12 +26,18 @@ def record_row(
     device: str,
     versions: dict[str, str],
     source: Source | None = None,
+    copy_rate: float | None = None,
 ) -> dict[str, Any]:
-    """A cell as a record's row, with the figure that the source of its case published for it."""
+    """A cell as a record's row, with the figure that the source of its case published for it.
+
+    Of a cache, the rate at which keys and values are read is compared with `copy_rate`, in TB/s.
+    """
+    check = cell.coverage or check
     case, prepared, time = cell.case, cell.prepared, cell.time
     problem = case.problem()
     plan = prepared.plan if prepared else None
-    tflops = problem.flops() / time.median / 1e9 if time and time.median else None
+    tflops = case.flops() / time.median / 1e9 if time and time.median else None
+    kv_rate = case.kv_bytes / time.median / 1e9 if case.is_cached and tflops and time else None
     published = source.answering(case, cell.provider.name) if source else None
     outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
     return {
@@ -45,8 +55,9 @@ def record_row(
         "head_dim_v": case.head_dim_v,
         "layout": case.layout,
         "causal": case.causal,
-        "q_offset": problem.q_offset,
+        "q_offset": problem.q_offset if case.is_dense else case.causal * case.first_query,
         "softmax_scale": problem.softmax_scale,
+        **sequence_fields(case),
         "tile": prepared.tile if prepared else None,
         "num_splits": plan.num_splits if plan else None,
         "median_ms": time.median if time else None,
@@ -56,6 +67,8 @@ def record_row(
         "timed_by": cell.timed_by if time else None,
         "call_ms": cell.call_ms,
         "tflops": tflops,
+        "kv_tb_per_s": kv_rate,
+        "copy_share": kv_rate / copy_rate if kv_rate and copy_rate else None,
         "speedup": cell.speedup,
         "host_us": cell.host.median if cell.host else None,
         "workspace_bytes": plan.workspace if plan else None,
@@ -87,6 +100,8 @@ def timing_text(settings: Settings, *, on_gpu: bool) -> str:
     )
 
 
+# Providers that put a cache into pages.
+_PAGED = "cupy_flash-page"
 # Marks a published figure whose time and rate belong to different shapes.
 _DOUBT = "?"
 
@@ -121,6 +136,49 @@ def _mebibytes(count: int | None) -> str:
     return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}" if size >= 10 else f"{size:.2f}"
 
 
+def _spread_column() -> report.Column:
+    return report.Column("+-%", lambda row: report.number(row["spread"], ".1f"))
+
+
+def _work_columns(rows: Sequence[report.Row]) -> list[report.Column]:
+    rate = report.rate_column(rows)
+    return [
+        report.Column("ms", _ms_text),
+        _spread_column(),
+        report.Column(rate.heading, lambda row: rate.text(row) + _doubt(row)),
+    ]
+
+
+def _reads_caches(rows: Sequence[report.Row]) -> bool:
+    """Whether there is nothing but caches, whose bytes are what takes the time."""
+    return all(row["kind"] == "cache" for row in rows)
+
+
+def _memory_columns(rows: Sequence[report.Row]) -> list[report.Column]:
+    most = max((row["kv_tb_per_s"] or 0 for row in rows), default=0)
+    heading, scale = ("TB/s", 1.0) if most >= 0.1 else ("GB/s", 1e3)
+
+    def rate(row: report.Row) -> str:
+        return "-" if row["kv_tb_per_s"] is None else f"{scale * row['kv_tb_per_s']:.3f}"
+
+    columns = [
+        report.Column("us", lambda row: _microseconds(row["median_ms"])),
+        _spread_column(),
+        report.Column(heading, rate),
+    ]
+    if any(row["copy_share"] for row in rows):
+        columns.append(report.Column("% copy", lambda row: _percent(row["copy_share"])))
+    return columns
+
+
+def _microseconds(ms: float | None) -> str:
+    return "-" if ms is None else f"{1e3 * ms:.1f}" if ms < 1 else f"{1e3 * ms:,.0f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
 # Columns that a terminal needs for call times, too, beside the longest names.
 _WIDE = 90
 
@@ -128,13 +186,10 @@ _WIDE = 90
 def _columns(
     rows: Sequence[report.Row], settings: Settings, *, call_time: bool
 ) -> list[report.Column]:
-    rate = report.rate_column(rows)
     columns = [
         report.Column("case", lambda row: row["label"], numeric=False),
         report.Column("provider", lambda row: row["provider"], numeric=False),
-        report.Column("ms", _ms_text),
-        report.Column("+-%", lambda row: report.number(row["spread"], ".1f")),
-        report.Column(rate.heading, lambda row: rate.text(row) + _doubt(row)),
+        *(_memory_columns(rows) if _reads_caches(rows) else _work_columns(rows)),
         report.Column("speedup", lambda row: report.number(row["speedup"], ".2f")),
         report.Column("error", report.error_text),
     ]
@@ -156,11 +211,12 @@ def print_cells(
     settings: Settings,
     named: Preset | None = None,
     gpu_notes: Sequence[str] = (),
+    copy_rate: float | None = None,
 ) -> None:
     """Print the cells of every case, what to know about them, and each provider's mean speedup.
 
     Below the cells of a case stand the figures that a preset's source published for it;
-    `gpu_notes` tell how the GPU fared.
+    `gpu_notes` tell how the GPU fared; `copy_rate` is what it copies at, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
@@ -186,6 +242,7 @@ def print_cells(
     report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
     report.print_notes(out, _reason_notes(table, labels))
     report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
+    report.print_notes(out, _sequence_notes(flat, copy_rate))
     if named:
         own = {cells[0].case: label for cells, label in zip(table, labels, strict=True)}
         report.print_notes(out, _preset_notes(named, own))
@@ -198,6 +255,23 @@ def print_cells(
                 f"{min(ratios):.3f}",
                 markup=False,
             )
+    for line in _page_lines(table):
+        out.print(line, markup=False)
+
+
+def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
+    """How much longer a paged cache takes than the same one in no pages."""
+    found: dict[str, list[float]] = {}
+    for cells in table:
+        times = {cell.provider.name: cell.time.median for cell in cells if cell.time}
+        for name, time in times.items():
+            if name.startswith(_PAGED) and times.get("cupy_flash"):
+                found.setdefault(name, []).append(time / times["cupy_flash"])
+    return [
+        f"{name}: {statistics.geometric_mean(ratios):.3f} times the time of cupy_flash "
+        f"(geometric mean of {len(ratios)}), at most {max(ratios):.3f}"
+        for name, ratios in found.items()
+    ]
 
 
 def outcome_text(cells: Sequence[Cell]) -> str:
@@ -314,7 +388,7 @@ def _notes(
             notes.append(f"{name}: {cell.prepared.note}")
         if cell.prepared and cell.prepared.plan:
             plan = cell.prepared.plan
-            notes.append(f"{name}: {plan.family} {plan.tile}")
+            notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
     notes += _timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
@@ -342,6 +416,34 @@ def _notes(
     return notes
 
 
+def _splits_text(plan: Plan) -> str:
+    if plan.num_splits == 1:
+        return ""
+    if plan.num_splits:
+        return f", keys split {plan.num_splits} ways"
+    return f", all keys in {plan.launches[0].grid[0]} equal shares"
+
+
+def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
+    """What to know about caches and packed sequences, and how to have them again."""
+    notes = []
+    cached = any(cell.case.is_cached for cell in cells)
+    if cached:
+        notes.append(
+            "TB/s, GB/s: bytes of the keys and values, batch * heads_kv * seqlen_k * (head_dim + "
+            "head_dim_v) of them, over time."
+        )
+    if copy_rate:
+        notes.append(
+            f"% copy: of {copy_rate:.3f} TB/s, bytes read and written by a copy of 1 GiB on the "
+            "device."
+        )
+    for lengths in dict.fromkeys(cell.case.lengths for cell in cells):
+        if lengths:
+            notes.append(f"The same lengths again: --lengths {repeatable(lengths)}")
+    return notes
+
+
 def _timing_notes(cells: Sequence[Cell]) -> list[str]:
     timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
     if not timed:
@@ -349,7 +451,8 @@ def _timing_notes(cells: Sequence[Cell]) -> list[str]:
     others = sorted({cell.provider.name for cell in timed if cell.timed_by == "events"})
     what = "CUDA graph replays" if len(others) < len({c.provider.name for c in timed}) else "calls"
     but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
-    return [f"ms: GPU time of {what}{but}, the L2 overwritten before each."]
+    unit = "us" if all(cell.case.is_cached for cell in cells) else "ms"
+    return [f"{unit}: GPU time of {what}{but}, the L2 overwritten before each."]
 
 
 def _preset_notes(named: Preset, labels: Mapping[Case, str]) -> list[str]:

@@ -64,6 +64,8 @@ class Candidate:
         Of each case.
     weights
         How much a case's time counts.
+    flops
+        Of each case.
     medians_ms
         Time of each case, as last measured; empty until then.
     rounds
@@ -74,6 +76,7 @@ class Candidate:
 
     plans: tuple[Plan, ...]
     weights: tuple[float, ...]
+    flops: tuple[float, ...]
     is_default: bool = False
     resources: Resources | None = None
     dropped: str | None = None
@@ -106,8 +109,7 @@ class Candidate:
         cost = self.cost_ms
         if not cost:
             return None
-        flops = (plan.problem.flops() for plan in self.plans)
-        return sum(w * n for w, n in zip(self.weights, flops, strict=True)) / cost / 1e9
+        return sum(w * n for w, n in zip(self.weights, self.flops, strict=True)) / cost / 1e9
 
     @property
     def blocks_per_sm(self) -> int | None:
@@ -161,6 +163,7 @@ def gpu_candidates(
         Candidate(
             tuple(plan_tile(chosen, p, device, tile, reason="tuning") for p in problems),
             tuple(case.weight for case in cases),
+            tuple(case.case.flops() for case in cases),
             is_default=tile == default,
         )
         for tile in evenly(wanted, default, limits.max_tiles)
@@ -176,6 +179,7 @@ def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]
         Candidate(
             tuple(make_cpu_plan(problem, tile, gpu_unavailable()) for problem in problems),
             tuple(case.weight for case in cases),
+            tuple(case.case.flops() for case in cases),
             is_default=tile == default,
         )
         for tile in evenly(wanted, default, limits.max_tiles)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 
 from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
 
+from . import sequences
 from .cases import Case
-from .inputs import Arrays, Inputs, numpy_dtype
+from .inputs import Inputs
+from .sequences import Arrays, Head, numpy_dtype
 
 # Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
 # over float64 scores, on the host by exp.
@@ -25,6 +29,9 @@ _LEAST_HEADS = 4
 _ROWS_PER_HEAD = 1024
 _BLOCK_ROWS = 128
 _SAMPLE_ROWS = 16384
+# A sample of sequences of different lengths: so many of them, and so many rows in all.
+_MOST_SEQUENCES = 64
+_SEQUENCES_ROWS = 65536
 # Bytes of a block's float32 scores.
 _BLOCK_BYTES = 1 << 28
 # Below this many rows the naive result may be exact by luck.
@@ -33,7 +40,7 @@ _FEW_ROWS = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Query rows `start` to `stop` of one head."""
+    """Query rows `start` to `stop` of one head of one sequence."""
 
     batch: int
     head: int
@@ -57,6 +64,8 @@ def choose_blocks(
     most_rows
         Size of a sample, which is then taken even where all rows would be little work.
     """
+    if case.kind == "varlen":
+        return _blocks_of_sequences(case, seed, most_scores, most_rows or _SEQUENCES_ROWS)
     heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
     if not heads or not case.seqlen_q:
         return []
@@ -78,6 +87,28 @@ def choose_blocks(
         for block in sorted({last, *others.tolist()}):
             stop = min((block + 1) * rows, case.seqlen_q)
             blocks.append(Block(*heads[index], block * rows, stop))
+    return blocks
+
+
+def _blocks_of_sequences(case: Case, seed: int, most_scores: int, most_rows: int) -> list[Block]:
+    """Blocks of the longest sequence and of others, as if each were a case of its own."""
+    lengths = case.key_lengths
+    order = np.random.default_rng(seed).permutation(case.batch).tolist()
+    order.sort(key=lambda batch: lengths[batch] < max(lengths))
+    chosen = sorted(order[:_MOST_SEQUENCES])
+    share = max(len(chosen), 1)
+    blocks = []
+    for batch in chosen:
+        alone = dataclasses.replace(
+            case,
+            kind="dense",
+            batch=1,
+            seqlen_q=lengths[batch],
+            seqlen_k=lengths[batch],
+            lengths=None,
+        )
+        found = choose_blocks(alone, seed + batch, most_scores // share, most_rows // share)
+        blocks += [dataclasses.replace(block, batch=batch) for block in found]
     return blocks
 
 
@@ -158,7 +189,7 @@ class Check:
         case = inputs.case
         # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
         self._on_gpu = on_gpu and why_no_matmul() is None
-        self._layout = case.layout
+        self._case, self._more = case, inputs.more
         most_scores = _GPU_SCORES if self._on_gpu else _HOST_SCORES
         self._blocks = choose_blocks(case, seed, most_scores, most_rows)
         rows = sum(block.stop - block.start for block in self._blocks)
@@ -170,30 +201,31 @@ class Check:
             arrays = inputs.gpu if on_gpu else inputs.host
             bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
         compared = rows if self._finite is None else int(self._finite.sum())
-        all_rows = case.batch * case.heads_q * case.seqlen_q
-        self.coverage = Coverage(compared, all_rows, bound, not_finite=rows - compared)
+        self.coverage = Coverage(compared, case.query_rows, bound, not_finite=rows - compared)
 
     def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> float:
         """Keep the reference, and return the bound."""
-        q, k, v = (_to_bshd(array, case.layout) for array in arrays)
-        group = case.heads_q // case.heads_kv
         references, lses, naives = [], [], []
         for block in self._blocks:
-            rows = _rows(q, block)
-            keys, values = (
-                x[block.batch : block.batch + 1, :, block.head // group : block.head // group + 1]
-                for x in (k, v)
-            )
-            rows, keys, values = (self._placed(x) for x in (rows, keys, values))
+            head = _head(case, arrays, self._more, block)
+            rows = head.q[:, block.start : block.stop]
+            rows, keys, values = (self._placed(x) for x in (rows, head.k, head.v))
             options: dict[str, Any] = {
                 "causal": case.causal,
                 "softmax_scale": case.softmax_scale,
-                "q_offset": case.first_query + block.start,
+                "q_offset": head.first_query + block.start,
             }
-            out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
+            naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
+            if case.append:
+                out, lse = sequences.appended_reference(
+                    case, arrays, self._more, block.batch, block.head, self._placed
+                )
+                out = out[:, block.start : block.stop]
+                lse = lse[:, :, block.start : block.stop]
+            else:
+                out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
             references.append(out)
             lses.append(lse)
-            naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
         xp = _module(references[0])
         reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
         lse = xp.concatenate(lses, 2)
@@ -213,11 +245,18 @@ class Check:
         """Largest absolute difference of a result, in the case's layout, from the reference."""
         if not self._blocks:
             return 0.0
-        bshd = _to_bshd(out, self._layout)
-        rows = [self._placed(_rows(bshd, block)).astype(np.float64) for block in self._blocks]
+        rows = [self._placed(self._rows(out, block)).astype(np.float64) for block in self._blocks]
         result = _module(rows[0]).concatenate(rows, 1)
         compared = result if self._finite is None else result[:, self._finite]
         return max_error(compared, self._reference)
+
+    def _rows(self, out: Any, block: Block) -> Any:
+        """(1, rows, 1, dim) of a result."""
+        if self._case.is_dense:
+            one = _one_head(_to_bshd(out, self._case.layout), block.batch, block.head)
+        else:
+            one = sequences.rows_of(self._case, out, self._more, block.batch, block.head)
+        return one[:, block.start : block.stop]
 
     def _placed(self, array: Any) -> Any:
         """The array where the reference is computed."""
@@ -241,8 +280,19 @@ def _to_bshd(array: Any, layout: str) -> Any:
     return array.swapaxes(1, 2) if layout == "bhsd" else array
 
 
-def _rows(array: Any, block: Block) -> Any:
-    """(1, rows, 1, dim) of a (batch, seqlen, heads, dim) array."""
-    return array[
-        block.batch : block.batch + 1, block.start : block.stop, block.head : block.head + 1
-    ]
+def _one_head(bshd: Any, batch: int, head: int) -> Any:
+    return bshd[batch : batch + 1, :, head : head + 1]
+
+
+def _head(case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], block: Block) -> Head:
+    """The head of a block, in (1, seqlen, 1, dim) arrays."""
+    if not case.is_dense:
+        return sequences.head_of(case, arrays, more, block.batch, block.head)
+    q, k, v = (_to_bshd(array, case.layout) for array in arrays)
+    kv_head = block.head // (case.heads_q // case.heads_kv)
+    return Head(
+        _one_head(q, block.batch, block.head),
+        _one_head(k, block.batch, kv_head),
+        _one_head(v, block.batch, kv_head),
+        case.first_query,
+    )

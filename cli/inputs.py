@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,13 @@ import numpy as np
 
 from cupy_flash.problem import DTYPES
 
+from . import sequences
 from .cases import Case, Shape
 from .errors import library_errors_as_usage
+from .sequences import Arrays, numpy_dtype
 
-Arrays = tuple[Any, Any, Any]
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name in `cupy_flash.problem.DTYPES`."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+# Elements: CuPy's generator counts them in 32 bits, and they are wider than 16-bit inputs.
+_DRAWN_AT_ONCE = 1 << 28
 
 
 @dataclass
@@ -33,12 +33,16 @@ class Inputs:
     Attributes
     ----------
     case
-        What they are inputs of.
+        What they are inputs of. Of a cache, k and v are the caches.
+    more
+        The other arrays of the call, all small, by the names of its arguments.
     """
 
     case: Case
     _gpu: Arrays | None = None
     _host: Arrays | None = None
+    more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    _more_gpu: dict[str, Any] | None = None
 
     @property
     def gpu(self) -> Arrays:
@@ -62,6 +66,40 @@ class Inputs:
             self._host = (q, k, v)
         return self._host
 
+    @property
+    def more_gpu(self) -> Mapping[str, Any]:
+        """The other arrays as CuPy arrays on the current device."""
+        if self._more_gpu is None:
+            import cupy
+
+            self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
+        return self._more_gpu
+
+    def with_pages_of(self, page_size: int) -> Inputs:
+        """Inputs of the same step on a cache in pages of this size, in shuffled order.
+
+        They share the memory of this cache where `can_share_pages`, so that its rows are dealt to
+        the sequences in another order; else they are new.
+        """
+        case = dataclasses.replace(self.case, page_size=page_size)
+        if not can_share_pages(self.case, page_size):
+            return random_inputs(case, 0, on_gpu=self._gpu is not None)
+        _, k_shape, v_shape = case.bshd_shapes
+        more = sequences.arrays_of(case, 0)
+
+        def paged(arrays: Arrays | None) -> Arrays | None:
+            if arrays is None:
+                return None
+            q, k, v = arrays
+            return q, k.reshape(k_shape), v.reshape(v_shape)
+
+        return Inputs(case, paged(self._gpu), paged(self._host), more)
+
+
+def can_share_pages(case: Case, page_size: int) -> bool:
+    """Whether a cache's memory serves as pages, too: it is whole ones, and nobody writes to it."""
+    return case.seqlen_k % page_size == 0 and not case.append
+
 
 def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     """Standard normal inputs, generated where they are used."""
@@ -79,10 +117,20 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
         if math.prod(shape) == 0:
             # CuPy's generator launches a kernel even for nothing.
             return xp.empty(shape, dtype)
-        return generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
+        if math.prod(shape) <= _DRAWN_AT_ONCE:
+            return generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
+        array = xp.empty(shape, dtype)
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _DRAWN_AT_ONCE):
+            part = flat[start : start + _DRAWN_AT_ONCE]
+            part[...] = generator.standard_normal(part.size, dtype=drawn)
+        return array
 
     q, k, v = map(draw, shapes)
-    return Inputs(case, _gpu=(q, k, v)) if on_gpu else Inputs(case, _host=(q, k, v))
+    more = sequences.arrays_of(case, seed)
+    if on_gpu:
+        return Inputs(case, _gpu=(q, k, v), more=more)
+    return Inputs(case, _host=(q, k, v), more=more)
 
 
 @dataclass(frozen=True)

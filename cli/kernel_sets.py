@@ -25,6 +25,8 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, make_plan, plan_tile
 from cupy_flash.problem import DTYPES, Problem, make_contiguous_problem
 
+from .cases import Case
+
 # From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256).
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 # (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
@@ -109,6 +111,7 @@ def tuned_plans(device: Device) -> Iterator[Plan]:
 _CLASS = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<q>\d+) k(?P<k>\d+) rows(?P<rows>\d+) align(?P<align>\d+)"
+    r"(?: (?:(?P<cache>cache)|page(?P<page>\d+)|(?P<packed>packed)))?"
 )
 
 
@@ -119,17 +122,25 @@ def problem_of_class(text: str) -> Problem | None:
         return None
     seqlen_q = int(found["q"])
     heads = max(1, int(found["rows"]) // max(1, seqlen_q))
-    problem = make_contiguous_problem(
-        dtype=found["dtype"],
-        batch=1,
-        seqlen_q=seqlen_q,
-        seqlen_k=int(found["k"]),
-        heads_q=heads,
-        heads_kv=heads,
-        head_dim=int(found["head_dim"]),
-        head_dim_v=int(found["head_dim_v"]),
-        causal=found["mask"] == "causal",
+    is_cached = found["cache"] or found["page"]
+    case = Case(
+        found["dtype"],
+        1,
+        seqlen_q,
+        int(found["k"]),
+        heads,
+        heads,
+        int(found["head_dim"]),
+        int(found["head_dim_v"]),
+        found["mask"] == "causal",
+        kind="cache" if is_cached else "varlen" if found["packed"] else "dense",
+        page_size=int(found["page"] or 0),
     )
+    try:
+        problem = case.problem()
+    except ValueError:
+        # Packed sequences of a call have as many queries as keys; a class need not.
+        return None
     return dataclasses.replace(problem, alignment=int(found["align"]))
 
 

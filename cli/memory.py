@@ -14,8 +14,7 @@ from .timing import Timed
 
 def output_bytes(case: Case) -> int:
     """Bytes of a case's output."""
-    rows = case.batch * case.seqlen_q * case.heads_q
-    return rows * case.head_dim_v * ITEMSIZE[case.dtype]
+    return case.query_rows * case.head_dim_v * ITEMSIZE[case.dtype]
 
 
 def host_peak_bytes(timed: Timed) -> int:

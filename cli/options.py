@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from cupy_flash.problem import DTYPES
 from . import report
 from .cases import Case, sweep
 from .errors import library_errors_as_usage
+from .sequences import long_tail
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -121,6 +124,49 @@ _SHAPE_OPTIONS = (
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 
 
+_SEQUENCE_OPTIONS = (
+    click.option(
+        "--cache",
+        is_flag=True,
+        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache.",
+    ),
+    click.option(
+        "--page-size", type=COUNTS, help="Rows of a page of the cache, pages shuffled; 0 for none."
+    ),
+    click.option("--append", is_flag=True, help="Each call also appends its rows to the cache."),
+    click.option("--rotary", is_flag=True, help="It also rotates queries and appended keys."),
+    click.option(
+        "--lengths",
+        metavar="WHICH",
+        help="Lengths of packed sequences, flash_attention_varlen, or with --cache of the caches: "
+        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them.",
+    ),
+    click.option(
+        "--num-splits", type=COUNTS, help="Shares of each sequence's keys; 0, the default: chosen."
+    ),
+)
+SEQUENCE_NAMES = ("cache", "page_size", "append", "rotary", "lengths", "num_splits")
+
+
+def sequence_options(command: Command) -> Command:
+    """Add the options that make caches or packed sequences of a command's cases."""
+    for option in reversed(_SEQUENCE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def split_sequences(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options on sequences out of a command's options; those not given are falsy."""
+    return {name: options.pop(name) for name in SEQUENCE_NAMES}
+
+
+def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
+    """Raise a usage error if any option on sequences was given."""
+    for name, value in sequences.items():
+        if value:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
+
+
 def shape_options(command: Command) -> Command:
     """Add the options that `cases_from` reads."""
     for option in reversed(_SHAPE_OPTIONS):
@@ -161,6 +207,147 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
         for case in cases:
             case.problem()
     return cases
+
+
+# Of caches: decoding with grouped heads.
+_CACHE_DEFAULTS = {
+    True: {
+        "batch": (8,),
+        "seqlen_q": (1,),
+        "seqlen_k": (8192,),
+        "heads": (32,),
+        "kv_heads": (8,),
+        "head_dim": (128,),
+    },
+    False: {
+        "batch": (2,),
+        "seqlen_q": (1,),
+        "seqlen_k": (1024,),
+        "heads": (8,),
+        "kv_heads": (2,),
+        "head_dim": (64,),
+    },
+}
+_PACKED_DEFAULTS = {
+    True: {"batch": (32,), "seqlen_q": (16384,)},
+    False: {"batch": (8,), "seqlen_q": (512,)},
+}
+
+
+def sequence_cases(
+    sequences: Mapping[str, Any],
+    shape: dict[str, Any],
+    defaults: Mapping[str, Sequence[Any]],
+    *,
+    seed: int,
+    on_gpu: bool,
+) -> list[Case]:
+    """Every combination of the options, as `cases_from` makes them where none is on sequences.
+
+    Parameters
+    ----------
+    sequences, shape
+        As `split_sequences` and `split_shape` return them.
+    defaults
+        As of `cases_from`; batch, lengths and heads of caches and packed sequences are others.
+    seed
+        Of lengths that are drawn.
+    on_gpu
+        Which of the defaults: on the CPU they are smaller.
+
+    Raises
+    ------
+    click.UsageError
+        For options that do not go together.
+    """
+    cache, lengths = sequences["cache"], sequences["lengths"]
+    _refuse_stray_sequences(sequences)
+    if not cache and lengths is None:
+        return cases_from(shape, defaults)
+    what = "--cache" if cache else "--lengths"
+    refuse(shape, ("q_offset",), f"{what}: its masks are aligned at the bottom right")
+    if shape["layout"] not in (None, ("bshd",)):
+        raise click.UsageError(f"--layout {','.join(shape['layout'])} does not go with {what}")
+    if not cache:
+        refuse(shape, ("seqlen_k",), "--lengths: packed sequences attend to themselves")
+    which: Any = None if lengths is None else _lengths(lengths)
+    if isinstance(which, tuple):
+        longest = "seqlen_k" if cache else "seqlen_q"
+        refuse(shape, ("batch", longest), "--lengths with numbers, which give it")
+        shape = shape | {"batch": (len(which),), longest: (max(which),)}
+    own = (_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]
+    if cache and shape["heads"] is not None:
+        # Key and value heads follow the heads that were asked for, as they do elsewhere.
+        own = {name: value for name, value in own.items() if name != "kv_heads"}
+    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults) | own
+    given: dict[str, Any] = {
+        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
+    }
+    found = []
+    for case, pages, splits in itertools.product(
+        sweep(**given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
+    ):
+        made = dataclasses.replace(
+            case,
+            kind="cache" if cache else "varlen",
+            page_size=pages,
+            append=sequences["append"],
+            rotary=sequences["rotary"],
+            asked_splits=splits,
+            lengths=_drawn(which, case, seed),
+        )
+        found.append(made)
+    with library_errors_as_usage():
+        for case in found:
+            case.problem()
+    return found
+
+
+def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
+    for name in ("page_size", "append", "rotary"):
+        if sequences[name] and not sequences["cache"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of a cache; add --cache")
+    if sequences["rotary"] and not sequences["append"]:
+        raise click.UsageError("--rotary rotates the rows that are appended; add --append")
+    if sequences["num_splits"] and not sequences["cache"] and sequences["lengths"] is None:
+        raise click.UsageError(
+            "--num-splits is of caches and packed sequences; add --cache or --lengths"
+        )
+
+
+def _lengths(text: str) -> str | tuple[int, ...]:
+    """How lengths are drawn, or the lengths themselves.
+
+    Raises
+    ------
+    click.UsageError
+        If the text is neither, nor the name of a file of whole numbers.
+    """
+    if text in ("uniform", "long-tail"):
+        return text
+    path, source = Path(text), text
+    if path.is_file():
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"--lengths {text}: {error}") from error
+    words = source.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise click.UsageError(
+            f"--lengths {text!r} is not uniform, long-tail, whole numbers from 1 such as 16,100,7, "
+            "or a file of them"
+        )
+    return tuple(map(int, words))
+
+
+def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[int, ...] | None:
+    if isinstance(which, tuple):
+        return which
+    if which == "long-tail":
+        # Every call appends its rows: a cache holds no fewer.
+        least = case.seqlen_q if case.seqlen_q < case.seqlen_k else 1
+        return long_tail(case.batch, case.seqlen_k, seed, least=least)
+    return (case.seqlen_k,) * case.batch if which == "uniform" else None
 
 
 def refuse_stray_offset(shape: dict[str, Any]) -> None:

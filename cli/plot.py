@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from . import records, report
-from .cases import Case
+from .cases import Case, sequences_text
 from .figures import COLOURS, SUFFIXES, figure, why_no_figures
 from .options import writable_path
 
@@ -177,7 +177,8 @@ def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
         "heads": heads,
         "length": length,
         "scale": "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale:g}",
-        "layout": "" if case.layout == "bshd" else case.layout,
+        # Caches and packed sequences have but one layout of their axes.
+        "layout": sequences_text(case) or ("" if case.layout == "bshd" else case.layout),
         "batch": "",
     }
 

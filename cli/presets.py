@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from . import seed_figures
 from .cases import Case
+from .providers import PAGE_SIZES
 from .seed_figures import Source, square
+from .sequences import long_tail
 
 # FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
 _TOKENS = 16384
@@ -84,6 +86,32 @@ def _cute_example(causal: bool) -> Case:
     )
 
 
+def _decode(batch: int, seqlen_k: int) -> Case:
+    """One query row of a model with grouped heads."""
+    return Case("bfloat16", batch, 1, seqlen_k, 32, 8, 128, 128, kind="cache")
+
+
+# Of the varlen preset: lengths from 16 to the longest.
+_PACKED = long_tail(32, 16384, seed=0)
+
+
+def _packed(causal: bool) -> Case:
+    longest = max(_PACKED)
+    return Case(
+        "bfloat16",
+        len(_PACKED),
+        longest,
+        longest,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        head_dim_v=128,
+        causal=causal,
+        kind="varlen",
+        lengths=_PACKED,
+    )
+
+
 _PRESETS = {
     "fa3-grid": Preset(
         "Forward, as in the FlashAttention-3 paper",
@@ -111,6 +139,26 @@ _PRESETS = {
         ),
         providers=("cupy_flash", "torch-cudnn", "torch-flash"),
         baseline=("torch-cudnn", "torch-flash"),
+    ),
+    "decode": Preset(
+        "Decoding: one query row over a key/value cache",
+        cases=tuple(
+            _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
+        ),
+        providers=(
+            "cupy_flash",
+            *(f"cupy_flash-page{size}" for size in PAGE_SIZES),
+            "torch-flash",
+            "torch-cudnn",
+        ),
+        baseline=("torch-flash", "torch-cudnn"),
+        notes=("cupy_flash-pageN: the rows of the cache in shuffled pages of N",),
+    ),
+    "varlen": Preset(
+        "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
+        cases=(_packed(causal=False), _packed(causal=True)),
+        providers=("cupy_flash", "cupy_flash-uniform"),
+        baseline=("cupy_flash-uniform",),
     ),
     "memory": Preset(
         "The standard algorithm and the fused one by sequence length",

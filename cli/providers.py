@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cupy_flash import cpu
-from cupy_flash.attention import flash_attention
 from cupy_flash.device import Device, device_for_id, gpu_unavailable
 from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, choose_cpu_tile, freeze_tile, make_cpu_plan, make_plan
@@ -22,11 +24,15 @@ from cupy_flash.reference import attention_naive
 from cupy_flash.tile import Tile
 
 from . import check, graphs, memory
+from .calls import call_of
 from .cases import Case
-from .inputs import Inputs
+from .inputs import Inputs, can_share_pages, random_inputs
+from .sequences import sequence_of, uniform_twin
 from .timing import Timed
 
 TileFields = Mapping[str, int] | None
+# Of the providers that put a case's cache into pages.
+PAGE_SIZES = (1, 16, 64)
 
 
 def _same(result: Any) -> Any:
@@ -51,6 +57,10 @@ class Prepared:
         Of the sources of what runs; None for other providers.
     note
         What a reader of the numbers should know.
+    inputs
+        What it computes, and is checked by, where that is not what it was made ready for.
+    scale
+        What its times are multiplied by.
     """
 
     call: Callable[[], Any]
@@ -59,6 +69,8 @@ class Prepared:
     plan: Plan | None = None
     kernel_digest: str | None = None
     note: str | None = None
+    inputs: Inputs | None = None
+    scale: float = 1.0
 
     @property
     def tile(self) -> dict[str, int] | None:
@@ -154,19 +166,105 @@ class Dispatcher(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         plan = self._plan(inputs.case)
-        q, k, v = inputs.gpu if self.on_gpu else inputs.host
+        call = call_of(inputs, on_gpu=self.on_gpu, family=self.family, tile=self.tile)
         return Prepared(
-            functools.partial(
-                flash_attention,
-                q,
-                k,
-                v,
-                family=self.family,
-                tile=self.tile,
-                **inputs.case.arguments,
-            ),
+            call,
             plan=plan,
             kernel_digest=FAMILIES[plan.family].digest() if self.on_gpu else cpu.digest(),
+        )
+
+
+class _Variant(Provider):
+    """The library, serving a case in another way than the case has it."""
+
+    ours = True
+
+    def __init__(self, name: str, tile: TileFields) -> None:
+        self.name = name
+        self.library = Dispatcher(name, None, tile)
+        self.on_gpu = self.library.on_gpu
+
+    @abstractmethod
+    def served(self, case: Case) -> Case | str:
+        """The case that is computed, or why there is none."""
+
+    @abstractmethod
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        """Inputs of the served case."""
+
+    def scale(self, case: Case) -> float:
+        """What times of the served case are multiplied by."""
+        return 1.0
+
+    def why_not(self, case: Case) -> str | None:
+        served = self.served(case)
+        return served if isinstance(served, str) else self.library.why_not(served)
+
+    def _served(self, case: Case) -> Case:
+        served = self.served(case)
+        if isinstance(served, str):
+            raise ValueError(served)
+        return served
+
+    def scratch_bytes(self, case: Case) -> int:
+        return self.library.scratch_bytes(self._served(case))
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        own = self.inputs_of(inputs)
+        return dataclasses.replace(
+            self.library.prepare(own), inputs=own, scale=self.scale(inputs.case)
+        )
+
+
+class OnPages(_Variant):
+    """The library on the same cache in shuffled pages."""
+
+    def __init__(self, page_size: int, tile: TileFields) -> None:
+        super().__init__(f"cupy_flash-page{page_size}", tile)
+        self.page_size = page_size
+
+    def served(self, case: Case) -> Case | str:
+        if not case.is_cached or case.page_size:
+            return "it puts caches into pages that are in none"
+        return dataclasses.replace(case, page_size=self.page_size)
+
+    def scratch_bytes(self, case: Case) -> int:
+        served = self._served(case)
+        new = 0 if can_share_pages(case, self.page_size) else served.array_bytes
+        return self.library.scratch_bytes(served) + new
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return inputs.with_pages_of(self.page_size)
+
+
+class Uniform(_Variant):
+    """`flash_attention` of a batch of equal lengths beside a varlen batch."""
+
+    def __init__(self, tile: TileFields) -> None:
+        super().__init__("cupy_flash-uniform", tile)
+
+    def served(self, case: Case) -> Case | str:
+        if case.kind != "varlen":
+            return "it stands beside varlen batches only"
+        return uniform_twin(case)
+
+    def scratch_bytes(self, case: Case) -> int:
+        served = self._served(case)
+        return self.library.scratch_bytes(served) + served.array_bytes
+
+    def scale(self, case: Case) -> float:
+        return case.flops() / self._served(case).flops()
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return random_inputs(self._served(inputs.case), 0, on_gpu=self.on_gpu)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        twin = self._served(inputs.case)
+        made = super().prepare(inputs)
+        return dataclasses.replace(
+            made,
+            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; times of "
+            f"{made.scale:.4f} times its FLOPs, which are those of the case",
         )
 
 
@@ -191,10 +289,8 @@ class CpuBackend(Provider):
         return cpu_plan(case, self.tile).workspace
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        q, k, v = inputs.host
-        arguments = inputs.case.arguments
         return Prepared(
-            functools.partial(flash_attention, q, k, v, backend="cpu", tile=self.tile, **arguments),
+            call_of(inputs, on_gpu=False, backend="cpu", tile=self.tile),
             plan=cpu_plan(inputs.case, self.tile),
             kernel_digest=cpu.digest(),
         )
@@ -230,7 +326,7 @@ class Formula(Provider):
         return super().missing() or (check.why_no_matmul() if self.on_gpu else None)
 
     def why_not(self, case: Case) -> str | None:
-        return self.missing()
+        return self.missing() or ("the plain formula appends nothing" if case.append else None)
 
     def scratch_bytes(self, case: Case) -> int:
         # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
@@ -239,8 +335,26 @@ class Formula(Provider):
         return case.scores * (2 * itemsize + rounded)
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        q, k, v = inputs.gpu if self.on_gpu else inputs.host
-        return Prepared(functools.partial(attention_naive, q, k, v, **inputs.case.arguments))
+        arrays = inputs.gpu if self.on_gpu else inputs.host
+        case = inputs.case
+        if case.is_dense:
+            return Prepared(functools.partial(attention_naive, *arrays, **case.arguments))
+
+        def one_by_one() -> Any:
+            found = [
+                attention_naive(
+                    *sequence_of(case, arrays, inputs.more, batch),
+                    causal=case.causal,
+                    softmax_scale=case.softmax_scale,
+                )
+                for batch in range(case.batch)
+            ]
+            if case.is_cached:
+                return module.concatenate(found)
+            return module.concatenate([out[0] for out in found])
+
+        module: Any = importlib.import_module("cupy") if self.on_gpu else np
+        return Prepared(one_by_one, note="one sequence after the other")
 
 
 def _makers() -> dict[str, Callable[[TileFields], Provider]]:
@@ -249,9 +363,14 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
     def of_family(family: str) -> Callable[[TileFields], Provider]:
         return lambda tile: Dispatcher(f"cupy_flash-{family}", family, tile)
 
+    def on_pages(size: int) -> Callable[[TileFields], Provider]:
+        return lambda tile: OnPages(size, tile)
+
     makers: dict[str, Callable[[TileFields], Provider]] = {
         "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
         **{f"cupy_flash-{family}": of_family(family) for family in FAMILIES},
+        **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
+        "cupy_flash-uniform": Uniform,
         "cupy_flash-cpu": CpuBackend,
         "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
         "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),

@@ -14,7 +14,7 @@ import click
 
 from cupy_flash.problem import DTYPES
 
-from .cases import Case, describe
+from .cases import KINDS, Case, describe
 from .report import Record, Row
 
 # What a record's `record_version` may be; records from before there was one are of version 1.
@@ -35,6 +35,8 @@ CASE_FIELDS = (
     "seqlen_q",
     "seqlen_k",
 )
+# What caches and packed sequences have besides: null, or not there at all, in rows of other cases.
+SEQUENCE_FIELDS = ("kind", "page_size", "append", "rotary", "asked_splits", "lengths")
 
 # What a head's parts are, where a record has them.
 _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
@@ -115,6 +117,20 @@ def _is_optional_time(value: Any) -> bool:
 
 _COUNTS = ("head_dim", "head_dim_v", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k")
 _TIMES = ("median_ms", "low_quartile_ms", "high_quartile_ms")
+
+
+def _is_list_of_counts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_count, value))
+
+
+_SEQUENCE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "kind": lambda value: value in KINDS,
+    "page_size": _is_count,
+    "append": lambda value: isinstance(value, bool),
+    "rotary": lambda value: isinstance(value, bool),
+    "asked_splits": _is_count,
+    "lengths": _is_list_of_counts,
+}
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "provider": _is_text,
     "dtype": lambda value: value in DTYPES,
@@ -137,6 +153,9 @@ def bench_fault(rows: Sequence[Row]) -> str | None:
             if name not in row:
                 return f"row {index} has no {name!r}"
             if not fits(row[name]):
+                return f"row {index} has {name} {reprlib.repr(row[name])}"
+        for name, fits in _SEQUENCE_FIELDS.items():
+            if row.get(name) is not None and not fits(row[name]):
                 return f"row {index} has {name} {reprlib.repr(row[name])}"
         if row["median_ms"] is not None and None in (row[name] for name in _TIMES):
             return f"row {index} has a median without quartiles"
@@ -161,7 +180,25 @@ def case_of(row: Row) -> Case:
         **{name: row[name] for name in (*_COUNTS, "dtype", "causal", "layout")},
         q_offset=None if usual_offset else row["q_offset"],
         softmax_scale=None if usual_scale else row["softmax_scale"],
+        kind=row.get("kind") or "dense",
+        page_size=row.get("page_size") or 0,
+        append=bool(row.get("append")),
+        rotary=bool(row.get("rotary")),
+        asked_splits=row.get("asked_splits") or 0,
+        lengths=tuple(row["lengths"]) if row.get("lengths") else None,
     )
+
+
+def sequence_fields(case: Case) -> dict[str, Any]:
+    """What tells a case of caches or packed sequences apart; all None for others."""
+    return {
+        "kind": None if case.is_dense else case.kind,
+        "page_size": case.page_size or None,
+        "append": case.append or None,
+        "rotary": case.rotary or None,
+        "asked_splits": case.asked_splits or None,
+        "lengths": list(case.lengths) if case.lengths else None,
+    }
 
 
 def is_wrong(row: Row) -> bool:

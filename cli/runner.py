@@ -17,6 +17,7 @@ from .check import Check, Coverage
 from .inputs import Inputs
 from .memory import output_bytes
 from .providers import Prepared, Provider
+from .sequences import sequence_of
 from .timing import (
     GpuTimer,
     HostTimer,
@@ -73,6 +74,8 @@ class Cell:
         Memory that a call takes besides its inputs.
     needs_bytes
         Estimate of that, where there was too little memory.
+    coverage
+        Of its check, where it was checked by inputs of its own.
     """
 
     provider: Provider
@@ -89,11 +92,14 @@ class Cell:
     speedup: float | None = None
     peak_bytes: int | None = None
     needs_bytes: int | None = None
+    coverage: Coverage | None = None
 
     def release(self) -> None:
         """Let go of the inputs that the call holds; the plan stays."""
         if self.prepared:
-            self.prepared = dataclasses.replace(self.prepared, call=_gone, to_array=_gone)
+            self.prepared = dataclasses.replace(
+                self.prepared, call=_gone, to_array=_gone, inputs=None
+            )
 
     def refuse(self, error: Exception) -> None:
         """Remember why it is not timed."""
@@ -197,9 +203,11 @@ class Runner:
     def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
         """Time a part of the rows, where the whole would keep the user waiting for a refusal."""
         case = inputs.case
-        if case.problem().flops() < _PROBE_FLOPS or _rate_key(provider, case) in self._rates:
+        if case.flops() < _PROBE_FLOPS or _rate_key(provider, case) in self._rates:
             return None
         part = _part(inputs)
+        if not case.is_dense and provider.why_not(part.case):
+            return None
         prepared = _prepared(provider, part)
         seconds = self._timer(provider).once(prepared.timed)
         self._learn(provider, part.case, seconds)
@@ -210,11 +218,11 @@ class Runner:
         rate = self._rates.get(_rate_key(provider, case))
         if rate is None:
             return None
-        return self._over_limit(provider, case.problem().flops() / rate, margin)
+        return self._over_limit(provider, case.flops() / rate, margin)
 
     def _learn(self, provider: Provider, case: Case, seconds: float) -> None:
         """Remember the best rate on the host: the estimates that follow err to the short side."""
-        flops = case.problem().flops()
+        flops = case.flops()
         if provider.on_gpu or not flops or not seconds:
             return
         key = _rate_key(provider, case)
@@ -239,6 +247,9 @@ class Runner:
         prepared = cell.prepared
         assert prepared is not None
         try:
+            if check is not None and prepared.inputs is not None:
+                check = Check(prepared.inputs, self.settings.seed, on_gpu=cell.provider.on_gpu)
+                cell.coverage = check.coverage
             with prepared.scope():
                 result = prepared.call()
             if check is not None and (check.coverage.rows or not check.coverage.not_finite):
@@ -246,7 +257,7 @@ class Runner:
                 cell.passed = cell.max_error <= check.coverage.bound
             del result
             cell.one_call = self._timer(cell.provider).once(prepared.timed)
-            if cell.case.problem().flops() >= _PROBE_FLOPS:
+            if cell.case.flops() >= _PROBE_FLOPS:
                 self._learn(cell.provider, cell.case, cell.one_call)
             cell.reason = self._over_limit(cell.provider, cell.one_call)
             if cell.reason is None:
@@ -269,7 +280,8 @@ class Runner:
             if cell.prepared is None or cell.time is None:
                 continue
             try:
-                cell.call_ms = call_milliseconds(timer, cell.prepared.timed, cell.one_call)
+                wall_time = call_milliseconds(timer, cell.prepared.timed, cell.one_call)
+                cell.call_ms = cell.prepared.scale * wall_time
                 if self.settings.host_time:
                     cell.host = _host_time(cell.prepared.timed, cell.one_call)
             except Exception as error:
@@ -311,7 +323,8 @@ class Runner:
                 calls = [(cell, timed) for cell, timed in calls if cell.reason is None]
                 continue
             for (cell, _), taken in zip(calls, times, strict=True):
-                cell.time = spread(taken)
+                assert cell.prepared is not None
+                cell.time = spread([cell.prepared.scale * time for time in taken])
             return
 
 
@@ -395,13 +408,15 @@ def _seconds(value: float) -> str:
 
 def _part(inputs: Inputs) -> Inputs:
     """The last query rows of some heads: about as much work as a probe may be."""
+    if not inputs.case.is_dense:
+        inputs = _longest_alone(inputs)
     case = inputs.case
     rows, group = min(_PROBE_ROWS, case.seqlen_q), case.heads_q // case.heads_kv
     offset = case.first_query + case.seqlen_q - rows if case.causal else None
     one = dataclasses.replace(
         case, batch=1, heads_q=group, heads_kv=1, seqlen_q=rows, q_offset=offset
     )
-    kv = min(case.heads_kv, max(1, int(_PROBE_FLOPS / one.problem().flops())))
+    kv = min(case.heads_kv, max(1, int(_PROBE_FLOPS / one.flops())))
     part = dataclasses.replace(one, heads_q=kv * group, heads_kv=kv)
     q, k, v = inputs.host
     if case.layout == "bshd":
@@ -409,6 +424,25 @@ def _part(inputs: Inputs) -> Inputs:
     else:
         q, k, v = q[:1, : kv * group, -rows:], k[:1, :kv], v[:1, :kv]
     return Inputs(part, _host=(q, k, v))
+
+
+def _longest_alone(inputs: Inputs) -> Inputs:
+    """The longest sequence as a batch of one."""
+    case = inputs.case
+    batch = max(range(case.batch), key=case.key_lengths.__getitem__)
+    alone = Case(
+        case.dtype,
+        1,
+        case.query_lengths[batch],
+        case.key_lengths[batch],
+        case.heads_q,
+        case.heads_kv,
+        case.head_dim,
+        case.head_dim_v,
+        case.causal,
+        softmax_scale=case.softmax_scale,
+    )
+    return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
 
 
 def set_speedups(cells: Sequence[Cell], baseline: Sequence[str]) -> None:

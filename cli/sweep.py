@@ -15,12 +15,12 @@ from typing import Any
 
 import click
 
-from cupy_flash.attention import flash_attention
 from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.device import Device
 from cupy_flash.tile import Tile
 
 from .build import Builder, Built, Job, write_cubin
+from .calls import call_of
 from .candidates import Candidate, Limits, cpu_candidates, gpu_candidates
 from .check import Check
 from .inputs import Inputs, random_inputs
@@ -204,16 +204,12 @@ def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
 def _call(
     inputs: Sequence[Inputs], on_gpu: bool, candidate: Candidate, case: int
 ) -> Callable[[], Any]:
-    q, k, v = inputs[case].gpu if on_gpu else inputs[case].host
-    return functools.partial(
-        flash_attention,
-        q,
-        k,
-        v,
+    return call_of(
+        inputs[case],
+        on_gpu=on_gpu,
         backend="auto" if on_gpu else "cpu",
         family=candidate.plan.family,
         tile=dataclasses.asdict(candidate.tile),
-        **inputs[case].case.arguments,
     )
 
 

@@ -22,6 +22,27 @@ from .timing import Timed
 _REFUSAL = "kernel not used because"
 
 
+def _why_no_call(case: Case) -> str | None:
+    """Why torch has no call that computes a case of caches or packed sequences, or None."""
+    if case.is_dense:
+        return None
+    if not case.is_cached:
+        return "scaled_dot_product_attention takes no packed sequences"
+    for has_it, what in (
+        (case.page_size, "no pages"),
+        (case.append, "no rows to append"),
+        (case.lengths, "no caches of different lengths"),
+    ):
+        if has_it:
+            return f"scaled_dot_product_attention takes {what}"
+    return None
+
+
+def _has_mask(case: Case) -> bool:
+    """Whether a causal mask hides anything: the last query sees every key."""
+    return case.causal and not (case.is_cached and case.seqlen_q == 1)
+
+
 def _torch() -> Any:
     import torch
 
@@ -146,7 +167,9 @@ class ScaledDotProduct(_TorchProvider):
     def why_not(self, case: Case) -> str | None:
         if reason := self.missing():
             return reason
-        if case.causal and case.problem().q_offset != 0:
+        if reason := _why_no_call(case):
+            return reason
+        if _has_mask(case) and (case.problem().q_offset if case.is_dense else case.first_query):
             return "torch's causal mask is aligned top-left: it has q_offset 0 only"
         return None
 
@@ -172,7 +195,7 @@ class ScaledDotProduct(_TorchProvider):
         # `import torch` alone does not bring this module in every version.
         importlib.import_module("torch.nn.attention")
         attention = _torch().nn.functional.scaled_dot_product_attention
-        arguments = {"is_causal": case.causal, "scale": case.softmax_scale}
+        arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
         grouped = case.heads_q != case.heads_kv
         note = None
         if grouped:
@@ -180,6 +203,9 @@ class ScaledDotProduct(_TorchProvider):
             try:
                 self._try(call)
             except RuntimeError:
+                if case.is_cached:
+                    # A repeated cache would be another one, several times as large.
+                    raise
                 group = case.heads_q // case.heads_kv
                 k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
                 note = "refuses grouped heads: k and v were repeated beforehand, untimed"
@@ -218,6 +244,8 @@ class Eager(_TorchProvider):
     def why_not(self, case: Case) -> str | None:
         if reason := self.missing():
             return reason
+        if not case.is_dense:
+            return "the plain formula here is of blocks of equal length"
         if case.causal and case.problem().q_offset < 0:
             return "a row that sees no key gives NaN in the plain formula"
         return None

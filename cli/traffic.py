@@ -104,14 +104,16 @@ class Schedule:
         device = plan.device
         assert device is not None, "the CPU backend has no device memory"
         grid = plan.launches[0].grid[0] if plan.launches else 1
+        # Where blocks take equal shares of all keys, so many of them meet in a key/value head.
+        num_splits = plan.num_splits or ceil_div(grid, max(1, _heads_kv(plan.problem)))
         return cls(
             Br=plan.tile.Br,
             Bc=plan.tile.Bc,
             blocks=max(1, min(grid, device.sm_count * plan.blocks_per_sm())),
             section_heads=plan.section_heads,
             l2_bytes=device.l2_cache,
-            num_splits=plan.num_splits,
-            workspace=plan.workspace,
+            num_splits=num_splits,
+            workspace=plan.workspace if num_splits > 1 else 0,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,13 @@ from .live import Live
 from .options import (
     HEADS,
     SHAPE_NAMES,
-    cases_from,
     output_option,
     refuse,
+    refuse_sequences,
+    sequence_cases,
+    sequence_options,
     shape_options,
+    split_sequences,
     split_shape,
     writable_path,
 )
@@ -111,13 +114,14 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 
 @click.command()
 @shape_options
+@sequence_options
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
 @click.option(
     "--workload",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A .json or .csv file of weighted cases; see docs/tuning.md.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the inputs.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
 @click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
 @click.option("--br", type=HEADS, help="Try only these query rows.")
@@ -186,7 +190,7 @@ def tune(
     family's sources change. An interrupted sweep goes on where it was. Exits with 1 if a tile's
     result fails its check.
     """
-    shape = split_shape(options)
+    shape, sequences = split_shape(options), split_sequences(options)
     if reporting:
         _refuse_given(
             ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
@@ -198,8 +202,12 @@ def tune(
         _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
     if arch is not None:
         _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
-    cases = _cases(shape, preset, workload, on_cpu)
-    if any(weighted.case.problem().flops() == 0 for weighted in cases):
+    cases = _cases(shape, sequences, preset, workload, seed=seed, on_cpu=on_cpu)
+    if on_cpu and not all(weighted.case.is_dense for weighted in cases):
+        raise click.UsageError(
+            "--backend cpu goes through caches and packed sequences without tuned tiles"
+        )
+    if any(weighted.case.flops() == 0 for weighted in cases):
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
     groups = groups_of(cases)
     device = None if on_cpu else _device(arch)
@@ -264,7 +272,13 @@ def _runs_on_cpu(backend: str | None, arch: str | None, family: str | None) -> b
 
 
 def _cases(
-    shape: dict[str, Any], preset: str | None, workload: Path | None, on_cpu: bool
+    shape: dict[str, Any],
+    sequences: Mapping[str, Any],
+    preset: str | None,
+    workload: Path | None,
+    *,
+    seed: int,
+    on_cpu: bool,
 ) -> list[Weighted]:
     if preset and workload:
         raise click.UsageError("--preset does not go with --workload: both name the cases")
@@ -272,13 +286,15 @@ def _cases(
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
         refuse(shape, SHAPE_NAMES, f"--preset {preset}, which names the cases")
+        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
         return PRESETS[preset]()
     if workload:
         refuse(shape, SHAPE_NAMES, "--workload, which names the cases")
+        refuse_sequences(sequences, "--workload, which names the cases")
         return read_workload(workload)
-    return [
-        Weighted(case) for case in cases_from(shape, _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS)
-    ]
+    defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
+    found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
+    return [Weighted(case) for case in found]
 
 
 def _device(arch: str | None) -> Device:

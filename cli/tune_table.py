@@ -172,7 +172,7 @@ def outcome_text(finding: Finding, saves: bool) -> str:
 
 def class_text(problem_class: str) -> str:
     """A problem class in few words: what is as usual, or follows, is left out."""
-    dtype, dim, dim_v, mask, q, k, rows, align = problem_class.split()
+    dtype, dim, dim_v, mask, q, k, rows, align, *kind = problem_class.split()
     parts = [
         SHORT_DTYPE[dtype],
         dim if dim[1:] == dim_v[2:] else f"{dim}/{dim_v[2:]}",
@@ -180,6 +180,7 @@ def class_text(problem_class: str) -> str:
         f"s{q[1:]}" if q[1:] == k[1:] else f"s{q[1:]}/{k[1:]}",
         "" if rows == f"rows{tuning.MOST_ROWS}" else rows,
         "" if align == f"align{MAX_ALIGNMENT}" else align,
+        *kind,
     ]
     return " ".join(filter(None, parts))
 

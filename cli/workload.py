@@ -18,7 +18,9 @@ from cupy_flash import tuning
 from cupy_flash.arrays import LAYOUTS
 from cupy_flash.problem import DTYPES
 
-from .cases import Case
+from . import presets
+from .cases import KINDS, Case
+from .providers import PAGE_SIZES
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,27 @@ def common() -> list[Weighted]:
     return cases
 
 
-PRESETS = {"common": common}
+def decode() -> list[Weighted]:
+    """One query row of `presets`' decode cases in both 16-bit types, in no pages and in pages.
+
+    All read their keys and values at about one rate: weighted by the inverse, they count alike.
+    """
+    return [
+        Weighted(case, 1e9 / case.kv_bytes)
+        for dtype in ("bfloat16", "float16")
+        for page_size in (0, *PAGE_SIZES)
+        for named in presets.preset("decode", (dtype,)).cases
+        for case in (dataclasses.replace(named, page_size=page_size),)
+    ]
+
+
+PRESETS = {"common": common, "decode": decode}
 
 
 # ---- Workloads in files
 
 _TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
+_CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS}
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
 _FROM_ONE = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
 
@@ -157,9 +174,12 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
 def _value(name: str, value: Any, where: str) -> Any:
     text = str(value).strip()
     try:
-        if name in ("dtype", "layout"):
-            return _one_of(text, DTYPES if name == "dtype" else LAYOUTS)
-        if name == "causal":
+        if name in _CHOICES:
+            return _one_of(text, _CHOICES[name])
+        if name == "lengths":
+            numbers = value if isinstance(value, list) else text.split()
+            return tuple(_whole_number(str(number), least=1) for number in numbers)
+        if name in ("causal", "append", "rotary"):
             return _one_of(text.lower(), (*_TRUE, *_FALSE)) in _TRUE
         if name in ("softmax_scale", "weight"):
             number = float(text)

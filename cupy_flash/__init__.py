@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from cupy_flash.attention import flash_attention, flash_attention_qkvpacked, plan
+from cupy_flash.combine import combine
 from cupy_flash.errors import CompileError, UnsupportedError
+from cupy_flash.kvcache import flash_attention_with_kvcache
 from cupy_flash.planner import Plan
 from cupy_flash.reference import attention_reference
+from cupy_flash.reference_sequences import (
+    attention_varlen_reference,
+    attention_with_kvcache_reference,
+)
 from cupy_flash.tile import Tile
+from cupy_flash.varlen import flash_attention_varlen
 
 __version__ = "0.1.0"
 
@@ -18,8 +25,13 @@ __all__ = [
     "Tile",
     "UnsupportedError",
     "attention_reference",
+    "attention_varlen_reference",
+    "attention_with_kvcache_reference",
+    "combine",
     "flash_attention",
     "flash_attention_qkvpacked",
+    "flash_attention_varlen",
+    "flash_attention_with_kvcache",
     "plan",
 ]
 

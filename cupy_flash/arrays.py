@@ -35,11 +35,21 @@ def to_bshd(array: Any, layout: str) -> Any:
 
 def require_4d(name: str, array: Any) -> None:
     """Raise ValueError unless an array has four axes."""
-    if array.ndim != 4:
+    require_axes(name, array, 4, "batch, seqlen, heads and head_dim in the order of layout")
+
+
+def require_axes(name: str, array: Any, count: int, meaning: str) -> None:
+    """Raise ValueError unless an array has so many axes."""
+    if array.ndim != count:
         raise ValueError(
-            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected 4: "
-            "batch, seqlen, heads and head_dim in the order of layout"
+            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected {count}: {meaning}"
         )
+
+
+def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Raise ValueError unless an array has a shape."""
+    if tuple(array.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {expected}, {meaning}")
 
 
 def dtype_name(array: Any) -> str:
@@ -48,16 +58,16 @@ def dtype_name(array: Any) -> str:
 
 
 def is_readable_in_place(array: Any) -> bool:
-    """Whether kernels can address a 4-d array as it lies.
+    """Whether kernels can address an array as it lies.
 
     They can if its last axis is contiguous, or of length 1, and its strides are whole elements;
     and if there is nothing to address.
     """
-    if array.ndim != 4 or array.size == 0:
+    if array.ndim == 0 or array.size == 0:
         return True
     size = array.itemsize
     strides = array.strides
-    return (strides[3] == size or array.shape[3] <= 1) and not any(s % size for s in strides)
+    return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
 
 
 def readable_in_place(array: Any) -> Any:
@@ -97,20 +107,24 @@ class _StandIn:
 
 
 def spec_of(array: Any, address: int) -> ArraySpec:
-    """How a (batch, seqlen, heads, dim) array lies in memory.
+    """How a (batch, seqlen, heads, dim) array lies in memory, or a packed one without batch.
 
     Parameters
     ----------
     array
-        NumPy or CuPy array with a contiguous last axis.
+        NumPy or CuPy array with a contiguous last axis. Of three axes it is taken for a batch of
+        one.
     address
         Of its first element.
     """
     size = array.itemsize
-    batch, seqlen, heads, _ = (stride // size for stride in array.strides)
+    shape, strides = tuple(array.shape), array.strides
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, seqlen, heads, _ = (stride // size for stride in strides)
     alignment = address & -address if address else MAX_ALIGNMENT
     return ArraySpec(
-        shape=tuple(array.shape),
+        shape=shape,
         strides=(batch, seqlen, heads),
         dtype=dtype_name(array),
         alignment=min(alignment, MAX_ALIGNMENT),
@@ -155,6 +169,61 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     raise TypeError(
         f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
     )
+
+
+def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
+    """An array of lengths or places as a NumPy or CuPy array; see `require_int32`.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for messages.
+    array
+        As for `normalize`; a list of integers will do on the host.
+    on_host
+        Whether q lies there.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or lies elsewhere than q.
+    ValueError
+        For a list of integers that int32 does not hold.
+    """
+    if isinstance(array, (list, tuple)):
+        if not on_host:
+            raise TypeError(
+                f"{name} is a {type(array).__name__} and q lies on a GPU; pass "
+                f"cupy.asarray({name}, 'int32')"
+            )
+        return _int32_of_list(name, array)
+    array, _ = normalize(name, array)
+    if isinstance(array, np.ndarray) != on_host:
+        raise TypeError(
+            f"{name} lies on a GPU and q in host memory; pass {name}.get()"
+            if on_host
+            else f"{name} lies in host memory and q on a GPU; pass cupy.asarray({name})"
+        )
+    return array
+
+
+def require_int32(name: str, array: Any) -> None:
+    """Raise TypeError unless the dtype is that of lengths and places."""
+    if dtype_name(array) != "int32" or not array.dtype.isnative:
+        raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
+
+
+def _int32_of_list(name: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is no list of integers: {error}") from error
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} holds {array.dtype} values; expected integers")
+    bounds = np.iinfo(np.int32)
+    if array.size and not bounds.min <= array.min() <= array.max() <= bounds.max:
+        raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+    return array.astype(np.int32)
 
 
 def _identity(result: Any) -> Any:

@@ -63,10 +63,11 @@ SEQUENCES_DTYPE = np.dtype(
 _FORMAT_CODE = {"uint64": "Q", "int64": "q", "float64": "d", "int32": "i"}
 
 
-def _struct_format(dtype: np.dtype) -> str:
+def struct_format(dtype: np.dtype) -> str:
+    """What `struct` calls the fields of a struct's dtype, one behind the other."""
     if dtype.fields is None:
         return _FORMAT_CODE[dtype.name]
-    return "".join(_struct_format(field[0]) for field in dtype.fields.values())
+    return "".join(struct_format(field[0]) for field in dtype.fields.values())
 
 
 class PackedParams:
@@ -76,7 +77,7 @@ class PackedParams:
     """
 
     def __init__(self, problem: Problem, *, num_splits: int, section_heads: int) -> None:
-        self._struct = struct.Struct("=" + _struct_format(PARAMS_DTYPE))
+        self._struct = struct.Struct("=" + struct_format(PARAMS_DTYPE))
         self._strides = (
             problem.q_strides,
             problem.k_strides,
@@ -109,7 +110,7 @@ class PackedSequences:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._struct = struct.Struct("=" + _struct_format(SEQUENCES_DTYPE))
+        self._struct = struct.Struct("=" + struct_format(SEQUENCES_DTYPE))
         s = problem.sequences or Sequences(caches=problem.batch)
         self._stride = s.block_table_stride
         self._head = (s.total_q, s.total_k, s.caches, s.pages, s.max_pages)
@@ -133,15 +134,16 @@ class PackedSequences:
 
 def sequences_assertions() -> str:
     """C++ that fails to compile unless `sequences.cuh` agrees with `SEQUENCES_DTYPE`."""
-    return _assertions(("Sequences", SEQUENCES_DTYPE))
+    return assertions(("Sequences", SEQUENCES_DTYPE))
 
 
 def layout_assertions() -> str:
     """C++ that fails to compile unless `params.cuh` lays the struct out as `PARAMS_DTYPE` does."""
-    return _assertions(("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE))
+    return assertions(("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE))
 
 
-def _assertions(*structs: tuple[str, np.dtype]) -> str:
+def assertions(*structs: tuple[str, np.dtype]) -> str:
+    """C++ that fails to compile unless structs of these names are laid out as their dtypes."""
     # NVRTC has no offsetof without a header; __INTADDR__ is what its own is made of.
     lines = []
     for name, dtype in structs:

@@ -185,19 +185,21 @@ def make_plan(
         if reason := _why_not(candidate, problem, device):
             rejected[name] = reason
     usable = [name for name in FAMILIES if name not in rejected]
+    later = {name: reason for name in usable if (reason := FAMILIES[name].why_not_first(problem))}
     if family is None:
         automatic = [name for name in usable if FAMILIES[name].automatic]
         if not automatic:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
             raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
-        chosen, reason = automatic[0], "first choice for this dtype and GPU"
+        chosen = next((name for name in automatic if name not in later), automatic[0])
+        reason = "first choice for this dtype and GPU"
     elif family in rejected:
         raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[family]}")
     else:
         chosen, reason = family, "asked for"
     for name in usable:
         if name != chosen:
-            rejected[name] = (
+            rejected[name] = later.get(name) or (
                 f"{chosen} comes first"
                 if FAMILIES[name].automatic
                 else "a baseline for benchmarks, used only on request"
@@ -212,6 +214,11 @@ def make_plan(
         reason=f"{reason}; {tile_reason}",
         rejected=rejected,
     )
+
+
+def is_served(problem: Problem, device: Device) -> bool:
+    """Whether there is a family that would be chosen for the problem unasked."""
+    return any(f.automatic and _why_not(f, problem, device) is None for f in FAMILIES.values())
 
 
 def _why_not(family: Family, problem: Problem, device: Device) -> str | None:

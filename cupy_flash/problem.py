@@ -19,7 +19,11 @@ MAX_SEQLEN = 2**30 - 2**10
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 
+# The blocks that a grid's second axis can count.
+MAX_SPLITS = 2**16 - 1
+
 Strides = tuple[int, int, int]
+Shape = tuple[int, int, int, int]
 
 
 def contiguous_strides(shape: tuple[int, int, int, int]) -> Strides:
@@ -176,18 +180,11 @@ def make_problem(
     ValueError
         For shapes that do not go together, or values out of range.
     """
-    for name, spec in (("q", q), ("k", k), ("v", v)):
-        if spec.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype, but are {q.dtype}, {k.dtype} and {v.dtype}"
-        )
+    _check_dtypes(q, k, v)
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     _check_shapes(q.shape, k.shape, v.shape)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal is {causal!r}; expected True or False")
+    _check_bool("causal", causal)
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q
     elif not causal:
@@ -244,6 +241,155 @@ def make_contiguous_problem(
     )
 
 
+def make_sequences_problem(
+    q: ArraySpec,
+    k: ArraySpec,
+    v: ArraySpec,
+    out: ArraySpec | None = None,
+    *,
+    batch: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: tuple[int, int] | None = None,
+    chosen_caches: bool = False,
+    new_keys: int = 0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Problem:
+    """`make_problem` for sequences that are packed, cached or paged.
+
+    Checked is what needs no contents of the arrays that say where the sequences lie.
+
+    Parameters
+    ----------
+    q
+        Spec of shape (1, total_q, heads_q, head_dim) where max_seqlen_q is given, else (batch,
+        seqlen_q, heads_q, head_dim).
+    k, v
+        Specs of (pages, page_size, heads_kv, dim) where block_table is given; else of (1, total_k,
+        heads_kv, dim) where max_seqlen_q is, or of a cache, (caches, seqlen_cache, heads_kv, dim).
+    out
+        Spec of the output, as q; None for a new contiguous one.
+    batch
+        Number of sequences.
+    max_seqlen_q, max_seqlen_k
+        The most rows that a sequence of a packed batch has. None, both of them, for a cache.
+    block_table
+        Pages that a sequence may have, and elements between the rows of the table.
+    chosen_caches
+        Whether each sequence names its cache; else sequence b has cache b.
+    new_keys
+        Rows to be appended to each sequence of a cache.
+    num_splits, batch_invariant, causal, softmax_scale
+        As in `cupy_flash.flash_attention_with_kvcache`.
+
+    Raises
+    ------
+    TypeError
+        For dtypes that are not supported or differ, or an option of the wrong kind.
+    ValueError
+        For shapes that do not go together, or values out of range.
+    """
+    is_packed = max_seqlen_q is not None
+    names = ("k", "v") if is_packed else ("k_cache", "v_cache")
+    _check_dtypes(q, k, v, names)
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names)
+    _check_places(k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None)
+    _check_bool("causal", causal)
+    _check_bool("batch_invariant", batch_invariant)
+    max_pages, table_stride = block_table or (0, 0)
+    capacity = max_pages * k.shape[1] if block_table is not None else k.shape[1]
+    seqlen_q = q.shape[1]
+    if is_packed:
+        keys = "total length of k" if block_table is None else "capacity of a row of block_table"
+        _check_seqlens((("total length of q", seqlen_q), (keys, capacity)))
+        seqlen_q = min(seqlen_q, _count("max_seqlen_q", max_seqlen_q))
+        seqlen_k = min(capacity, _count("max_seqlen_k", max_seqlen_k))
+    else:
+        _check_seqlens((("seqlen of q", seqlen_q), ("capacity of a cache", capacity)))
+        if block_table is None and not chosen_caches and k.shape[0] < batch:
+            raise ValueError(
+                f"k_cache and v_cache hold {k.shape[0]} caches, but q has batch {batch}; expected "
+                "one for each sequence, or cache_batch_idx"
+            )
+        if new_keys > capacity:
+            raise ValueError(
+                f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
+            )
+        seqlen_k = capacity
+    out_shape = (*q.shape[:3], v.shape[3])
+    if out is None:
+        out = ArraySpec.contiguous(out_shape, q.dtype)
+    _check_out(out, out_shape, q.dtype)
+    is_cache = not is_packed and block_table is None
+    packed_k = is_packed and block_table is None
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[3])
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        causal=bool(causal),
+        q_offset=0,
+        softmax_scale=_finite("softmax_scale", softmax_scale),
+        q_strides=_strides_of(q, is_packed),
+        k_strides=_strides_of(k, packed_k),
+        v_strides=_strides_of(v, packed_k),
+        out_strides=_strides_of(out, is_packed),
+        alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
+        out_alignment=out.row_alignment(),
+        sequences=Sequences(
+            packed_q=is_packed,
+            packed_k=packed_k,
+            total_q=q.shape[1] if is_packed else 0,
+            total_k=k.shape[1] if packed_k else 0,
+            caches=k.shape[0] if is_cache else 0,
+            page_size=k.shape[1] if block_table is not None else 0,
+            pages=k.shape[0] if block_table is not None else 0,
+            max_pages=max_pages,
+            block_table_stride=table_stride,
+            new_keys=new_keys,
+            num_splits=_splits(num_splits, batch_invariant),
+            batch_invariant=bool(batch_invariant),
+        ),
+    )
+
+
+def _strides_of(spec: ArraySpec, is_packed: bool) -> Strides:
+    return (0, *spec.strides[1:]) if is_packed else spec.strides
+
+
+def _splits(num_splits: int, batch_invariant: bool) -> int:
+    number = _integer("num_splits", num_splits)
+    if not 0 <= number <= MAX_SPLITS:
+        raise ValueError(
+            f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
+        )
+    if not batch_invariant:
+        return number
+    if number > 1:
+        raise ValueError(
+            f"num_splits is {number}, but batch_invariant=True does not split keys; pass 0 or 1"
+        )
+    return 1
+
+
+def _count(name: str, value: int | None) -> int:
+    if value is None:
+        raise TypeError(f"{name} is None; expected an integer")
+    number = _integer(name, value)
+    if number < 0:
+        raise ValueError(f"{name} is {number}; expected at least 0")
+    return number
+
+
 def _integer(name: str, value: int) -> int:
     try:
         return operator.index(value)
@@ -263,28 +409,68 @@ def _finite(name: str, value: float) -> float:
     return float(value)
 
 
-def _check_shapes(
-    q: tuple[int, int, int, int], k: tuple[int, int, int, int], v: tuple[int, int, int, int]
+def _check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+
+
+def _check_dtypes(
+    q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str] = ("k", "v")
 ) -> None:
+    for name, spec in (("q", q), (names[0], k), (names[1], v)):
+        if spec.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, {' and '.join(names)} must have one dtype, but are {q.dtype}, {k.dtype} and "
+            f"{v.dtype}"
+        )
+
+
+def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
             raise ValueError(f"{name} has batch {shape[0]}, but q has {q[0]}")
-    if k[3] != q[3]:
-        raise ValueError(f"k has head_dim {k[3]}, but q has {q[3]}")
     if k[1] != v[1]:
         raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
+    _check_heads_and_dims(q, k, v)
+    _check_seqlens((("seqlen of q", q[1]), ("seqlen of k and v", k[1])))
+
+
+def _check_heads_and_dims(
+    q: Shape, k: Shape, v: Shape, names: tuple[str, str] = ("k", "v")
+) -> None:
+    both = " and ".join(names)
+    if k[3] != q[3]:
+        raise ValueError(f"{names[0]} has head_dim {k[3]}, but q has {q[3]}")
     if k[2] != v[2]:
-        raise ValueError(f"k and v must have one number of heads, but have {k[2]} and {v[2]}")
+        raise ValueError(f"{both} must have one number of heads, but have {k[2]} and {v[2]}")
     if k[2] == 0:
-        raise ValueError("k and v have no heads; expected at least 1")
+        raise ValueError(f"{both} have no heads; expected at least 1")
     if q[2] % k[2]:
-        raise ValueError(f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of k and v")
-    for name, dim in (("head_dim of q and k", q[3]), ("head_dim of v", v[3])):
+        raise ValueError(f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of {both}")
+    for name, dim in ((f"q and {names[0]}", q[3]), (names[1], v[3])):
         if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} is {dim}; expected 1 to {MAX_HEAD_DIM}")
-    for name, seqlen in (("seqlen of q", q[1]), ("seqlen of k and v", k[1])):
+            raise ValueError(f"head_dim of {name} is {dim}; expected 1 to {MAX_HEAD_DIM}")
+
+
+def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:
+    for name, seqlen in seqlens:
         if seqlen > MAX_SEQLEN:
             raise ValueError(f"{name} is {seqlen}; expected at most {MAX_SEQLEN}")
+
+
+def _check_places(
+    k: Shape, v: Shape, names: tuple[str, str], *, is_packed: bool, is_paged: bool
+) -> None:
+    """Raise ValueError unless k and v have places for the same rows."""
+    both = " and ".join(names)
+    rows = "page_size" if is_paged else "total length" if is_packed else "seqlen"
+    for axis, what in ((0, f"number of {'pages' if is_paged else 'caches'}"), (1, rows)):
+        if k[axis] != v[axis]:
+            raise ValueError(f"{both} must have one {what}, but have {k[axis]} and {v[axis]}")
+    if is_paged and k[1] == 0:
+        raise ValueError(f"{both} have pages of 0 rows; expected at least 1")
 
 
 def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> None:
@@ -292,15 +478,21 @@ def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> 
         raise TypeError(f"out has dtype {out.dtype}; expected {dtype}, as q has")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; expected {shape}")
+    check_no_self_overlap("out", out)
+
+
+def check_no_self_overlap(name: str, spec: ArraySpec) -> None:
+    """Raise ValueError if two elements of an array that is written share an address."""
+    shape = spec.shape
     if 0 in shape:
         return
-    # Two elements of out share an address when a longer axis does not step over the shorter ones.
+    # They do when a longer axis does not step over the shorter ones.
     extent = shape[3]
-    for stride, length in sorted(zip((abs(s) for s in out.strides), shape[:3], strict=True)):
+    for stride, length in sorted(zip((abs(s) for s in spec.strides), shape[:3], strict=True)):
         if length > 1:
             if stride < extent:
                 raise ValueError(
-                    f"out overlaps itself: shape {shape}, strides {out.strides} in elements; "
+                    f"{name} overlaps itself: shape {shape}, strides {spec.strides} in elements; "
                     "pass an array whose elements all have memory of their own"
                 )
             extent = stride * (length - 1) + extent

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.problem import Problem
+from cupy_flash.sequences import Sequences
 
 logger = logging.getLogger("cupy_flash")
 
@@ -63,7 +64,8 @@ def problem_class(problem: Problem) -> str:
     """The class of problems that share a tuned tile.
 
     dtype, head dims, causal or not, the sequence lengths and the number of query rows over the
-    batch and all heads rounded to powers of four, and the alignment of the rows.
+    batch and all heads rounded to powers of four, and the alignment of the rows; and where the
+    sequences are not blocks of equal length, whether they are packed, cached or paged.
     """
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     parts = [
@@ -76,7 +78,16 @@ def problem_class(problem: Problem) -> str:
         f"rows{_bucket(rows, MOST_ROWS)}",
         f"align{problem.alignment}",
     ]
+    if problem.sequences is not None:
+        parts.append(_kind(problem.sequences))
     return " ".join(parts)
+
+
+def _kind(sequences: Sequences) -> str:
+    """How sequences lie, in a word without spaces."""
+    queries = "packed" if sequences.packed_q else ""
+    keys = f"page{sequences.page_size}" if sequences.page_size else ""
+    return "-".join(filter(None, (queries, keys))) or "cache"
 
 
 def _bucket(value: int, most: int) -> int:
@@ -248,5 +259,10 @@ def generation() -> int:
 
 
 def lookup(gpu: str, family: str, digest: str, problem: Problem) -> Entry | None:
-    """The entry for a problem's class, if the family's sources are still those it was tuned on."""
+    """The entry for a problem's class, if the family's sources are still those it was tuned on.
+
+    None for a batch-invariant problem, whose tile goes by nothing that a class goes by.
+    """
+    if problem.sequences is not None and problem.sequences.batch_invariant:
+        return None
     return _merged().get((gpu, family, digest, problem_class(problem)))

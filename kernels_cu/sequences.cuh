@@ -9,9 +9,9 @@
 #include "params.cuh"
 
 struct Sequences {
-  const int* cu_seqlens_q;     // (batch + 1), or null: q and out are (batch, seqlen_q, ...)
-  const int* cu_seqlens_k;     // (batch + 1), or null: k and v are (caches, seqlen_k, ...), or pages
-  const int* seqused_k;        // (batch) keys of each sequence, or null
+  const int* cu_seqlens_q;  // (batch + 1), or null: q and out are (batch, seqlen_q, ...)
+  const int* cu_seqlens_k;  // (batch + 1), or null: k and v are (caches, seqlen_k, ...), or pages
+  const int* seqused_k;     // (batch) keys of each sequence, or null
   const int* cache_batch_idx;  // (batch) the row of the cache that each sequence reads, or null
   const int* block_table;      // (batch, max_pages) page numbers, or null
   int* counters;               // zeros, and zeros again when the kernel has ended; or null

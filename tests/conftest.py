@@ -16,6 +16,9 @@ import pytest
 from cupy_flash import compiler, tuning
 from cupy_flash.device import gpu_unavailable
 
+# Their assertions say as much as those of the tests themselves.
+pytest.register_assert_rewrite("gpu_support", "sequence_support", "gpu_sequences", "wrong_numbers")
+
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
 # Fresh for each run; set the variable to the number that a failing run printed to repeat it.
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(2**32))

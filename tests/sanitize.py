@@ -15,12 +15,25 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from gpu_support import DTYPES, Case, random_values, tile_with
+from sequence_support import KVCacheCase, Truth, VarlenCase
+from wrong_numbers import (
+    check_kvcache_result,
+    check_varlen_result,
+    wrong_kvcache,
+    wrong_varlen,
+)
 
-from cupy_flash import flash_attention
+from cupy_flash import (
+    UnsupportedError,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 from cupy_flash.families import FAMILIES
 from cupy_flash.problem import MAX_ALIGNMENT
 
@@ -88,9 +101,94 @@ def cases() -> Iterator[Case]:
             yield dataclasses.replace(short, tile=tile_with(short, fields))
     # Head dims whose lines are 64 bytes; most query tiles see no key.
     yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
+    # Above, most cases have more query rows than decode is for.
+    few = dataclasses.replace(
+        small, family="decode", seqlen_q=3, seqlen_k=1030, batch=2, causal=True, q_offset=20
+    )
+    yield few
+    for dtype, alignment, dims in ALIGNED_DIMS:
+        if dtype == "float16":
+            aligned = dataclasses.replace(few, alignment=alignment, q_offset=None)
+            yield dataclasses.replace(aligned, head_dim=dims[0], head_dim_v=dims[1])
     wide = dataclasses.replace(small, family="simt", dtype="float32", seqlen_k=290)
     for fields in ({"share_kv": 0}, {"share_kv": 1}):
         yield dataclasses.replace(wide, tile=tile_with(wide, fields))
+
+
+@dataclass(frozen=True)
+class SequenceCall:
+    """A call on packed or cached sequences.
+
+    Attributes
+    ----------
+    what
+        A case, or arguments with wrong numbers in them and what is wrong.
+    """
+
+    what: VarlenCase | KVCacheCase | tuple[str, dict[str, Any]]
+    family: str | None = None
+    num_splits: int = 0
+    alignment: int = MAX_ALIGNMENT
+
+    def __str__(self) -> str:
+        what = self.what[0] if isinstance(self.what, tuple) else str(self.what)
+        return f"{self.family} num_splits={self.num_splits} {what}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        if isinstance(self.what, tuple):
+            return self.what[1]
+        return self.what.problem().arguments()
+
+
+def sequence_calls() -> Iterator[SequenceCall]:
+    """Five of each family that serves sequences; appending and rotating, which any of them does."""
+    for family in (name for name in FAMILIES if FAMILIES[name].serves_sequences):
+        dtype = "float32" if family == "simt" else "float16"
+        packed = VarlenCase(
+            (70, 0, 33, 1), (150, 9, 0, 40), dtype, head_dim=40, head_dim_v=24, causal=True
+        )
+        yield SequenceCall(dataclasses.replace(packed, seqused=True), family, alignment=8)
+        yield SequenceCall(wrong("keys of all sizes", 0, dtype), family, 3)
+        yield SequenceCall(wrong("pages that there are not", 16, dtype), family)
+        # Keys shared out over thread blocks, evenly or in so many parts of each sequence.
+        cached = KVCacheCase((1030, 7, 0), dtype, seqlen_q=2, indexed=True, causal=True)
+        yield SequenceCall(cached, family)
+        yield SequenceCall(wrong("pages that there are not", 16, dtype, seqlen_new=7), family, 3)
+    turned = KVCacheCase(
+        (77, 0, 130),
+        "float16",
+        seqlen_q=5,
+        seqlen_new=5,
+        head_dim=40,
+        head_dim_v=33,
+        causal=True,
+        page_size=3,
+        rotary_dim=22,
+    )
+    yield SequenceCall(turned, alignment=2)
+    yield SequenceCall(
+        dataclasses.replace(
+            turned, page_size=0, indexed=True, rotary_interleaved=False, rotary_dtype="float32"
+        )
+    )
+    yield SequenceCall(KVCacheCase((500,), "bfloat16", seqlen_new=1, page_size=1))
+    for change in ("lengths beyond the cache", "caches that there are not"):
+        yield SequenceCall(wrong(change, 0, "float16", seqlen_new=7))
+    yield SequenceCall(wrong("rows of q before the first", 16, "float16"))
+    short_tables = turned.problem().arguments()
+    for name in ("rotary_cos", "rotary_sin"):
+        short_tables[name] = short_tables[name][:6]
+    yield SequenceCall(("positions outside of the rotary table", short_tables))
+
+
+def wrong(
+    change: str, page_size: int, dtype: str, seqlen_new: int | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Arguments with wrong numbers: of packed sequences, or of a cache if rows are appended."""
+    if seqlen_new is None:
+        return change, wrong_varlen(change, page_size, dtype)
+    return change, wrong_kvcache(change, page_size, dtype, seqlen_new)
 
 
 def on_gpu(array: np.ndarray, alignment: int) -> Any:
@@ -102,8 +200,8 @@ def on_gpu(array: np.ndarray, alignment: int) -> Any:
     return cupy.asarray(flat)[start:].reshape(array.shape)
 
 
-def call(case: Case) -> bool:
-    """Make one call; return whether its output is finite."""
+def call(case: Case) -> str | None:
+    """Make one call; return what is wrong with its output, if anything is."""
     q, k, v, out = (
         on_gpu(array, case.alignment)
         for array in (*random_values(case), np.full(case.shape("out"), np.nan, DTYPES[case.dtype]))
@@ -112,7 +210,44 @@ def call(case: Case) -> bool:
     flash_attention(
         q, k, v, out=out, return_lse=True, family=case.family, tile=case.tile, **case.formula
     )
-    return bool(np.isfinite(out.get().astype(np.float64)).all())
+    return None if np.isfinite(out.get().astype(np.float64)).all() else "not finite"
+
+
+def call_with_sequences(case: SequenceCall) -> str | None:
+    """The same of packed or cached sequences, whose results are compared with the reference.
+
+    Where nothing is to be read there is NaN, so finite numbers would say little.
+    """
+    arguments = case.arguments
+    arrays = {
+        name: on_gpu(value, case.alignment if value.dtype.kind != "i" else value.itemsize)
+        if isinstance(value, np.ndarray)
+        else value
+        for name, value in arguments.items()
+    }
+    is_cached = "k_cache" in arguments
+    function = flash_attention_with_kvcache if is_cached else flash_attention_varlen
+    shape = (*arguments["q"].shape[:-1], arguments["v_cache" if is_cached else "v"].shape[-1])
+    out = on_gpu(np.full(shape, np.nan, arguments["q"].dtype), case.alignment)
+    try:
+        _, lse = function(
+            **arrays, out=out, return_lse=True, family=case.family, num_splits=case.num_splits
+        )
+    except UnsupportedError as error:
+        print(f"skipped: {case}: {error}")
+        return None
+    results = (out.get(), lse.get())
+    try:
+        if not is_cached:
+            check_varlen_result(arguments, *results)
+        elif arguments["rotary_cos"] is None:
+            caches = (arrays[name].get() for name in ("k_cache", "v_cache"))
+            check_kvcache_result(arguments, *results, *caches)
+        else:
+            Truth.of_kvcache(arguments).check(*results)
+    except AssertionError as error:
+        return str(error) or "not as the reference"
+    return None
 
 
 def main() -> int:
@@ -122,19 +257,22 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
     arguments = parser.parse_args()
     chosen = [case for case in cases() if case.is_supported()]
+    with_sequences = list(sequence_calls())
     if arguments.list:
-        print("\n".join(map(str, chosen)))
+        print("\n".join(map(str, [*chosen, *with_sequences])))
         return 0
     import cupy
 
     # A pool would hide an access past the end of an array.
     cupy.cuda.set_allocator(None)
     start = time.perf_counter()
-    failed = [case for case in chosen if not call(case)]
+    failed = {str(case): why for case in chosen if (why := call(case))}
+    failed |= {str(case): why for case in with_sequences if (why := call_with_sequences(case))}
     cupy.cuda.Device().synchronize()
-    print(f"{len(chosen)} calls in {time.perf_counter() - start:.0f} s")
-    for case in failed:
-        print(f"not finite: {case}")
+    count = len(chosen) + len(with_sequences)
+    print(f"{count} calls in {time.perf_counter() - start:.0f} s")
+    for name, why in failed.items():
+        print(f"{why}: {name}")
     return 1 if failed else 0
 
 

@@ -294,8 +294,13 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "Tile",
         "UnsupportedError",
         "attention_reference",
+        "attention_varlen_reference",
+        "attention_with_kvcache_reference",
+        "combine",
         "flash_attention",
         "flash_attention_qkvpacked",
+        "flash_attention_varlen",
+        "flash_attention_with_kvcache",
         "plan",
     }
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)

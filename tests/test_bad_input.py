@@ -218,7 +218,10 @@ def test_an_option_that_is_no_choice_is_told_the_choices(error, changes, message
             },
             "tile .* choose a smaller Br or Bc",
         ),
-        ({"family": "flash"}, "unknown family 'flash'; expected one of hopper, mma, simt, naive"),
+        (
+            {"family": "flash"},
+            "unknown family 'flash'; expected one of decode, hopper, mma, simt, naive",
+        ),
         ({"family": "mma"}, "family 'mma' is a GPU kernel, but the CPU backend computes this"),
     ],
 )

@@ -212,3 +212,19 @@ def test_a_problem_class_gives_a_problem_of_that_class() -> None:
         assert problem is not None
         assert tuning.problem_class(problem) == text
     assert kernel_sets.problem_of_class("spelled otherwise") is None
+
+
+@pytest.mark.parametrize("kind", ["cache", "page1", "page64", "packed"])
+def test_a_class_of_caches_or_packed_sequences_gives_a_problem_of_that_class(kind: str) -> None:
+    lengths = "q256 k256" if kind == "packed" else "q1 k4096"
+    text = f"bfloat16 d64 dv128 causal {lengths} rows256 align16 {kind}"
+    problem = kernel_sets.problem_of_class(text)
+
+    assert problem is not None
+    assert tuning.problem_class(problem) == text
+
+
+def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
+    packed = "bfloat16 d64 dv64 full q16 k4096 rows256 align16 packed"
+
+    assert kernel_sets.problem_of_class(packed) is None

@@ -31,7 +31,7 @@ GPU_MAP = HeatMap("mma, on a GPU", RATES, REASONS)
 
 def candidate(Br: int, Bc: int, **fields: Any) -> Candidate:
     plan = make_cpu_plan(Case("float32", 1, 113, 203, 2, 2, 24, 24).problem(), Tile(Br, Bc), "")
-    return Candidate((plan,), (1.0,), **fields)
+    return Candidate((plan,), (1.0,), (plan.problem.flops(),), **fields)
 
 
 def printed(heat: HeatMap, width: int = 80, **options: Any) -> str:

@@ -21,7 +21,7 @@ CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 
 def candidate(Br: int, ms: float, rounds: int = 1) -> Candidate:
     plan = make_cpu_plan(CASE.problem(), Tile(Br, 64), "no GPU")
-    return Candidate((plan,), (1.0,), medians_ms=[ms], rounds=rounds)
+    return Candidate((plan,), (1.0,), (plan.problem.flops(),), medians_ms=[ms], rounds=rounds)
 
 
 class Terminal(io.StringIO):

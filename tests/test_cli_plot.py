@@ -329,3 +329,36 @@ def test_the_page_shows_published_figures_once_for_each_algorithm(
     assert "| published, as cupy_flash TFLOP/s | published, as torch-math TFLOP/s |" in page
     assert "| 42 (2.5 ms) | 7 |" in page
     assert "- published: adds up" in page
+
+
+def decoding(provider: str, ms: float, **more: Any) -> dict[str, Any]:
+    """A row of one query over a cache."""
+    cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "kv_tb_per_s": 0.25 / ms}
+    return row(provider, 8192, ms) | cached | {"copy_share": 0.1 / ms} | more
+
+
+def test_pages_of_a_cache_have_panels_of_their_own() -> None:
+    rows = [decoding("cupy_flash", 0.1), decoding("cupy_flash", 0.2, page_size=16)]
+
+    assert [panel.parts["layout"] for panel in shown(rows).panels] == ["cache", "pages of 16"]
+
+
+def test_the_page_gives_bandwidth_of_caches_and_draws_no_figure(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    rows = [
+        decoding(name, ms, page_size=size, seqlen_k=seqlen_k)
+        for name, ms in (("cupy_flash", 0.1), ("torch-flash", 0.125))
+        for size in (None, 16)
+        for seqlen_k in (1024, 8192)
+    ]
+    write(tmp_path / "results" / "decode.json", rows, copy_tb_per_s=2.5)
+    assert render.main(places(tmp_path)) == 0
+    page = (tmp_path / "page.md").read_text("utf-8")
+
+    assert "copying 1 GiB on the device: 2.500 TB/s, read and written" in page
+    assert "| 1024 |  | 2.500, 100.0% of copy (100 us) | 2.000, 80.0% of copy (125 us) |" in page
+    assert "| 8192 | 16 | 2.500, 100.0% of copy (100 us) |" in page
+    assert "kind cache" in page
+    assert "cupy_flash TB/s" in page
+    assert not (tmp_path / "figures").exists()

@@ -321,15 +321,15 @@ def test_an_ncu_that_cannot_be_executed_is_named(nothing_installed: Path) -> Non
         (("--seqlen-q", "128,256"), "the options make 2 shapes; profile takes one"),
         (("--head-dim", "300"), "expected 1 to 256"),
         (("--tile", "Br:64"), "is not NAME=NUMBER"),
-        (("--tile", "rows=64"), "unknown tile field 'rows'; expected one of Br, Bc, stages, "),
-        (("--tile", "br=64"), "unknown tile field 'br'; expected one of Br, Bc, stages, "),
+        (("--tile", "rows=64"), "unknown tile field 'rows'; expected one of Br, Bc, warps, "),
+        (("--tile", "br=64"), "unknown tile field 'br'; expected one of Br, Bc, warps, "),
         (
             ("--family", "naive", "--tile", "warps=4"),
             "unknown tile field 'warps'; expected one of Br, Bc",
         ),
         (
             ("--tile", "warps=4", "--tile", "unroll=2"),
-            "no family's tiles have all of warps, unroll; expected of hopper: Br, Bc, stages,",
+            "no family's tiles have all of warps, unroll; expected of decode: Br, Bc, warps,",
         ),
         (("--tile", "Br=0"), "Br is 0; expected a positive number"),
         (("--batch", "0"), "the output has no elements"),
@@ -447,7 +447,7 @@ def test_the_model_reads_every_input_once_and_writes_the_output_once() -> None:
 
 
 def test_partial_results_of_split_keys_cross_the_memory_bus_both_ways() -> None:
-    plan = plan_of(seqlen_q=1, heads_q=4, heads_kv=4)
+    plan = plan_of("mma", seqlen_q=1, heads_q=4, heads_kv=4)
     arrays = 2 * 4 * 128 * (1 + 2 * 4096)
 
     model = model_of(plan)

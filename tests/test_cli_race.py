@@ -20,7 +20,8 @@ CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 
 def candidate(Br: int, **fields: Any) -> Candidate:
     """A tile that the fake clock below says takes Br ms."""
-    return Candidate((make_cpu_plan(CASE.problem(), Tile(Br, 64), "no GPU"),), (1.0,), **fields)
+    plan = make_cpu_plan(CASE.problem(), Tile(Br, 64), "no GPU")
+    return Candidate((plan,), (1.0,), (CASE.flops(),), **fields)
 
 
 class Clock:
@@ -124,7 +125,7 @@ def test_untimed_tiles_are_ranked_by_spills_then_by_occupancy() -> None:
 
 def test_a_tiles_cost_is_the_weighted_sum_of_its_cases_times() -> None:
     plan = make_cpu_plan(CASE.problem(), Tile(32, 64), "no GPU")
-    both = Candidate((plan, plan), (3.0, 0.5), medians_ms=[2.0, 8.0])
+    both = Candidate((plan, plan), (3.0, 0.5), (CASE.flops(),) * 2, medians_ms=[2.0, 8.0])
 
     assert both.cost_ms == 3 * 2 + 0.5 * 8
     # (3 + 0.5) times the case's work in that time.

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 import cupy_flash
 from cupy_flash import cpu, tuning
-from cupy_flash.cli import providers
+from cupy_flash.cli import calls, providers
 from cupy_flash.cli import sweep as sweep_module
 from cupy_flash.cli import tune as tune_module
 from cupy_flash.cli.build import Built, Job
@@ -29,10 +29,17 @@ from cupy_flash.cli.candidates import (
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.live import Live
 from cupy_flash.cli.main import main
-from cupy_flash.cli.sweep import Compilation, Sweep, shorten, time_all, twin_class
+from cupy_flash.cli.sweep import (
+    Compilation,
+    Sweep,
+    plan_sweeps,
+    shorten,
+    time_all,
+    twin_class,
+)
 from cupy_flash.cli.timing import Timed
 from cupy_flash.cli.tune_table import print_ranking
-from cupy_flash.cli.workload import Group, Weighted
+from cupy_flash.cli.workload import PRESETS, Group, Weighted, groups_of
 from cupy_flash.compiler import Cubin, why_no_compiler
 from cupy_flash.device import Resources, device_for_arch
 from cupy_flash.tile import Tile
@@ -318,7 +325,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--batch", "0"), "nothing to compute"),
         (("--causal", "--q-offset", "-5000"), "nothing to compute"),
         (("--br", "0"), "'0' is not a whole number from 1"),
-        (("--preset", "nosuch"), "'nosuch' is not 'common'"),
+        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode'"),
         (("--preset", "common"), "--preset common is for GPUs"),
         (("--family", "mma"), "--backend cpu has no --arch and no --family"),
         (("--workload", "nosuch.json"), "does not exist"),
@@ -431,7 +438,7 @@ def wrong_for(Br: int | None) -> Callable[..., np.ndarray]:
 def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
 ) -> None:
-    monkeypatch.setattr(sweep_module, "flash_attention", wrong_for(None))
+    monkeypatch.setattr(calls, "flash_attention", wrong_for(None))
     result = on_cpu(*SHAPE)
 
     assert result.exit_code == 1
@@ -443,7 +450,7 @@ def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
 def test_a_wrong_tile_is_not_saved_though_it_would_be_the_fastest(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
 ) -> None:
-    monkeypatch.setattr(sweep_module, "flash_attention", wrong_for(64))
+    monkeypatch.setattr(calls, "flash_attention", wrong_for(64))
     clock.time_of = lambda tile, rows: {64: 1.0, 32: 1.5}.get(tile["Br"], 2.0)
     path = tmp_path / "rows.json"
     result = on_cpu(*SHAPE, "--output", path)
@@ -826,3 +833,38 @@ def test_the_picture_of_one_sweep_is_drawn_instead_of_the_printed_map(
     assert f"Written to {path}." in result.stderr
     assert "Br\\Bc" not in result.stdout
     assert "GFLOP/s" in path.read_text(encoding="utf-8")
+
+
+# ---- Caches and packed sequences
+
+
+@pytest.mark.parametrize("options", [("--cache", "--page-size", "16"), ("--lengths", "113,7")])
+def test_the_cpu_backend_has_no_tiles_to_tune_for_sequences(options: tuple[str, ...]) -> None:
+    assert "without tuned tiles" in refused(on_cpu(*options))
+
+
+def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
+    lengths = (113, 7)
+    case = Case("float32", 2, 113, 113, 2, 2, 24, 24, kind="varlen", lengths=lengths)
+    candidate = cpu_candidates([Weighted(case)], Limits(max_tiles=1))[0]
+    candidate.medians_ms = [1.0]
+
+    assert candidate.tflops == pytest.approx(4 * 2 * (113**2 + 7**2) * 24 / 1e-3 / 1e12)
+
+
+@pytest.mark.parametrize("kind", ["--preset decode", "--workload {file}"])
+def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.json"
+    file.write_text("[]", encoding="utf-8")
+    result = tune("--arch", "sm_90", *kind.format(file=file).split(), "--cache")
+
+    assert "--cache does not go with --" in refused(result)
+
+
+def test_the_decode_preset_tunes_the_family_that_serves_caches() -> None:
+    sweeps = plan_sweeps(
+        groups_of(PRESETS["decode"]()), device_for_arch(90), None, Limits(max_tiles=3)
+    )
+
+    assert {sweep.family for sweep in sweeps} == {"decode"}
+    assert all(len(sweep.candidates) > 1 for sweep in sweeps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import click
 import pytest
 
+from cupy_flash import tuning
 from cupy_flash.cli.cases import Case
+from cupy_flash.cli.tune_table import class_text
 from cupy_flash.cli.workload import PRESETS, Weighted, groups_of, read_workload
 
 ROW = {"seqlen_q": 113, "heads_q": 4, "head_dim": 24}
@@ -81,7 +84,7 @@ def test_csv_as_spreadsheets_and_people_write_it_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"seqlen": 5}, "'seqlen'; expected some of batch, causal"),
+        ({"seqlen": 5}, "'seqlen'; expected some of append, asked_splits, batch"),
         ({"head_dim": 300}, "300; expected 1 to 256"),
         ({"head_dim": None}, "no head_dim"),
         ({"heads_q": 3, "heads_kv": 2}, "q has 3 heads; expected a multiple of the 2"),
@@ -178,3 +181,88 @@ def test_the_presets_two_lengths_of_a_class_count_alike() -> None:
         work = [w.weight * w.case.problem().flops() for w in group.cases]
 
         assert work == pytest.approx([work[0]] * len(work))
+
+
+# ---- Caches and packed sequences
+
+STEP = {
+    **{"kind": "cache", "seqlen_q": 1, "seqlen_k": 203, "heads_q": 4, "heads_kv": 2},
+    **{"batch": 2, "head_dim": 24, "page_size": 16, "append": True, "rotary": True},
+}
+
+
+def test_a_cache_and_its_lengths_can_be_given_in_json_and_in_csv(tmp_path: Path) -> None:
+    case = Case(
+        "bfloat16", 2, 1, 203, 4, 2, 24, 24, kind="cache", page_size=16, append=True, rotary=True,
+        lengths=(203, 7),
+    )  # fmt: skip
+    fields = ",".join(STEP) + ",lengths\n" + ",".join(map(str, STEP.values())) + ",203 7\n"
+
+    assert read_json(tmp_path, STEP | {"lengths": [203, 7]}) == [Weighted(case)]
+    assert read_csv(tmp_path, fields) == [Weighted(case)]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kind": "paged"}, "kind 'paged': expected one of dense, cache, varlen"),
+        ({"page_size": -1}, "page_size -1: expected a whole number from 0"),
+        ({"lengths": [203, 0]}, "lengths [203, 0]: expected a whole number from 1"),
+        ({"lengths": [7, 7]}, "2 lengths up to 7 do not go with batch 2 and seqlen_k 203"),
+        ({"append": "maybe"}, "append 'maybe': expected one of"),
+    ],
+)
+def test_a_bad_cache_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    assert named in message(tmp_path, STEP | change)
+
+
+def test_caches_pages_and_packed_sequences_are_classes_apart_from_blocks() -> None:
+    block = Case("bfloat16", 4, 1024, 1024, 4, 4, 64, 64)
+    kinds = [
+        block,
+        dataclasses.replace(block, kind="cache"),
+        dataclasses.replace(block, kind="cache", page_size=1),
+        dataclasses.replace(block, kind="cache", page_size=16),
+        dataclasses.replace(block, kind="varlen"),
+    ]
+    classes = [tuning.problem_class(case.problem()) for case in kinds]
+
+    assert classes[0] == "bfloat16 d64 dv64 full q1024 k1024 rows16384 align16"
+    assert classes[1:] == [
+        f"{classes[0]} {kind}" for kind in ("cache", "page1", "page16", "packed")
+    ]
+    assert [class_text(name) for name in classes[:3]] == [
+        "bf16 d64 full s1024 rows16384",
+        "bf16 d64 full s1024 rows16384 cache",
+        "bf16 d64 full s1024 rows16384 page1",
+    ]
+
+
+def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path))
+    tuning.reload()
+    problem = Case("bfloat16", 4, 1, 203, 4, 4, 64, 64, kind="cache").problem()
+    assert problem.sequences is not None
+    invariant = dataclasses.replace(
+        problem, sequences=dataclasses.replace(problem.sequences, batch_invariant=True)
+    )
+    entry = tuning.Entry("gpu", "decode", "0", tuning.problem_class(problem), {"Br": 16}, 1.0)
+    tuning.save(entry)
+
+    assert tuning.lookup("gpu", "decode", "0", problem) == entry
+    assert tuning.lookup("gpu", "decode", "0", invariant) is None
+    tuning.clear()
+
+
+def test_the_decode_preset_has_pages_too_and_its_cases_count_alike() -> None:
+    groups = groups_of(PRESETS["decode"]())
+    cases = [weighted.case for group in groups for weighted in group.cases]
+
+    assert {case.page_size for case in cases} == {0, 1, 16, 64}
+    assert {case.dtype for case in cases} == {"bfloat16", "float16"}
+    for group in groups:
+        assert len({weighted.case.page_size for weighted in group.cases}) == 1
+        moved = [weighted.weight * weighted.case.kv_bytes for weighted in group.cases]
+        assert moved == pytest.approx([moved[0]] * len(moved))

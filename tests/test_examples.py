@@ -1,26 +1,35 @@
-"""The examples run, and sentence embeddings do not depend on who computes the attention."""
+"""The examples and the snippets of the documentation run and give what they say.
+
+What the examples compute does not depend on who computes the attention, or how.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
+import re
 import runpy
 import struct
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
-from cupy_flash import attention_reference, flash_attention
+from cupy_flash import attention_reference
 from cupy_flash.reference import attention_naive, error_bound, max_error
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+CHECKOUT = Path(__file__).resolve().parent.parent
+EXAMPLES = CHECKOUT / "examples"
 SENTENCES = (
     "A cat sleeps on the warm roof.",
     "Rain",
@@ -50,15 +59,32 @@ def command() -> Any:
     return load("sentence_embeddings")
 
 
+@pytest.fixture
+def generate() -> Iterator[Any]:
+    # Its many small products on all cores would wait for each other, and for other tests.
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield load("generate")
+
+
 @pytest.fixture(scope="module")
 def encoder(minilm: Any) -> Any:
     return minilm.SentenceEncoder()
 
 
+def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of packed sequences by a call of another function for each of them."""
+
+    def packed(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
+        sequences = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
+        return np.concatenate([attention(q[None, s], k[None, s], v[None, s])[0] for s in sequences])
+
+    return packed
+
+
 def call(command: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, output and error output of the example's command."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["sentence_embeddings.py", *arguments])
+        patch.setattr(sys, "argv", ["example.py", *arguments])
         patch.setenv("COLUMNS", "80")
         try:
             command.main()
@@ -84,9 +110,9 @@ def test_embeddings_equal_those_computed_with_the_reference_attention(
         return attention_reference(q, k, v).astype(np.float32)
 
     embed = partial(encoder.encode, SENTENCES)
-    reference = embed(attention=reference_attention)
-    out = embed(attention=partial(flash_attention, backend=place))
-    naive = embed(attention=attention_naive)
+    reference = embed(attention=one_by_one(reference_attention))
+    out = embed(attention=partial(minilm.packed_attention, backend=place))
+    naive = embed(attention=one_by_one(attention_naive))
     assert out.shape == (len(SENTENCES), 384)
     assert max_error(out, reference) <= error_bound(naive, reference, np.float32)
 
@@ -108,13 +134,35 @@ def test_sentences_of_close_meaning_score_higher_than_unrelated_ones(encoder: An
     assert cat @ kitten > 0.5 > 0.2 > max(cat @ shares, kitten @ shares)
 
 
-def test_sentences_of_equal_token_length_share_a_batch_and_every_layer_asks_for_attention(
-    encoder: Any, command: Any
+def test_sentences_of_any_lengths_share_a_batch_and_every_layer_asks_for_attention_once(
+    encoder: Any, command: Any, minilm: Any
 ) -> None:
-    recorder = command.Recorder(flash_attention)
-    encoder.encode(["one two", "one", "three four"], attention=recorder)
-    shapes = [q.shape for q, _, _ in recorder.calls]
-    assert shapes == [(2, 4, 12, 32)] * 6 + [(1, 3, 12, 32)] * 6  # [CLS] and [SEP] count
+    recorder = command.Recorder(minilm.packed_attention)
+    encoder.encode(["one two", "one", "three four five"], attention=recorder)
+    assert len(recorder.calls) == 6
+    for q, k, v, cu_seqlens, max_seqlen in recorder.calls:
+        assert {q.shape, k.shape, v.shape} == {(12, 12, 32)}
+        assert (cu_seqlens.tolist(), max_seqlen) == ([0, 4, 7, 12], 5)  # [CLS] and [SEP] count
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [([], []), ([9], [1]), ([3, 4, 5, 1, 8, 20, 2], [2, 2, 1, 1, 1]), ([4, 4, 2, 8], [3, 1])],
+)
+def test_a_batch_takes_sentences_until_the_next_would_pass_the_limit(
+    minilm: Any, lengths: list[int], sizes: list[int]
+) -> None:
+    batches = [lengths[batch] for batch in minilm.batches(lengths, 10)]
+    assert [length for batch in batches for length in batch] == lengths
+    assert [len(batch) for batch in batches] == sizes
+
+
+def test_embeddings_do_not_depend_on_the_batch_limit(
+    minilm: Any, encoder: Any, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    whole = encoder.encode(SENTENCES)
+    monkeypatch.setattr(minilm, "BATCH_TOKENS", 10)
+    assert np.abs(encoder.encode(SENTENCES) - whole).max() <= command.TOLERANCE
 
 
 def test_embeddings_come_in_the_order_of_the_sentences(encoder: Any) -> None:
@@ -165,6 +213,7 @@ def test_script_prints_a_similarity_table_on_80_columns(minilm: Any) -> None:
     assert scores.shape == (7, 7)
     np.testing.assert_array_equal(scores, scores.T)
     np.testing.assert_array_equal(np.diag(scores), 1)
+    assert "one by one" in run.stdout.splitlines()[-1]
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
@@ -195,7 +244,7 @@ def test_save_qkv_keeps_the_chosen_layer_of_the_passage(
 
     recorder = command.Recorder(attention_naive)
     passage = (EXAMPLES / "passage.txt").read_text(encoding="utf-8")
-    encoder.encode([passage], attention=recorder, max_tokens=512)
+    encoder.encode([passage], attention=one_by_one(recorder), max_tokens=512)
     with np.load(file) as saved:
         assert sorted(saved) == ["k", "q", "v"]
         for name, expected in zip("qkv", recorder.calls[layer - 1], strict=True):
@@ -259,6 +308,20 @@ def test_unwritable_qkv_path_gets_one_line_and_exit_code_2(
     assert str(file) in errors
 
 
+def test_embeddings_that_differ_from_those_of_one_by_one_fail_the_command(
+    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        return 1.001 * packed_attention(*arguments, **options)
+
+    packed_attention = minilm.packed_attention
+    monkeypatch.setattr(minilm, "packed_attention", forgetful)
+    code, _, errors = call(command, capsys, "--backend", "cpu")
+    assert code == 1
+    assert "differ by" in errors
+    assert errors.count("\n") == 1
+
+
 def test_missing_weights_are_reported_with_what_installs_them(
     command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,3 +340,149 @@ def test_quickstart_prints_the_shape_and_an_error_as_small_as_the_naive_formula(
     reference = attention_reference(q, k, v, causal=True)
     naive = attention_naive(q, k, v, causal=True)
     assert max_error(run["out"], reference) <= error_bound(naive, reference, np.float32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
+    generate: Any, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    try:
+        generate.choose_backend(backend)
+    except generate.click.UsageError as error:
+        pytest.skip(error.message)
+    code, output, _ = call(generate, capsys, "--backend", backend)
+    assert code == 0
+    assert output.splitlines()[-1] == "All tokens are equal."
+    assert output.count("tokens/s") == 2
+
+
+def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(generate: Any) -> None:
+    place = generate.Place("cpu", np, np, "float16")
+    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    prompts = [prompt.encode() for prompt in generate.PROMPTS]
+    cached = generate.with_paged_cache(decoder, prompts, 32, place, page_size=16)
+    found = generate.Comparison.of(cached, generate.by_recomputation(decoder, prompts, 32, place))
+    tolerance = generate.TOLERANCE["float16"]
+    assert found.difference <= tolerance
+    assert found.lead > 2 * tolerance
+    assert found.parted == {}
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 512])
+def test_generated_text_does_not_depend_on_the_size_of_a_page_or_on_other_prompts(
+    generate: Any, page_size: int
+) -> None:
+    place = generate.Place("cpu", np, np, "float32")
+    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    prompts = [prompt.encode() for prompt in generate.PROMPTS]
+    together = generate.with_paged_cache(decoder, prompts, 9, place, page_size)
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        alone = generate.with_paged_cache(decoder, [prompt], 9, place, page_size=16)
+        np.testing.assert_array_equal(alone.tokens[0], tokens)
+
+
+def test_every_page_is_handed_out_once_and_only_when_needed(generate: Any) -> None:
+    place = generate.Place("cpu", np, np, "float32")
+    cache = generate.PagedCache(
+        generate.Config(), place, pages=6, page_size=4, sequences=3, max_seqlen=9
+    )
+    assert cache.block_table.shape == (3, 3)
+    cache.reserve([0, 4, 5])
+    assert len(cache.free) == 3
+    cache.reserve([1, 5, 8])
+    assert len(cache.free) == 1
+    used = [cache.block_table[0, :1], cache.block_table[1, :2], cache.block_table[2, :2]]
+    assert sorted(np.concatenate([*used, cache.free]).tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("fault", ["forgets a key", "reads another page", "is not rotated"])
+def test_a_faulty_cache_fails_the_comparison(
+    generate: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    def faulty(q: Any, *arrays: Any, cache_seqlens: Any, **options: Any) -> Any:
+        if q.shape[1] == 1 and fault == "forgets a key":
+            cache_seqlens = cache_seqlens - 1
+        if q.shape[1] == 1 and fault == "reads another page":
+            options["block_table"] = options["block_table"][:, ::-1].copy()
+        if fault == "is not rotated":
+            options["rotary_cos"] = np.ones_like(options["rotary_cos"])
+            options["rotary_sin"] = np.zeros_like(options["rotary_sin"])
+        return with_kvcache(q, *arrays, cache_seqlens=cache_seqlens, **options)
+
+    with_kvcache = generate.flash_attention_with_kvcache
+    monkeypatch.setattr(generate, "flash_attention_with_kvcache", faulty)
+    prompt = "A prompt of more than one page."
+    code, _, errors = call(generate, capsys, "--backend", "cpu", "--tokens", "3", prompt)
+    assert code == 1
+    assert "rounding would be at most" in errors
+
+
+def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
+    generate: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logits = np.array([[[0, 1, 3], [2, 1, 1.9], [0, 9, 0]], [[1, 0, 0], [1, 0, 0], [1, 0, 0]]])
+    moved = logits.copy()
+    moved[0, 1] = [1.9999, 1, 2.0]
+    moved[0, 2] = [9, 0, 0]  # after another token
+    a, b = (generate.Generated(x.argmax(axis=2), x, 1.0) for x in (moved, logits))
+    found = generate.Comparison.of(a, b)
+    assert found.parted == {0: 1}
+    assert found.lead == pytest.approx(0.1)
+    assert found.difference == pytest.approx(0.1)
+    place = generate.Place("cpu", np, np, "float32")
+    generate.report(found._replace(difference=1e-6), place, 3)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Text 1 parts at token 2 of 3: rounding decided it."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "0 is not in the range"),
+        (["--page-size", "0"], "0 is not in the range"),
+        (["--backend", "tpu"], "'tpu' is not one of"),
+        (["text", ""], "a prompt is empty"),
+    ],
+)
+def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
+    generate: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, output, errors = call(generate, capsys, *arguments)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+# A block of Python that the line before it may mark as one for a GPU.
+SNIPPET = re.compile(r"^(<!-- gpu -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A comment that says what is printed.
+PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """Puts back the level of the library's logger, which a snippet sets."""
+    logger = logging.getLogger("cupy_flash")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("log_level")
+@pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/inference.md"])
+def test_the_snippets_of_a_page_run_one_after_another_and_print_what_they_say(
+    page: str, has_gpu: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    snippets = [code for needs_gpu, code in SNIPPET.findall(text) if has_gpu or not needs_gpu]
+    assert len(snippets) >= 3
+    for code in snippets:
+        exec(code, names)
+        printed = capsys.readouterr().out.splitlines()
+        if said := PRINTED.findall(code):
+            assert printed == said

@@ -142,6 +142,7 @@ def test_tensor_cores_come_first_and_the_other_families_say_why_not():
     assert plan.family == "hopper"
     assert plan.reason == "first choice for this dtype and GPU; default tile"
     assert plan.rejected == {
+        "decode": FAMILIES["decode"].why_not_first(problem()),
         "mma": "hopper comes first",
         "simt": "hopper comes first",
         "naive": "a baseline for benchmarks, used only on request",
@@ -257,7 +258,7 @@ def test_part_of_a_tile_that_no_legal_tile_has_is_refused_with_the_reason():
 
 def test_an_unknown_family_is_told_the_known_ones():
     with pytest.raises(
-        ValueError, match="unknown family 'flash'; expected one of hopper, mma, simt"
+        ValueError, match="unknown family 'flash'; expected one of decode, hopper, mma, simt"
     ):
         make_plan(problem(), h100, family="flash")
 
@@ -367,7 +368,7 @@ def test_a_full_gpu_needs_no_workspace():
 
 def test_a_plan_prints_different_head_dims_splits_and_workspace():
     case = problem(
-        batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_k=2**16, head_dim=64, head_dim_v=128
+        batch=1, heads_q=1, heads_kv=1, seqlen_q=33, seqlen_k=2**16, head_dim=64, head_dim_v=128
     )
     plan = make_plan(case, h100)
     lines = str(plan).splitlines()

@@ -82,6 +82,10 @@ class Family(ABC):
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Why the family cannot serve the problem on the device, or None if it can."""
 
+    def why_not_first(self, problem: Problem) -> str | None:
+        """Why another family that serves the problem too is the better choice, or None."""
+        return None
+
     @abstractmethod
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
         """Every tile of the family's search space for this problem, legal or not."""

@@ -1,0 +1,349 @@
+"""Attention of few query rows over many keys, bound by memory: `kernels_cu/decode.cu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.device import Device
+from cupy_flash.families import split
+from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.params import sequences_assertions
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile
+
+# Query rows of a key/value head and keys, beyond or below which other families are better.
+_MOST_ROWS = 32
+_FEWEST_KEYS = 256
+# Row tiles up to which the keys of all sequences are shared out evenly: with more, there are
+# thread blocks enough, and causal masks make the shares uneven anyway.
+_MOST_SHARED_TILES = 8
+_MOST_STAGES = 8
+_CLUSTERS = (1, 2, 4, 8)
+# Of the SMs, with which a cluster's thread blocks take keys and values as fast as with all.
+_SHARE_OF_SMS = 0.42
+# Keys that a sequence may have, from which on the end of each costs a block little: with 64
+# sequences of 1024, 64 blocks in clusters take 117 us, and 264 that merge through memory 105.
+_LONG = 8192
+
+
+@dataclass(frozen=True)
+class DecodeTile(Tile):
+    """Tile of the `decode` family.
+
+    Attributes
+    ----------
+    Br
+        Rows of a thread block, 16 or 32: all query heads of a key/value head together.
+    Bc
+        Keys of a warp's tile, 16 or 32.
+    warps
+        Of a thread block; they share its keys.
+    stages
+        Tiles in a warp's ring: one in use, the others on their way.
+    min_blocks
+        Thread blocks per SM that the compiler limits registers for, and that are launched.
+    least_units
+        Fewest keys that are worth a thread block, in units of warps * Bc.
+    cluster
+        Thread blocks that share the keys of a head: a cluster, which merges its results through
+        shared memory. 0 for as many blocks as run at once, merging through device memory.
+    """
+
+    warps: int = 4
+    stages: int = 3
+    min_blocks: int = 2
+    least_units: int = 1
+    cluster: int = 0
+
+
+class DecodeFamily(Family):
+    """Flash-Decoding with the keys of all sequences in equal shares, merged in the same kernel."""
+
+    name = "decode"
+    source = "decode.cu"
+    tile_type = DecodeTile
+    serves_sequences = True
+
+    def why_not(self, problem: Problem, device: Device) -> str | None:
+        if problem.itemsize != 2:
+            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if device.arch < 80:
+            return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
+    def why_not_first(self, problem: Problem) -> str | None:
+        rows = _rows(problem)
+        if not 1 <= rows <= _MOST_ROWS:
+            return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
+        if problem.seqlen_k < _FEWEST_KEYS:
+            return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        for Br, Bc, warps, min_blocks, cluster in itertools.product(
+            (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *_CLUSTERS)
+        ):
+            tile = DecodeTile(Br, Bc, warps, 2, min_blocks, 1, cluster)
+            yield self._with_all_stages(problem, device, tile)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+        assert isinstance(tile, DecodeTile)
+        if tile.Br not in (16, 32):
+            return f"Br is {tile.Br}; expected 16 or 32"
+        if tile.Bc not in (16, 32):
+            return f"Bc is {tile.Bc}; expected 16 or 32"
+        if not 1 <= tile.warps <= 16:
+            return f"warps is {tile.warps}; expected 1 to 16"
+        if not 2 <= tile.stages <= _MOST_STAGES:
+            return f"stages is {tile.stages}; expected 2 to {_MOST_STAGES}"
+        if tile.cluster not in (0, *_CLUSTERS):
+            return f"cluster is {tile.cluster}; expected 0, 1, 2, 4 or 8"
+        if tile.cluster and not _has_clusters(device):
+            return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
+        if tile.min_blocks < 1 or tile.least_units < 1:
+            return "min_blocks and least_units must be at least 1"
+        columns, columns_v = _padded_dims(problem)
+        if tile.Br * columns > tile.Bc * (columns + columns_v):
+            return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
+        if tile.Br * _record_bytes(problem) > tile.stages * _stage_bytes(problem, tile):
+            return f"stages is {tile.stages}; a warp's result must fit its ring"
+        shared_memory = self.shared_memory(problem, tile)
+        if shared_memory > device.shared_memory_per_block:
+            return (
+                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
+                f"{device.shared_memory_per_block // 1024} KiB per block"
+            )
+        if device.blocks_per_sm(self.threads(tile), shared_memory, 1) < tile.min_blocks:
+            return f"fewer than {tile.min_blocks} blocks fit an SM's shared memory"
+        cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
+        need = self._registers(problem, tile)
+        if need > cap:
+            return f"needs about {need} registers per thread; {cap} are left to it"
+        most_splits = self._ring_bytes(problem, tile) // _record_bytes(problem)
+        if _given_splits(problem) > most_splits:
+            return f"merges at most {most_splits} splits, not {_given_splits(problem)}"
+        items = self._items(problem, tile)
+        if items * max(1, _given_splits(problem)) > MAX_GRID:
+            return f"has {items} tiles of query rows; {MAX_GRID} can be counted"
+        if _units(problem, tile) > MAX_GRID:
+            return f"may have {_units(problem, tile)} units of keys; {MAX_GRID} can be counted"
+        return None
+
+    def _registers(self, problem: Problem, tile: DecodeTile) -> int:
+        """An estimate from below: queries, scores and output, and 40 for addresses and state."""
+        row_tiles = tile.Br // 16
+        columns, columns_v = _padded_dims(problem)
+        return row_tiles * (columns // 4 + tile.Bc // 2 + columns_v // 2) + 40
+
+    def default_tile(self, problem: Problem, device: Device) -> Tile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+        preferred = (
+            self._with_all_stages(problem, device, tile)
+            for tile in _preferred_tiles(problem, device)
+        )
+        tiles = itertools.chain(preferred, self.candidates(problem, device))
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def _with_all_stages(self, problem: Problem, device: Device, tile: DecodeTile) -> DecodeTile:
+        """The tile with as many stages as its share of the SM's shared memory has place for."""
+        per_block = device.shared_memory_per_sm // tile.min_blocks - device.reserved_shared_memory
+        per_block = min(per_block, device.shared_memory_per_block) - _kept_bytes(problem, tile)
+        stages = per_block // (tile.warps * _stage_bytes(problem, tile))
+        return dataclasses.replace(tile, stages=max(0, min(_MOST_STAGES, stages)))
+
+    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+        assert isinstance(tile, DecodeTile)
+        return self._ring_bytes(problem, tile) + _kept_bytes(problem, tile)
+
+    def _ring_bytes(self, problem: Problem, tile: DecodeTile) -> int:
+        return tile.warps * tile.stages * _stage_bytes(problem, tile)
+
+    def threads(self, tile: Tile) -> int:
+        assert isinstance(tile, DecodeTile)
+        return 32 * tile.warps
+
+    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        """0 where the thread blocks take equal shares of all keys."""
+        assert isinstance(tile, DecodeTile)
+        if given := _given_splits(problem):
+            return given
+        packed_q = problem.sequences is not None and problem.sequences.packed_q
+        row_tiles = ceil_div(_rows(problem), tile.Br)
+        if not packed_q and row_tiles <= _MOST_SHARED_TILES:
+            return 0
+        return split.num_splits(
+            problem,
+            device,
+            q_tiles=ceil_div(self._items(problem, tile), max(1, problem.batch * problem.heads_q)),
+            key_tiles=ceil_div(problem.seqlen_k, tile.Bc * tile.warps),
+            blocks_per_sm=tile.min_blocks,
+        )
+
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        assert isinstance(tile, DecodeTile)
+        if num_splits == 1 or _is_cluster(tile, num_splits):
+            return 0
+        # A thread block leaves at most two partial results: where its share begins, and ends.
+        slots = self._items(problem, tile) * num_splits
+        if num_splits == 0:
+            slots = 2 * math.prod(self._blocks(problem, device, tile))
+        return slots * tile.Br * _record_bytes(problem)
+
+    def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        assert isinstance(tile, DecodeTile)
+        if num_splits == 1 or _is_cluster(tile, num_splits):
+            return 0
+        if num_splits == 0:
+            return math.prod(self._blocks(problem, device, tile))
+        return self._items(problem, tile)
+
+    def takes_sequences(self, problem: Problem) -> bool:
+        return True
+
+    def _items(self, problem: Problem, tile: Tile) -> int:
+        return problem.batch * problem.heads_kv * ceil_div(_rows(problem), tile.Br)
+
+    def _blocks(self, problem: Problem, device: Device, tile: Tile) -> tuple[int, int, int]:
+        """Row tiles, key/value heads, and how many thread blocks share the keys of each."""
+        assert isinstance(tile, DecodeTile)
+        row_tiles = ceil_div(_rows(problem), tile.Br)
+        if tile.cluster:
+            return row_tiles, problem.heads_kv, tile.cluster
+        places = min(
+            device.sm_count * tile.min_blocks // max(1, problem.heads_kv * row_tiles),
+            ceil_div(_units(problem, tile), tile.least_units),
+            # The last of them brings a row of each of their results to shared memory.
+            self._ring_bytes(problem, tile) // _record_bytes(problem),
+        )
+        return row_tiles, problem.heads_kv, max(1, places)
+
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
+        grid = (self._items(problem, tile) * num_splits, 1, 1)
+        if num_splits == 0:
+            grid = self._blocks(problem, device, tile)
+        shared_memory = self.shared_memory(problem, tile)
+        return (Launch("attention", grid, self.threads(tile), shared_memory),)
+
+    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        assert isinstance(tile, DecodeTile)
+        bounds = f"__launch_bounds__({self.threads(tile)}, {tile.min_blocks})"
+        cluster = tile.cluster if num_splits == 0 else 0
+        if cluster:
+            bounds = f"__cluster_dims__(1, 1, {cluster}) {bounds}"
+        attention = (
+            f"{sequences_assertions()}\n"
+            f"struct DecodeConfig : Config {{\n"
+            f"  static constexpr bool balanced = {str(num_splits == 0).lower()};\n"
+            f"  static constexpr int cluster = {cluster};\n"
+            f"  static constexpr int shared_memory = "
+            f"{self._ring_bytes(problem, tile) + _kept_bytes(problem, tile) * (cluster > 0)};\n"
+            f"}};\n"
+            f'extern "C" __global__ void {bounds}\n'
+            "attention(const __grid_constant__ Params params,\n"
+            "          const __grid_constant__ Sequences sequences) {\n"
+            "  decode_forward<DecodeConfig>(params, sequences);\n"
+            "}"
+        )
+        return {"attention": attention}
+
+    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+        assert isinstance(tile, DecodeTile)
+        sequences = problem.sequences
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "warps": tile.warps,
+            "stages": tile.stages,
+            "least_units": tile.least_units,
+            "q_in_registers": True,
+            "kept_rows": _kept_rows(problem, tile),
+            "group": problem.heads_q // problem.heads_kv,
+            "sequences": sequences is not None,
+            "page_size": sequences.page_size if sequences else 0,
+        }
+
+
+def _preferred_tiles(problem: Problem, device: Device) -> list[DecodeTile]:
+    """Tiles from the best down, without stages, of which the first that fits is the default."""
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    Br = 16 if _rows(problem) <= 16 or wide else 32
+    any_batch = [DecodeTile(Br, 16, min_blocks=2), DecodeTile(Br, 16, min_blocks=1)]
+    if problem.sequences is not None and problem.sequences.batch_invariant:
+        # Bc and warps decide in which order a row's keys are summed up.
+        return any_batch
+    large = DecodeTile(Br, 16, warps=4 if wide else 8, min_blocks=1)
+    cluster = _cluster_size(problem, device, Br)
+    long = problem.seqlen_k >= _LONG
+    if cluster and (long or problem.batch <= 2 * cluster):
+        return [dataclasses.replace(large, cluster=cluster), large, *any_batch]
+    return [large, *any_batch] if long else [*any_batch, large]
+
+
+def _cluster_size(problem: Problem, device: Device, Br: int) -> int:
+    """The smallest cluster with which there are thread blocks enough; 0 if there is none.
+
+    Fewer than half of the SMs have the whole bandwidth of the memory, and merge sooner.
+    """
+    if not _has_clusters(device):
+        return 0
+    lines = max(1, problem.heads_kv * ceil_div(_rows(problem), Br))
+    return next((c for c in _CLUSTERS if lines * c >= _SHARE_OF_SMS * device.sm_count), 0)
+
+
+def _has_clusters(device: Device) -> bool:
+    return device.arch // 10 in (9, 10)
+
+
+def _is_cluster(tile: DecodeTile, num_splits: int) -> bool:
+    return tile.cluster > 0 and num_splits == 0
+
+
+def _rows(problem: Problem) -> int:
+    """Query rows of a sequence that share a key/value head."""
+    return problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+
+
+def _padded_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of keys and values in shared memory: whole steps of the tensor cores."""
+    return round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+
+
+def _stage_bytes(problem: Problem, tile: DecodeTile) -> int:
+    return tile.Bc * sum(_padded_dims(problem)) * problem.itemsize
+
+
+def _units(problem: Problem, tile: DecodeTile) -> int:
+    """Units of keys that all sequences together may have; one without keys has one too."""
+    return problem.batch * max(1, ceil_div(problem.seqlen_k, tile.Bc * tile.warps))
+
+
+def _record_bytes(problem: Problem) -> int:
+    """A row of a partial result, as the kernel's shared memory and workspace hold it."""
+    return (_padded_dims(problem)[1] + 4) * 4
+
+
+def _kept_rows(problem: Problem, tile: DecodeTile) -> int:
+    return max(1, min(tile.Br, _rows(problem)))
+
+
+def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
+    """The results of a cluster's blocks, and the barrier that they are counted on."""
+    if not tile.cluster:
+        return 0
+    return tile.cluster * _kept_rows(problem, tile) * _record_bytes(problem) + 16
+
+
+def _given_splits(problem: Problem) -> int:
+    return problem.sequences.num_splits if problem.sequences else 0

@@ -1,0 +1,62 @@
+"""What calls on packed and cached sequences do alike with arrays in host memory."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from cupy_flash.arrays import address_of
+from cupy_flash.attention import _cpu_tile, _host_runs_on_gpu
+from cupy_flash.device import device_for_id
+from cupy_flash.launch import Options
+from cupy_flash.planner import is_served
+from cupy_flash.problem import Problem
+from cupy_flash.sequence_arrays import (
+    Apart,
+    CacheArrays,
+    CacheOptions,
+    VarlenArrays,
+    VarlenOptions,
+)
+from cupy_flash.tile import Tile
+
+
+def all_cupy(arrays: VarlenArrays | CacheArrays) -> bool:
+    """Whether every array that is given is a CuPy array."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and {*map(type, arrays)} <= {cupy.ndarray, type(None)}
+
+
+def runs_on_gpu(problem: Problem, options: VarlenOptions | CacheOptions, backend: str) -> bool:
+    """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
+    if not _host_runs_on_gpu(backend):
+        return False
+    if backend == "gpu" or options.family is not None:
+        return True
+    import cupy
+
+    return is_served(problem, device_for_id(cupy.cuda.runtime.getDevice()))
+
+
+def requested_tile(problem: Problem, options: VarlenOptions | CacheOptions) -> Tile | None:
+    """The tile that was asked for, or None; and an error for a family that is not the CPU's."""
+    tile = _cpu_tile(problem, Options(family=options.family, tile=options.tile))
+    return None if options.tile is None else tile
+
+
+def new_lse(problem: Problem, shape: tuple[int, ...]) -> np.ndarray:
+    """An array for the log-sum-exp, of the dtype that goes with the problem's."""
+    return np.empty(shape, np.float64 if problem.dtype == "float64" else np.float32)
+
+
+def require_writable(name: str, array: np.ndarray) -> None:
+    """Raise ValueError for a read-only array."""
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass an array that can be written")
+
+
+def require_apart(arrays: VarlenArrays | CacheArrays, written: tuple[str, ...]) -> None:
+    """Raise ValueError if an array that is written overlaps another, for NumPy arrays."""
+    addresses = [0 if array is None else address_of(array) for array in arrays]
+    Apart(arrays, written).check(arrays, addresses)

@@ -1,0 +1,53 @@
+"""What the examples with a command line share: where to run, and errors of one line."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+import numpy as np
+
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    show_default=True,
+    help="Where to run.",
+)
+
+
+def choose_backend(wanted: str) -> tuple[str, Any]:
+    """Where attention runs, "cpu" or "gpu", and the array module of everything else.
+
+    CuPy multiplies matrices with cuBLAS, which an installation that only compiles kernels lacks.
+    The dense layers then stay on NumPy, whatever attention does.
+    """
+    if wanted == "cpu":
+        return "cpu", np
+    try:
+        import cupy
+
+        usable = cupy.is_available()
+    except ImportError:
+        usable = False
+    if not usable:
+        if wanted == "gpu":
+            raise click.UsageError("--backend gpu needs CuPy and a GPU; use auto or cpu here")
+        return "cpu", np
+    try:
+        cupy.ones((2, 2)) @ cupy.ones((2, 2))
+    except ImportError:
+        return "gpu", np
+    return "gpu", cupy
+
+
+def run(command: click.Command) -> None:
+    """Run a command; an error is one line, exit code 2 for wrong input."""
+    try:
+        command(standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)  # Ctrl-C, as shells count it

@@ -1,0 +1,317 @@
+"""Generate text token by token with a paged key/value cache, and again without any cache.
+
+The model is a small transformer of random weights (decoder.py), so the text is gibberish; the same
+gibberish both ways, and much sooner with the cache. Needs click.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from command_line import backend_option, choose_backend, run
+from decoder import Array, Attention, Config, Decoder, rotary_tables, rotated
+from threadpoolctl import threadpool_limits
+
+from cupy_flash import flash_attention, flash_attention_with_kvcache
+
+PROMPTS = (
+    "The ferry to the island was cancelled because of the storm, and so we",
+    "In the beginning",
+    "Once upon a time there was a kernel that read every key once, kept no scores, and",
+    "Q:",
+)
+# Of random weights, only bytes that print are generated: the space to the tilde.
+FIRST, LAST = 0x20, 0x7E
+
+# Greedy decoding takes the token of the largest logit. The cache and the recomputation add the same
+# numbers in another order, so their logits differ by rounding: by no more than TOLERANCE, three
+# times what was seen or more, or the comparison fails. So wherever the best logit leads the second
+# by more than twice that, both choose the same token. Nothing says that random logits do: draw
+# often enough, and two come as close as you like. SEED is the one of the first 200 whose smallest
+# lead over the built-in prompts is largest, 0.02, which is enough for both dtypes. Where a lead is
+# smaller, with other prompts, tokens may differ, and the comparison says that rounding decided.
+TOLERANCE = {"float32": 3e-5, "float16": 5e-3}
+SEED = 91
+
+
+class Place(NamedTuple):
+    """Where the parts of the model run. Attention may use the GPU while NumPy does the rest."""
+
+    backend: str
+    dense_xp: Any
+    attention_xp: Any
+    dtype: str  # of q, k, v and the cache; all else is float32
+
+    @classmethod
+    def choose(cls, wanted: str) -> Place:
+        backend, dense_xp = choose_backend(wanted)
+        if backend == "cpu":
+            return cls(backend, np, np, "float32")
+        import cupy
+
+        return cls(backend, dense_xp, cupy, "float16")
+
+    def to_attention(self, x: Array) -> Array:
+        return self.attention_xp.asarray(x, dtype=self.dtype)
+
+    def to_dense(self, x: Array) -> Array:
+        x = x.astype(np.float32)
+        return x if self.dense_xp is self.attention_xp else x.get()
+
+    def to_host(self, x: Array) -> np.ndarray:
+        return np.asarray(x if self.dense_xp is np else x.get())
+
+
+class PagedCache:
+    """Keys and values of all layers in pages, and whose pages they are.
+
+    A page holds `page_size` rows of one sequence. Sequences take pages as they grow, any that are
+    free, so memory is reserved for the text that there is and not for the longest there may be.
+    A page's number is the same in all layers: one table serves them.
+
+    Parameters
+    ----------
+    config : Config
+    place : Place
+    pages, page_size : int
+        Pages of each layer, rows of each page.
+    sequences, max_seqlen : int
+        How many sequences the table has room for, and of what length.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        *,
+        pages: int,
+        page_size: int,
+        sequences: int,
+        max_seqlen: int,
+    ) -> None:
+        self._xp = place.attention_xp
+        shape = (config.layers, pages, page_size, config.heads_kv, config.head_dim)
+        self.k = self._xp.zeros(shape, place.dtype)
+        self.v = self._xp.zeros(shape, place.dtype)
+        self.free = list(range(pages))
+        self._owned: list[list[int]] = [[] for _ in range(sequences)]
+        self._table = np.zeros((sequences, -(-max_seqlen // page_size)), np.int32)
+        self.block_table = self._xp.asarray(self._table)
+
+    @property
+    def page_size(self) -> int:
+        return int(self.k.shape[2])
+
+    def reserve(self, lengths: Sequence[int]) -> None:
+        """Hand out pages until each sequence has room for so many tokens."""
+        changed = False
+        for row, owned, length in zip(self._table, self._owned, lengths, strict=True):
+            while len(owned) * self.page_size < length:
+                row[len(owned)] = self.free[0]
+                owned.append(self.free.pop(0))
+                changed = True
+        if changed:
+            self.block_table = self._xp.asarray(self._table)
+
+
+class Generated(NamedTuple):
+    """What was generated for each prompt."""
+
+    tokens: np.ndarray  # (batch, count)
+    logits: np.ndarray  # (batch, count, LAST - FIRST + 1) what they were chosen by
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens.size / self.seconds
+
+
+def with_paged_cache(
+    decoder: Decoder, prompts: Sequence[bytes], count: int, place: Place, page_size: int
+) -> Generated:
+    """Generate from all prompts at once; each step computes one row per sequence."""
+    started = time.perf_counter()
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths) + count
+    cos, sin = map(place.attention_xp.asarray, rotary_tables(decoder.config.head_dim, longest))
+    cache = PagedCache(
+        decoder.config,
+        place,
+        pages=sum(-(-(length + count) // page_size) for length in lengths),
+        page_size=page_size,
+        sequences=len(prompts),
+        max_seqlen=longest,
+    )
+
+    def attention(cache_seqlens: Any, block_table: Array) -> Attention:
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            # One call rotates q and k, writes k and v behind what the cache holds of each
+            # sequence, and attends to all of it.
+            out = flash_attention_with_kvcache(
+                place.to_attention(q),
+                cache.k[layer],
+                cache.v[layer],
+                place.to_attention(k),
+                place.to_attention(v),
+                cache_seqlens=cache_seqlens,
+                block_table=block_table,
+                rotary_cos=cos,
+                rotary_sin=sin,
+                causal=True,
+                backend=place.backend,
+            )
+            return place.to_dense(out)
+
+        return attend
+
+    # Each prompt goes in by itself, whole: it has a length of its own.
+    cache.reserve(lengths)
+    last_rows = []
+    for index, prompt in enumerate(prompts):
+        tokens = decoder.xp.asarray([list(prompt)])
+        attend = attention(0, cache.block_table[index : index + 1])
+        last_rows.append(decoder(tokens, attend)[:, -1])
+    logits = [printable(decoder, decoder.xp.concatenate(last_rows))]
+    chosen = [logits[0].argmax(axis=1) + FIRST]
+
+    # From here on all advance together. Their lengths differ, and stay where attention runs.
+    cache_seqlens = place.attention_xp.asarray(lengths, dtype=np.int32)
+    for step in range(1, count):
+        cache.reserve([length + step for length in lengths])
+        attend = attention(cache_seqlens, cache.block_table)
+        logits.append(printable(decoder, decoder(chosen[-1][:, None], attend)[:, -1]))
+        chosen.append(logits[-1].argmax(axis=1) + FIRST)
+        cache_seqlens += 1
+    return collect(decoder, place, chosen, logits, started)
+
+
+def by_recomputation(
+    decoder: Decoder, prompts: Sequence[bytes], count: int, place: Place
+) -> Generated:
+    """Generate from all prompts at once; each step computes every row of every sequence anew."""
+    started = time.perf_counter()
+    xp = decoder.xp
+    lengths = xp.asarray([len(prompt) for prompt in prompts])
+    longest = max(map(len, prompts))
+    cos, sin = map(
+        place.attention_xp.asarray, rotary_tables(decoder.config.head_dim, longest + count)
+    )
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        q, k, v = place.to_attention(q), place.to_attention(k), place.to_attention(v)
+        seqlen = q.shape[1]
+        q, k = (rotated(x, cos[:seqlen], sin[:seqlen]) for x in (q, k))
+        return place.to_dense(flash_attention(q, k, v, causal=True, backend=place.backend))
+
+    # Shorter texts are padded at their ends, where causal attention never looks.
+    rows = [list(prompt.ljust(longest + count)) for prompt in prompts]
+    texts, batch = xp.asarray(rows), xp.arange(len(prompts))
+    logits, chosen = [], []
+    for step in range(count):
+        hidden = decoder(texts[:, : longest + step], attend)
+        logits.append(printable(decoder, hidden[batch, lengths + step - 1]))
+        chosen.append(logits[-1].argmax(axis=1) + FIRST)
+        texts[batch, lengths + step] = chosen[-1]
+    return collect(decoder, place, chosen, logits, started)
+
+
+def printable(decoder: Decoder, rows: Array) -> Array:
+    """Logits (batch, LAST - FIRST + 1) of the bytes that may be generated."""
+    return decoder.logits(rows)[:, FIRST : LAST + 1]
+
+
+def collect(
+    decoder: Decoder, place: Place, chosen: list[Array], logits: list[Array], started: float
+) -> Generated:
+    """Bring the results to the host, which waits for the GPU to have computed them."""
+    tokens = place.to_host(decoder.xp.stack(chosen, axis=1))
+    seconds = time.perf_counter() - started
+    return Generated(tokens, place.to_host(decoder.xp.stack(logits, axis=1)), seconds)
+
+
+class Comparison(NamedTuple):
+    """Two ways of generating, compared as far as they had the same text before them."""
+
+    difference: float  # the largest, of a logit
+    lead: float  # the smallest, of the best logit over the second
+    parted: dict[int, int]  # sequence: its first token that differs
+
+    @classmethod
+    def of(cls, a: Generated, b: Generated) -> Comparison:
+        equal = a.tokens == b.tokens
+        parted = {i: int(row.argmin()) for i, row in enumerate(equal) if not row.all()}
+        # Up to and with the first difference, both chose after the same tokens.
+        same_text = np.logical_and.accumulate(equal, axis=1)
+        same_text = np.pad(same_text[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        second, first = np.partition(b.logits[same_text], -2, axis=1)[:, -2:].T
+        difference = np.abs(a.logits - b.logits)[same_text].max()
+        return cls(float(difference), float((first - second).min()), parted)
+
+
+def print_texts(prompts: Sequence[bytes], tokens: np.ndarray) -> None:
+    for prompt, row in zip(prompts, tokens, strict=True):
+        shown = prompt.decode(errors="replace")
+        shown = shown if len(shown) <= 40 else "..." + shown[-37:]
+        click.echo(f"{shown:>40} {click.style(bytes(row.tolist()).decode(), fg='cyan')}")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--tokens", type=click.IntRange(1, 4096), default=32, show_default=True, help="Per prompt."
+)
+@click.option(
+    "--page-size", type=click.IntRange(1, 4096), default=16, show_default=True, help="Tokens."
+)
+@click.option("--seed", type=click.IntRange(0), default=SEED, show_default=True, help="Of weights.")
+@backend_option
+def command(prompts: tuple[str, ...], tokens: int, page_size: int, seed: int, backend: str) -> None:
+    """Continue each of PROMPTS (built-in ones if none are given), with a cache and without."""
+    texts = [prompt.encode() for prompt in prompts or PROMPTS]
+    if not all(texts):
+        raise click.UsageError("a prompt is empty; expected at least one byte of each")
+    place = Place.choose(backend)
+    decoder = Decoder(Config(), seed, place.dense_xp)
+    ways: dict[str, Callable[[], Generated]] = {
+        "paged cache": lambda: with_paged_cache(decoder, texts, tokens, place, page_size),
+        "recomputed": lambda: by_recomputation(decoder, texts, tokens, place),
+    }
+    if place.backend == "gpu":
+        for way in ways.values():
+            way()  # kernels are compiled on first use, which is not to be timed
+    # On the CPU the products are small, and threads would rather wait for each other than compute.
+    with threadpool_limits(limits=1, user_api="blas"):
+        results = {name: way() for name, way in ways.items()}
+    cached, recomputed = results.values()
+
+    print_texts(texts, cached.tokens)
+    click.echo()
+    for name, result in results.items():
+        click.echo(f"{name:12} {result.tokens_per_second:8.0f} tokens/s")
+    report(Comparison.of(cached, recomputed), place, tokens)
+
+
+def report(found: Comparison, place: Place, count: int) -> None:
+    tolerance = TOLERANCE[place.dtype]
+    click.echo(
+        f"\n{place.dtype} attention on the {place.backend.upper()}. Logits differ by at most"
+        f" {found.difference:.1e}; the best leads by at least {found.lead:.1e}."
+    )
+    if found.difference > tolerance:
+        raise click.ClickException(f"rounding would be at most {tolerance:.0e}")
+    for index, step in found.parted.items():
+        click.echo(f"Text {index + 1} parts at token {step + 1} of {count}: rounding decided it.")
+    if not found.parted:
+        click.echo("All tokens are equal.")
+
+
+def main() -> None:
+    run(command)
+
+
+if __name__ == "__main__":
+    main()

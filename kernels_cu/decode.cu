@@ -1,0 +1,430 @@
+// Fused attention forward for few query rows and many keys, as in token generation: float16 and
+// bfloat16 on sm_80 and newer. It reads memory once and does little else.
+//
+// The query heads that share a key/value head are rows of one tile, so each key is read once for
+// all of them. The keys are shared out over thread blocks (shares.cuh), and a block's over its
+// warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring of its
+// own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al. 2023). The
+// block merges those of its warps, and the last block of an item to arrive those of its blocks.
+#pragma once
+
+#include "copy.cuh"
+#include "element.cuh"
+#include "key_rows.cuh"
+#include "layout.cuh"
+#include "params.cuh"
+#include "products_16bit.cuh"
+#include "ptx.cuh"
+#include "ptx_cluster.cuh"
+#include "ptx_stream.cuh"
+#include "sequences.cuh"
+#include "shares.cuh"
+#include "softmax.cuh"
+#include "warp_softmax.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct DecodeForward {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int warps = Config::warps;
+  static constexpr int stages = Config::stages;
+  static constexpr int row_tiles = Br / 16;
+  using Products = Products16Bit<Config, row_tiles>;
+  using KeyLayout = typename Products::KeyLayout;
+  using ValueLayout = typename Products::ValueLayout;
+  using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
+  using Rows = KeyRows<Config>;
+
+  static_assert(Br == 16 || Br == 32, "a warp holds all rows");
+  static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
+  // Keys of all heads, 64 MiB with their values.
+  static constexpr int64 small = (int64(64) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
+  static_assert(Config::q_in_registers, "queries have no place in shared memory");
+  static_assert(stages >= 2, "one tile in use, the others on their way");
+  static constexpr int group = Config::group;  // query heads of a key/value head
+
+  // Shared memory: a ring for each warp.
+  static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
+  static constexpr int stage_bytes = key_bytes + Bc * ValueLayout::row_bytes;
+  static constexpr int ring_bytes = stages * stage_bytes;
+  static constexpr int rings_bytes = warps * ring_bytes;
+
+  static_assert(Br * KeyLayout::row_bytes <= stage_bytes, "queries come through a stage");
+
+  // A partial result is a record of floats for each row: the output's columns, then the base that
+  // its probabilities are relative to, and their sum. A warp's takes the place of its ring.
+  static constexpr int columns = Products::columns_v;
+  static constexpr int record = columns + 4;
+  static_assert(Br * record * 4 <= ring_bytes, "a partial result fits");
+
+  // Behind the rings, in a cluster, a place for the results of an item that begins in this block's
+  // share and goes on in others', and a barrier that counts the bytes that those send.
+  static constexpr bool cluster = Config::cluster > 0;
+  static constexpr int kept_floats = Config::kept_rows * record;
+  static constexpr int kept_offset = rings_bytes;
+  static constexpr int barrier_offset = kept_offset + Config::cluster * kept_floats * 4;
+  static_assert(barrier_offset + (cluster ? 16 : 0) == Config::shared_memory,
+                "as the host planned");
+
+  const Params& p;
+  const Sequences& sequences;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const unsigned ring;
+  const float scale_log2;
+  unsigned long long policy;  // of L2, for what is read
+
+  Part part;
+  int rows;    // of the sequence, all query heads of the key/value head together
+  int offset;  // query i sees keys j <= i + offset when causal
+
+  Products products;
+  typename Products::Scores scores;  // and then the probabilities
+  typename Products::Output out;
+  Softmax softmax;
+
+  __device__ DecodeForward(const Params& params, const Sequences& sequences, unsigned shared)
+      : p(params),
+        sequences(sequences),
+        ring(shared + threadIdx.x / 32 * ring_bytes),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+
+  __device__ void run() {
+    if constexpr (cluster) {
+      if (threadIdx.x == 0) {
+        ptx::mbarrier_init(results_barrier(), 1);
+        ptx::fence_mbarrier_init();
+      }
+      ptx::cluster_arrive();
+    }
+    Shares<Config> shares(p, sequences);
+    // Keys and values are read once. Where they are few, they need not wait until what others wrote
+    // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many that costs 2%.
+    policy =
+        shares.keys_of_all() < small ? ptx::l2_evict_first_policy() : ptx::l2_evict_normal_policy();
+    part.count = 0;
+    bool has_met = !cluster;
+    while (shares.find_next(part)) {
+      const Sequence& sequence = part.sequence;
+      rows = sequence.seqlen_q * group;
+      offset = Config::sequences ? sequence.seqlen_k - sequence.seqlen_q : p.q_offset;
+      // It takes as long to come as a tile of keys.
+      if (!cluster && part.count > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter());
+      attend();
+      // Nothing may be sent to a block before its barrier is there.
+      if (cluster && !has_met) ptx::cluster_wait();
+      has_met = true;
+      finish();
+    }
+    if (cluster && !has_met) ptx::cluster_wait();
+    // The last part of a share may be the first of its item.
+    if (cluster && part.count > 1 && part.number == 0) merge_sent();
+  }
+
+  // ---- Rows. Row r is query r / group of the group's head r % group.
+
+  __device__ int first_row() const { return part.row_tile * Br; }
+  __device__ int tile_rows() const { return min(Br, rows - first_row()); }
+  // The row, counted in the tile, of the accumulators' upper (0) or lower (1) half in row tile i.
+  __device__ int row_of(int i, int half) const { return 16 * i + 8 * half + lane / 4; }
+
+  __device__ int visible_end(int row) const {
+    const int seqlen_k = part.sequence.seqlen_k;
+    if (!Config::causal) return seqlen_k;
+    return clamp(query_of(row) + offset + 1, 0, seqlen_k);
+  }
+
+  // Which query of the sequence a row is, and of which of the group's heads.
+  __device__ int query_of(int row) const { return (first_row() + row) / group; }
+  __device__ int head_of(int row) const { return (first_row() + row) % group; }
+
+  // Through a stage of the warp's ring, which is not needed yet.
+  __device__ void start_queries(unsigned target) const {
+    using Copy = WarpCopy<KeyLayout, Element, Br, Config::head_dim, Config::alignment>;
+    const Element* queries = p.q.head<const Element>(part.sequence.q_batch, part.head_kv * group) +
+                             part.sequence.q_first * p.q.row_stride + Copy::first_column();
+    Copy::start(target, policy, [&](int row, bool& is_inside) {
+      is_inside = row < tile_rows();
+      return queries + query_of(row) * p.q.row_stride + head_of(row) * p.q.head_stride;
+    });
+    ptx::cp_async_commit_group();
+  }
+
+  // ---- A part's keys.
+
+  __device__ void attend() {
+    const int last_seen = visible_end(tile_rows() - 1);
+    const int end = min(part.end * warps, ceil_div(last_seen, Bc));
+    const int first = part.begin * warps + warp;
+    constexpr int last_stage = stages - 1;
+    start_queries(ring + last_stage * stage_bytes);
+    Rows rows_to_load(p, sequences, part, first, policy);
+    clear();
+    const int seen_by_all = visible_end(0);
+    // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
+    // memory too, is there once.
+    int load_stage = 0;
+    for (int tile = first - last_stage * warps; tile < end; tile += warps) {
+      const bool visits = tile >= first;
+      const int stage = load_stage == last_stage ? 0 : load_stage + 1;
+      if (visits) ptx::cp_async_wait_group<stages - 2>();
+      // All lanes' copies have landed, and all have left the stage that the next load takes.
+      __syncwarp();
+      const unsigned target = ring + load_stage * stage_bytes;
+      const int load_tile = tile + last_stage * warps;
+      if (load_tile < end)
+        rows_to_load.template start<warps>(target, target + key_bytes, load_tile);
+      ptx::cp_async_commit_group();
+      if (visits) visit(ring + stage * stage_bytes, tile * Bc, (tile + 1) * Bc > seen_by_all);
+      if (tile + warps == first) keep_queries(ring + last_stage * stage_bytes);
+      load_stage = stage;
+    }
+    ptx::cp_async_wait_group<0>();
+  }
+
+  __device__ void keep_queries(unsigned shared) {
+    ptx::cp_async_wait_group<stages - 1>();
+    __syncwarp();
+    products.queries.keep(shared);
+  }
+
+  __device__ void clear() {
+    softmax.reset();
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[i][j][c] = 0;
+      }
+    }
+  }
+
+  __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][j][c] = 0;
+      }
+    }
+    products.multiply_queries_keys(scores, 0, stage);
+    if (Config::negate_scores) Softmax::negate(scores);
+    if (needs_mask) {
+      Softmax::mask(scores,
+                    [&](int i, int half) { return visible_end(row_of(i, half)) - first_key; });
+    }
+    softmax.update_maxima(scores, out, scale_log2);
+    typename Softmax::PerRow base;
+    softmax.bases(base, scale_log2);
+    products.multiply_probabilities_values(out, scores, stage + key_bytes, [&](int i, int j) {
+      softmax.exponentiate(scores, i, j, base, scale_log2);
+    });
+  }
+
+  // ---- Merging: of the warps' results, then, where an item has several parts, of the blocks'.
+  // None of it runs often, and code is fetched from memory like anything else: no loop is unrolled
+  // further than it takes to have several loads under way.
+
+  __device__ static float* shared_floats() {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    return reinterpret_cast<float*>(shared_memory);
+  }
+
+  __device__ void finish() {
+    leave_result();
+    __syncthreads();
+    merge(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), part.count == 1);
+    if (!cluster && part.count > 1 && is_last_to_arrive()) merge_parts();
+    // Before the rings are used again.
+    __syncthreads();
+  }
+
+  // All rows of the item, as many at a time as fit.
+  __device__ void merge_parts() const {
+    const int all_rows = tile_rows();
+    const int at_once = rings_bytes / (part.count * record * 4);
+#pragma unroll 1
+    for (int first = 0; first < all_rows; first += at_once) {
+      const int rows = min(at_once, all_rows - first);
+      gather(first, rows);
+      merge(shared_floats(), rows * record, part.count, first, rows, true);
+      // All warps have left what the next rows take the place of.
+      __syncthreads();
+    }
+  }
+
+  // In a cluster: what the other blocks with parts of the item have sent or will send.
+  __device__ void merge_sent() const {
+    if (threadIdx.x == 0) {
+      const int bytes = tile_rows() * (columns / 4 + 1) * 16;
+      ptx::mbarrier_arrive_expect_tx(results_barrier(), (part.count - 1) * bytes);
+    }
+    ptx::mbarrier_wait_for_cluster(results_barrier(), 0);
+    merge(kept_results(), kept_floats, part.count, 0, tile_rows(), true);
+  }
+
+  __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
+  __device__ static unsigned results_barrier() {
+    return ptx::shared_address(shared_floats()) + barrier_offset;
+  }
+
+  // Writes the warp's result to shared memory.
+  __device__ void leave_result() {
+    softmax.add_lanes();
+    float* result = shared_floats() + warp * (ring_bytes / 4);
+    // All lanes have left the ring.
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(i, half);
+        if (row >= tile_rows()) continue;
+        const SoftmaxRow<float>& state = softmax.rows[i][half];
+        float* target = result + row * record;
+        target[columns] = state.sum == 0 ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
+        target[columns + 1] = state.sum;
+#pragma unroll
+        for (int j = 0; j < columns / 8; ++j) {
+          *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {
+              {out[i][j][2 * half], out[i][j][2 * half + 1]}};
+        }
+      }
+    }
+  }
+
+  // Merges the rows [first, first + rows) of several results in shared memory, that begin
+  // result_floats apart, always in the same order, and writes them to the output, or leaves them as
+  // this part's. A thread has four columns of a row.
+  __device__ void merge(const float* source, int result_floats, int results, int first, int rows,
+                        bool is_final) const {
+    constexpr int row_chunks = columns / 4;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * row_chunks; i += 32 * warps) {
+      const int row = i / row_chunks;
+      const int column = i % row_chunks * 4;
+      const float* result = source + row * record;
+      float base = -SoftmaxMath<float>::infinity();
+#pragma unroll 4
+      for (int r = 0; r < results; ++r) base = fmaxf(base, result[r * result_floats + columns]);
+      float sum = 0;
+      Vector<float, 4> merged = {};
+#pragma unroll 4
+      for (int r = 0; r < results; ++r, result += result_floats) {
+        // What saw no key has no say: it may have no base, and columns of anything.
+        if (result[columns + 1] == 0) continue;
+        const float weight = SoftmaxMath<float>::exp2(result[columns] - base);
+        const auto one = *reinterpret_cast<const Vector<float, 4>*>(result + column);
+        sum = fmaf(weight, result[columns + 1], sum);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) merged.at[c] = fmaf(weight, one.at[c], merged.at[c]);
+      }
+      if (!is_final) {
+        leave_partial(row * record + column, merged);
+        if (column == 0) leave_partial(row * record + columns, {{base, sum}});
+        continue;
+      }
+      const float normalizer = sum == 0 ? 0 : 1 / sum;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
+      write_output(first + row, column, merged);
+      if (column == 0 && p.lse != nullptr) {
+        const float log_sum =
+            sum == 0 ? -SoftmaxMath<float>::infinity() : base + SoftmaxMath<float>::log2(sum);
+        write_log_sum_exp(first + row, log_sum * SoftmaxMath<float>::ln_2);
+      }
+    }
+  }
+
+  // Four floats of this part's result: for the block that merges the item's, in a cluster at once.
+  __device__ void leave_partial(int index, const Vector<float, 4>& values) const {
+    if constexpr (cluster) {
+      float* kept = kept_results() + part.number * kept_floats + index;
+      if (part.number == 0) {
+        *reinterpret_cast<Vector<float, 4>*>(kept) = values;
+      } else {
+        ptx::st_async(ptx::map_to_block(ptx::shared_address(kept), part.place), values.at,
+                      ptx::map_to_block(results_barrier(), part.place));
+      }
+    } else {
+      *reinterpret_cast<Vector<float, 4>*>(partial_result(part.number) + index) = values;
+    }
+  }
+
+  __device__ void write_output(int row, int column, const Vector<float, 4>& values) const {
+    Vector<Element, 4> narrowed;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) narrowed.at[c] = narrow<Element>(values.at[c]);
+    const int64 output_row = part.sequence.q_first + query_of(row);
+    Element* target =
+        p.out.head<Element>(part.sequence.q_batch, part.head_kv * group + head_of(row)) +
+        output_row * p.out.row_stride + column;
+    const int inside = Config::head_dim_v - column;
+    if (Config::out_alignment >= 8 && inside >= 4) {
+      *reinterpret_cast<Vector<Element, 4>*>(target) = narrowed;
+      return;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (c < inside) target[c] = narrowed.at[c];
+    }
+  }
+
+  __device__ void write_log_sum_exp(int row, float lse) const {
+    // (batch, heads_q, seqlen_q), or (heads_q, total_q).
+    const bool is_packed = Config::sequences && sequences.cu_seqlens_q != nullptr;
+    const int seqlen = is_packed ? sequences.total_q : p.seqlen_q;
+    const int64 head =
+        int64(part.sequence.q_batch) * p.heads_q + part.head_kv * group + head_of(row);
+    static_cast<float*>(p.lse)[head * seqlen + part.sequence.q_first + query_of(row)] = lse;
+  }
+
+  // Where a part of the item leaves its result in the workspace.
+  __device__ float* partial_result(int number) const {
+    return static_cast<float*>(p.workspace) + int64(part.slot_of(number)) * (Br * record);
+  }
+
+  __device__ int* counter() const { return sequences.counters + part.counter; }
+
+  // Whether all other parts of the item have left their results. The counter is zero again then.
+  __device__ bool is_last_to_arrive() const {
+    __syncthreads();
+    bool is_last = false;
+    if (threadIdx.x == 0) {
+      is_last = ptx::atom_add_acq_rel(counter(), 1) == part.count - 1;
+      if (is_last) *counter() = 0;
+    }
+    return __syncthreads_or(is_last);
+  }
+
+  // Brings the rows [first, first + rows) of all parts' results to shared memory, around L1, which
+  // knows nothing of other SMs' writes.
+  __device__ void gather(int first, int rows) const {
+    const unsigned target = ptx::shared_address(shared_floats());
+    const int chunks = rows * (record / 4);
+#pragma unroll 1
+    for (int number = warp; number < part.count; number += warps) {
+      const float* source = partial_result(number) + first * record;
+#pragma unroll 4
+      for (int i = lane; i < chunks; i += 32) {
+        ptx::cp_async<16>(target + (number * chunks + i) * 16, source + 4 * i, 16);
+      }
+    }
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();
+  }
+};
+
+template <class Config>
+__device__ void decode_forward(const Params& params, const Sequences& sequences) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  DecodeForward<Config>(params, sequences, ptx::shared_address(shared_memory)).run();
+}
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,223 @@
+// Which keys of which rows each thread block attends to, where few rows see many keys.
+//
+// An item is a tile of query rows with one key/value head; its keys are counted in units. Either
+// every item is cut into num_splits parts. Or, balanced, the sequences stand in one line, and the
+// blocks that are there for the same head and row tile take equal shares of its units: then all
+// blocks end together however the lengths differ, and at most the first and the last item of a
+// share are cut (the idea of Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et
+// al. 2024). Blocks for different heads are at the same keys at the same time: heads lie side by
+// side, and device memory likes to be read in longer runs than one head's row.
+#pragma once
+
+#include "params.cuh"
+#include "schedule.cuh"
+#include "sequences.cuh"
+
+// A part of an item's keys.
+struct Part {
+  int batch;
+  int head_kv;
+  int row_tile;
+  Sequence sequence;
+  int begin;  // units of keys
+  int end;
+  int number;   // of this part among those of the item
+  int count;    // of the item's parts
+  int place;    // of the block that has the item's first part, among those for the same line
+  int counter;  // which one counts the parts that are done
+  int first_slot;
+  int slot_step;
+  int first_extra;
+
+  // Where a part of the item leaves its result.
+  __device__ int slot_of(int part) const {
+    return first_slot + slot_step * part + (part == 0 ? first_extra : 0);
+  }
+};
+
+template <class Config>
+struct Shares {
+  static constexpr int unit_keys = Config::Bc * Config::warps;
+  static constexpr int group = Config::group;  // query heads of a key/value head
+
+  const Params& p;
+  const Sequences& sequences;
+  const int row_tiles;  // of the longest sequence
+  const int items;      // of one sequence
+
+  // Balanced: the line's units and those of a block's share, and where its next part begins and the
+  // share ends. Else, of all parts, this block's next one and the number of all. The host sees to
+  // it that 31 bits are enough: a division of more takes a fifth of a microsecond.
+  unsigned line = 0;
+  unsigned share = 0;
+  unsigned next = 0;
+  unsigned end = 0;
+  unsigned sequence_begin = 0;  // of the units of sequence `batch`
+  int batch = 0;
+  Sequence sequence;
+
+  __device__ Shares(const Params& params, const Sequences& sequences)
+      : p(params),
+        sequences(sequences),
+        row_tiles(ceil_div(params.seqlen_q * group, Config::Br)),
+        items(params.heads_kv * row_tiles) {
+    if constexpr (Config::balanced) {
+      take_share();
+    } else {
+      next = blockIdx.x;
+      end = unsigned(p.batch) * items * p.num_splits;
+    }
+  }
+
+  // The block's next part; false after the last.
+  __device__ bool find_next(Part& part) {
+    if constexpr (Config::balanced) {
+      return next_of_share(part);
+    } else {
+      return next_of_splits(part);
+    }
+  }
+
+  // At least about as many as there are keys in all sequences, times key/value heads.
+  __device__ int64 keys_of_all() const {
+    return Config::balanced ? int64(line) * unit_keys * p.heads_kv
+                            : int64(p.batch) * p.seqlen_k * p.heads_kv;
+  }
+
+ private:
+  __device__ Sequence sequence_of(int batch) const {
+    if constexpr (Config::sequences) {
+      return find_sequence<Config::page_size>(p, sequences, batch);
+    } else {
+      return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
+    }
+  }
+
+  // A sequence without keys has a unit too: someone must write that its rows see nothing.
+  __device__ static int units_of(const Sequence& sequence) {
+    return max(1, ceil_div(sequence.seqlen_k, unit_keys));
+  }
+
+  __device__ bool next_of_splits(Part& part) {
+    for (; next < end; next += gridDim.x) {
+      const int split = next % p.num_splits;
+      const int item = next / p.num_splits;
+      const int batch = item / items;
+      const Sequence sequence = sequence_of(batch);
+      const int row_tile = item % row_tiles;
+      if (row_tile * Config::Br >= sequence.seqlen_q * group) continue;
+      const int units = units_of(sequence);
+      const int share = ceil_div(units, p.num_splits);
+      const int begin = min(units, split * share);
+      part.batch = batch;
+      part.head_kv = item % items / row_tiles;
+      part.row_tile = row_tile;
+      part.sequence = sequence;
+      part.begin = begin;
+      part.end = min(units, begin + share);
+      part.number = split;
+      part.count = p.num_splits;
+      part.place = 0;
+      part.counter = item;
+      part.first_slot = item * p.num_splits;
+      part.slot_step = 1;
+      part.first_extra = 0;
+      next += gridDim.x;
+      return true;
+    }
+    return false;
+  }
+
+  // All threads of a warp come to the same result.
+  __device__ void take_share() {
+    // Every sequence has the same number of keys where no array counts them.
+    const bool is_uniform =
+        !Config::sequences || p.batch == 1 ||
+        (sequences.seqused_k == nullptr && sequences.cache_batch_idx == nullptr);
+    if (is_uniform) {
+      const int units = units_of(sequence_of(0));
+      find_share(p.batch * units);
+      batch = next / units;
+      sequence_begin = batch * units;
+    } else {
+      unsigned units = 0;
+      for (int first = 0; first < p.batch; first += 32) units += sum_of_warp(units_at(first));
+      find_share(units);
+      find_batch();
+    }
+    if (next < end) sequence = sequence_of(batch);
+  }
+
+  // The grid: row tiles, key/value heads, and the blocks that share an item's line.
+  __device__ void find_share(unsigned units) {
+    const unsigned places = Config::cluster > 0 ? Config::cluster : gridDim.z;
+    line = units;
+    share = max(unsigned(Config::least_units), (line + places - 1) / places);
+    next = min(line, blockIdx.z * share);
+    end = min(line, next + share);
+  }
+
+  // Of the sequence at first + lane.
+  __device__ int units_at(int first) const {
+    const int batch = first + threadIdx.x % 32;
+    return batch < p.batch ? units_of(sequence_of(batch)) : 0;
+  }
+
+  __device__ static int sum_of_warp(int x) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+  }
+
+  // The sequence in which the share begins.
+  __device__ void find_batch() {
+    if (next >= end) return;
+    const int lane = threadIdx.x % 32;
+    for (int first = 0;; first += 32) {
+      const int own = units_at(first);
+      int sum = own;  // of the lanes up to this one
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += below;
+      }
+      const unsigned after = __ballot_sync(~0u, next < sequence_begin + sum);
+      if (after != 0) {
+        const int found = __ffs(after) - 1;
+        batch = first + found;
+        sequence_begin += __shfl_sync(~0u, sum - own, found);
+        return;
+      }
+      sequence_begin += __shfl_sync(~0u, sum, 31);
+    }
+  }
+
+  __device__ bool next_of_share(Part& part) {
+    if (next >= end) return false;
+    const unsigned sequence_end = sequence_begin + units_of(sequence);
+    const int first_place = sequence_begin / share;
+    const int last_place = (sequence_end - 1) / share;
+    const int first_block = first_place * items + blockIdx.y * row_tiles + blockIdx.x;
+    part.batch = batch;
+    part.head_kv = blockIdx.y;
+    part.row_tile = blockIdx.x;
+    part.sequence = sequence;
+    part.begin = next - sequence_begin;
+    part.end = min(sequence_end, end) - sequence_begin;
+    part.number = blockIdx.z - first_place;
+    part.count = last_place - first_place + 1;
+    part.place = first_place;
+    part.counter = first_block;
+    // A block has two slots, the second for a sequence that begins in its share and goes on behind
+    // it.
+    part.first_slot = 2 * first_block;
+    part.slot_step = 2 * items;
+    part.first_extra = 1;
+    next = min(sequence_end, end);
+    if (next < end) {
+      sequence_begin = sequence_end;
+      sequence = sequence_of(++batch);
+    }
+    return true;
+  }
+};

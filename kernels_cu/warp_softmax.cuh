@@ -1,0 +1,124 @@
+// The online softmax of the rows that a warp holds as accumulator fragments of mma.m16n8k*: element
+// [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column 8 j + lane % 4 * 2 + c.
+#pragma once
+
+#include "softmax.cuh"
+
+template <int row_tiles, int Bc, int columns_v>
+struct WarpSoftmax {
+  using Scores = float[row_tiles][Bc / 8][4];
+  using Output = float[row_tiles][columns_v / 8][4];
+  using PerRow = float[row_tiles][2];
+
+  SoftmaxRow<float> rows[row_tiles][2];  // their sums are of this lane's keys only
+
+  __device__ void reset() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      rows[i][0].reset();
+      rows[i][1].reset();
+    }
+  }
+
+  __device__ static void negate(Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][j][c] = -scores[i][j][c];
+      }
+    }
+  }
+
+  // Hides the keys from visible_end(i, half) on, counted from the tile's first.
+  template <class VisibleEnd>
+  __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int visible = visible_end(i, half) - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (8 * j + c >= visible) {
+              scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Takes the scores' maxima in, and rescales the output where a running maximum moved: rarely,
+  // after the first few tiles, so all that this takes stands inside the branch. What happens to a
+  // row does not depend on the others.
+  __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
+    // p can grow to 2^8, far inside float16's range.
+    constexpr float slack = 8;
+    PerRow tile_max;
+    bool outgrown = false;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = scores[i][0][2 * half];
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) max = fmaxf(max, scores[i][j][2 * half + c]);
+        }
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        tile_max[i][half] = max;
+        outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack);
+      }
+    }
+    if (!__any_sync(~0u, outgrown)) return;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float rescale = rows[i][half].update_max(tile_max[i][half], scale_log2, slack);
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+          out[i][j][2 * half] *= rescale;
+          out[i][j][2 * half + 1] *= rescale;
+        }
+      }
+    }
+  }
+
+  __device__ void bases(PerRow& base, float scale_log2) const {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      base[i][0] = rows[i][0].base(scale_log2);
+      base[i][1] = rows[i][1].base(scale_log2);
+    }
+  }
+
+  // Turns row tile i's scores of the j-th eight keys into probabilities relative to the base.
+  __device__ void exponentiate(Scores& scores, int i, int j, const PerRow& base, float scale_log2) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float& score = scores[i][j][c];
+      score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
+      rows[i][c / 2].sum += score;
+    }
+  }
+
+  // Sums over the four lanes that share a row.
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& sum = rows[i][half].sum;
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+      }
+    }
+  }
+};

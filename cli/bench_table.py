@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -421,7 +422,8 @@ def _splits_text(plan: Plan) -> str:
         return ""
     if plan.num_splits:
         return f", keys split {plan.num_splits} ways"
-    return f", all keys in {plan.launches[0].grid[0]} equal shares"
+    blocks = math.prod(plan.main.grid) if plan.main else 0
+    return f", all keys in {blocks} equal shares"
 
 
 def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:

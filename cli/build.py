@@ -83,7 +83,7 @@ def _compile(job: Job) -> Built:
         cubin = compile_cubin(job.unit, job.device)
     except CompileError as error:
         return Built(error=str(error))
-    return Built(cubin, cubin.resources[job.unit.entries[0]])
+    return Built(cubin, cubin.resources[job.unit.main_entry])
 
 
 def _load(job: Job) -> Built:

@@ -131,7 +131,7 @@ def compiled(plan: Plan, kernels: Sequence[Kernel]) -> Plan:
     """The plan with the registers of its main kernel, where that was profiled."""
     for kernel in kernels:
         registers = kernel.values.get(_REGISTERS)
-        if registers and kernel.name == plan.launches[0].entry:
+        if registers and plan.main and kernel.name == plan.main.entry:
             return dataclasses.replace(plan, resources=Resources(int(registers), 0, 0))
     return plan
 
@@ -141,9 +141,9 @@ def theoretical_occupancy(plan: Plan, device: Device) -> float | None:
 
     None where its registers are not known.
     """
-    if plan.resources is None:
+    if plan.resources is None or plan.main is None:
         return None
-    most = math.ceil(math.prod(plan.launches[0].grid) / device.sm_count)
+    most = math.ceil(math.prod(plan.main.grid) / device.sm_count)
     return 100 * min(plan.blocks_per_sm(), most) * plan.threads / device.threads_per_sm
 
 
@@ -188,7 +188,7 @@ def compare(kernels: Sequence[Kernel], plan: Plan, device: Device) -> list[dict[
     tensor = _sum(kernels, _TENSOR_FLOPS)
     # Without tensor cores the products are among the other operations.
     on_tensor_cores = tensor is None or tensor > 0
-    is_planned = main.name == plan.launches[0].entry
+    is_planned = plan.main is not None and main.name == plan.main.entry
     conflicts = _weighted(kernels, dict.fromkeys(_CONFLICTS, 1))
     wavefronts = _sum(kernels, _WAVEFRONTS)
     pipe = [main.values[name] for name in _TENSOR_PIPE if name in main.values]

@@ -8,6 +8,7 @@ for Multicore Architectures", 2009. The traffic of the standard and the fused al
 from __future__ import annotations
 
 from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 from cupy_flash.families.base import ceil_div, round_up
@@ -103,7 +104,7 @@ class Schedule:
         """That of a plan for a GPU."""
         device = plan.device
         assert device is not None, "the CPU backend has no device memory"
-        grid = plan.launches[0].grid[0] if plan.launches else 1
+        grid = math.prod(plan.main.grid) if plan.main else 1
         # Where blocks take equal shares of all keys, so many of them meet in a key/value head.
         num_splits = plan.num_splits or ceil_div(grid, max(1, _heads_kv(plan.problem)))
         return cls(

@@ -307,7 +307,7 @@ def find_prebuilt(unit: TranslationUnit, device: Device) -> Path | None:
 
 
 def loaded_resources(unit: TranslationUnit) -> Resources | None:
-    """Resources of the unit's first entry where it is loaded on the current device."""
+    """Resources of the unit's main entry where it is loaded on the current device."""
     if not kernel_cache.is_used:
         return None
     import cupy
@@ -316,7 +316,7 @@ def loaded_resources(unit: TranslationUnit) -> Resources | None:
     if kernels is None:
         return None
     attribute = cupy.cuda.driver.funcGetAttribute
-    pointer = kernels[unit.entries[0]].ptr
+    pointer = kernels[unit.main_entry].ptr
     return Resources(
         registers=attribute(cupy.cuda.driver.CU_FUNC_ATTRIBUTE_NUM_REGS, pointer),
         spill_bytes=attribute(cupy.cuda.driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, pointer),

@@ -71,14 +71,21 @@ class Plan:
     resources: Resources | None = None
 
     @property
+    def main(self) -> Launch | None:
+        """Launch of the main kernel, whose figures the plan shows; None for the CPU backend."""
+        if self.unit is None:
+            return None
+        return next(e for e in self.launches if e.entry == self.unit.main_entry)
+
+    @property
     def threads(self) -> int:
         """Threads of a block of the main kernel."""
-        return self.launches[0].threads if self.launches else 0
+        return self.main.threads if self.main else 0
 
     @property
     def shared_memory(self) -> int:
         """Dynamic shared memory of a block of the main kernel, in bytes."""
-        return self.launches[0].shared_memory if self.launches else 0
+        return self.main.shared_memory if self.main else 0
 
     def blocks_per_sm(self) -> int:
         """Blocks of the main kernel that fit an SM; an upper bound until it is compiled."""
@@ -185,7 +192,11 @@ def make_plan(
         if reason := _why_not(candidate, problem, device):
             rejected[name] = reason
     usable = [name for name in FAMILIES if name not in rejected]
-    later = {name: reason for name in usable if (reason := FAMILIES[name].why_not_first(problem))}
+    later = {
+        name: reason
+        for name in usable
+        if (reason := _why_not_first(FAMILIES[name], problem, device))
+    }
     if family is None:
         automatic = [name for name in usable if FAMILIES[name].automatic]
         if not automatic:
@@ -225,6 +236,16 @@ def _why_not(family: Family, problem: Problem, device: Device) -> str | None:
     if problem.sequences is not None and not family.serves_sequences:
         return "its kernels take sequences of equal length, neither packed nor cached"
     return family.why_not(problem, device)
+
+
+def _why_not_first(family: Family, problem: Problem, device: Device) -> str | None:
+    # The bits of a row are those of a family and tile: one family for all batch-invariant problems
+    # of a dtype and head dims, chosen without a look at rows, lengths and batch.
+    if not problem.is_batch_invariant:
+        return family.why_not_first(problem, device)
+    if family.serves_any_rows or not family.automatic:
+        return None
+    return "is good for some numbers of query rows; batch-invariant problems of all go to one family"
 
 
 def plan_tile(

@@ -126,6 +126,11 @@ class Problem:
         return self.batch * self.heads_q * self.seqlen_q
 
     @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's result may depend on nothing but its own sequence."""
+        return self.sequences is not None and self.sequences.batch_invariant
+
+    @property
     def is_empty(self) -> bool:
         """Whether the output has no element, so that there is nothing to compute."""
         return self.rows == 0

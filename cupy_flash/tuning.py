@@ -263,6 +263,6 @@ def lookup(gpu: str, family: str, digest: str, problem: Problem) -> Entry | None
 
     None for a batch-invariant problem, whose tile goes by nothing that a class goes by.
     """
-    if problem.sequences is not None and problem.sequences.batch_invariant:
+    if problem.is_batch_invariant:
         return None
     return _merged().get((gpu, family, digest, problem_class(problem)))

@@ -26,6 +26,9 @@ KERNEL_DIR = next(
 # Thread blocks of one launch.
 MAX_GRID = 2**31 - 1
 
+# The main kernel of a family that launches others before it.
+MAIN_ENTRY = "attention"
+
 _ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
 
 
@@ -49,6 +52,11 @@ class TranslationUnit:
     entries: tuple[str, ...]
     title: str
     arch_specific: bool = False
+
+    @property
+    def main_entry(self) -> str:
+        """The kernel that attends: the first, unless a later one is called `MAIN_ENTRY`."""
+        return MAIN_ENTRY if MAIN_ENTRY in self.entries else self.entries[0]
 
     def target(self, device: Device) -> str:
         """The compiler's name of the architecture to compile for."""
@@ -77,13 +85,19 @@ class Family(ABC):
     arch_specific: bool = False
     # Whether it serves problems whose sequences are packed, cached or paged.
     serves_sequences: bool = False
+    # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
+    # may go to it.
+    serves_any_rows: bool = False
 
     @abstractmethod
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Why the family cannot serve the problem on the device, or None if it can."""
 
-    def why_not_first(self, problem: Problem) -> str | None:
-        """Why another family that serves the problem too is the better choice, or None."""
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        """Why another family that serves the problem too is the better choice, or None.
+
+        Not asked about batch-invariant problems (see `serves_any_rows`).
+        """
         return None
 
     @abstractmethod

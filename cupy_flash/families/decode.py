@@ -77,7 +77,7 @@ class DecodeFamily(Family):
             return f"no tile of it fits {device.name}"
         return None
 
-    def why_not_first(self, problem: Problem) -> str | None:
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
         rows = _rows(problem)
         if not 1 <= rows <= _MOST_ROWS:
             return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
@@ -280,7 +280,7 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[DecodeTile]:
     wide = max(problem.head_dim, problem.head_dim_v) > 128
     Br = 16 if _rows(problem) <= 16 or wide else 32
     any_batch = [DecodeTile(Br, 16, min_blocks=2), DecodeTile(Br, 16, min_blocks=1)]
-    if problem.sequences is not None and problem.sequences.batch_invariant:
+    if problem.is_batch_invariant:
         # Bc and warps decide in which order a row's keys are summed up.
         return any_batch
     large = DecodeTile(Br, 16, warps=4 if wide else 8, min_blocks=1)

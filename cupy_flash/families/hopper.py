@@ -16,6 +16,8 @@ from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
 from cupy_flash.tile import Tile
 
 _WARPGROUP = 128
+# Rows of a warpgroup's products, and so of the lowest tile.
+_LOWEST = 64
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
@@ -127,7 +129,7 @@ def _of_equal_sequences(problem: Problem) -> Problem:
     sequences = problem.sequences
     if sequences is None:
         return problem
-    if sequences.batch_invariant:
+    if problem.is_batch_invariant:
         # Any will do that is the same for all batches and lengths.
         return dataclasses.replace(problem, batch=128, seqlen_q=8192, seqlen_k=8192)
     if not sequences.packed_q:
@@ -174,6 +176,24 @@ class HopperFamily(Family):
             return reason
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
+        return None
+
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        if problem.sequences is None:
+            return None
+        rows = problem.seqlen_q
+        if rows < _LOWEST and problem.heads_q > problem.heads_kv:
+            return (
+                f"has tiles of one head and at least {_LOWEST} query rows, and here are {rows}; "
+                "others have the heads of a group in one tile"
+            )
+        tile = self.default_tile(problem, device)
+        tiles = self._tiles(_of_equal_sequences(problem), tile)
+        if 2 * tiles < device.sm_count:
+            return (
+                f"does not split the keys of sequences, and about {tiles} query tiles leave most "
+                f"of {device.sm_count} SMs idle"
+            )
         return None
 
     def _why_not_sequences(self, problem: Problem) -> str | None:

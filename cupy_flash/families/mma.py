@@ -48,7 +48,6 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     sequences = problem.sequences
     # So does the largest where rows are looked up in pages.
     paged = sequences is not None and sequences.page_size > 0
-    invariant = sequences is not None and sequences.batch_invariant
     if problem.dtype == "float32":
         # head_dim 64: 64x64 61 / -, 50 / 39 (128x32 65 / -, 52 / 33, but it spills). head_dim 128:
         # 64x32 60 / 57, 128x32 with 8 warps 58 / 55, 64x48 55 / 53.
@@ -58,8 +57,8 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
         # 264 / 172; 128x64 with 4 stages 318 / 271, 266 / 168; 128x96 333 / 278, 249 / 163, but it
         # spills 8 bytes.
         small = MmaTile(64, 64, warps=2, stages=4)
-        long = hopper and not problem.causal and problem.seqlen_k >= 1024 and not invariant
-        return [MmaTile(128, 80, stages=4), small] if long else [small]
+        long = problem.seqlen_k >= 1024 and not problem.causal and not problem.is_batch_invariant
+        return [MmaTile(128, 80, stages=4), small] if hopper and long else [small]
     if widest <= 128:
         # 128x64 394 / 346, 318 / 194; 128x48 with 4 stages 381 / 335, 311 / 190; 64x64 317 / 293,
         # 269 / 182.
@@ -82,6 +81,7 @@ class MmaFamily(Family):
     source = "mma.cu"
     tile_type = MmaTile
     serves_sequences = True
+    serves_any_rows = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.dtype == "float64":

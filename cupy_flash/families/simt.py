@@ -66,6 +66,7 @@ class SimtFamily(Family):
     source = "simt.cu"
     tile_type = SimtTile
     serves_sequences = True
+    serves_any_rows = True
 
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
@@ -237,7 +238,7 @@ def _accumulator_size(problem: Problem) -> int:
 
 def _has_few_queries(problem: Problem) -> bool:
     """Whether one low tile holds a head's queries, or those of all heads in a tile."""
-    if problem.sequences is not None and problem.sequences.batch_invariant:
+    if problem.is_batch_invariant:
         return False
     return ragged.query_rows(problem) <= _FEW
 

@@ -47,11 +47,10 @@ def num_splits(
         The number that the problem asks for, else from 1, for the keys left whole, to
         `MAX_SPLITS`.
     """
-    sequences = problem.sequences
-    if sequences is not None and sequences.batch_invariant:
+    if problem.is_batch_invariant:
         return 1
-    if sequences is not None and sequences.num_splits:
-        return sequences.num_splits
+    if problem.sequences is not None and problem.sequences.num_splits:
+        return problem.sequences.num_splits
     slots = device.sm_count * max(1, blocks_per_sm)
     blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)

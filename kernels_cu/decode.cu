@@ -5,7 +5,8 @@
 // all of them. The keys are shared out over thread blocks (shares.cuh), and a block's over its
 // warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring of its
 // own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al. 2023). The
-// block merges those of its warps, and the last block of an item to arrive those of its blocks.
+// block merges those of its warps. Those of several blocks are merged by the last to arrive; or, if
+// the blocks are a cluster, by the first, to whose shared memory the others send theirs.
 #pragma once
 
 #include "copy.cuh"
@@ -32,6 +33,9 @@ struct DecodeForward {
   static constexpr int warps = Config::warps;
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Br / 16;
+  static constexpr int group = Config::group;  // query heads of a key/value head
+  // Keys of all heads, 64 MiB with their values.
+  static constexpr int64 small = (int64(64) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
   using Products = Products16Bit<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
@@ -40,11 +44,8 @@ struct DecodeForward {
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
-  // Keys of all heads, 64 MiB with their values.
-  static constexpr int64 small = (int64(64) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
   static_assert(Config::q_in_registers, "queries have no place in shared memory");
   static_assert(stages >= 2, "one tile in use, the others on their way");
-  static constexpr int group = Config::group;  // query heads of a key/value head
 
   // Shared memory: a ring for each warp.
   static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
@@ -65,9 +66,17 @@ struct DecodeForward {
   static constexpr bool cluster = Config::cluster > 0;
   static constexpr int kept_floats = Config::kept_rows * record;
   static constexpr int kept_offset = rings_bytes;
-  static constexpr int barrier_offset = kept_offset + Config::cluster * kept_floats * 4;
-  static_assert(barrier_offset + (cluster ? 16 : 0) == Config::shared_memory,
-                "as the host planned");
+  static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
+
+  // What all warps know of the part that they work on: in registers it would be in each thread's.
+  struct State {
+    unsigned long long results_barrier;
+    unsigned long long policy;  // of L2, for what is read
+    Share share;
+    Part part;
+    bool has_part;
+  };
+  static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
 
   const Params& p;
   const Sequences& sequences;
@@ -75,11 +84,9 @@ struct DecodeForward {
   const int lane = threadIdx.x % 32;
   const unsigned ring;
   const float scale_log2;
-  unsigned long long policy;  // of L2, for what is read
-
-  Part part;
-  int rows;    // of the sequence, all query heads of the key/value head together
-  int offset;  // query i sees keys j <= i + offset when causal
+  State& state;
+  const Part& part;
+  bool has_met = !cluster;
 
   Products products;
   typename Products::Scores scores;  // and then the probabilities
@@ -90,51 +97,83 @@ struct DecodeForward {
       : p(params),
         sequences(sequences),
         ring(shared + threadIdx.x / 32 * ring_bytes),
-        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+        scale_log2(scale_to_log2<float>(params.softmax_scale)),
+        state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
+        part(state.part) {}
 
   __device__ void run() {
-    if constexpr (cluster) {
-      if (threadIdx.x == 0) {
-        ptx::mbarrier_init(results_barrier(), 1);
-        ptx::fence_mbarrier_init();
-      }
-      ptx::cluster_arrive();
-    }
-    Shares<Config> shares(p, sequences);
-    // Keys and values are read once. Where they are few, they need not wait until what others wrote
-    // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many that costs 2%.
-    policy =
-        shares.keys_of_all() < small ? ptx::l2_evict_first_policy() : ptx::l2_evict_normal_policy();
-    part.count = 0;
-    bool has_met = !cluster;
-    while (shares.find_next(part)) {
-      const Sequence& sequence = part.sequence;
-      rows = sequence.seqlen_q * group;
-      offset = Config::sequences ? sequence.seqlen_k - sequence.seqlen_q : p.q_offset;
+    if constexpr (cluster) announce();
+    for (bool is_first = true; find_part(is_first); is_first = false) {
       // It takes as long to come as a tile of keys.
       if (!cluster && part.count > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter());
       attend();
-      // Nothing may be sent to a block before its barrier is there.
-      if (cluster && !has_met) ptx::cluster_wait();
-      has_met = true;
+      meet();
       finish();
     }
-    if (cluster && !has_met) ptx::cluster_wait();
+    meet();
     // The last part of a share may be the first of its item.
     if (cluster && part.count > 1 && part.number == 0) merge_sent();
+  }
+
+  // Nothing may be sent to a block of the cluster before its barrier is there: one warp that has
+  // nothing else to do makes it and says so.
+  __device__ void announce() const {
+    if (warp != warps - 1) {
+      ptx::cluster_arrive_relaxed();
+      return;
+    }
+    if (lane == 0) {
+      ptx::mbarrier_init(results_barrier(), 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+    ptx::cluster_arrive();
+  }
+
+  // Once, as soon as there is something to wait for anyway.
+  __device__ void meet() {
+    if (!has_met) ptx::cluster_wait();
+    has_met = true;
+  }
+
+  // The block's next part; false after the last.
+  __device__ bool find_part(bool is_first) {
+    if (warp == 0) {
+      Shares<Config> shares(p, sequences, state.share);
+      if (is_first) shares.take();
+      if (lane == 0) {
+        if (is_first) start(shares);
+        state.has_part = shares.find_next(state.part);
+      }
+    }
+    __syncthreads();
+    return state.has_part;
+  }
+
+  __device__ void start(const Shares<Config>& shares) const {
+    state.part.count = 0;
+    // Keys and values are read once. Where they are few, they need not wait until what others wrote
+    // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many that costs 2%.
+    state.policy =
+        shares.keys_of_all() < small ? ptx::l2_evict_first_policy() : ptx::l2_evict_normal_policy();
   }
 
   // ---- Rows. Row r is query r / group of the group's head r % group.
 
   __device__ int first_row() const { return part.row_tile * Br; }
-  __device__ int tile_rows() const { return min(Br, rows - first_row()); }
+  __device__ int tile_rows() const { return min(Br, part.sequence.seqlen_q * group - first_row()); }
   // The row, counted in the tile, of the accumulators' upper (0) or lower (1) half in row tile i.
   __device__ int row_of(int i, int half) const { return 16 * i + 8 * half + lane / 4; }
 
   __device__ int visible_end(int row) const {
     const int seqlen_k = part.sequence.seqlen_k;
     if (!Config::causal) return seqlen_k;
-    return clamp(query_of(row) + offset + 1, 0, seqlen_k);
+    return clamp(query_of(row) + offset() + 1, 0, seqlen_k);
+  }
+
+  // Query i sees keys j <= i + offset when causal.
+  __device__ int offset() const {
+    return Config::sequences ? part.sequence.seqlen_k - part.sequence.seqlen_q : p.q_offset;
   }
 
   // Which query of the sequence a row is, and of which of the group's heads.
@@ -146,8 +185,9 @@ struct DecodeForward {
     using Copy = WarpCopy<KeyLayout, Element, Br, Config::head_dim, Config::alignment>;
     const Element* queries = p.q.head<const Element>(part.sequence.q_batch, part.head_kv * group) +
                              part.sequence.q_first * p.q.row_stride + Copy::first_column();
-    Copy::start(target, policy, [&](int row, bool& is_inside) {
-      is_inside = row < tile_rows();
+    const int inside = tile_rows();
+    Copy::start(target, state.policy, [&](int row, bool& is_inside) {
+      is_inside = row < inside;
       return queries + query_of(row) * p.q.row_stride + head_of(row) * p.q.head_stride;
     });
     ptx::cp_async_commit_group();
@@ -161,7 +201,7 @@ struct DecodeForward {
     const int first = part.begin * warps + warp;
     constexpr int last_stage = stages - 1;
     start_queries(ring + last_stage * stage_bytes);
-    Rows rows_to_load(p, sequences, part, first, policy);
+    Rows rows_to_load(p, sequences, part, first, state.policy);
     clear();
     const int seen_by_all = visible_end(0);
     // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
@@ -179,7 +219,10 @@ struct DecodeForward {
         rows_to_load.template start<warps>(target, target + key_bytes, load_tile);
       ptx::cp_async_commit_group();
       if (visits) visit(ring + stage * stage_bytes, tile * Bc, (tile + 1) * Bc > seen_by_all);
-      if (tile + warps == first) keep_queries(ring + last_stage * stage_bytes);
+      if (tile + warps == first) {
+        meet();
+        keep_queries(ring + last_stage * stage_bytes);
+      }
       load_stage = stage;
     }
     ptx::cp_async_wait_group<0>();
@@ -240,7 +283,7 @@ struct DecodeForward {
     __syncthreads();
     merge(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), part.count == 1);
     if (!cluster && part.count > 1 && is_last_to_arrive()) merge_parts();
-    // Before the rings are used again.
+    // Before the rings and the state are used again.
     __syncthreads();
   }
 
@@ -270,7 +313,7 @@ struct DecodeForward {
 
   __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
   __device__ static unsigned results_barrier() {
-    return ptx::shared_address(shared_floats()) + barrier_offset;
+    return ptx::shared_address(shared_floats()) + state_offset;
   }
 
   // Writes the warp's result to shared memory.

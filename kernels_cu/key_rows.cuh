@@ -82,11 +82,11 @@ struct KeyRows {
   const int* table;  // the sequence's page numbers
   const Element* keys;
   const Element* values;
-  const unsigned long long policy;  // of L2
-  int next_page;                    // of the tile, or the lane's row, that is loaded next
+  const unsigned long long& policy;  // of L2; in shared memory, to take no registers
+  int next_page;                     // of the tile, or the lane's row, that is loaded next
 
   __device__ KeyRows(const Params& p, const Sequences& sequences, const Part& part, int tile,
-                     unsigned long long policy)
+                     const unsigned long long& policy)
       : p(p),
         seqlen_k(part.sequence.seqlen_k),
         pages(sequences.pages),

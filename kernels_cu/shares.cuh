@@ -35,6 +35,21 @@ struct Part {
   }
 };
 
+// Where a block is in its share, between one part and the next. With Config::balanced: the units of
+// the line and of a block's share, and where its next part begins and the share ends. Else, of all
+// parts, its next one and their number. The host sees to it that 31 bits are enough: a division of
+// more takes a fifth of a microsecond.
+struct Share {
+  unsigned line;
+  unsigned units;
+  unsigned next;
+  unsigned end;
+  unsigned sequence_begin;  // of the units of sequence `batch`
+  int batch;
+  Sequence sequence;
+};
+
+// One warp takes the share, and one of its lanes finds the parts.
 template <class Config>
 struct Shares {
   static constexpr int unit_keys = Config::Bc * Config::warps;
@@ -42,31 +57,26 @@ struct Shares {
 
   const Params& p;
   const Sequences& sequences;
+  Share& share;
   const int row_tiles;  // of the longest sequence
   const int items;      // of one sequence
 
-  // Balanced: the line's units and those of a block's share, and where its next part begins and the
-  // share ends. Else, of all parts, this block's next one and the number of all. The host sees to
-  // it that 31 bits are enough: a division of more takes a fifth of a microsecond.
-  unsigned line = 0;
-  unsigned share = 0;
-  unsigned next = 0;
-  unsigned end = 0;
-  unsigned sequence_begin = 0;  // of the units of sequence `batch`
-  int batch = 0;
-  Sequence sequence;
-
-  __device__ Shares(const Params& params, const Sequences& sequences)
+  __device__ Shares(const Params& params, const Sequences& sequences, Share& share)
       : p(params),
         sequences(sequences),
+        share(share),
         row_tiles(ceil_div(params.seqlen_q * group, Config::Br)),
-        items(params.heads_kv * row_tiles) {
+        items(params.heads_kv * row_tiles) {}
+
+  __device__ void take() {
+    Share taken;
     if constexpr (Config::balanced) {
-      take_share();
+      taken = share_of_line();
     } else {
-      next = blockIdx.x;
-      end = unsigned(p.batch) * items * p.num_splits;
+      taken.next = blockIdx.x;
+      taken.end = unsigned(p.batch) * items * p.num_splits;
     }
+    if (threadIdx.x % 32 == 0) share = taken;
   }
 
   // The block's next part; false after the last.
@@ -80,7 +90,7 @@ struct Shares {
 
   // At least about as many as there are keys in all sequences, times key/value heads.
   __device__ int64 keys_of_all() const {
-    return Config::balanced ? int64(line) * unit_keys * p.heads_kv
+    return Config::balanced ? int64(share.line) * unit_keys * p.heads_kv
                             : int64(p.batch) * p.seqlen_k * p.heads_kv;
   }
 
@@ -99,7 +109,7 @@ struct Shares {
   }
 
   __device__ bool next_of_splits(Part& part) {
-    for (; next < end; next += gridDim.x) {
+    for (unsigned next = share.next; next < share.end; next += gridDim.x) {
       const int split = next % p.num_splits;
       const int item = next / p.num_splits;
       const int batch = item / items;
@@ -107,14 +117,14 @@ struct Shares {
       const int row_tile = item % row_tiles;
       if (row_tile * Config::Br >= sequence.seqlen_q * group) continue;
       const int units = units_of(sequence);
-      const int share = ceil_div(units, p.num_splits);
-      const int begin = min(units, split * share);
+      const int most = ceil_div(units, p.num_splits);
+      const int begin = min(units, split * most);
       part.batch = batch;
       part.head_kv = item % items / row_tiles;
       part.row_tile = row_tile;
       part.sequence = sequence;
       part.begin = begin;
-      part.end = min(units, begin + share);
+      part.end = min(units, begin + most);
       part.number = split;
       part.count = p.num_splits;
       part.place = 0;
@@ -122,39 +132,41 @@ struct Shares {
       part.first_slot = item * p.num_splits;
       part.slot_step = 1;
       part.first_extra = 0;
-      next += gridDim.x;
+      share.next = next + gridDim.x;
       return true;
     }
+    share.next = share.end;
     return false;
   }
 
-  // All threads of a warp come to the same result.
-  __device__ void take_share() {
+  __device__ Share share_of_line() const {
     // Every sequence has the same number of keys where no array counts them.
     const bool is_uniform =
         !Config::sequences || p.batch == 1 ||
         (sequences.seqused_k == nullptr && sequences.cache_batch_idx == nullptr);
+    Share taken;
     if (is_uniform) {
       const int units = units_of(sequence_of(0));
-      find_share(p.batch * units);
-      batch = next / units;
-      sequence_begin = batch * units;
+      cut_line(taken, p.batch * units);
+      taken.batch = p.batch == 1 ? 0 : taken.next / units;
+      taken.sequence_begin = taken.batch * units;
     } else {
       unsigned units = 0;
       for (int first = 0; first < p.batch; first += 32) units += sum_of_warp(units_at(first));
-      find_share(units);
-      find_batch();
+      cut_line(taken, units);
+      find_batch(taken);
     }
-    if (next < end) sequence = sequence_of(batch);
+    if (taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
+    return taken;
   }
 
   // The grid: row tiles, key/value heads, and the blocks that share an item's line.
-  __device__ void find_share(unsigned units) {
+  __device__ static void cut_line(Share& taken, unsigned line) {
     const unsigned places = Config::cluster > 0 ? Config::cluster : gridDim.z;
-    line = units;
-    share = max(unsigned(Config::least_units), (line + places - 1) / places);
-    next = min(line, blockIdx.z * share);
-    end = min(line, next + share);
+    taken.line = line;
+    taken.units = max(unsigned(Config::least_units), (line + places - 1) / places);
+    taken.next = min(line, blockIdx.z * taken.units);
+    taken.end = min(line, taken.next + taken.units);
   }
 
   // Of the sequence at first + lane.
@@ -170,9 +182,11 @@ struct Shares {
   }
 
   // The sequence in which the share begins.
-  __device__ void find_batch() {
-    if (next >= end) return;
+  __device__ void find_batch(Share& taken) const {
+    const unsigned next = taken.next;
+    if (next >= taken.end) return;
     const int lane = threadIdx.x % 32;
+    unsigned begin = 0;
     for (int first = 0;; first += 32) {
       const int own = units_at(first);
       int sum = own;  // of the lanes up to this one
@@ -181,29 +195,32 @@ struct Shares {
         const int below = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += below;
       }
-      const unsigned after = __ballot_sync(~0u, next < sequence_begin + sum);
+      const unsigned after = __ballot_sync(~0u, next < begin + sum);
       if (after != 0) {
         const int found = __ffs(after) - 1;
-        batch = first + found;
-        sequence_begin += __shfl_sync(~0u, sum - own, found);
+        taken.batch = first + found;
+        taken.sequence_begin = begin + __shfl_sync(~0u, sum - own, found);
         return;
       }
-      sequence_begin += __shfl_sync(~0u, sum, 31);
+      begin += __shfl_sync(~0u, sum, 31);
     }
   }
 
   __device__ bool next_of_share(Part& part) {
-    if (next >= end) return false;
-    const unsigned sequence_end = sequence_begin + units_of(sequence);
-    const int first_place = sequence_begin / share;
-    const int last_place = (sequence_end - 1) / share;
+    const unsigned next = share.next;
+    const unsigned begin = share.sequence_begin;
+    if (next >= share.end) return false;
+    const unsigned sequence_end = begin + units_of(share.sequence);
+    const unsigned part_end = min(sequence_end, share.end);
+    const int first_place = begin / share.units;
+    const int last_place = (sequence_end - 1) / share.units;
     const int first_block = first_place * items + blockIdx.y * row_tiles + blockIdx.x;
-    part.batch = batch;
+    part.batch = share.batch;
     part.head_kv = blockIdx.y;
     part.row_tile = blockIdx.x;
-    part.sequence = sequence;
-    part.begin = next - sequence_begin;
-    part.end = min(sequence_end, end) - sequence_begin;
+    part.sequence = share.sequence;
+    part.begin = next - begin;
+    part.end = part_end - begin;
     part.number = blockIdx.z - first_place;
     part.count = last_place - first_place + 1;
     part.place = first_place;
@@ -213,10 +230,10 @@ struct Shares {
     part.first_slot = 2 * first_block;
     part.slot_step = 2 * items;
     part.first_extra = 1;
-    next = min(sequence_end, end);
-    if (next < end) {
-      sequence_begin = sequence_end;
-      sequence = sequence_of(++batch);
+    share.next = part_end;
+    if (part_end < share.end) {
+      share.sequence_begin = sequence_end;
+      share.sequence = sequence_of(++share.batch);
     }
     return true;
   }

@@ -83,7 +83,10 @@ def assert_fits(family, case, device, tile):
     assert plan.blocks_per_sm() >= 1
     # All of the query rows are covered, by each of the splits of a fused kernel.
     if family.automatic and not case.is_empty:
-        tiles = -(-case.seqlen_q // tile.Br) * case.batch * case.heads_q * plan.num_splits
+        # Where query heads share a tile, those of a key/value head are its rows.
+        group = case.heads_q // case.heads_kv if family.name == "decode" else 1
+        row_tiles = -(-case.seqlen_q * group // tile.Br)
+        tiles = row_tiles * case.batch * (case.heads_q // group) * plan.num_splits
         blocks = plan.launches[0].grid[0]
         if family.name == "hopper":
             # Its blocks go on to the next tile; they come in pairs or one by one.

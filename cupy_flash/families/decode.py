@@ -22,12 +22,17 @@ _FEWEST_KEYS = 256
 # thread blocks enough, and causal masks make the shares uneven anyway.
 _MOST_SHARED_TILES = 8
 _MOST_STAGES = 8
+# What a block knows of its part of the keys (`State` in the kernel).
+_STATE_BYTES = 144
 _CLUSTERS = (1, 2, 4, 8)
 # Of the SMs, with which a cluster's thread blocks take keys and values as fast as with all.
 _SHARE_OF_SMS = 0.42
-# Keys that a sequence may have, from which on the end of each costs a block little: with 64
-# sequences of 1024, 64 blocks in clusters take 117 us, and 264 that merge through memory 105.
-_LONG = 8192
+# Keys that a sequence may have, from which on the end of each costs a cluster's few blocks little:
+# 64 sequences of 1024, 8192 and 65536 keys take them 117, 707 and 5505 us, and 128 blocks that
+# merge through memory 106, 703 and 5582. Below the other bound, two smaller blocks per SM are as
+# fast.
+_LONG = 16384
+_SHORT = 4096
 
 
 @dataclass(frozen=True)
@@ -158,12 +163,13 @@ class DecodeFamily(Family):
         """The tile with as many stages as its share of the SM's shared memory has place for."""
         per_block = device.shared_memory_per_sm // tile.min_blocks - device.reserved_shared_memory
         per_block = min(per_block, device.shared_memory_per_block) - _kept_bytes(problem, tile)
+        per_block -= _STATE_BYTES
         stages = per_block // (tile.warps * _stage_bytes(problem, tile))
         return dataclasses.replace(tile, stages=max(0, min(_MOST_STAGES, stages)))
 
     def shared_memory(self, problem: Problem, tile: Tile) -> int:
         assert isinstance(tile, DecodeTile)
-        return self._ring_bytes(problem, tile) + _kept_bytes(problem, tile)
+        return self._ring_bytes(problem, tile) + _kept_bytes(problem, tile) + _STATE_BYTES
 
     def _ring_bytes(self, problem: Problem, tile: DecodeTile) -> int:
         return tile.warps * tile.stages * _stage_bytes(problem, tile)
@@ -248,7 +254,7 @@ class DecodeFamily(Family):
             f"  static constexpr bool balanced = {str(num_splits == 0).lower()};\n"
             f"  static constexpr int cluster = {cluster};\n"
             f"  static constexpr int shared_memory = "
-            f"{self._ring_bytes(problem, tile) + _kept_bytes(problem, tile) * (cluster > 0)};\n"
+            f"{self.shared_memory(problem, dataclasses.replace(tile, cluster=cluster))};\n"
             f"}};\n"
             f'extern "C" __global__ void {bounds}\n'
             "attention(const __grid_constant__ Params params,\n"
@@ -285,10 +291,9 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[DecodeTile]:
         return any_batch
     large = DecodeTile(Br, 16, warps=4 if wide else 8, min_blocks=1)
     cluster = _cluster_size(problem, device, Br)
-    long = problem.seqlen_k >= _LONG
-    if cluster and (long or problem.batch <= 2 * cluster):
+    if cluster and (problem.batch <= 2 * cluster or problem.seqlen_k >= _LONG):
         return [dataclasses.replace(large, cluster=cluster), large, *any_batch]
-    return [large, *any_batch] if long else [*any_batch, large]
+    return [*any_batch, large] if problem.seqlen_k < _SHORT else [large, *any_batch]
 
 
 def _cluster_size(problem: Problem, device: Device, Br: int) -> int:
@@ -339,10 +344,8 @@ def _kept_rows(problem: Problem, tile: DecodeTile) -> int:
 
 
 def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
-    """The results of a cluster's blocks, and the barrier that they are counted on."""
-    if not tile.cluster:
-        return 0
-    return tile.cluster * _kept_rows(problem, tile) * _record_bytes(problem) + 16
+    """The results of a cluster's blocks for an item."""
+    return tile.cluster * _kept_rows(problem, tile) * _record_bytes(problem)
 
 
 def _given_splits(problem: Problem) -> int:

@@ -7,8 +7,8 @@ for Multicore Architectures", 2009. The traffic of the standard and the fused al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cupy_flash.families.base import ceil_div, round_up

@@ -245,7 +245,7 @@ def _why_not_first(family: Family, problem: Problem, device: Device) -> str | No
         return family.why_not_first(problem, device)
     if family.serves_any_rows or not family.automatic:
         return None
-    return "is good for some numbers of query rows; batch-invariant problems of all go to one family"
+    return "is for some numbers of query rows, and batch-invariant ones of all go to one family"
 
 
 def plan_tile(

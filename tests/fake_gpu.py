@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,10 +17,9 @@ from cupy_flash import (
     kvcache,
     launch_sequences,
 )
-from cupy_flash.device import Device, device_for_arch
-from cupy_flash.planner import FrozenTile, Plan, make_plan
-from cupy_flash.problem import Problem
+from cupy_flash.device import device_for_arch
 from cupy_flash.sequence_arrays import CacheArrays, CacheOptions, VarlenArrays, VarlenOptions
+from cupy_flash.tensor_map import TensorMapSpec
 
 # Where the first array lies, and how far apart they are: nothing that a test makes is as large.
 _FIRST, _APART = 1 << 40, 1 << 30
@@ -68,6 +66,16 @@ class FakeArray:
 
 # What `cupy_flash.arrays` knows CuPy's arrays by.
 FakeArray.__module__ = "cupy"
+
+
+class FakeTensorMaps:
+    """Tensor maps that are nothing but their specs and the addresses that they are of."""
+
+    def __init__(self, specs: tuple[TensorMapSpec, ...]) -> None:
+        self._specs = specs
+
+    def at(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        return (self._specs, addresses)
 
 
 class FakeGpu:
@@ -141,6 +149,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(launch_sequences, "device_for_id", lambda _: device_for_arch("sm_90"))
     monkeypatch.setattr(launch_sequences, "zeroed", gpu.zeroed)
     monkeypatch.setattr(launch_sequences, "kernel_cache", gpu)
+    monkeypatch.setattr(launch_sequences, "TensorMaps", FakeTensorMaps)
     monkeypatch.setattr(append, "kernel_cache", gpu)
     return gpu
 
@@ -169,16 +178,8 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list
         return flash_attention_with_kvcache(**(named | asked), backend="cpu")
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "_host_runs_on_gpu", lambda backend: backend != "cpu")
+    monkeypatch.setattr(module, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
     monkeypatch.setattr(kvcache, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(kvcache, "make_plan", _make_plan)
     monkeypatch.setattr(launch_sequences, "varlen", varlen)
     monkeypatch.setattr(launch_sequences, "with_kvcache", with_kvcache)
     return uploads
-
-
-def _make_plan(problem: Problem, device: Device, *, family: str | None, tile: FrozenTile) -> Plan:
-    """A plan as on a GPU that serves every dtype."""
-    return make_plan(
-        dataclasses.replace(problem, dtype="float16"), device, family=family, tile=tile
-    )

@@ -493,13 +493,45 @@ def test_the_kernel_is_told_where_the_arrays_and_the_lengths_lie(gpu):
 
 
 def test_workspace_and_counters_are_those_of_the_plan(gpu):
-    flash_attention_with_kvcache(**on(gpu), num_splits=3)
+    flash_attention_with_kvcache(**on(gpu), num_splits=3, family="decode")
     ((_, (params, sequences)),) = gpu.launches
     ((address, size),) = gpu.allocations
     assert size > 0
     assert params["workspace"] == address
     assert sequences["counters"] == 0xC0DE00
     assert len(gpu.counters) == 1
+
+
+def test_the_kernel_that_merges_splits_is_told_the_same(gpu):
+    flash_attention_with_kvcache(**on(gpu), num_splits=3, family="mma")
+    (first, told), (second, told_again) = gpu.launches
+    assert (first, second) == ("attention", "combine")
+    assert told is told_again
+    assert told[0]["num_splits"] == told[1]["num_splits"] == 3
+    assert gpu.counters == []
+
+
+def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gpu):
+    arguments = appending(gpu)
+    places = []
+    for _ in range(2):
+        flash_attention_with_kvcache(**arguments, family="hopper")
+        (_, (new,)), (prepare, told), (attention, told_again) = gpu.launches[-3:]
+        assert (prepare, attention) == ("prepare", "attention")
+        assert told is told_again
+        params, (specs, addresses), sequences = told
+        caches = [arguments[name].data.ptr for name in ("k_cache", "v_cache")]
+        assert addresses == (new["q_rotated"], *caches)
+        assert [spec.shape for spec in specs] == [(40, 1, 6, 3), (40, 61, 3, 4), (72, 61, 3, 4)]
+        assert params["q"]["data"] == new["q_rotated"]
+        assert sequences["caches"] == 4
+        # The order of the sequences has its place before the rotated queries.
+        address, _ = gpu.allocations[-1]
+        assert address == params["workspace"] < new["q_rotated"]
+        places.append(new["q_rotated"])
+    # The workspace is allocated anew in each call.
+    assert places[0] != places[1]
+    assert len(launch_sequences._calls) == 1
 
 
 def test_new_rows_are_appended_before_they_are_attended_to(gpu):

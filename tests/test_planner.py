@@ -145,7 +145,7 @@ def test_tensor_cores_come_first_and_the_other_families_say_why_not():
     assert plan.family == "hopper"
     assert plan.reason == "first choice for this dtype and GPU; default tile"
     assert plan.rejected == {
-        "decode": FAMILIES["decode"].why_not_first(problem()),
+        "decode": FAMILIES["decode"].why_not_first(problem(), h100),
         "mma": "hopper comes first",
         "simt": "hopper comes first",
         "naive": "a baseline for benchmarks, used only on request",

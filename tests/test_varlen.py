@@ -322,6 +322,20 @@ def test_the_kernel_is_told_where_the_arrays_and_the_sequences_lie(gpu):
     assert (sequences["total_q"], sequences["total_k"]) == (113, 203)
 
 
+def test_tensor_maps_are_of_the_packed_arrays(gpu):
+    arguments = on(gpu)
+    flash_attention_varlen(**arguments, family="hopper")
+    (prepare, told), (attention, told_again) = gpu.launches
+    assert (prepare, attention) == ("prepare", "attention")
+    assert told is told_again
+    params, (specs, addresses), sequences = told
+    assert addresses == tuple(arguments[name].data.ptr for name in ("q", "k", "v"))
+    assert [spec.shape for spec in specs] == [(40, 113, 6, 1), (40, 203, 3, 1), (72, 203, 3, 1)]
+    ((address, _),) = gpu.allocations
+    assert params["workspace"] == address
+    assert sequences["cu_seqlens_q"] == arguments["cu_seqlens_q"].data.ptr
+
+
 def test_the_kernel_is_told_of_pages(gpu):
     arguments = on(
         gpu,

@@ -92,8 +92,9 @@ def flash_attention_varlen(
     batch_invariant : bool
         The bits of a row's result depend on nothing but its own sequence: not on what else is in
         the batch, and not on how many of the sequence's queries the call holds. Excludes
-        num_splits > 1. It costs time where the batch has too few query tiles for the GPU, as keys
-        are never split to fill it, and where another tile than the one for all lengths is best.
+        num_splits > 1. It costs time: on a GPU sequences of all lengths go to one family and tile,
+        `mma` or, where that cannot serve, `simt`; and keys are not split where the batch has too
+        few query tiles for the GPU.
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one that
         can.

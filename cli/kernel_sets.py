@@ -9,7 +9,8 @@ dims are compile-time constants from 1 to 256 each, so "everything" is taken at 
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
   full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
   of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
-  softmax_scale; and each tile of the tuned tables, where it fits.
+  softmax_scale; packed sequences and caches, in pages of 16 rows and in none; and each tile of the
+  tuned tables, where it fits.
 """
 
 from __future__ import annotations
@@ -84,13 +85,25 @@ def all_plans(device: Device) -> list[Plan]:
         )
     ]
     problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]
+    problems += _sequence_problems()
     defaults = (
         make_plan(problem, device, family=name)
         for problem in problems
         for name, family in FAMILIES.items()
         if family.why_not(problem, device) is None
+        and (problem.sequences is None or family.serves_sequences)
     )
     return _distinct(itertools.chain(defaults, tuned_plans(device)))
+
+
+def _sequence_problems() -> Iterator[Problem]:
+    """Prefill of packed sequences, decoding, and a chunk of a prompt."""
+    for dtype, dim, causal in itertools.product(DTYPES, _COMMON_HEAD_DIMS, (False, True)):
+        heads = (16, 4, dim, dim)
+        yield Case(dtype, 8, 2048, 2048, *heads, causal, kind="varlen").problem()
+        for rows, page_size in itertools.product((1, 512), (0, 16)):
+            case = Case(dtype, 8, rows, 4096, *heads, causal, kind="cache", page_size=page_size)
+            yield case.problem()
 
 
 def tuned_plans(device: Device) -> Iterator[Plan]:

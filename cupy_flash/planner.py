@@ -11,6 +11,7 @@ from cupy_flash import cpu, tuning
 from cupy_flash.device import Device, Resources
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
+from cupy_flash.families.base import MAIN_ENTRY
 from cupy_flash.problem import Problem
 from cupy_flash.tensor_map import TensorMapSpec
 from cupy_flash.tile import Tile
@@ -73,9 +74,8 @@ class Plan:
     @property
     def main(self) -> Launch | None:
         """Launch of the main kernel, whose figures the plan shows; None for the CPU backend."""
-        if self.unit is None:
-            return None
-        return next(e for e in self.launches if e.entry == self.unit.main_entry)
+        named = (launch for launch in self.launches if launch.entry == MAIN_ENTRY)
+        return next(named, self.launches[0] if self.launches else None)
 
     @property
     def threads(self) -> int:

@@ -17,8 +17,8 @@
 #include "products_tf32x3.cuh"
 #include "ptx.cuh"
 #include "schedule.cuh"
-#include "softmax.cuh"
 #include "split.cuh"
+#include "warp_softmax.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -45,6 +45,7 @@ struct MmaForward {
   using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
+  using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
@@ -79,7 +80,7 @@ struct MmaForward {
   Products products;
   typename Products::Scores scores;  // and, from exponentiate() on, the probabilities
   typename Products::Output out;
-  SoftmaxRow<float> softmax[row_tiles][2];
+  Softmax softmax;
 
   __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
                         const Place<Config>* place = nullptr)
@@ -129,11 +130,7 @@ struct MmaForward {
 
   __device__ void reset() {
     clear(out);
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-      softmax[i][0].reset();
-      softmax[i][1].reset();
-    }
+    softmax.reset();
   }
 
   template <int Tiles>
@@ -218,32 +215,18 @@ struct MmaForward {
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
-    if (Config::negate_scores) negate_scores();
+    if (Config::negate_scores) softmax.negate(scores);
     if (Edge) apply_mask(tile * Bc);
-    update_maxima();
+    softmax.update_maxima(scores, out, scale_log2);
 
     const unsigned v_shared = await_tile<1>(tile);
     if (stages == 2) load_tile<stages, false>(tile);
-    float base[row_tiles][2];
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-      base[i][0] = softmax[i][0].base(scale_log2);
-      base[i][1] = softmax[i][1].base(scale_log2);
-    }
-    products.multiply_probabilities_values(out, scores, v_shared,
-                                           [&](int i, int j) { exponentiate(i, j, base); });
+    typename Softmax::PerRow base;
+    softmax.bases(base, scale_log2);
+    products.multiply_probabilities_values(out, scores, v_shared, [&](int i, int j) {
+      softmax.exponentiate(scores, i, j, base, scale_log2);
+    });
     if (stages > 2) load_tile<stages, false>(tile);
-  }
-
-  __device__ void negate_scores() {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] = -scores[i][j][c];
-      }
-    }
   }
 
   __device__ int first_row_of(const Work& work) const {
@@ -259,70 +242,9 @@ struct MmaForward {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
     // Else the rows' queries would be found ahead of the loop and kept.
     const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int visible = tile_mask.visible_end(row_of(first_row, i, half));
-#pragma unroll
-        for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (8 * j + c >= visible) {
-              scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
-            }
-          }
-        }
-      }
-    }
-  }
-
-  // Takes the scores' maxima in, and rescales the output where the running maximum moved: rarely,
-  // after the first few tiles, so all that this takes stands inside the branch.
-  __device__ void update_maxima() {
-    // p can grow to 2^8, far inside float16's range.
-    constexpr float slack = 8;
-    float tile_max[row_tiles][2];
-    bool outgrown = false;
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float max = scores[i][0][2 * half];
-#pragma unroll
-        for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) max = fmaxf(max, scores[i][j][2 * half + c]);
-        }
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-        tile_max[i][half] = max;
-        outgrown |= softmax[i][half].outgrown_by(max, scale_log2, slack);
-      }
-    }
-    if (!__any_sync(~0u, outgrown)) return;
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float rescale = softmax[i][half].update_max(tile_max[i][half], scale_log2, slack);
-#pragma unroll
-        for (int j = 0; j < Products::columns_v / 8; ++j) {
-          out[i][j][2 * half] *= rescale;
-          out[i][j][2 * half + 1] *= rescale;
-        }
-      }
-    }
-  }
-
-  // Turns row tile i's scores of the j-th eight keys into probabilities relative to the maximum.
-  __device__ void exponentiate(int i, int j, const float (&base)[row_tiles][2]) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      float& score = scores[i][j][c];
-      score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
-      softmax[i][c / 2].sum += score;
-    }
+    softmax.mask(scores, [&](int i, int half) {
+      return tile_mask.visible_end(row_of(first_row, i, half));
+    });
   }
 
   // Divides by the row sums and writes the output and the log-sum-exp.
@@ -342,9 +264,7 @@ struct MmaForward {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        SoftmaxRow<float>& state = softmax[i][half];
-        state.sum += __shfl_xor_sync(~0u, state.sum, 1);
-        state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+        const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
         const float normalizer = state.normalizer();
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {

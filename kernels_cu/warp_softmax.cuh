@@ -31,14 +31,15 @@ struct WarpSoftmax {
     }
   }
 
-  // Hides the keys from visible_end(i, half) on, counted from the tile's first.
+  // Hides the keys from visible_end(i, half) on, counted from the first that this lane holds, which
+  // is the tile's key threadIdx.x % 4 * 2.
   template <class VisibleEnd>
   __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int visible = visible_end(i, half) - threadIdx.x % 4 * 2;
+        const int visible = visible_end(i, half);
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -110,15 +111,10 @@ struct WarpSoftmax {
   }
 
   // Sums over the four lanes that share a row.
-  __device__ void add_lanes() {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& sum = rows[i][half].sum;
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-      }
-    }
+  __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
+    SoftmaxRow<float>& row = rows[i][half];
+    row.sum += __shfl_xor_sync(~0u, row.sum, 1);
+    row.sum += __shfl_xor_sync(~0u, row.sum, 2);
+    return row;
   }
 };

@@ -186,6 +186,22 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     assert {2, 4, 16} <= {plan.problem.alignment for plan in plans}
 
 
+def test_everything_covers_each_family_that_serves_sequences_with_each_way_they_lie() -> None:
+    found: dict[str, set[str]] = {}
+    for plan in kernel_sets.all_plans(device_for_arch("sm_90")):
+        if (sequences := plan.problem.sequences) is not None:
+            lie = "packed" if sequences.packed_k else "paged" if sequences.page_size else "cached"
+            found.setdefault(plan.family, set()).add(lie)
+
+    everything = {"packed", "paged", "cached"}
+    assert found == {
+        "decode": everything,
+        "hopper": {"packed", "cached"},
+        "mma": everything,
+        "simt": everything,
+    }
+
+
 def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_for_arch("sm_90")
     problem = small_problem()

@@ -145,8 +145,8 @@ def random_chunks() -> Iterator[list[Case]]:
 def test_random_problems_are_right(cases: list[Case]) -> None:
     failures = []
     for case in cases:
-        # The family is what a call would take unasked.
-        assert dataclasses.replace(case, family=None).plan().family == "hopper"
+        # The family is what a call would take unasked, few rows over many keys apart.
+        assert dataclasses.replace(case, family=None).plan().family in ("hopper", "decode")
         try:
             check(case)
         except AssertionError as error:

@@ -381,6 +381,21 @@ def test_a_plan_prints_different_head_dims_splits_and_workspace():
     assert f"workspace      {plan.workspace:,} bytes" in lines
 
 
+def test_launches_of_one_unit_ask_for_the_same_shared_memory():
+    """The limit is set once for each unit."""
+    for name, family in FAMILIES.items():
+        asked: dict[str, set[int]] = {}
+        for seqlen_q, seqlen_k in ((799, 3), (257, 129), (1, 4096), (64, 64), (500, 5000)):
+            for batch in (1, 2, 40):
+                case = problem(
+                    batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=4, heads_kv=2
+                )
+                if family.why_not(case, h100) is None:
+                    plan = make_plan(case, h100, family=name)
+                    asked.setdefault(plan.unit.text, set()).add(plan.shared_memory)
+        assert all(len(sizes) == 1 for sizes in asked.values())
+
+
 def test_registers_once_known_bound_the_blocks_of_an_sm():
     plan = make_plan(problem(), h100, family="mma")
     compiled = dataclasses.replace(plan, resources=Resources(255, 0, 0))

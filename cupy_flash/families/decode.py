@@ -196,8 +196,7 @@ class DecodeFamily(Family):
         )
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        assert isinstance(tile, DecodeTile)
-        if num_splits == 1 or _is_cluster(tile, num_splits):
+        if num_splits == 1 or _launched(tile, num_splits).cluster:
             return 0
         # A thread block leaves at most two partial results: where its share begins, and ends.
         slots = self._items(problem, tile) * num_splits
@@ -206,8 +205,7 @@ class DecodeFamily(Family):
         return slots * tile.Br * _record_bytes(problem)
 
     def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        assert isinstance(tile, DecodeTile)
-        if num_splits == 1 or _is_cluster(tile, num_splits):
+        if num_splits == 1 or _launched(tile, num_splits).cluster:
             return 0
         if num_splits == 0:
             return math.prod(self._blocks(problem, device, tile))
@@ -239,22 +237,20 @@ class DecodeFamily(Family):
         grid = (self._items(problem, tile) * num_splits, 1, 1)
         if num_splits == 0:
             grid = self._blocks(problem, device, tile)
-        shared_memory = self.shared_memory(problem, tile)
+        shared_memory = self.shared_memory(problem, _launched(tile, num_splits))
         return (Launch("attention", grid, self.threads(tile), shared_memory),)
 
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        assert isinstance(tile, DecodeTile)
-        bounds = f"__launch_bounds__({self.threads(tile)}, {tile.min_blocks})"
-        cluster = tile.cluster if num_splits == 0 else 0
-        if cluster:
-            bounds = f"__cluster_dims__(1, 1, {cluster}) {bounds}"
+        launched = _launched(tile, num_splits)
+        bounds = f"__launch_bounds__({self.threads(tile)}, {launched.min_blocks})"
+        if launched.cluster:
+            bounds = f"__cluster_dims__(1, 1, {launched.cluster}) {bounds}"
         attention = (
             f"{sequences_assertions()}\n"
             f"struct DecodeConfig : Config {{\n"
             f"  static constexpr bool balanced = {str(num_splits == 0).lower()};\n"
-            f"  static constexpr int cluster = {cluster};\n"
-            f"  static constexpr int shared_memory = "
-            f"{self.shared_memory(problem, dataclasses.replace(tile, cluster=cluster))};\n"
+            f"  static constexpr int cluster = {launched.cluster};\n"
+            f"  static constexpr int shared_memory = {self.shared_memory(problem, launched)};\n"
             f"}};\n"
             f'extern "C" __global__ void {bounds}\n'
             "attention(const __grid_constant__ Params params,\n"
@@ -311,8 +307,10 @@ def _has_clusters(device: Device) -> bool:
     return device.arch // 10 in (9, 10)
 
 
-def _is_cluster(tile: DecodeTile, num_splits: int) -> bool:
-    return tile.cluster > 0 and num_splits == 0
+def _launched(tile: Tile, num_splits: int) -> DecodeTile:
+    """The tile as it is launched: without a cluster where every item is cut into splits."""
+    assert isinstance(tile, DecodeTile)
+    return tile if num_splits == 0 else dataclasses.replace(tile, cluster=0)
 
 
 def _rows(problem: Problem) -> int:

@@ -258,8 +258,9 @@ struct DecodeForward {
     products.multiply_queries_keys(scores, 0, stage);
     if (Config::negate_scores) Softmax::negate(scores);
     if (needs_mask) {
-      Softmax::mask(scores,
-                    [&](int i, int half) { return visible_end(row_of(i, half)) - first_key; });
+      Softmax::mask(scores, [&](int i, int half) {
+        return visible_end(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;
+      });
     }
     softmax.update_maxima(scores, out, scale_log2);
     typename Softmax::PerRow base;

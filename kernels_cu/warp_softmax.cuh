@@ -117,4 +117,11 @@ struct WarpSoftmax {
     row.sum += __shfl_xor_sync(~0u, row.sum, 2);
     return row;
   }
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      add_lanes(i, 0);
+      add_lanes(i, 1);
+    }
+  }
 };

@@ -169,7 +169,7 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list
         return flash_attention_with_kvcache(**(named | asked), backend="cpu")
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "_host_runs_on_gpu", lambda backend: backend != "cpu")
+    monkeypatch.setattr(module, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
     monkeypatch.setattr(kvcache, "device_for_id", lambda _: device_for_arch("sm_90"))
     monkeypatch.setattr(kvcache, "make_plan", _make_plan)
     monkeypatch.setattr(launch_sequences, "varlen", varlen)

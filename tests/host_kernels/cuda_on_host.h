@@ -16,7 +16,7 @@ using std::max;
 using std::min;
 
 struct Index {
-  unsigned x;
+  unsigned x, y, z;
 };
 
 struct Warp {
@@ -30,7 +30,9 @@ struct Block {
 };
 
 inline thread_local Index threadIdx;
+inline thread_local Index blockIdx;
 inline Index blockDim;
+inline Index gridDim;
 inline thread_local Block* the_block;
 
 inline Warp& the_warp() { return *the_block->warps[threadIdx.x / 32]; }
@@ -60,6 +62,12 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return T(among_lanes(own, [=](const unsigned* all) { return lane < 0 ? own : all[lane]; }));
 }
 
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const int lane = threadIdx.x % 32 ^ mask;
+  return T(among_lanes(unsigned(value), [=](const unsigned* all) { return all[lane]; }));
+}
+
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   return among_lanes(predicate, [](const unsigned* all) {
     unsigned votes = 0;
@@ -69,6 +77,7 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 
 inline int __float_as_int(float x) {
   int result;

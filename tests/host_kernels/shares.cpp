@@ -1,16 +1,19 @@
 // Prints the parts of the keys that each thread block takes by `shares.cuh`. Of each launch,
 // standard input has one line of numbers: the config (those of shares_configs.h are numbered from
-// 0), the grid's x, y and z, batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q,
-// keys, new_keys, whether there are cu_seqlens_q, seqused_k and cache_batch_idx, and then their
-// elements. A line for each part has: the block's x, y and z, the part's batch, head_kv, row_tile,
-// seqlen_q, seqlen_k, begin, end, number, count, place, counter and slot. Then a line with
-// `keys_of_all` as the last block has it, and an empty one.
+// 0), the grid's x, y and z, batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys,
+// new_keys, whether there are cu_seqlens_q, seqused_k and cache_batch_idx, and then their elements.
+// A line for each part has: the block's x, y and z, the part's batch, head_kv, row_tile, seqlen_q,
+// seqlen_k, begin, end, number, count, place, counter and slot. Then a line with `keys_of_all` as
+// the last block has it, and an empty one.
+// First, because the kernels' headers need it.
+#include "cuda_on_host.h"
+
+// Then what is tested.
 #include "shares.cuh"
 
 #include <cstdio>
 #include <cstdlib>
 
-#include "cuda_on_host.h"
 #include "shares_configs.h"
 
 static std::vector<int> read(int count) {
@@ -47,8 +50,8 @@ struct PrintParts {
     while (shares.find_next(part)) {
       std::printf("%u %u %u %d %d %d %d %d %d %d %d %d %d %d %d\n", blockIdx.x, blockIdx.y,
                   blockIdx.z, part.batch, part.head_kv, part.row_tile, part.sequence.seqlen_q,
-                  part.sequence.seqlen_k, part.begin, part.end, part.number, part.count, part.place,
-                  part.counter, part.slot_of(part.number));
+                  part.sequence.seqlen_k, part.begin, part.end, part.number, part.count,
+                  part.place, part.counter, part.slot_of(part.number));
     }
     const bool is_last =
         blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y && blockIdx.z + 1 == gridDim.z;

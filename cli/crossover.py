@@ -76,8 +76,8 @@ class Duel:
 
     Attributes
     ----------
-    library, ours
-        Milliseconds by each clock.
+    theirs, ours
+        Milliseconds of the library's products and of the fused kernel, by each clock.
     plan, kernel_digest
         Of the fused kernel.
     reason
@@ -85,7 +85,7 @@ class Duel:
     """
 
     case: Case
-    library: dict[str, Spread]
+    theirs: dict[str, Spread]
     ours: dict[str, Spread]
     plan: Plan | None = None
     kernel_digest: str | None = None
@@ -95,11 +95,11 @@ class Duel:
         """Library time by ours: above 1 the fused kernel is faster. None where not timed."""
         if self.reason or not self.ours[clock].median:
             return None
-        return self.library[clock].median / self.ours[clock].median
+        return self.theirs[clock].median / self.ours[clock].median
 
     def library_wins(self, clock: str) -> bool:
         """Whether the library is faster by more than the noise: the quartiles do not overlap."""
-        return not self.reason and self.library[clock].high < self.ours[clock].low
+        return not self.reason and self.theirs[clock].high < self.ours[clock].low
 
     def row(self) -> dict[str, Any]:
         """As a record's row."""
@@ -115,7 +115,7 @@ class Duel:
             "kernel_digest": self.kernel_digest,
         }
         for clock in CLOCKS:
-            for who, times in ((LIBRARY, self.library), (OURS, self.ours)):
+            for who, times in ((LIBRARY, self.theirs), (OURS, self.ours)):
                 time = times.get(clock)
                 row[f"{who}_{clock}_ms"] = time.median if time else None
                 row[f"{who}_{clock}_low_quartile_ms"] = time.low if time else None
@@ -131,15 +131,15 @@ class Referee:
 
     Attributes
     ----------
-    library, ours
-        Who is timed.
+    theirs, ours
+        Who is timed: the library's products and the fused kernel.
     timer
         Of GPU calls.
     ahead
         Entered before a call whose GPU time is taken.
     """
 
-    library: Provider
+    theirs: Provider
     ours: Provider
     timer: Timer
     ahead: Scope
@@ -149,7 +149,7 @@ class Referee:
     def duel(self, inputs: Inputs) -> Duel:
         """The times of a case, or the reason why there are none."""
         prepared = []
-        for provider in (self.library, self.ours):
+        for provider in (self.theirs, self.ours):
             try:
                 prepared.append(_ready(provider, inputs))
             except (ValueError, RuntimeError, MemoryError) as error:
@@ -162,12 +162,12 @@ class Referee:
         repeats = [self.repeats] * len(calls)
         gpu = self.timer.interleaved([Timed(call, self.ahead) for call in calls], 0, repeats)
         seconds = take_turns(self.timer.once, [Timed(call) for call in calls], repeats)
-        library, ours = (
+        theirs, ours = (
             {"gpu": spread(g), "call": spread([1e3 * s for s in c])}
             for g, c in zip(gpu, seconds, strict=True)
         )
         fused = prepared[1]
-        return Duel(inputs.case, library, ours, fused.plan, fused.kernel_digest)
+        return Duel(inputs.case, theirs, ours, fused.plan, fused.kernel_digest)
 
 
 def _void(case: Case, reason: str) -> Duel:
@@ -419,11 +419,11 @@ def crossover(
     with library_errors_as_usage():
         for case in cases:
             case.problem()
-    library, ours = providers.provider(LIBRARY), providers.provider(OURS)
-    if reason := gpu_unavailable() or library.missing():
+    theirs, ours = providers.provider(LIBRARY), providers.provider(OURS)
+    if reason := gpu_unavailable() or theirs.missing():
         raise click.ClickException(f"the crossover is measured on a GPU: {reason}")
     ahead = WorkAhead()
-    referee = Referee(library, ours, GpuTimer(), ahead, warmup, repeats)
+    referee = Referee(theirs, ours, GpuTimer(), ahead, warmup, repeats)
     duels = []
     with report.progress("crossover", len(cases)) as advance:
         for case, label in zip(cases, describe(cases)[1], strict=True):

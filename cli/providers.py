@@ -181,8 +181,8 @@ class _Variant(Provider):
 
     def __init__(self, name: str, tile: TileFields) -> None:
         self.name = name
-        self.library = Dispatcher(name, None, tile)
-        self.on_gpu = self.library.on_gpu
+        self.dispatcher = Dispatcher(name, None, tile)
+        self.on_gpu = self.dispatcher.on_gpu
 
     @abstractmethod
     def served(self, case: Case) -> Case | str:
@@ -198,7 +198,7 @@ class _Variant(Provider):
 
     def why_not(self, case: Case) -> str | None:
         served = self.served(case)
-        return served if isinstance(served, str) else self.library.why_not(served)
+        return served if isinstance(served, str) else self.dispatcher.why_not(served)
 
     def _served(self, case: Case) -> Case:
         served = self.served(case)
@@ -207,12 +207,12 @@ class _Variant(Provider):
         return served
 
     def scratch_bytes(self, case: Case) -> int:
-        return self.library.scratch_bytes(self._served(case))
+        return self.dispatcher.scratch_bytes(self._served(case))
 
     def prepare(self, inputs: Inputs) -> Prepared:
         own = self.inputs_of(inputs)
         return dataclasses.replace(
-            self.library.prepare(own), inputs=own, scale=self.scale(inputs.case)
+            self.dispatcher.prepare(own), inputs=own, scale=self.scale(inputs.case)
         )
 
 
@@ -231,7 +231,7 @@ class OnPages(_Variant):
     def scratch_bytes(self, case: Case) -> int:
         served = self._served(case)
         new = 0 if can_share_pages(case, self.page_size) else served.array_bytes
-        return self.library.scratch_bytes(served) + new
+        return self.dispatcher.scratch_bytes(served) + new
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs.with_pages_of(self.page_size)
@@ -250,7 +250,7 @@ class Uniform(_Variant):
 
     def scratch_bytes(self, case: Case) -> int:
         served = self._served(case)
-        return self.library.scratch_bytes(served) + served.array_bytes
+        return self.dispatcher.scratch_bytes(served) + served.array_bytes
 
     def scale(self, case: Case) -> float:
         return case.flops() / self._served(case).flops()

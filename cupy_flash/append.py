@@ -15,11 +15,11 @@ from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import Device
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.base import (
-    _ELEMENT,
     MAX_GRID,
+    MAX_GRID_Y,
     TranslationUnit,
-    _c_value,
     ceil_div,
+    config_struct,
     round_up,
     source_digest,
 )
@@ -67,8 +67,6 @@ APPEND_DTYPE = np.dtype(
 
 # Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
 _THREADS = 128
-# Thread blocks along the second axis of a grid.
-_MAX_GRID_Y = 2**16 - 1
 # A piece's index, and that of one a step of all threads past the last, are 32-bit.
 _MAX_PIECES = 2**28
 
@@ -227,11 +225,7 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         f"// cupy_flash append, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("AppendParams", APPEND_DTYPE)),
-        "struct Config {",
-        f"  using Element = {_ELEMENT[spec.dtype]};",
-        f"  using RotaryElement = {_ELEMENT[rotary_dtype]};",
-        *(f"  static constexpr {_c_value(name, value)};" for name, value in members.items()),
-        "};",
+        config_struct({"Element": spec.dtype, "RotaryElement": rotary_dtype}, members),
         f'extern "C" __global__ void __launch_bounds__({_THREADS})',
         f"{ENTRY}(const __grid_constant__ AppendParams params) "
         "{ append::append<Config>(params); }",
@@ -265,7 +259,7 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
             f"expected at most {_MAX_PIECES} pieces of 16 bytes"
         )
     threads = min(_THREADS, round_up(spec.pieces, 32))
-    return (rows, min(_MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)
+    return (rows, min(MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)
 
 
 class PackedAppend:
@@ -296,44 +290,6 @@ class PackedAppend:
 
     def with_pointers(
         self,
-        q: int,
-        q_rotated: int,
-        k: int,
-        v: int,
-        k_cache: int,
-        v_cache: int,
-        cache_seqlens: int,
-        keys: int,
-        cache_batch_idx: int,
-        block_table: int,
-        cos: int,
-        sin: int,
-    ) -> np.void:
-        """The struct for these device addresses, as a scalar that CuPy passes by value."""
-        sq, sk, sv, sk_cache, sv_cache = self._strides
-        arrays = (q, *sq, k, *sk, v, *sv, k_cache, *sk_cache, v_cache, *sv_cache)
-        pointers = (q_rotated, cache_seqlens, cache_batch_idx, block_table, cos, sin)
-        data = self._struct.pack(*arrays, *pointers, *self._middle, keys, self._q_advances)
-        return np.frombuffer(bytearray(data), APPEND_DTYPE)[0]
-
-
-class Append:
-    """An append that is ready to run on the device it was prepared on."""
-
-    def __init__(
-        self,
-        spec: AppendSpec,
-        kernel: Any | None,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-    ) -> None:
-        self._params = PackedAppend(spec)
-        self._kernel = kernel
-        self._grid = grid
-        self._block = block
-
-    def run(
-        self,
         *,
         q: int,
         q_rotated: int,
@@ -347,8 +303,8 @@ class Append:
         block_table: int,
         cos: int,
         sin: int,
-    ) -> None:
-        """Enqueue it on the current stream.
+    ) -> np.void:
+        """The struct as a scalar that CuPy passes by value.
 
         Parameters
         ----------
@@ -367,6 +323,37 @@ class Append:
             Of int32 (batch, max_pages), or 0 where the cache is not paged.
         cos, sin
             Of the tables, or 0 without a rotary embedding.
+        """
+        sq, sk, sv, sk_cache, sv_cache = self._strides
+        arrays = (q, *sq, k, *sk, v, *sv, k_cache, *sk_cache, v_cache, *sv_cache)
+        pointers = (q_rotated, cache_seqlens, cache_batch_idx, block_table, cos, sin)
+        data = self._struct.pack(*arrays, *pointers, *self._middle, keys, self._q_advances)
+        return np.frombuffer(bytearray(data), APPEND_DTYPE)[0]
+
+
+class Append:
+    """An append that is ready to run on the device it was prepared on.
+
+    Attributes
+    ----------
+    params
+        Makes what `run` takes.
+    """
+
+    def __init__(
+        self,
+        spec: AppendSpec,
+        kernel: Any | None,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+    ) -> None:
+        self.params = PackedAppend(spec)
+        self._kernel = kernel
+        self._grid = grid
+        self._block = block
+
+    def run(self, params: np.void) -> None:
+        """Enqueue it on the current stream, with what `params` made of the addresses.
 
         Notes
         -----
@@ -377,20 +364,6 @@ class Append:
         """
         if self._kernel is None:
             return
-        params = self._params.with_pointers(
-            q,
-            q_rotated,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            cache_seqlens,
-            keys,
-            cache_batch_idx,
-            block_table,
-            cos,
-            sin,
-        )
         self._kernel(self._grid, self._block, (params,))
 
 

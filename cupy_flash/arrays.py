@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,11 @@ _MAX_OVERLAP_WORK: Any = 100_000
 def is_cupy(array: Any) -> bool:
     """Whether an array is CuPy's, without importing CuPy."""
     return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
+
+
+def array_module(array: Any) -> Any:
+    """The module whose functions take an array: CuPy for CuPy's, else NumPy."""
+    return importlib.import_module("cupy") if is_cupy(array) else np
 
 
 def require_layout(layout: str) -> None:

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import arrays, compiler, cpu, launch
+from cupy_flash.backends import (
+    cpu_tile,
+    host_runs_on_gpu,
+    require_backend,
+    require_gpu_backend,
+)
 from cupy_flash.device import device_for_arch, device_for_id, gpu_unavailable
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FAMILIES
 from cupy_flash.launch import Options
 from cupy_flash.planner import (
     Plan,
     TileRequest,
-    choose_cpu_tile,
     freeze_tile,
     make_cpu_plan,
     make_plan,
 )
-from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
-
-BACKENDS = ("auto", "gpu", "cpu")
 
 
 def flash_attention(
@@ -119,7 +119,7 @@ def flash_attention(
         result, lse = launch.forward(q, k, v, None, options)
         return (result, lse) if return_lse else result
     arrays.require_layout(layout)
-    _require_backend(backend)
+    require_backend(backend)
     (q, convert), (k, _), (v, _) = (
         arrays.normalize(name, array) for name, array in (("q", q), ("k", k), ("v", v))
     )
@@ -128,7 +128,7 @@ def flash_attention(
     if isinstance(q, np.ndarray):
         result, lse = _from_host(q, k, v, target, backend, options)
     else:
-        _require_gpu_backend(backend)
+        require_gpu_backend(backend)
         result, lse = launch.forward(q, k, v, target, options)
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
@@ -197,11 +197,11 @@ def plan(
     """
     options = Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
     arrays.require_layout(layout)
-    _require_backend(backend)
+    require_backend(backend)
     q, k, v = (arrays.normalize(n, a)[0] for n, a in (("q", q), ("k", k), ("v", v)))
     _require_one_kind(q, k, v, None)
     on_host = isinstance(q, np.ndarray)
-    on_cpu = on_host and arch is None and not _host_runs_on_gpu(backend)
+    on_cpu = on_host and arch is None and not host_runs_on_gpu(backend)
     if on_host and arch is None and not on_cpu:
         # Uploaded arrays keep the order of their axes, and have no gaps.
         q, k, v = (np.empty_like(array) for array in (q, k, v))
@@ -216,9 +216,10 @@ def plan(
     if arch is not None:
         return make_plan(problem, device_for_arch(arch), family=family, tile=options.tile)
     if on_cpu:
-        return make_cpu_plan(problem, _cpu_tile(problem, options), gpu_unavailable())
+        chosen = cpu_tile(problem, options.family, options.tile)
+        return make_cpu_plan(problem, chosen, gpu_unavailable())
     if not on_host:
-        _require_gpu_backend(backend)
+        require_gpu_backend(backend)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     import cupy
@@ -238,27 +239,11 @@ def _all_cupy(q: Any, k: Any, v: Any) -> bool:
     return cupy is not None and type(q) is type(k) is type(v) is cupy.ndarray
 
 
-def _require_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
-
-
-def _require_gpu_backend(backend: str) -> None:
-    if backend == "cpu":
-        raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
-
-
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:
     for name, array in (("k", k), ("v", v), ("out", out)):
         if array is not None and isinstance(array, np.ndarray) != isinstance(q, np.ndarray):
             host, device = ("q", name) if isinstance(q, np.ndarray) else (name, "q")
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
-
-
-def _host_runs_on_gpu(backend: str) -> bool:
-    if backend == "gpu" and (reason := gpu_unavailable()):
-        raise UnsupportedError(f"backend is 'gpu', but {reason}")
-    return backend == "gpu" or (backend == "auto" and gpu_unavailable() is None)
 
 
 def _from_host(
@@ -274,7 +259,7 @@ def _from_host(
         out = np.empty(launch.out_shape(q, v), q.dtype)
     else:
         _require_writable_apart(out, q, k, v)
-    if _host_runs_on_gpu(backend):
+    if host_runs_on_gpu(backend):
         import cupy
 
         on_gpu = cupy.asarray(q), cupy.asarray(k), cupy.asarray(v)
@@ -294,7 +279,7 @@ def _from_host(
         causal=problem.causal,
         q_offset=problem.q_offset,
         softmax_scale=problem.softmax_scale,
-        tile=_cpu_tile(problem, options),
+        tile=cpu_tile(problem, options.family, options.tile),
     )
     return out, lse
 
@@ -305,16 +290,3 @@ def _require_writable_apart(out: np.ndarray, *inputs: np.ndarray) -> None:
     for name, array in zip("qkv", inputs, strict=True):
         if arrays.overlap(out, array):
             raise ValueError(f"out overlaps {name}; pass memory of its own")
-
-
-def _cpu_tile(problem: Problem, options: Options) -> Tile:
-    if options.family not in (None, "cpu", *FAMILIES):
-        raise ValueError(
-            f"unknown family {options.family!r}; expected one of {', '.join(FAMILIES)}, cpu"
-        )
-    if options.family not in (None, "cpu"):
-        raise UnsupportedError(
-            f"family {options.family!r} is a GPU kernel, but the CPU backend computes this"
-            + (f": {reason}" if (reason := gpu_unavailable()) else "")
-        )
-    return choose_cpu_tile(problem, options.tile)

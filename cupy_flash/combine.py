@@ -13,13 +13,7 @@ from cupy_flash import arrays
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families.base import (
-    _ELEMENT,
-    TranslationUnit,
-    _c_value,
-    ceil_div,
-    source_digest,
-)
+from cupy_flash.families.base import TranslationUnit, ceil_div, config_struct, source_digest
 from cupy_flash.params import TENSOR_DTYPE, assertions, struct_format
 from cupy_flash.problem import (
     ITEMSIZE,
@@ -176,10 +170,7 @@ def combine_unit(spec: CombineSpec) -> TranslationUnit:
         f"// cupy_flash combine, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("CombineParams", COMBINE_DTYPE)),
-        "struct Config {",
-        f"  using Element = {_ELEMENT[spec.dtype]};",
-        *(f"  static constexpr {_c_value(name, value)};" for name, value in members.items()),
-        "};",
+        config_struct({"Element": spec.dtype}, members),
         # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
         f'extern "C" __global__ void __launch_bounds__({_THREADS}, 1)',
         f"{ENTRY}(const __grid_constant__ CombineParams params) "

@@ -18,8 +18,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +27,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 
+from cupy_flash.cpu_threads import cpus, single_threaded_blas
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 Array = NDArray[Any]
+
+#: Files beside this one that say what the CPU backend computes, and how fast.
+SOURCES = ("cpu.py", "cpu_rows.py", "cpu_sequences.py", "cpu_threads.py")
 
 #: Bytes that the scratch of all workers together stays under; no more workers start than fit.
 SCRATCH_LIMIT = 60 << 20
@@ -100,10 +101,18 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
     return sum(sizes.values()) * itemsize
 
 
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What arrays of a dtype are computed in: float64 in itself, all others in float32."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 @functools.cache
 def digest() -> str:
-    """Sixteen hex digits over this file: what a tuned tile or a benchmark was measured on."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    """Sixteen hex digits over `SOURCES`: what a tuned tile or a benchmark was measured on."""
+    found = hashlib.sha256()
+    for name in SOURCES:
+        found.update(name.encode() + b"\0" + Path(__file__).with_name(name).read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def forward(
@@ -161,7 +170,7 @@ def forward(
     heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
     Br = min(tile.Br, seqlen_q)
     Bc = min(tile.Bc, max(seqlen_k, 1))
-    compute = _compute_dtype(q.dtype)
+    compute = compute_dtype(q.dtype)
     sizes = _scratch_sizes(Br * heads_per_tile, Bc, head_dim, head_dim_v)
     worker_bytes = sum(sizes.values()) * compute.itemsize
     if worker_bytes > SCRATCH_LIMIT:
@@ -191,49 +200,16 @@ def forward(
     tiles = list(job.tiles())
     pairs = batch * heads_q * seqlen_q * seqlen_k
     workers = min(
-        threads or _cpus(),
+        threads or cpus(),
         len(tiles),
         SCRATCH_LIMIT // worker_bytes,
         math.ceil(max(pairs, 1) / MIN_PAIRS_PER_WORKER),
     )
-    with _single_threaded_blas:
+    with single_threaded_blas:
         if job.key_norm.size:
             heads = [(b, h) for b in range(batch) for h in range(heads_kv)]
             _share_out(min(workers, len(heads)), job, heads, _find_bounds)
         _share_out(workers, job, tiles, _attend)
-
-
-class _SingleThreadedBlas:
-    """Holds BLAS to one thread per call while any forward pass runs.
-
-    The workers are the parallelism; a BLAS that fans out from each of them makes them queue for its
-    one pool of threads. Measured with OpenBLAS on 4 busy cores: 0.28 s with the limit, 0.86 s to
-    tens of seconds without. The limit is the process's, so overlapping passes share one and the
-    last to leave restores what was there. Setting and restoring takes 18 us.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._controller: Any = None
-        self._limiter: Any = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._controller is None:
-                self._controller = ThreadpoolController()
-            if self._users == 0:
-                self._limiter = self._controller.limit(limits=1, user_api="blas")
-            self._users += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._limiter.restore_original_limits()
-
-
-_single_threaded_blas = _SingleThreadedBlas()
 
 
 @dataclass(frozen=True)
@@ -285,10 +261,6 @@ class _Pass:
                 yield start, min(start + self.Bc, last)
 
 
-def _compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
 def _scratch_sizes(rows: int, Bc: int, head_dim: int, head_dim_v: int) -> dict[str, int]:
     return {
         "q": rows * head_dim,
@@ -330,13 +302,6 @@ class _Scratch:
         copy = self.cut(name, *source.shape)
         np.copyto(copy, source, casting="same_kind")
         return copy
-
-
-def _cpus() -> int:
-    """CPUs that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _share_out(workers: int, job: _Pass, items: list[Any], work: Callable[..., None]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu import _compute_dtype
+from cupy_flash.cpu import compute_dtype
 from cupy_flash.host_sequences import Keys, read
 
 Array = NDArray[Any]
@@ -65,7 +65,7 @@ def forward(
     """
     seqlen_q, heads_q, head_dim = q.shape
     heads_kv, head_dim_v = v.shape[2:]
-    compute = _compute_dtype(q.dtype)
+    compute = compute_dtype(q.dtype)
     # (heads_kv, m, 1, dim): m rows, query by query, of all the heads that share a kv head.
     group = heads_q // heads_kv
     m = seqlen_q * group

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash import cpu, cpu_rows, host_sequences
+from cupy_flash.cpu_threads import cpus, single_threaded_blas
 from cupy_flash.host_sequences import Keys, find_cached_keys, find_packed_keys, find_queries
 from cupy_flash.problem import make_contiguous_problem
 from cupy_flash.rotary import rotated
@@ -231,7 +232,7 @@ def rotate(
         first_positions,
         interleaved=interleaved,
         advance=advance,
-        compute=cpu._compute_dtype(x.dtype),
+        compute=cpu.compute_dtype(x.dtype),
     )
     return turned.astype(x.dtype, copy=False)
 
@@ -327,9 +328,9 @@ def _forward(
     sequences = [sequence for sequence in sequences if sequence.q.size]
     if not sequences:
         return
-    workers = threads or cpu._cpus()
+    workers = threads or cpus()
     # Held from here on: `cpu.forward` would set and restore it for each sequence.
-    with cpu._single_threaded_blas:
+    with single_threaded_blas:
         if batch_invariant:
             Bc = cpu_rows.DEFAULT_BC if tile is None else tile.Bc
             heads_kv = batch.k.shape[2]

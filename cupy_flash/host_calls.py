@@ -7,9 +7,8 @@ import sys
 import numpy as np
 
 from cupy_flash.arrays import address_of
-from cupy_flash.attention import _cpu_tile, _host_runs_on_gpu
+from cupy_flash.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.device import device_for_id
-from cupy_flash.launch import Options
 from cupy_flash.planner import is_served
 from cupy_flash.problem import Problem
 from cupy_flash.sequence_arrays import (
@@ -30,7 +29,7 @@ def all_cupy(arrays: VarlenArrays | CacheArrays) -> bool:
 
 def runs_on_gpu(problem: Problem, options: VarlenOptions | CacheOptions, backend: str) -> bool:
     """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
-    if not _host_runs_on_gpu(backend):
+    if not host_runs_on_gpu(backend):
         return False
     if backend == "gpu" or options.family is not None:
         return True
@@ -41,7 +40,7 @@ def runs_on_gpu(problem: Problem, options: VarlenOptions | CacheOptions, backend
 
 def requested_tile(problem: Problem, options: VarlenOptions | CacheOptions) -> Tile | None:
     """The tile that was asked for, or None; and an error for a family that is not the CPU's."""
-    tile = _cpu_tile(problem, Options(family=options.family, tile=options.tile))
+    tile = cpu_tile(problem, options.family, options.tile)
     return None if options.tile is None else tile
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.reference import _array_module
+from cupy_flash.arrays import array_module
 
 Ints = NDArray[Any]
 
@@ -135,7 +135,7 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
     A view, unless they are in pages.
     """
     stop = keys.seqlen if stop is None else stop
-    xp = _array_module(blocks)
+    xp = array_module(blocks)
     if first >= stop or len(blocks) == 0:
         return xp.zeros((max(stop - first, 0), *blocks.shape[2:]), blocks.dtype)
     if keys.pages is None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import cpu, cpu_sequences, launch_sequences
-from cupy_flash.attention import _require_backend, _require_gpu_backend
+from cupy_flash.backends import require_backend, require_gpu_backend
 from cupy_flash.device import device_for_id
 from cupy_flash.host_calls import (
     all_cupy,
@@ -213,14 +213,14 @@ def flash_attention_with_kvcache(
         # The common call, without the checks that its arguments passed by their types.
         result, lse = launch_sequences.with_kvcache(arrays, keys, options)
         return (result, lse) if return_lse else result
-    _require_backend(backend)
+    require_backend(backend)
     if k is not None:
         _require_mutable(k_cache, v_cache)
     arrays, convert = normalized(arrays)
     if isinstance(arrays.q, np.ndarray):
         result, lse = _from_host(arrays, keys, options, backend)
     else:
-        _require_gpu_backend(backend)
+        require_gpu_backend(backend)
         result, lse = launch_sequences.with_kvcache(arrays, keys, options)
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]

@@ -130,7 +130,7 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
         scratch = memory.ptr
     if call.append is not None:
         rotated = 0 if call.rotated_at is None else scratch + call.rotated_at
-        call.append.run(
+        params = call.append.params.with_pointers(
             q=q,
             q_rotated=rotated,
             k=k,
@@ -144,6 +144,7 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
             cos=cos,
             sin=sin,
         )
+        call.append.run(params)
         q = rotated or q
     if call.has_no_keys:
         result.fill(0)
@@ -277,7 +278,7 @@ def _prepare_cache(
         apart=Apart(arrays, (*CACHES, "out") if writes_cache else ("out",)),
         rotated_at=rotated_at,
         append=(
-            append.prepare(_append_spec(arrays, problem, options), device)
+            append.prepare(append_spec(arrays, problem, options), device)
             if writes_cache or rotated_at is not None
             else None
         ),
@@ -310,7 +311,8 @@ def _plan_fields(problem: Problem, options: Any, device: Device) -> dict[str, An
     }
 
 
-def _append_spec(arrays: CacheArrays, problem: Problem, options: CacheOptions) -> append.AppendSpec:
+def append_spec(arrays: CacheArrays, problem: Problem, options: CacheOptions) -> append.AppendSpec:
+    """The append of a call that brings new keys and values."""
     assert problem.sequences is not None
     sequences, cos = problem.sequences, arrays.rotary_cos
     specs = [spec_of(array, address_of(array)) for array in arrays[:5]]

@@ -10,11 +10,12 @@ in.
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Any
 
 import numpy as np
+
+from cupy_flash.arrays import array_module
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -84,7 +85,7 @@ def attention_reference(
     key may or may not reach it (the formula has 0 * NaN there, but whole chunks of keys that no
     query sees are left out): do not rely on either.
     """
-    xp = _array_module(q)
+    xp = array_module(q)
     q, k, v = _as_bhsd(q, k, v, layout)
     scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
     batch, heads_q, seqlen_q, _ = q.shape
@@ -149,7 +150,7 @@ def attention_naive(
     -----
     Memory: batch * heads_q * seqlen_q * seqlen_k scores.
     """
-    xp = _array_module(q)
+    xp = array_module(q)
     dtype = np.dtype(q.dtype if dtype is None else dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     q, k, v = (x.astype(compute, copy=False) for x in _as_bhsd(q, k, v, layout))
@@ -187,7 +188,7 @@ def max_error(out: Any, reference: Any) -> float:
         raise ValueError(
             f"out has shape {out.shape}, reference {reference.shape}; they must be equal"
         )
-    xp = _array_module(reference)
+    xp = array_module(reference)
     largest = 0.0
     for result, truth in zip(out, reference, strict=True) if out.size else ():
         result, truth = result.astype(np.float64), truth.astype(np.float64)
@@ -215,7 +216,7 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     """
     import ml_dtypes
 
-    xp = _array_module(reference)
+    xp = array_module(reference)
     info: Any = ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
     error = largest = 0.0
     for result, truth in zip(naive, reference, strict=True) if reference.size else ():
@@ -230,10 +231,6 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     if lse is not None and lse.size:
         ulps += 2 * float(xp.where(xp.isfinite(lse), xp.abs(lse), 0).max())
     return 2 * error + ulps * max(ulp, float(info.smallest_subnormal))
-
-
-def _array_module(array: Any) -> Any:
-    return importlib.import_module("cupy") if type(array).__module__.startswith("cupy") else np
 
 
 def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash import host_sequences
+from cupy_flash.arrays import array_module
 from cupy_flash.host_sequences import find_cached_keys, find_packed_keys, find_queries, longer
-from cupy_flash.reference import _array_module, attention_reference
+from cupy_flash.reference import attention_reference
 from cupy_flash.rotary import rotated
 
 
@@ -89,7 +90,7 @@ def attention_varlen_reference(
     pair is an empty sequence, and a page outside of [0, pages) reads as zeros. Where sequences
     overlap in q, the last one counts.
     """
-    xp = _array_module(q)
+    xp = array_module(q)
     cu_seqlens_q = _on_host(cu_seqlens_q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
@@ -182,7 +183,7 @@ def attention_with_kvcache_reference(
     outside of [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the
     rotary table take the nearest row of it.
     """
-    xp = _array_module(q)
+    xp = array_module(q)
     batch, seqlen_q, heads_q, _ = q.shape
     lengths = np.broadcast_to(_on_host(cache_seqlens), (batch,))
     before = list(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.reference import _array_module
+from cupy_flash.arrays import array_module
 
 
 def rotated(
@@ -43,7 +43,7 @@ def rotated(
     seqlen, half = x.shape[1], cos.shape[1]
     positions = np.asarray(first_positions)[:, None] + (np.arange(seqlen) if advance else 0)
     rows = np.clip(np.broadcast_to(positions, x.shape[:2]), 0, len(cos) - 1)
-    rows = _array_module(x).asarray(rows)
+    rows = array_module(x).asarray(rows)
     # (batch, seqlen, 1, half): the same for all heads.
     cos, sin = (table[rows].astype(compute)[:, :, None] for table in (cos, sin))
     if interleaved:

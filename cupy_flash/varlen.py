@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import cpu_sequences, launch_sequences
-from cupy_flash.attention import _require_backend, _require_gpu_backend
+from cupy_flash.backends import require_backend, require_gpu_backend
 from cupy_flash.host_calls import (
     all_cupy,
     new_lse,
@@ -169,12 +169,12 @@ def flash_attention_varlen(
         # The common call, without the checks that its arguments passed by their types.
         result, lse = launch_sequences.varlen(arrays, options)
         return (result, lse) if return_lse else result
-    _require_backend(backend)
+    require_backend(backend)
     arrays, convert = normalized(arrays)
     if isinstance(arrays.q, np.ndarray):
         result, lse = _from_host(arrays, options, backend)
     else:
-        _require_gpu_backend(backend)
+        require_gpu_backend(backend)
         result, lse = launch_sequences.varlen(arrays, options)
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]

@@ -103,6 +103,7 @@ struct DecodeForward {
 
   __device__ void run() {
     if constexpr (cluster) announce();
+    if constexpr (Config::page_size > 0) prefetch_table();
     for (bool is_first = true; find_part(is_first); is_first = false) {
       // It takes as long to come as a tile of keys.
       if (!cluster && part.count > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter());
@@ -113,6 +114,19 @@ struct DecodeForward {
     meet();
     // The last part of a share may be the first of its item.
     if (cluster && part.count > 1 && part.number == 0) merge_sent();
+  }
+
+  // Has the page numbers come to L2 while the first warp finds the block's share: whose they are is
+  // not known yet, so all blocks together fetch the table, or as much of it as they can in one go.
+  __device__ void prefetch_table() const {
+    if (warp == 0) return;
+    constexpr int line = 128 / sizeof(int);
+    constexpr int lines_of_block = 32 * (warps - 1);
+    const int64 block = (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64 first = (block * lines_of_block + threadIdx.x - 32) * line;
+    if (first < (p.batch - 1) * sequences.block_table_stride + sequences.max_pages) {
+      ptx::prefetch_l2(sequences.block_table + first);
+    }
   }
 
   // Nothing may be sent to a block of the cluster before its barrier is there: one warp that has
@@ -190,7 +204,6 @@ struct DecodeForward {
       is_inside = row < inside;
       return queries + query_of(row) * p.q.row_stride + head_of(row) * p.q.head_stride;
     });
-    ptx::cp_async_commit_group();
   }
 
   // ---- A part's keys.
@@ -200,7 +213,6 @@ struct DecodeForward {
     const int end = min(part.end * warps, ceil_div(last_seen, Bc));
     const int first = part.begin * warps + warp;
     constexpr int last_stage = stages - 1;
-    start_queries(ring + last_stage * stage_bytes);
     Rows rows_to_load(p, sequences, part, first, state.policy);
     clear();
     const int seen_by_all = visible_end(0);
@@ -213,25 +225,21 @@ struct DecodeForward {
       if (visits) ptx::cp_async_wait_group<stages - 2>();
       // All lanes' copies have landed, and all have left the stage that the next load takes.
       __syncwarp();
+      // The queries came with the first tile.
+      if (tile == first) {
+        products.queries.keep(ring + last_stage * stage_bytes);
+        __syncwarp();
+      }
       const unsigned target = ring + load_stage * stage_bytes;
       const int load_tile = tile + last_stage * warps;
       if (load_tile < end)
         rows_to_load.template start<warps>(target, target + key_bytes, load_tile);
+      if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
       ptx::cp_async_commit_group();
       if (visits) visit(ring + stage * stage_bytes, tile * Bc, (tile + 1) * Bc > seen_by_all);
-      if (tile + warps == first) {
-        meet();
-        keep_queries(ring + last_stage * stage_bytes);
-      }
       load_stage = stage;
     }
     ptx::cp_async_wait_group<0>();
-  }
-
-  __device__ void keep_queries(unsigned shared) {
-    ptx::cp_async_wait_group<stages - 1>();
-    __syncwarp();
-    products.queries.keep(shared);
   }
 
   __device__ void clear() {
@@ -282,7 +290,7 @@ struct DecodeForward {
   __device__ void finish() {
     leave_result();
     __syncthreads();
-    merge(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), part.count == 1);
+    merge<warps, warps>(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), part.count == 1);
     if (!cluster && part.count > 1 && is_last_to_arrive()) merge_parts();
     // Before the rings and the state are used again.
     __syncthreads();
@@ -296,7 +304,7 @@ struct DecodeForward {
     for (int first = 0; first < all_rows; first += at_once) {
       const int rows = min(at_once, all_rows - first);
       gather(first, rows);
-      merge(shared_floats(), rows * record, part.count, first, rows, true);
+      merge<4>(shared_floats(), rows * record, part.count, first, rows, true);
       // All warps have left what the next rows take the place of.
       __syncthreads();
     }
@@ -309,7 +317,8 @@ struct DecodeForward {
       ptx::mbarrier_arrive_expect_tx(results_barrier(), (part.count - 1) * bytes);
     }
     ptx::mbarrier_wait_for_cluster(results_barrier(), 0);
-    merge(kept_results(), kept_floats, part.count, 0, tile_rows(), true);
+    merge<Config::cluster, Config::cluster>(kept_results(), kept_floats, part.count, 0, tile_rows(),
+                                            true);
   }
 
   __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
@@ -344,29 +353,48 @@ struct DecodeForward {
 
   // Merges the rows [first, first + rows) of several results in shared memory, that begin
   // result_floats apart, always in the same order, and writes them to the output, or leaves them as
-  // this part's. A thread has four columns of a row.
+  // this part's. A thread has four columns of a row. It takes AtOnce results at once, all loads
+  // before the first is needed, and there are no more than Most.
+  template <int AtOnce, int Most = 1 << 30>
   __device__ void merge(const float* source, int result_floats, int results, int first, int rows,
                         bool is_final) const {
     constexpr int row_chunks = columns / 4;
+    const int rounds = AtOnce == Most ? 1 : ceil_div(results, AtOnce);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * row_chunks; i += 32 * warps) {
       const int row = i / row_chunks;
       const int column = i % row_chunks * 4;
-      const float* result = source + row * record;
+      // The last stands in for those that are not there.
+      const auto result = [&](int r) {
+        return source + row * record + min(r, results - 1) * result_floats;
+      };
       float base = -SoftmaxMath<float>::infinity();
-#pragma unroll 4
-      for (int r = 0; r < results; ++r) base = fmaxf(base, result[r * result_floats + columns]);
+#pragma unroll 1
+      for (int round = 0; round < rounds; ++round) {
+#pragma unroll
+        for (int j = 0; j < AtOnce; ++j) {
+          base = fmaxf(base, result(round * AtOnce + j)[columns]);
+        }
+      }
       float sum = 0;
       Vector<float, 4> merged = {};
-#pragma unroll 4
-      for (int r = 0; r < results; ++r, result += result_floats) {
-        // What saw no key has no say: it may have no base, and columns of anything.
-        if (result[columns + 1] == 0) continue;
-        const float weight = SoftmaxMath<float>::exp2(result[columns] - base);
-        const auto one = *reinterpret_cast<const Vector<float, 4>*>(result + column);
-        sum = fmaf(weight, result[columns + 1], sum);
+#pragma unroll 1
+      for (int round = 0; round < rounds; ++round) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) merged.at[c] = fmaf(weight, one.at[c], merged.at[c]);
+        for (int j = 0; j < AtOnce; ++j) {
+          const int r = round * AtOnce + j;
+          const float* one = result(r);
+          const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + column);
+          const float one_sum = r < results ? one[columns + 1] : 0;
+          // What saw no key has no say: it may have no base, and columns of anything.
+          const bool counts = one_sum != 0;
+          const float weight = counts ? SoftmaxMath<float>::exp2(one[columns] - base) : 0;
+          sum = fmaf(weight, one_sum, sum);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            merged.at[c] = fmaf(weight, counts ? values.at[c] : 0, merged.at[c]);
+          }
+        }
       }
       if (!is_final) {
         leave_partial(row * record + column, merged);
@@ -409,13 +437,13 @@ struct DecodeForward {
         p.out.head<Element>(part.sequence.q_batch, part.head_kv * group + head_of(row)) +
         output_row * p.out.row_stride + column;
     const int inside = Config::head_dim_v - column;
-    if (Config::out_alignment >= 8 && inside >= 4) {
+    if (Config::out_alignment >= 8 && (Config::head_dim_v % 16 == 0 || inside >= 4)) {
       *reinterpret_cast<Vector<Element, 4>*>(target) = narrowed;
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (c < inside) target[c] = narrowed.at[c];
+      for (int c = 0; c < 4; ++c) {
+        if (c < inside) target[c] = narrowed.at[c];
+      }
     }
   }
 

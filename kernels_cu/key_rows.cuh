@@ -115,7 +115,7 @@ struct KeyRows {
     const int key = tile * Bc + (one_page ? 0 : threadIdx.x % 32);
     if (key >= seqlen_k) return -1;
     const int page = table[key / page_size];
-    return page < pages ? page : -1;
+    return unsigned(page) < unsigned(pages) ? page : -1;
   }
 
   template <int Columns>

@@ -1,6 +1,6 @@
-// One inline function per PTX instruction, named after it; those that only sm_90a
-// has are in ptx_sm90a.cuh and wgmma.cuh.
-// Shared-memory addresses are 32-bit offsets into the shared window.
+// One inline function per PTX instruction, named after it. Those that not all architectures have
+// are in ptx_stream.cuh, ptx_cluster.cuh, ptx_sm90a.cuh and ptx_wgmma.cuh. Shared-memory addresses
+// are 32-bit offsets into the shared window.
 #pragma once
 
 namespace ptx {
@@ -55,6 +55,20 @@ __device__ inline void ld_shared_v4(unsigned (&x)[4], unsigned shared) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(shared)
                : "memory");
+}
+
+// mul.rn.f32: without the flush of denormal numbers to zero that the compiler is told to do.
+__device__ inline float mul_rn(float x, float y) {
+  float result;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+// rcp.approx.ftz.f32: 1 / x to 1 ulp.
+__device__ inline float rcp_approx(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
 }
 
 // ex2.approx.ftz.f32: 2^x to 2 ulp.

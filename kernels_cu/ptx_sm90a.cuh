@@ -20,20 +20,6 @@ __device__ inline void pin(float (&x)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// rcp.approx.ftz.f32: 1 / x to 1 ulp.
-__device__ inline float rcp_approx(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// mul.rn.f32: without the flush of denormal numbers to zero that the compiler is told to do.
-__device__ inline float mul_rn(float x, float y) {
-  float result;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-
 // setmaxnreg.inc: the warpgroup takes registers up to Registers per thread.
 template <int Registers>
 __device__ inline void setmaxnreg_inc() {

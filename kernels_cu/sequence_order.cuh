@@ -146,7 +146,7 @@ __device__ Work find_work(const Params& p, const Sequence& sequence, int batch, 
 template <bool Causal>
 __device__ int find_section_heads(const Params& p, int seqlen_k, int section_keys) {
   const int group = p.heads_q / p.heads_kv;
-  return Causal ? min(p.heads_q, group * max(1, section_keys / max(1, seqlen_k))) : group;
+  return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
 // Takes the next visit of all; all lanes of a warp together, of which one writes it.
@@ -161,9 +161,8 @@ __device__ void take_visit(const Params& p, const Sequences& s, const SequenceOr
   const int place = order.place_of(tile / p.heads_q);
   const int batch = order.sequence[place];
   const Sequence sequence = find_sequence<0>(p, s, batch);
-  const Work work =
-      find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
-                    find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
+  const Work work = find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
+                                  find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
   const Mask<Causal> mask(sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q);
   const int q_end = min(work.q_begin + Br, sequence.seqlen_q);
   if (writes) {

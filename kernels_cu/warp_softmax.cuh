@@ -2,6 +2,7 @@
 // [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column 8 j + lane % 4 * 2 + c.
 #pragma once
 
+#include "ptx.cuh"
 #include "softmax.cuh"
 
 template <int row_tiles, int Bc, int columns_v>
@@ -55,7 +56,8 @@ struct WarpSoftmax {
 
   // Takes the scores' maxima in, and rescales the output where a running maximum moved: rarely,
   // after the first few tiles, so all that this takes stands inside the branch. What happens to a
-  // row does not depend on the others.
+  // row does not depend on the others: one that is multiplied by 1 for another's sake keeps its
+  // bits, denormal ones too.
   __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
     // p can grow to 2^8, far inside float16's range.
     constexpr float slack = 8;
@@ -85,8 +87,11 @@ struct WarpSoftmax {
         const float rescale = rows[i][half].update_max(tile_max[i][half], scale_log2, slack);
 #pragma unroll
         for (int j = 0; j < columns_v / 8; ++j) {
-          out[i][j][2 * half] *= rescale;
-          out[i][j][2 * half + 1] *= rescale;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& element = out[i][j][2 * half + c];
+            element = ptx::mul_rn(element, rescale);
+          }
         }
       }
     }

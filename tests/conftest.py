@@ -17,7 +17,9 @@ from cupy_flash import compiler, tuning
 from cupy_flash.device import gpu_unavailable
 
 # Their assertions say as much as those of the tests themselves.
-pytest.register_assert_rewrite("gpu_support", "sequence_support", "gpu_sequences", "wrong_numbers")
+pytest.register_assert_rewrite(
+    *("gpu_support", "sequence_support", "gpu_sequences", "wrong_numbers", "refusals")
+)
 
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
 # Fresh for each run; set the variable to the number that a failing run printed to repeat it.

@@ -12,14 +12,15 @@ import functools
 import importlib
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import DTYPES, Placement, current_device
+from gpu_support import DTYPES, Placement, bits, current_device
+from prebuilt import selected_calls, write_cubins
 from sequence_support import (
     KVCacheCase,
     KVCacheProblem,
@@ -36,11 +37,10 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.append import append_unit
-from cupy_flash.cli.build import Job, build, write_cubin
-from cupy_flash.compiler import CUBINS_VARIABLE
+from cupy_flash.cli.build import Job
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.families import FAMILIES
-from cupy_flash.launch_sequences import _append_spec
+from cupy_flash.launch_sequences import append_spec
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import MAX_ALIGNMENT
 from cupy_flash.sequence_arrays import (
@@ -54,6 +54,21 @@ from cupy_flash.sequence_arrays import (
 
 SEQUENCE_FAMILIES = [name for name, family in FAMILIES.items() if family.serves_sequences]
 SIXTEEN_BIT = ("float16", "bfloat16")
+# Query and key/value heads of which 1, 4 and 8 share one.
+GROUPS = ((3, 3), (8, 2), (8, 1))
+HEAD_DIMS = (
+    *((40, 40), (128, 128), (192, 192), (256, 256)),
+    *((192, 128), (64, 128), (96, 40), (33, 7)),
+)
+PAGE_SIZES = (1, 3, 16, 64, 256)
+# dtype, page size, head_dim and head_dim_v.
+PAGES_OF_DIMS = (
+    ("bfloat16", 16, 128, 128),
+    ("float16", 64, 256, 256),
+    ("float16", 3, 192, 128),
+    ("bfloat16", 1, 40, 33),
+    ("float32", 3, 40, 33),
+)
 # Bytes of the memory pool that are NaN before a call; no test needs as large a workspace.
 POISONED = 1 << 28
 # Far from every row and page, and as bits of a float a number, not NaN.
@@ -232,15 +247,8 @@ def run_varlen(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of a call with these values, written over NaN; fails if it writes elsewhere."""
     arrays = Arrays.of(place.xp, arguments, alignment)
-    shape = (*arguments["q"].shape[:2], arguments["v"].shape[-1])
-    out = Amid(place.xp, np.full(shape, np.nan, arguments["q"].dtype), alignment)
-    poison_free_memory(place)
-    with place.skipping_what_it_refuses():
-        result, lse = flash_attention_varlen(
-            **arrays.arguments, out=out.view, return_lse=True, **place.options, **options
-        )
-    assert result is out.view
-    lse = to_numpy(lse)
+    out = _poisoned_out(place, arguments["q"], arguments["v"], alignment)
+    lse = _run(place, flash_attention_varlen, arrays, out, options)
     arrays.assert_unchanged()
     return out.values(), lse
 
@@ -253,18 +261,34 @@ def run_kvcache(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(out, lse, k_cache, v_cache) after a call, likewise."""
     arrays = Arrays.of(place.xp, arguments, alignment)
-    shape = (*arguments["q"].shape[:3], arguments["v_cache"].shape[-1])
-    out = Amid(place.xp, np.full(shape, np.nan, arguments["q"].dtype), alignment)
-    poison_free_memory(place)
-    with place.skipping_what_it_refuses():
-        result, lse = flash_attention_with_kvcache(
-            **arrays.arguments, out=out.view, return_lse=True, **place.options, **options
-        )
-    assert result is out.view
-    lse = to_numpy(lse)
+    out = _poisoned_out(place, arguments["q"], arguments["v_cache"], alignment)
+    lse = _run(place, flash_attention_with_kvcache, arrays, out, options)
     arrays.assert_unchanged(but=("k_cache", "v_cache"))
     caches = (arrays.amid[name].values() for name in ("k_cache", "v_cache"))
     return (out.values(), lse, *caches)
+
+
+def _poisoned_out(place: Place, q: np.ndarray, v: np.ndarray, alignment: int) -> Amid:
+    """Room for the output, full of NaN."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    return Amid(place.xp, np.full(shape, np.nan, q.dtype), alignment)
+
+
+def _run(
+    place: Place,
+    function: Callable[..., Any],
+    arrays: Arrays,
+    out: Amid,
+    options: dict[str, Any],
+) -> np.ndarray:
+    """The lse of a call that writes to `out`."""
+    poison_free_memory(place)
+    with place.skipping_what_it_refuses():
+        result, lse = function(
+            **arrays.arguments, out=out.view, return_lse=True, **place.options, **options
+        )
+    assert result is out.view
+    return to_numpy(lse)
 
 
 def check_varlen(
@@ -293,10 +317,6 @@ def check_kvcache(
     problem.check_caches(k_cache, v_cache)
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.uint8)
-
-
 def assert_same_bits(results: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> None:
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_array_equal(bits(result), bits(wanted))
@@ -309,18 +329,11 @@ def assert_same_bits(results: Iterable[np.ndarray], expected: Iterable[np.ndarra
 def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
     folder: Path = tmp_path_factory.mktemp("cubins")
-    mine = (item for item in request.session.items if item.path == request.path)
-    calls = [spec.params for item in mine if (spec := getattr(item, "callspec", None))]
+    calls = selected_calls(request)
     on_a_gpu = [call for call in calls if "case" in call and call["place"].is_gpu]
     if not gpu_unavailable():
         write_cubins(folder, itertools.chain.from_iterable(map(_jobs_of, on_a_gpu)))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
-    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
 
 
 def _jobs_of(call: dict[str, Any]) -> Iterator[Job]:
@@ -328,17 +341,6 @@ def _jobs_of(call: dict[str, Any]) -> Iterator[Job]:
     options = {name: call[name] for name in ("alignment", "num_splits") if name in call}
     family = None if call["place"].name == "chosen" else call["place"].name
     return jobs_of(call["case"], family, **options)
-
-
-def write_cubins(folder: Path, jobs: Iterable[Job]) -> None:
-    """Compile in parallel, for `CUPY_FLASH_CUBINS` to name the folder.
-
-    A kernel that does not compile is left to the test that calls it.
-    """
-    unlike = list({job.unit: job for job in jobs}.values())
-    for index, built in build(unlike) if len(unlike) > 1 else ():
-        if built.cubin is not None:
-            write_cubin(folder, unlike[index], built.cubin)
 
 
 def jobs_of(
@@ -363,7 +365,7 @@ def jobs_of(
         asked = CacheOptions(rotary_interleaved=case.rotary_interleaved, **options)
         posed = cache_problem(caches, asked)
         if case.seqlen_new:
-            unit = append_unit(_append_spec(caches, posed, asked))
+            unit = append_unit(append_spec(caches, posed, asked))
             appends.append(Job(unit, device, tuple((entry, 0) for entry in unit.entries)))
     with contextlib.suppress(UnsupportedError):
         plan = make_plan(posed, device, family=family)

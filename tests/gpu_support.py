@@ -10,9 +10,8 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +19,6 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from cupy_flash import flash_attention
-from cupy_flash.cli.build import Job, build, write_cubin
 from cupy_flash.device import Device, device_for_arch, device_for_id, gpu_unavailable
 from cupy_flash.families import FAMILIES
 from cupy_flash.planner import Plan, make_plan
@@ -176,18 +174,6 @@ def tile_with(case: Case, fields: dict[str, int]) -> Tile:
     return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
 
 
-def prebuild(cases: Iterable[Case], folder: Path) -> None:
-    """Compile what the cases need, in parallel, for `CUPY_FLASH_CUBINS` to name the folder.
-
-    A kernel that does not compile is left to the test that calls it.
-    """
-    plans = [case.plan() for case in cases]
-    jobs = list({p.unit: Job.of(p) for p in plans if not p.problem.is_empty}.values())
-    for index, built in build(jobs):
-        if built.cubin is not None:
-            write_cubin(folder, jobs[index], built.cubin)
-
-
 class Guarded:
     """An array on the GPU, amid NaN: before and after it, after each row, after each sequence."""
 
@@ -210,6 +196,18 @@ class Guarded:
 
     def assert_unchanged(self) -> None:
         assert self._buffer.get().tobytes() == self._before.tobytes(), "an input was written"
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Its bytes, in which one NaN differs from another, and 0 from -0."""
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
+    """The arrays as CuPy's, contiguous."""
+    import cupy
+
+    return [cupy.asarray(array) for array in values]
 
 
 def random_values(case: Case) -> Arrays:
@@ -243,7 +241,7 @@ class Truth:
             out,
             lse,
             error_bound(naive, out, q.dtype, lse=lse),
-            _lse_bound(q, k, lse, formula.get("softmax_scale")),
+            lse_bound(q, k, lse, formula.get("softmax_scale")),
         )
 
     def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
@@ -262,7 +260,7 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def _lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:
+def lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:
     """How far a log-sum-exp kept in float32 (float64 for float64) may be off.
 
     lse = max + log(sum exp(score - max)). Three things are rounded:
@@ -285,6 +283,38 @@ def _largest_norm(rows: np.ndarray) -> float:
     with np.errstate(all="ignore"):
         norms = np.sqrt(np.square(rows.astype(np.float64)).sum(axis=-1))
     return float(norms[np.isfinite(norms)].max(initial=0))
+
+
+def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None) -> None:
+    """Fail unless a call in a graph computes what its arrays hold at each replay.
+
+    `meanwhile` is called between the capture and the first of them, on the same stream.
+    """
+    import cupy
+
+    first = random_values(case)
+    second = tuple(array[::-1].copy() for array in first)
+    inputs = on_gpu(first)
+    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
+    options = {"out": out, "return_lse": True, **case.formula, **case.choice}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        flash_attention(*inputs, **options)
+        stream.synchronize()
+        stream.begin_capture()
+        _, lse = flash_attention(*inputs, **options)
+        graph = stream.end_capture()
+        meanwhile()
+        for values in (second, first):
+            for target, array in zip(inputs, values, strict=True):
+                target.set(array, stream=stream)
+            out.data.memset_async(0xFF, out.nbytes, stream)
+            lse.data.memset_async(0xFF, lse.nbytes, stream)
+            graph.launch(stream)
+            result, result_lse = out.get(stream=stream), lse.get(stream=stream)
+            stream.synchronize()
+            Truth.of(values, **case.formula).check(result, result_lse)
 
 
 @functools.lru_cache(maxsize=4)

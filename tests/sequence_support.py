@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gpu_support import DTYPES, _lse_bound
+from gpu_support import DTYPES, lse_bound
 from threadpoolctl import threadpool_limits
 
 from cupy_flash.host_sequences import (
@@ -176,7 +177,7 @@ class Part:
             2 * _finite_error(rounded_out, out)
             + error_bound(naive, rounded_out, q.dtype, lse=rounded_lse),
             2 * _finite_error(rounded_lse, lse)
-            + _lse_bound(q, k, rounded_lse, formula["softmax_scale"]),
+            + lse_bound(q, k, rounded_lse, formula["softmax_scale"]),
         )
 
 
@@ -283,8 +284,29 @@ class Truth:
                 assert max_error(lse[part.lse_rows], true_lse) <= part.lse_bound
 
 
+class _Problem(ABC):
+    """What both kinds of problem have."""
+
+    case: VarlenCase | KVCacheCase
+    q: np.ndarray
+
+    @property
+    @abstractmethod
+    def truth(self) -> Truth:
+        """What is right, found once."""
+
+    def poisoned_out(self, xp: Any = np) -> Any:
+        """A buffer for `out`, full of NaN."""
+        shape = (*self.q.shape[:-1], self.case.head_dim_v)
+        return xp.asarray(np.full(shape, np.nan, self.q.dtype))
+
+    def check(self, out: Any, lse: Any = None) -> None:
+        """Fail unless a result is right."""
+        self.truth.check(out, lse)
+
+
 @dataclass(frozen=True)
-class VarlenProblem:
+class VarlenProblem(_Problem):
     """The arrays of a `VarlenCase`."""
 
     case: VarlenCase
@@ -356,21 +378,13 @@ class VarlenProblem:
             "softmax_scale": case.softmax_scale,
         }
 
-    def poisoned_out(self, xp: Any = np) -> Any:
-        """A buffer for `out`, full of NaN."""
-        shape = (*self.q.shape[:2], self.case.head_dim_v)
-        return xp.asarray(np.full(shape, np.nan, self.q.dtype))
-
     @functools.cached_property
     def truth(self) -> Truth:
         return Truth.of_varlen(self.arguments())
 
-    def check(self, out: Any, lse: Any = None) -> None:
-        self.truth.check(out, lse)
-
 
 @dataclass(frozen=True)
-class KVCacheProblem:
+class KVCacheProblem(_Problem):
     """The arrays of a `KVCacheCase`."""
 
     case: KVCacheCase
@@ -451,17 +465,9 @@ class KVCacheProblem:
             "softmax_scale": case.softmax_scale,
         }
 
-    def poisoned_out(self, xp: Any = np) -> Any:
-        """A buffer for `out`, full of NaN."""
-        shape = (*self.q.shape[:3], self.case.head_dim_v)
-        return xp.asarray(np.full(shape, np.nan, self.q.dtype))
-
     @functools.cached_property
     def truth(self) -> Truth:
         return Truth.of_kvcache(self.arguments())
-
-    def check(self, out: Any, lse: Any = None) -> None:
-        self.truth.check(out, lse)
 
     def check_caches(self, k_cache: Any, v_cache: Any) -> None:
         """Fail unless the new rows are in the caches and all else is as it was, byte for byte.

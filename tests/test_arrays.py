@@ -5,36 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import arrays
 
 SHAPE = (2, 3, 4, 8)
-
-
-class Foreign:
-    """Another library's array: DLPack and nothing else to read it by."""
-
-    def __init__(self, array, device_type=1):
-        self.array = array
-        self.dtype = array.dtype
-        self.device_type = device_type
-
-    def __dlpack_device__(self):
-        return (self.device_type, 0)
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __array_namespace__(self, api_version=None):
-        return ForeignNamespace
-
-
-class ForeignNamespace:
-    @staticmethod
-    def from_dlpack(array):
-        return Foreign(np.from_dlpack(array))
 
 
 def slices(length):

@@ -7,6 +7,7 @@ import logging
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign import Foreign
 
 import cupy_flash
 from cupy_flash import (
@@ -186,32 +187,6 @@ def test_packed_qkv_has_one_layout():
 def test_packed_qkv_must_be_an_array():
     with pytest.raises(TypeError, match="qkv is a list; expected an array"):
         flash_attention_qkvpacked([1.0])
-
-
-class Foreign:
-    """Another library's host array, read and made through DLPack only."""
-
-    def __init__(self, array):
-        self.array = array
-
-    @property
-    def dtype(self):
-        return self.array.dtype
-
-    def __dlpack_device__(self):
-        return (1, 0)
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __array_namespace__(self, api_version=None):
-        return ForeignNamespace
-
-
-class ForeignNamespace:
-    @staticmethod
-    def from_dlpack(array):
-        return Foreign(np.from_dlpack(array))
 
 
 def test_an_array_of_another_library_is_answered_in_kind(rng):

@@ -135,9 +135,9 @@ def run(*arguments: str, columns: int = 80) -> Result:
     return CliRunner().invoke(crossover, arguments, env=environment)
 
 
-def referee(bench: Bench, library: Seconds, ours: Seconds) -> Referee:
+def referee(bench: Bench, theirs: Seconds, ours: Seconds) -> Referee:
     return Referee(
-        Fake("cupy-library", bench, library),
+        Fake("cupy-library", bench, theirs),
         Fake("cupy_flash", bench, ours),
         bench.timer(),
         bench.ahead,
@@ -178,16 +178,16 @@ def test_gpu_time_leaves_the_host_out_and_call_time_does_not(bench: Bench) -> No
 
     duel = referee(bench, lambda _: 1e-3, lambda _: 2e-3).duel(Inputs(case()))
 
-    assert duel.library["gpu"].median == pytest.approx(1.0, rel=0.05)
+    assert duel.theirs["gpu"].median == pytest.approx(1.0, rel=0.05)
     assert duel.ours["gpu"].median == pytest.approx(2.0, rel=0.05)
-    assert duel.library["call"].median == pytest.approx(6.0, rel=0.05)
+    assert duel.theirs["call"].median == pytest.approx(6.0, rel=0.05)
     assert duel.ours["call"].median == pytest.approx(7.0, rel=0.05)
     assert duel.ratio("gpu") == pytest.approx(0.5, rel=0.05)
 
 
 def test_the_library_wins_only_where_the_quartiles_do_not_overlap() -> None:
-    apart = Duel(case(), library=steady(1.0, 0.2), ours=steady(1.5, 0.2))
-    overlapping = Duel(case(), library=steady(1.0, 0.3), ours=steady(1.5, 0.3))
+    apart = Duel(case(), theirs=steady(1.0, 0.2), ours=steady(1.5, 0.2))
+    overlapping = Duel(case(), theirs=steady(1.0, 0.3), ours=steady(1.5, 0.3))
 
     assert apart.library_wins("gpu")
     assert not overlapping.library_wins("gpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -12,23 +11,12 @@ from typing import Any
 
 import pytest
 from bench_records import METADATA, invoke, row, write
+from benchmark_scripts import render
 
 from cupy_flash.cli.plot import Picture, length_text, picture, plot
 from cupy_flash.cli.report import Record
 
-RENDER = Path(__file__).resolve().parent.parent / "benchmarks" / "render.py"
-
-
-@pytest.fixture(scope="module")
-def render() -> ModuleType:
-    if not RENDER.is_file():
-        pytest.skip("the tests stand outside a checkout")
-    spec = importlib.util.spec_from_file_location("render", RENDER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+__all__ = ["render"]  # fixture
 
 
 def shown(rows: list[dict[str, Any]]) -> Picture:

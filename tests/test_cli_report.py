@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -10,22 +9,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_records import row, write
+from benchmark_scripts import render
 
 from cupy_flash.cli import report
 
-RENDER = Path(__file__).resolve().parent.parent / "benchmarks" / "render.py"
-
-
-@pytest.fixture(scope="module")
-def render() -> ModuleType:
-    if not RENDER.is_file():
-        pytest.skip("the tests stand outside a checkout")
-    spec = importlib.util.spec_from_file_location("render", RENDER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+__all__ = ["render"]  # fixture
 
 
 @pytest.mark.parametrize(
@@ -109,45 +98,8 @@ def test_into_a_pipe_no_line_is_wrapped(
     assert "a note of several words " * 10 in lines[-1] + " "
 
 
-def row(provider: str, seqlen: int, ms: float | None, **more: Any) -> dict[str, Any]:
-    return {
-        "provider": provider,
-        "family": "mma" if provider == "cupy_flash" else None,
-        "kernel_digest": "abc" if provider == "cupy_flash" else None,
-        "dtype": "bfloat16",
-        "batch": 16384 // seqlen,
-        "seqlen_q": seqlen,
-        "seqlen_k": seqlen,
-        "heads_q": 16,
-        "heads_kv": 16,
-        "head_dim": 128,
-        "head_dim_v": 128,
-        "layout": "bshd",
-        "causal": False,
-        "q_offset": 0,
-        "softmax_scale": 128**-0.5,
-        "median_ms": ms,
-        "low_quartile_ms": ms,
-        "high_quartile_ms": ms,
-        "tflops": None if ms is None else 100 / ms,
-        "check": "passed",
-        "reason": None,
-        "note": None,
-        **more,
-    }
-
-
 def write_record(folder: Path, rows: list[dict[str, Any]], baseline: list[str]) -> None:
-    folder.mkdir(exist_ok=True)
-    metadata = {
-        "date": "2026-01-02T03:04:05+00:00",
-        "device": "a GPU",
-        "versions": {"cupy_flash": "0.1.0"},
-        "flop_convention": "FLOPs = many",
-        "baseline": baseline,
-    }
-    text = json.dumps({"metadata": metadata, "rows": rows})
-    (folder / "grid.json").write_text(text, encoding="utf-8")
+    write(folder / "grid.json", rows, baseline=baseline)
 
 
 def test_the_page_has_the_ratios_their_geometric_mean_and_minimum(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -314,3 +316,17 @@ def test_no_numpy_warning_reaches_the_caller():
         run(q, k, v, causal=True, q_offset=-20, threads=1)
         attention_reference(q, k, v, causal=True, q_offset=-20)
         attention_naive(q, k, v, causal=True, q_offset=-20)
+
+
+@pytest.mark.parametrize("name", cpu.SOURCES)
+def test_the_digest_tells_of_a_change_in_any_file_of_the_backend(name, tmp_path, monkeypatch):
+    folder = Path(cpu.__file__).parent
+    assert {path.name for path in folder.glob("cpu*.py")} == set(cpu.SOURCES)
+    for source in cpu.SOURCES:
+        shutil.copy(folder / source, tmp_path)
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    digest = cpu.digest.__wrapped__
+    assert digest() == cpu.digest()
+    with (tmp_path / name).open("a", encoding="utf-8") as file:
+        file.write("\n")
+    assert digest() != cpu.digest()

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import DTYPES, Case, Truth, current_device, random_values
+from gpu_support import (
+    DTYPES,
+    Case,
+    Truth,
+    check_captured_call,
+    current_device,
+    on_gpu,
+    random_values,
+)
 
 from cupy_flash import arrays, flash_attention, launch, plan
 from cupy_flash.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
@@ -29,12 +37,6 @@ CASE = Case(None, "float32", 113, 150, head_dim=48, head_dim_v=48)
 MANY_HEADS = dataclasses.replace(CASE, batch=8, heads_q=64, heads_kv=64)
 # Cycles that a stream is kept busy: half a second at most, time for a hundred calls at least.
 BUSY = 500_000_000
-
-
-def on_gpu(values: tuple[np.ndarray, ...]) -> list[Any]:
-    import cupy
-
-    return [cupy.asarray(array) for array in values]
 
 
 def keep_busy(cycles: int = BUSY) -> None:
@@ -191,29 +193,7 @@ def test_a_call_runs_on_the_current_stream_and_does_not_wait_for_it() -> None:
 
 @pytest.mark.parametrize("family", ["mma", "simt", "naive"])
 def test_a_captured_call_replays_on_new_contents(family: str) -> None:
-    import cupy
-
-    first = random_values(MANY_HEADS)
-    second = tuple(array[::-1].copy() for array in first)
-    inputs = on_gpu(first)
-    out = cupy.ndarray(MANY_HEADS.shape("out"), np.float32)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        flash_attention(*inputs, out=out, return_lse=True, family=family)
-        stream.synchronize()
-        stream.begin_capture()
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, family=family)
-        graph = stream.end_capture()
-        for values in (second, first):
-            for target, array in zip(inputs, values, strict=True):
-                target.set(array, stream=stream)
-            out.data.memset_async(0xFF, out.nbytes, stream)
-            lse.data.memset_async(0xFF, lse.nbytes, stream)
-            graph.launch(stream)
-            result, result_lse = out.get(stream=stream), lse.get(stream=stream)
-            stream.synchronize()
-            Truth.of(values).check(result, result_lse)
+    check_captured_call(dataclasses.replace(MANY_HEADS, family=family))
 
 
 def test_threads_may_call_at_once_on_streams_of_their_own() -> None:

@@ -14,29 +14,35 @@ import pytest
 from gpu_sequences import (
     CPU,
     Place,
-    bits,
     check_kvcache,
     check_varlen,
     jobs_of,
-    write_cubins,
 )
 from gpu_support import (
     DTYPES,
     Arrays,
     Case,
+    bits,
     check,
     current_device,
-    prebuild,
     random_values,
     run,
 )
+from hard_values import (
+    with_growing_keys,
+    with_keys_at_minus_infinity,
+    with_one_key_far_above,
+    with_scores_far_below_zero,
+)
+from prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
 from sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.build import Job
-from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.families import FAMILIES
+
+__all__ = ["use_cubins"]  # fixture
 
 DECODE = Place("decode")
 FEW = Case("decode", "float16", 1, 1003, batch=3, heads_q=8, heads_kv=2)
@@ -56,20 +62,12 @@ def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder: Path = tmp_path_factory.mktemp("cubins")
     if gpu_unavailable():
         return folder
-    mine = (item for item in request.session.items if item.path == request.path)
-    specs = [spec.params for item in mine if (spec := getattr(item, "callspec", None))]
-    cases = [spec["case"] for spec in specs if "case" in spec]
-    if len(cases) > 1:
-        prebuild(dict.fromkeys(cases), folder)
-    calls = [call for spec in specs if spec.get("place") == DECODE for call in spec["calls"]]
-    write_cubins(folder, itertools.chain.from_iterable(call.jobs() for call in calls))
+    selected = selected_calls(request)
+    jobs = jobs_of_cases(one["case"] for one in selected if "case" in one)
+    calls = [call for one in selected if one.get("place") == DECODE for call in one["calls"]]
+    jobs += itertools.chain.from_iterable(call.jobs() for call in calls)
+    write_cubins(folder, jobs)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
-    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
 
 
 def of_cases(cases: Iterable[Case]) -> Any:
@@ -222,26 +220,20 @@ def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
     # Blocks and warps then hold partial results that are far apart, in either order.
-    q, k, v = random_values(case)
-    size = np.geomspace(*ends, case.seqlen_k)[:, None, None]
-    check(case, (q, (k.astype(np.float32) * size).astype(k.dtype), v))
+    check(case, with_growing_keys(case, ends))
 
 
 @on_gpu
 @of_cases(LONG)
 @pytest.mark.parametrize("key", [0, 16, 130, 1500, 2770])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
-    q, k, v = random_values(case)
-    k[:, key] = (q[:, :1, : case.heads_kv].astype(np.float32)[:, 0] * 5).astype(k.dtype)
-    check(case, (q, k, v))
+    check(case, with_one_key_far_above(case, key))
 
 
 @on_gpu
 @of_cases(LONG)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
-    q, k, v = random_values(case)
-    q[..., 0], k[..., 0] = 30, -30
-    check(case, (q, k, v))
+    check(case, with_scores_far_below_zero(case))
 
 
 @on_gpu
@@ -250,10 +242,7 @@ def test_scores_far_below_zero_are_right(case: Case) -> None:
     "hidden", [slice(400, None), slice(0, 2300), slice(100, 2650), slice(None)]
 )
 def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slice) -> None:
-    q, k, v = random_values(case)
-    q[..., 0] = np.abs(q[..., 0]) + DTYPES[case.dtype].type(0.5)
-    k[:, hidden, :, 0] = -np.inf
-    check(case, (q, k, v))
+    check(case, with_keys_at_minus_infinity(case, hidden))
 
 
 @on_gpu

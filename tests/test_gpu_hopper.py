@@ -6,28 +6,36 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gpu_support import (
     DTYPES,
-    Arrays,
     Case,
     Truth,
+    bits,
     check,
+    check_captured_call,
     current_device,
-    prebuild,
+    on_gpu,
     random_values,
     run,
 )
+from hard_values import (
+    with_growing_keys,
+    with_keys_at_minus_infinity,
+    with_one_key_far_above,
+    with_scores_far_below_zero,
+)
+from prebuilt import cubins, use_cubins
 
 from cupy_flash import arrays, flash_attention, flash_attention_qkvpacked, plan, tensor_map
-from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper import HopperTile
 from cupy_flash.tensor_map import TensorMaps
+
+__all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,37 +48,8 @@ pytestmark = [
 MANY = Case("hopper", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 
 
-@pytest.fixture(scope="module")
-def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
-    folder: Path = tmp_path_factory.mktemp("cubins")
-    mine = (item for item in request.session.items if item.path == request.path)
-    specs = [spec.params for item in mine if (spec := getattr(item, "callspec", None))]
-    cases = [spec["case"] for spec in specs if "case" in spec]
-    cases += [case for spec in specs for case in spec.get("cases", ())]
-    if len(cases) > 1:
-        prebuild(dict.fromkeys(cases), folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
-    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
-
-
 def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
     return pytest.mark.parametrize("case", list(cases), ids=str)
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.uint8)
-
-
-def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
-    import cupy
-
-    return [cupy.asarray(array) for array in values]
 
 
 # ---- Random problems
@@ -436,26 +415,20 @@ def test_keys_that_grow_along_the_sequence_either_way_are_right(
     case: Case, ends: tuple[float, float]
 ) -> None:
     # Blocks come from the last key to the first: scores grow in every block, or shrink.
-    q, k, v = random_values(case)
-    size = np.geomspace(*ends, case.seqlen_k)[:, None, None]
-    check(case, (q, (k.astype(np.float32) * size).astype(k.dtype), v))
+    check(case, with_growing_keys(case, ends))
 
 
 @of_cases(LONG_CASES)
 @pytest.mark.parametrize("key", [0, 5, 130, 511, 699])
 def test_one_key_far_above_the_others_anywhere_is_right(case: Case, key: int) -> None:
-    q, k, v = random_values(case)
-    # Along the mean query of each head: the base changes by some 30, and only for some rows.
-    k[:, key] = (q[:, :1, : case.heads_kv].astype(np.float32)[:, 0] * 5).astype(k.dtype)
-    check(case, (q, k, v))
+    # The base changes by some 30, and only for some rows.
+    check(case, with_one_key_far_above(case, key))
 
 
 @of_cases(LONG_CASES)
 def test_scores_far_below_zero_are_right(case: Case) -> None:
     # A fresh row's base is 0 unless its scores are far from that.
-    q, k, v = random_values(case)
-    q[..., 0], k[..., 0] = 30, -30
-    check(case, (q, k, v))
+    check(case, with_scores_far_below_zero(case))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -481,10 +454,7 @@ def test_many_small_probabilities_beside_one_large_are_not_lost(
 @of_cases(LONG_CASES)
 @pytest.mark.parametrize("hidden", [slice(400, None), slice(0, 300), slice(100, 650), slice(None)])
 def test_keys_of_score_minus_infinity_count_for_nothing(case: Case, hidden: slice) -> None:
-    q, k, v = random_values(case)
-    q[..., 0] = np.abs(q[..., 0]) + DTYPES[case.dtype].type(0.5)
-    k[:, hidden, :, 0] = -np.inf
-    check(case, (q, k, v))
+    check(case, with_keys_at_minus_infinity(case, hidden))
 
 
 @of_cases(case for case in LONG_CASES if case.causal)
@@ -517,32 +487,11 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_hold() -> None:
 
 @of_cases([dataclasses.replace(MANY, head_dim=dim, head_dim_v=dim) for dim in (64, 128)])
 def test_a_captured_call_replays_on_new_contents(case: Case) -> None:
-    import cupy
-
-    first: Arrays = random_values(case)
-    second = tuple(array[::-1].copy() for array in first)
-    inputs = on_gpu(first)
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    options = {"out": out, "return_lse": True, **case.formula, **case.choice}
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        flash_attention(*inputs, **options)
-        stream.synchronize()
-        stream.begin_capture()
-        _, lse = flash_attention(*inputs, **options)
-        graph = stream.end_capture()
+    def other_call() -> None:
         # The maps that the graph holds are its own, whatever is called in between.
-        flash_attention(*on_gpu(second), family="hopper")
-        for values in (second, first):
-            for target, array in zip(inputs, values, strict=True):
-                target.set(array, stream=stream)
-            out.data.memset_async(0xFF, out.nbytes, stream)
-            lse.data.memset_async(0xFF, lse.nbytes, stream)
-            graph.launch(stream)
-            result, result_lse = out.get(stream=stream), lse.get(stream=stream)
-            stream.synchronize()
-            Truth.of(values, **case.formula).check(result, result_lse)
+        flash_attention(*on_gpu(random_values(case)), family="hopper")
+
+    check_captured_call(case, other_call)
 
 
 # ---- Many tiles that are short, or see nothing

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from gpu_sequences import (
     Place,
-    bits,
     cubins,
     kvcache,
     of_cases,
     on_every_family,
     poison_free_memory,
     problem_of,
-    use_cubins,
     varlen,
 )
+from gpu_support import bits
+from prebuilt import use_cubins
 from sequence_support import KVCacheCase, KVCacheProblem, VarlenCase
 from test_gpu_behaviour import keep_busy
 
@@ -119,6 +119,16 @@ def generated_eagerly(place: Place, case: KVCacheCase, **options: Any) -> Genera
     return generation
 
 
+def assert_replays_to(generation: Generation, made: Captured, expected: Generation) -> None:
+    """Fail unless as many replays as there are steps, from the start, end in the expected state."""
+    generation.start_again(made.stream)
+    for index in range(STEPS):
+        made.graph.launch(made.stream)
+        generation.remember(index, made.stream)
+    made.stream.synchronize()
+    assert_same_state(generation, expected)
+
+
 def assert_same_state(generation: Generation, expected: Generation) -> None:
     for result, wanted in zip(generation.state(), expected.state(), strict=True):
         np.testing.assert_array_equal(result, wanted)
@@ -155,12 +165,7 @@ def test_one_graph_serves_a_growing_cache(place: Place, case: KVCacheCase, num_s
     expected = generated_eagerly(place, case, num_splits=num_splits)
     generation = Generation(place, case, num_splits=num_splits)
     made = captured(place, generation.step)
-    generation.start_again(made.stream)
-    for index in range(STEPS):
-        made.graph.launch(made.stream)
-        generation.remember(index, made.stream)
-    made.stream.synchronize()
-    assert_same_state(generation, expected)
+    assert_replays_to(generation, made, expected)
 
 
 @on_every_family
@@ -357,12 +362,7 @@ def test_after_a_warm_up_the_strictest_capture_succeeds(place: Place, case: KVCa
     expected = generated_eagerly(place, case)
     generation = Generation(place, case)
     made = captured(place, generation.step, mode=cupy.cuda.runtime.streamCaptureModeGlobal)
-    generation.start_again(made.stream)
-    for index in range(STEPS):
-        made.graph.launch(made.stream)
-        generation.remember(index, made.stream)
-    made.stream.synchronize()
-    assert_same_state(generation, expected)
+    assert_replays_to(generation, made, expected)
 
 
 @on_every_family

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_sequences import (
+    GROUPS,
+    HEAD_DIMS,
+    PAGE_SIZES,
+    PAGES_OF_DIMS,
     SIXTEEN_BIT,
     Amid,
     Place,
     assert_same_bits,
-    bits,
     check_kvcache,
     cubins,
     everywhere,
@@ -25,9 +28,9 @@ from gpu_sequences import (
     on_gpu,
     problem_of,
     run_kvcache,
-    use_cubins,
 )
-from gpu_support import DTYPES, Truth
+from gpu_support import DTYPES, Truth, bits
+from prebuilt import use_cubins
 from sequence_support import KVCacheCase, KVCacheProblem, to_numpy
 from wrong_numbers import KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
@@ -35,9 +38,6 @@ from cupy_flash import combine, flash_attention_with_kvcache
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-# Query and key/value heads of which 1, 4 and 8 share one.
-GROUPS = ((3, 3), (8, 2), (8, 1))
-PAGE_SIZES = (1, 3, 16, 64, 256)
 # For what need not meet in every combination.
 DRAW = random.Random(5)
 
@@ -67,9 +67,7 @@ def test_any_number_of_query_rows_is_right(place: Place, case: KVCacheCase) -> N
 @everywhere
 @of_cases(
     kvcache(dtype=dtype, head_dim=dim, head_dim_v=dim_v, seqlen_q=3, seqlen_new=2, causal=True)
-    for index, (dim, dim_v) in enumerate(
-        [(40, 40), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (96, 40), (33, 7)]
-    )
+    for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
 def test_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
@@ -183,13 +181,7 @@ def test_pages_of_any_size_are_right(place: Place, case: KVCacheCase) -> None:
 @everywhere
 @of_cases(
     kvcache(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, seqlen_q=2)
-    for dtype, page_size, dim, dim_v in (
-        ("bfloat16", 16, 128, 128),
-        ("float16", 64, 256, 256),
-        ("float16", 3, 192, 128),
-        ("bfloat16", 1, 40, 33),
-        ("float32", 3, 40, 33),
-    )
+    for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
 def test_pages_of_any_head_dims_are_right(place: Place, case: KVCacheCase) -> None:
     check_kvcache(place, case)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,21 @@ from gpu_support import (
     Case,
     Guarded,
     Truth,
+    bits,
     check,
     current_device,
-    prebuild,
+    on_gpu,
     random_values,
     run,
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked
-from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.families import FAMILIES
+
+__all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = pytest.mark.gpu
 
@@ -39,25 +41,6 @@ FAMILY_DTYPES = [
     ("simt", "float32"),
     ("naive", "float32"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cubins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Kernels of the selected cases, compiled on all CPUs instead of one by one at each call."""
-    folder: Path = tmp_path_factory.mktemp("cubins")
-    specs = (getattr(item, "callspec", None) for item in request.session.items)
-    cases = [spec.params["case"] for spec in specs if spec and "case" in spec.params]
-    # Other files have cases of other kinds.
-    cases = [case for case in cases if isinstance(case, Case)]
-    if len(cases) > 1:
-        prebuild(dict.fromkeys(cases), folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
-    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
 
 
 def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
@@ -300,10 +283,6 @@ def test_masked_keys_never_reach_the_output(family: str, dtype: str, poison: flo
     np.testing.assert_array_equal(clean[1][:, :, :70], poisoned[1][:, :, :70])
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).view(np.uint8)
-
-
 @of_families
 @pytest.mark.parametrize("seqlen_k", [150, 4099])
 def test_the_same_inputs_give_the_same_bits(family: str, dtype: str, seqlen_k: int) -> None:
@@ -316,19 +295,12 @@ def test_the_same_inputs_give_the_same_bits(family: str, dtype: str, seqlen_k: i
         np.testing.assert_array_equal(lse_again, lse)
 
 
-def on_gpu(case: Case) -> list[Any]:
-    """The case's random values as contiguous CuPy arrays."""
-    import cupy
-
-    return [cupy.asarray(array) for array in random_values(case)]
-
-
 @of_families
 def test_without_out_the_result_is_contiguous_and_has_the_same_bits(
     family: str, dtype: str
 ) -> None:
     case = Case(family, dtype)
-    arrays = on_gpu(case)
+    arrays = on_gpu(random_values(case))
     given_out = run(case, random_values(case))[0]
     out = flash_attention(*arrays, **case.choice)
     assert out.flags.c_contiguous
@@ -369,7 +341,9 @@ def test_strided_views_are_read_as_they_lie_or_copied(
         pytest.skip("the copy engine takes no negative strides; the planner takes mma for them")
     case = Case(family, dtype, 112, 150, head_dim=80, head_dim_v=80)
     truth = Truth.of(tuple(map(view, random_values(case))))
-    out, lse = flash_attention(*map(view, on_gpu(case)), family=family, return_lse=True)
+    out, lse = flash_attention(
+        *map(view, on_gpu(random_values(case))), family=family, return_lse=True
+    )
     truth.check(out.get(), lse.get())
 
 

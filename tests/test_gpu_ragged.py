@@ -18,8 +18,8 @@ from gpu_sequences import (
     check_kvcache,
     check_varlen,
     cubins,
-    use_cubins,
 )
+from prebuilt import use_cubins
 from sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash.problem import DTYPES

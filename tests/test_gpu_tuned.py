@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from gpu_support import Case, check, current_device, prebuild, random_values
+from gpu_support import Case, check, current_device, random_values
+from prebuilt import jobs_of_cases, use_cubins, write_cubins
 
 from cupy_flash import tuning
 from cupy_flash.cli.kernel_sets import problem_of_class
-from cupy_flash.compiler import CUBINS_VARIABLE
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.families import FAMILIES
+
+__all__ = ["use_cubins"]  # fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -52,14 +54,8 @@ CASES = tuned_cases()
 def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All their kernels, compiled on all CPUs."""
     folder: Path = tmp_path_factory.mktemp("cubins")
-    prebuild(CASES, folder)
+    write_cubins(folder, jobs_of_cases(CASES))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def use_cubins(home: Path, cubins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After `home`, which hides the user's own prebuilt kernels.
-    monkeypatch.setenv(CUBINS_VARIABLE, str(cubins))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

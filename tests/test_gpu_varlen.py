@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_sequences import (
+    GROUPS,
+    HEAD_DIMS,
+    PAGE_SIZES,
+    PAGES_OF_DIMS,
     SIXTEEN_BIT,
     Amid,
     Place,
     assert_same_bits,
-    bits,
     check_varlen,
     cubins,
     everywhere,
@@ -22,20 +25,16 @@ from gpu_sequences import (
     on_gpu,
     problem_of,
     run_varlen,
-    use_cubins,
     varlen,
 )
-from gpu_support import DTYPES, Truth
+from gpu_support import DTYPES, Truth, bits
+from prebuilt import use_cubins
 from sequence_support import VarlenCase
 from wrong_numbers import VARLEN_CALLS, check_varlen_result, wrong_varlen
 
 from cupy_flash import flash_attention, flash_attention_varlen
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
-
-# Query and key/value heads of which 1, 4 and 8 share one.
-GROUPS = ((3, 3), (8, 2), (8, 1))
-PAGE_SIZES = (1, 3, 16, 64, 256)
 
 
 # ---- Lengths, dtypes, heads, head dims
@@ -61,9 +60,7 @@ def test_sequences_of_random_lengths_are_right(place: Place, case: VarlenCase) -
         causal=index // 2 % 2 == 0,
         seqused=index % 3 == 0,
     )
-    for index, (dim, dim_v) in enumerate(
-        [(40, 40), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (96, 40), (33, 7)]
-    )
+    for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in (SIXTEEN_BIT[index % 2], ("float32", "float64")[index % 2])
 )
 def test_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
@@ -145,13 +142,7 @@ def test_pages_of_any_size_are_right(place: Place, case: VarlenCase) -> None:
 @everywhere
 @of_cases(
     varlen(dtype=dtype, page_size=page_size, head_dim=dim, head_dim_v=dim_v, causal=True)
-    for dtype, page_size, dim, dim_v in (
-        ("bfloat16", 16, 128, 128),
-        ("float16", 64, 256, 256),
-        ("float16", 3, 192, 128),
-        ("bfloat16", 1, 40, 33),
-        ("float32", 3, 40, 33),
-    )
+    for dtype, page_size, dim, dim_v in PAGES_OF_DIMS
 )
 def test_pages_of_any_head_dims_are_right(place: Place, case: VarlenCase) -> None:
     check_varlen(place, case)

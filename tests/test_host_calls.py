@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_flash import attention, host_calls
+from cupy_flash import backends, host_calls
 from cupy_flash.device import device_for_arch
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.problem import ArraySpec, Problem, make_sequences_problem
@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(attention, "gpu_unavailable", lambda: None)
+    monkeypatch.setattr(backends, "gpu_unavailable", lambda: None)
     monkeypatch.setattr(host_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
     monkeypatch.setattr(host_calls, "is_served", is_served)
 
@@ -53,7 +53,7 @@ def test_asking_for_the_gpu_or_one_of_its_families_leaves_nothing_open() -> None
 def test_without_a_gpu_the_cpu_computes_and_asking_for_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "gpu_unavailable", lambda: "it was sold")
+    monkeypatch.setattr(backends, "gpu_unavailable", lambda: "it was sold")
     assert not host_calls.runs_on_gpu(problem(), OPTIONS, "auto")
     with pytest.raises(UnsupportedError, match="backend is 'gpu', but it was sold"):
         host_calls.runs_on_gpu(problem(), OPTIONS, "gpu")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import functools
 
 import fake_gpu
 import numpy as np
 import pytest
+import refusals
+from foreign import Foreign
 from sequence_support import KVCacheCase, random_kvcache_case
-from test_attention import Foreign
 
 from cupy_flash import (
     UnsupportedError,
@@ -17,10 +18,12 @@ from cupy_flash import (
     kvcache,
     launch_sequences,
 )
-from cupy_flash.attention import gpu_unavailable
+from cupy_flash.device import gpu_unavailable
 from cupy_flash.reference_sequences import attention_with_kvcache_reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+assert_refused = functools.partial(refusals.assert_refused, flash_attention_with_kvcache)
 
 
 def good():
@@ -47,16 +50,6 @@ def good_paged():
             [[3, 1] + [-9] * 6, [2] + [-9] * 7, [15, 0, 5, 6, 7, 8, 9, 10]], np.int32
         ),
     }
-
-
-def assert_refused(error, message, arguments):
-    arrays = [x for x in arguments.values() if isinstance(x, np.ndarray)]
-    before = [x.tobytes() for x in arrays]
-    with pytest.raises(error) as caught:
-        flash_attention_with_kvcache(**arguments)
-    assert re.search(message, str(caught.value)), str(caught.value)
-    assert type(caught.value) in (TypeError, ValueError, UnsupportedError)
-    assert [x.tobytes() for x in arrays] == before
 
 
 @pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["contiguous", "paged"])
@@ -277,12 +270,7 @@ def test_an_empty_batch_touches_nothing():
             r"cache_seqlens\[2\] is 56; expected at most 55: rotary_cos has 60 rows",
         ),
         ({"out": np.zeros((3, 2, 6, 40), np.float32)}, r"out has shape \(3, 2, 6, 40\); expected"),
-        ({"num_splits": -2}, "num_splits is -2; expected 1 to"),
-        ({"num_splits": 2, "batch_invariant": True}, "batch_invariant=True does not split keys"),
-        ({"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
-        ({"family": "flash", "backend": "cpu"}, "unknown family 'flash'; expected one of"),
-        ({"family": "mma", "backend": "cpu"}, "family 'mma' is a GPU kernel, but the CPU backend"),
-        ({"tile": {"warps": 4}, "backend": "cpu"}, "unknown tile field 'warps'"),
+        *refusals.WRONG_OPTIONS,
     ],
 )
 def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, message):

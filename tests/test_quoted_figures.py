@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from bench_records import row, write
+from benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
-CHECKOUT = Path(__file__).resolve().parent.parent
-
-if not (CHECKOUT / "benchmarks").is_dir():
+if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
-
-
-def script(name: str) -> ModuleType:
-    """A module of the folder benchmarks/."""
-    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
 
 quotes = script("quotes")
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
+import functools
 
 import fake_gpu
 import numpy as np
 import pytest
+import refusals
+from foreign import Foreign
 from sequence_support import VarlenCase, random_varlen_case
-from test_attention import Foreign
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, launch_sequences, varlen
-from cupy_flash.attention import gpu_unavailable
+from cupy_flash.device import gpu_unavailable
 from cupy_flash.reference_sequences import attention_varlen_reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+assert_refused = functools.partial(refusals.assert_refused, flash_attention_varlen)
 
 
 def good():
@@ -40,16 +43,6 @@ def good_paged():
         "max_seqlen_k": 41,
         "block_table": np.array([[3, 1, 2, -9, -9, -9], [-9] * 6, [15, 0, 5, 6, 7, 8]], np.int32),
     }
-
-
-def assert_refused(error, message, arguments):
-    arrays = [x for x in arguments.values() if isinstance(x, np.ndarray)]
-    before = [x.tobytes() for x in arrays]
-    with pytest.raises(error) as caught:
-        flash_attention_varlen(**arguments)
-    assert re.search(message, str(caught.value)), str(caught.value)
-    assert type(caught.value) in (TypeError, ValueError, UnsupportedError)
-    assert [x.tobytes() for x in arrays] == before
 
 
 @pytest.mark.parametrize("arguments", [good(), good_paged()], ids=["packed", "paged"])
@@ -181,12 +174,7 @@ def test_the_result_of_a_sequence_is_that_of_a_call_of_its_own(rng):
             "seqused_k gives sequence 2 109 keys; expected at most 108, the rows of k from its",
         ),
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1; expected at least 0"),
-        ({"num_splits": -2}, "num_splits is -2; expected 1 to"),
-        ({"num_splits": 2, "batch_invariant": True}, "batch_invariant=True does not split keys"),
-        ({"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
-        ({"family": "flash", "backend": "cpu"}, "unknown family 'flash'; expected one of"),
-        ({"family": "mma", "backend": "cpu"}, "family 'mma' is a GPU kernel, but the CPU backend"),
-        ({"tile": {"warps": 4}, "backend": "cpu"}, "unknown tile field 'warps'"),
+        *refusals.WRONG_OPTIONS,
     ],
 )
 def test_a_wrong_value_is_refused_by_name(changes, message):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,9 @@ KERNEL_DIR = next(
     _PACKAGE / "kernels_cu",
 )
 
-# Thread blocks of one launch.
+# Thread blocks of one launch, and along the second axis of its grid.
 MAX_GRID = 2**31 - 1
+MAX_GRID_Y = 2**16 - 1
 
 # The main kernel of a family that launches others before it.
 MAIN_ENTRY = "attention"
@@ -181,10 +182,7 @@ class Family(ABC):
             f"// cupy_flash {self.name}, sources {self.digest()}",
             f'#include "{self.source}"',
             layout_assertions(),
-            "struct Config {",
-            f"  using Element = {_ELEMENT[problem.dtype]};",
-            *(f"  static constexpr {_c_value(name, value)};" for name, value in members.items()),
-            "};",
+            config_struct({"Element": problem.dtype}, members),
             *entries.values(),
         ]
         title = (
@@ -201,10 +199,21 @@ class Family(ABC):
         return source_digest(self.source)
 
 
-def _c_value(name: str, value: int | bool) -> str:
-    if isinstance(value, bool):
-        return f"bool {name} = {str(value).lower()}"
-    return f"int {name} = {value}"
+def config_struct(dtypes: Mapping[str, str], members: Mapping[str, int | bool]) -> str:
+    """C++ definition of the `Config` that a kernel is made for.
+
+    Parameters
+    ----------
+    dtypes
+        Of each element type that it names.
+    members
+        Value of each of its constants.
+    """
+    lines = [f"  using {name} = {_ELEMENT[dtype]};" for name, dtype in dtypes.items()]
+    for name, value in members.items():
+        kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
+        lines.append(f"  static constexpr {kind} {name} = {literal};")
+    return "\n".join(["struct Config {", *lines, "};"])
 
 
 @functools.cache

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import MAX_GRID, MAX_GRID_Y, Family, Launch, ceil_div, round_up
 from cupy_flash.params import sequences_assertions
-from cupy_flash.problem import Problem
+from cupy_flash.problem import MAX_SEQLEN, Problem
 from cupy_flash.tile import Tile
 
 # Query rows of a key/value head and keys, beyond or below which other families are better.
@@ -111,6 +111,8 @@ class DecodeFamily(Family):
             return f"cluster is {tile.cluster}; expected 0, 1, 2, 4 or 8"
         if tile.cluster and not _has_clusters(device):
             return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
+        if _rows(problem) > MAX_SEQLEN:
+            return f"has {_rows(problem)} rows of a key/value head; {MAX_SEQLEN} can be counted"
         if tile.min_blocks < 1 or tile.least_units < 1:
             return "min_blocks and least_units must be at least 1"
         columns, columns_v = _padded_dims(problem)
@@ -185,7 +187,7 @@ class DecodeFamily(Family):
             return given
         packed_q = problem.sequences is not None and problem.sequences.packed_q
         row_tiles = ceil_div(_rows(problem), tile.Br)
-        if not packed_q and row_tiles <= _MOST_SHARED_TILES:
+        if not packed_q and row_tiles <= _MOST_SHARED_TILES and problem.heads_kv <= MAX_GRID_Y:
             return 0
         return split.num_splits(
             problem,
@@ -280,7 +282,9 @@ class DecodeFamily(Family):
 def _preferred_tiles(problem: Problem, device: Device) -> list[DecodeTile]:
     """Tiles from the best down, without stages, of which the first that fits is the default."""
     wide = max(problem.head_dim, problem.head_dim_v) > 128
-    Br = 16 if _rows(problem) <= 16 or wide else 32
+    # The queries of 32 rows come through a stage, which wide values make large enough.
+    columns, columns_v = _padded_dims(problem)
+    Br = 16 if _rows(problem) <= 16 or wide or columns > columns_v else 32
     any_batch = [DecodeTile(Br, 16, min_blocks=2), DecodeTile(Br, 16, min_blocks=1)]
     if problem.is_batch_invariant:
         # Bc and warps decide in which order a row's keys are summed up.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import Family, Launch, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
@@ -127,11 +127,8 @@ class MmaFamily(Family):
                 f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
                 f"{device.shared_memory_per_block // 1024} KiB per block"
             )
-        blocks = ragged.query_blocks(problem, tile.Br)
-        if problem.sequences is not None:
-            blocks *= max(1, problem.sequences.num_splits)
-        if blocks > MAX_GRID:
-            return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+        if reason := ragged.why_not_grid(problem, tile.Br):
+            return reason
         cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
         need = self._registers(problem, tile)
         if need > cap:
@@ -171,14 +168,8 @@ class MmaFamily(Family):
 
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
         shared_memory = self.shared_memory(problem, tile)
-        return split.num_splits(
-            problem,
-            device,
-            q_tiles=ceil_div(ragged.query_rows(problem), tile.Br),
-            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
-            blocks_per_sm=device.blocks_per_sm(self.threads(tile), shared_memory, 255),
-            group=ragged.group_size(problem),
-        )
+        blocks_per_sm = device.blocks_per_sm(self.threads(tile), shared_memory, 255)
+        return ragged.num_splits(problem, device, tile, blocks_per_sm)
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)

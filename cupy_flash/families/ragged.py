@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.base import ceil_div
+from cupy_flash.device import Device
+from cupy_flash.families import split
+from cupy_flash.families.base import MAX_GRID, ceil_div
 from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import MAX_SEQLEN, Problem
+from cupy_flash.tile import Tile
 
 
 def group_size(problem: Problem) -> int:
@@ -29,6 +32,29 @@ def query_blocks(problem: Problem, Br: int) -> int:
     """Query tiles over the whole batch and all heads."""
     groups = problem.heads_q // group_size(problem)
     return ceil_div(query_rows(problem), Br) * problem.batch * groups
+
+
+def why_not_grid(problem: Problem, Br: int) -> str | None:
+    """Why tiles of Br rows are more than a launch takes, or None if they are not."""
+    blocks = query_blocks(problem, Br)
+    if problem.sequences is not None and problem.sequences.num_splits > 1:
+        blocks *= problem.sequences.num_splits
+        blocks = max(blocks, split.combine_blocks(problem))
+    if blocks > MAX_GRID:
+        return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+    return None
+
+
+def num_splits(problem: Problem, device: Device, tile: Tile, blocks_per_sm: int) -> int:
+    """Thread blocks that share the keys of one query tile (see `split.num_splits`)."""
+    return split.num_splits(
+        problem,
+        device,
+        q_tiles=ceil_div(query_rows(problem), tile.Br),
+        key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
+        blocks_per_sm=blocks_per_sm,
+        group=group_size(problem),
+    )
 
 
 def config(problem: Problem) -> dict[str, int | bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
@@ -121,12 +121,7 @@ class SimtFamily(Family):
                 f"needs {shared_memory} bytes of shared memory, and {device.name} allows "
                 f"{device.shared_memory_per_block} per block"
             )
-        blocks = ragged.query_blocks(problem, tile.Br)
-        if problem.sequences is not None:
-            blocks *= max(1, problem.sequences.num_splits)
-        if blocks > MAX_GRID:
-            return f"needs more than the {MAX_GRID} thread blocks of a launch; take a larger Br"
-        return None
+        return ragged.why_not_grid(problem, tile.Br)
 
     def default_tile(self, problem: Problem, device: Device) -> SimtTile:
         legal = [
@@ -189,14 +184,8 @@ class SimtFamily(Family):
 
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
         assert isinstance(tile, SimtTile)
-        return split.num_splits(
-            problem,
-            device,
-            q_tiles=ceil_div(ragged.query_rows(problem), tile.Br),
-            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
-            blocks_per_sm=self._blocks_per_sm(problem, device, tile),
-            group=ragged.group_size(problem),
-        )
+        blocks_per_sm = self._blocks_per_sm(problem, device, tile)
+        return ragged.num_splits(problem, device, tile, blocks_per_sm)
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)

@@ -81,8 +81,12 @@ def combine_launches(problem: Problem, num_splits: int) -> tuple[Launch, ...]:
     """The launch that merges the splits, one warp for each query row; none if there is nothing."""
     if num_splits == 1:
         return ()
-    grid = (ceil_div(problem.rows, _COMBINE_WARPS), 1, 1)
-    return (Launch(COMBINE, grid, 32 * _COMBINE_WARPS),)
+    return (Launch(COMBINE, (combine_blocks(problem), 1, 1), 32 * _COMBINE_WARPS),)
+
+
+def combine_blocks(problem: Problem) -> int:
+    """Thread blocks of the launch that merges splits."""
+    return ceil_div(problem.rows, _COMBINE_WARPS)
 
 
 def combine_entries(num_splits: int, *, sequences: bool = False) -> dict[str, str]:

@@ -10,16 +10,10 @@
 
 #include <cstdio>
 
+#include "read_numbers.h"
+
 constexpr int Br = 64;
 constexpr int Bc = 32;
-
-static std::vector<int> read(int count) {
-  std::vector<int> numbers(count);
-  for (int& number : numbers) {
-    if (std::scanf("%d", &number) != 1) std::exit(1);
-  }
-  return numbers;
-}
 
 template <bool Causal>
 void print_visits(const Params& p, const Sequences& s, int threads, int section_keys) {

@@ -12,17 +12,9 @@
 #include "shares.cuh"
 
 #include <cstdio>
-#include <cstdlib>
 
+#include "read_numbers.h"
 #include "shares_configs.h"
-
-static std::vector<int> read(int count) {
-  std::vector<int> numbers(count);
-  for (int& number : numbers) {
-    if (std::scanf("%d", &number) != 1) std::exit(1);
-  }
-  return numbers;
-}
 
 // A warp takes each block's share, and its first lane, which then knows it, the parts.
 template <class Config>

@@ -53,6 +53,23 @@ struct Wgmma;
 #define OPERANDS_128 OPERANDS_120, EIGHT_OF(120)
 
 // The operands that follow Count accumulators are numbered i0, i1, ...
+
+#define WGMMA_FROM_REGISTERS(NAME, TRANSPOSE_B, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)            \
+  __device__ static void NAME(float (&d)[COUNT], const unsigned* a, unsigned long long b,          \
+                              int accumulate) {                                                    \
+    asm volatile(                                                                                  \
+        "{\n"                                                                                      \
+        ".reg .pred accumulate;\n"                                                                 \
+        "setp.ne.b32 accumulate, %" #i5                                                            \
+        ", 0;\n"                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                            \
+        " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4             \
+                                  ", accumulate, 1, 1, " TRANSPOSE_B ";\n"                         \
+                                  "}"                                                              \
+        : OPERANDS_##COUNT                                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                    \
+  }
+
 #define WGMMA(ELEMENT, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)                                     \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
@@ -71,36 +88,9 @@ struct Wgmma;
           : OPERANDS_##COUNT                                                                       \
           : "l"(a), "l"(b), "r"(accumulate));                                                      \
     }                                                                                              \
-    /* a in registers; b in shared memory with n contiguous. */                                    \
-    __device__ static void multiply_n_contiguous(float (&d)[COUNT], const unsigned* a,             \
-                                                 unsigned long long b, int accumulate) {           \
-      asm volatile(                                                                                \
-          "{\n"                                                                                    \
-          ".reg .pred accumulate;\n"                                                               \
-          "setp.ne.b32 accumulate, %" #i5                                                          \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
-          " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4           \
-                                    ", accumulate, 1, 1, 1;\n"                                     \
-                                    "}"                                                            \
-          : OPERANDS_##COUNT                                                                       \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                  \
-    }                                                                                              \
-    /* a in registers; b in shared memory with k contiguous. */                                    \
-    __device__ static void multiply_k_contiguous(float (&d)[COUNT], const unsigned* a,             \
-                                                 unsigned long long b, int accumulate) {           \
-      asm volatile(                                                                                \
-          "{\n"                                                                                    \
-          ".reg .pred accumulate;\n"                                                               \
-          "setp.ne.b32 accumulate, %" #i5                                                          \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
-          " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4           \
-                                    ", accumulate, 1, 1, 0;\n"                                     \
-                                    "}"                                                            \
-          : OPERANDS_##COUNT                                                                       \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                  \
-    }                                                                                              \
+    /* a in registers; b in shared memory with k, or with n, contiguous. */                        \
+    WGMMA_FROM_REGISTERS(multiply_k_contiguous, "0", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
+    WGMMA_FROM_REGISTERS(multiply_n_contiguous, "1", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
   };
 #define WGMMA_FOR_BOTH_TYPES(N, COUNT, ...)   \
   WGMMA(half_t, "f16", N, COUNT, __VA_ARGS__) \

@@ -13,6 +13,7 @@ from cupy_flash.problem import (
     ArraySpec,
     Problem,
     Strides,
+    check_count,
     make_problem,
     make_sequences_problem,
 )
@@ -89,9 +90,25 @@ class Case:
         return self.key_lengths if self.kind == "varlen" else (self.seqlen_q,) * self.batch
 
     @property
+    def length_counts(self) -> dict[tuple[int, int], int]:
+        """How many sequences have so many queries and so many keys.
+
+        It takes no memory that grows with a batch of one length.
+        """
+        if self.lengths is None:
+            is_packed = self.kind == "varlen"
+            return {(self.seqlen_k if is_packed else self.seqlen_q, self.seqlen_k): self.batch}
+        return Counter(zip(self.query_lengths, self.key_lengths, strict=True))
+
+    @property
     def query_rows(self) -> int:
         """Query rows over the whole batch and all heads."""
-        return sum(self.query_lengths) * self.heads_q
+        return self.heads_q * sum(n * queries for (queries, _), n in self.length_counts.items())
+
+    @property
+    def total_keys(self) -> int:
+        """Keys of all sequences."""
+        return sum(n * keys for (_, keys), n in self.length_counts.items())
 
     @property
     def cache_rows(self) -> int:
@@ -114,7 +131,7 @@ class Case:
         k_batch = batch
         if self.kind == "varlen":
             batch = k_batch = 1
-            seqlen_q = seqlen_k = sum(self.key_lengths)
+            seqlen_q = seqlen_k = self.total_keys
         elif self.page_size:
             k_batch, seqlen_k = batch * self.pages_per_sequence, self.page_size
         return (
@@ -160,6 +177,7 @@ class Case:
     def _require_consistent(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        check_count("batch", self.batch)
         if not self.batch:
             raise ValueError("batch is 0; expected at least 1 sequence")
         if self.layout != "bshd":
@@ -182,10 +200,11 @@ class Case:
                 f"seqlen_q is {self.seqlen_q} and seqlen_k {self.seqlen_k}; packed sequences "
                 "attend to themselves"
             )
-        if self.append and min(self.key_lengths, default=self.seqlen_q) < self.seqlen_q:
+        least = self.seqlen_k if self.lengths is None else min(self.lengths)
+        if self.append and least < self.seqlen_q:
             raise ValueError(
-                f"{self.seqlen_q} rows are appended, but a sequence has "
-                f"{min(self.key_lengths)} keys with them; expected no fewer"
+                f"{self.seqlen_q} rows are appended, but a sequence has {least} keys with them; "
+                "expected no fewer"
             )
 
     def _spec(self, shape: Shape) -> ArraySpec:
@@ -199,7 +218,6 @@ class Case:
         """The same attention as calls on blocks of equal length, one for each length."""
         if self.is_dense:
             return [self.problem()]
-        counts = Counter(zip(self.query_lengths, self.key_lengths, strict=True))
         return [
             Case(
                 self.dtype,
@@ -213,7 +231,7 @@ class Case:
                 self.causal,
                 softmax_scale=self.softmax_scale,
             ).problem()
-            for (seqlen_q, seqlen_k), count in counts.items()
+            for (seqlen_q, seqlen_k), count in self.length_counts.items()
         ]
 
     def flops(self) -> float:
@@ -224,7 +242,7 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of all keys and values that are attended to."""
         width = self.heads_kv * (self.head_dim + self.head_dim_v)
-        return sum(self.key_lengths) * width * ITEMSIZE[self.dtype]
+        return self.total_keys * width * ITEMSIZE[self.dtype]
 
     @property
     def array_bytes(self) -> int:
@@ -236,8 +254,8 @@ class Case:
     @property
     def scores(self) -> int:
         """Elements of the score matrix of all heads."""
-        pairs = zip(self.query_lengths, self.key_lengths, strict=True)
-        return self.heads_q * sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in pairs)
+        pairs = sum(n * queries * keys for (queries, keys), n in self.length_counts.items())
+        return self.heads_q * pairs
 
     @property
     def arguments(self) -> dict[str, Any]:

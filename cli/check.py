@@ -66,9 +66,9 @@ def choose_blocks(
     """
     if case.kind == "varlen":
         return _blocks_of_sequences(case, seed, most_scores, most_rows or _SEQUENCES_ROWS)
-    heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
-    if not heads or not case.seqlen_q:
+    if not case.query_rows:
         return []
+    heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
     rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
     starts = range(0, case.seqlen_q, rows)
     sample_rows = most_rows or _SAMPLE_ROWS

@@ -15,8 +15,8 @@ from cupy_flash.errors import CompileError
 from cupy_flash.tuning import TableError
 
 
-class OneLineErrors(click.Group):
-    """A command group that reports a wrong option in one line and exits with 2."""
+class NamedCommands(click.Group):
+    """A command group that names its commands where another is asked for."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -25,6 +25,10 @@ class OneLineErrors(click.Group):
             known = ", ".join(self.list_commands(ctx))
             raise click.UsageError(f"no command {args[0]!r}; expected one of {known}", ctx)
         return super().resolve_command(ctx, args)
+
+
+class OneLineErrors(NamedCommands):
+    """A command group that reports a wrong option in one line and exits with 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
         # Before anything imports CuPy.

@@ -95,9 +95,9 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append(("compiler", facts["compiler_unavailable"] or "NVRTC, no GPU needed to compile"))
     lines.append(("kernel cache", places["kernel_cache"]))
     saved = places["tuned_entries"]
-    lines.append(
-        ("tuned tiles", f"{places['tuned_table']} ({saved} saved)" if saved != 0 else "none saved")
-    )
+    if isinstance(saved, int):
+        saved = f"{places['tuned_table']} ({saved} saved)" if saved else "none saved"
+    lines.append(("tuned tiles", saved))
     prebuilt = places["prebuilt_kernels"]
     lines.append(
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import click
 
 from cupy_flash.arrays import LAYOUTS
-from cupy_flash.problem import DTYPES
+from cupy_flash.problem import DTYPES, MAX_SEQLEN
 
 from . import report
 from .cases import Case, sweep
@@ -287,16 +288,15 @@ def sequence_cases(
     for case, pages, splits in itertools.product(
         sweep(**given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
     ):
-        made = dataclasses.replace(
+        alike = dataclasses.replace(
             case,
             kind="cache" if cache else "varlen",
             page_size=pages,
             append=sequences["append"],
             rotary=sequences["rotary"],
             asked_splits=splits,
-            lengths=_drawn(which, case, seed),
         )
-        found.append(made)
+        found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
     with library_errors_as_usage():
         for case in found:
             case.problem()
@@ -325,24 +325,47 @@ def _lengths(text: str) -> str | tuple[int, ...]:
     """
     if text in ("uniform", "long-tail"):
         return text
-    path, source = Path(text), text
-    if path.is_file():
+    source, what = text, f"--lengths {text!r}"
+    # Not Path.is_file, which refuses a long list of numbers as a name that is too long.
+    if os.path.isfile(text) or any(map(str.isalpha, text)):
         try:
-            source = path.read_text(encoding="utf-8")
+            source, what = Path(text).read_text(encoding="utf-8"), f"the file --lengths {text}"
         except (OSError, ValueError) as error:
-            raise click.UsageError(f"--lengths {text}: {error}") from error
+            raise click.UsageError(
+                f"{what} is not uniform, long-tail or whole numbers such as 16,100,7, and as a "
+                f"file it cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
     words = source.replace(",", " ").split()
-    if not words or not all(word.isdecimal() and int(word) for word in words):
+    if not words:
+        raise click.UsageError(f"{what} has no numbers in it; expected some, such as 16,100,7")
+    if wrong := [word for word in words if not _is_length(word)]:
         raise click.UsageError(
-            f"--lengths {text!r} is not uniform, long-tail, whole numbers from 1 such as 16,100,7, "
-            "or a file of them"
+            f"{what} has {wrong[0][:40]!r} in it; expected whole numbers from 0 to {MAX_SEQLEN}, "
+            "such as 16,100,7"
         )
-    return tuple(map(int, words))
+    lengths = tuple(map(int, words))
+    if not any(lengths):
+        raise click.UsageError(f"{what} has no length above 0; expected one")
+    return lengths
+
+
+def _is_length(word: str) -> bool:
+    is_short = word.isdecimal() and len(word) <= len(str(MAX_SEQLEN))
+    return is_short and int(word) <= MAX_SEQLEN
+
+
+# They are named below the table, so that they can be given again.
+_MOST_DRAWN = 2**16
 
 
 def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[int, ...] | None:
     if isinstance(which, tuple):
         return which
+    if which is not None and case.batch > _MOST_DRAWN:
+        raise click.UsageError(
+            f"--batch {case.batch} is too many for --lengths {which}; expected at most "
+            f"{_MOST_DRAWN} sequences"
+        )
     if which == "long-tail":
         # Every call appends its rows: a cache holds no fewer.
         least = case.seqlen_q if case.seqlen_q < case.seqlen_k else 1

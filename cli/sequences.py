@@ -53,7 +53,7 @@ def uniform_twin(case: Case) -> Case:
 
     Its length is a multiple of 128: no tile of it is cut.
     """
-    rows = sum(case.key_lengths)
+    rows = case.total_keys
     pairs = sum(length * length for length in case.key_lengths)
     seqlen = max(1, round(pairs / max(rows, 1) / 128)) * 128
     return Case(

@@ -12,6 +12,7 @@ from cupy_flash.device import gpu_unavailable
 from cupy_flash.tuning import Entry
 
 from . import environment, report
+from .errors import NamedCommands
 from .options import writable_path
 from .providers import current_device
 from .tune_table import digest_of
@@ -19,9 +20,12 @@ from .tune_table import digest_of
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.group()
-def tables() -> None:
+@click.group(cls=NamedCommands, invoke_without_command=True)
+@click.pass_context
+def tables(ctx: click.Context) -> None:
     """Look at tuned tables, share them as files, and take in others'."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 @tables.command("list")

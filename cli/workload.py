@@ -98,7 +98,16 @@ def decode() -> list[Weighted]:
     ]
 
 
-PRESETS = {"common": common, "decode": decode}
+def varlen() -> list[Weighted]:
+    """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
+    return [
+        Weighted(case, 1e12 / case.flops())
+        for dtype in ("bfloat16", "float16")
+        for case in presets.preset("varlen", (dtype,)).cases
+    ]
+
+
+PRESETS = {"common": common, "decode": decode, "varlen": varlen}
 
 
 # ---- Workloads in files
@@ -106,6 +115,14 @@ PRESETS = {"common": common, "decode": decode}
 _TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
 _CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS}
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
+# What other kinds have no use for.
+_KINDS_OF = {
+    "page_size": ("cache",),
+    "append": ("cache",),
+    "rotary": ("cache",),
+    "lengths": ("cache", "varlen"),
+    "asked_splits": ("cache", "varlen"),
+}
 _FROM_ONE = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
 
 
@@ -162,6 +179,12 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
     defaults = {name: value for name, value in defaults.items() if name not in fields}
     # The row's own fields first: a message is to name a field that stands there.
     values = {name: _value(name, value, where) for name, value in (fields | defaults).items()}
+    kind = values.get("kind", "dense")
+    for name, kinds in _KINDS_OF.items():
+        if values.get(name) and kind not in kinds:
+            raise click.UsageError(
+                f"{where} has {name}, which needs kind {' or '.join(kinds)}; its kind is {kind}"
+            )
     weight = values.pop("weight", 1.0)
     case = Case(**values)
     try:

@@ -23,6 +23,12 @@ def is_cupy(array: Any) -> bool:
     return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
 
 
+def kind_of(value: Any) -> str:
+    """A value's type with its article, for messages."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
 def array_module(array: Any) -> Any:
     """The module whose functions take an array: CuPy for CuPy's, else NumPy."""
     return importlib.import_module("cupy") if is_cupy(array) else np
@@ -164,8 +170,7 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         return array, _identity
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
-            f"{name} is a {type(array).__name__}; expected a NumPy or CuPy array, or one that "
-            "speaks DLPack"
+            f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
         )
     device_type = int(array.__dlpack_device__()[0])
     if device_type in _DLPACK_CUDA:
@@ -199,7 +204,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     if isinstance(array, (list, tuple)):
         if not on_host:
             raise TypeError(
-                f"{name} is a {type(array).__name__} and q lies on a GPU; pass "
+                f"{name} is {kind_of(array)} and q lies on a GPU; pass "
                 f"cupy.asarray({name}, 'int32')"
             )
         return _int32_of_list(name, array)

@@ -158,7 +158,7 @@ def flash_attention_qkvpacked(qkv: Any, **options: Any) -> Any:
         If qkv is not of that shape, and as `flash_attention`.
     """
     if not hasattr(qkv, "shape"):
-        raise TypeError(f"qkv is a {type(qkv).__name__}; expected an array")
+        raise TypeError(f"qkv is {arrays.kind_of(qkv)}; expected an array")
     shape = tuple(qkv.shape)
     if len(shape) != 5 or shape[2] != 3:
         raise ValueError(f"qkv has shape {shape}; expected (batch, seqlen, 3, heads, head_dim)")

@@ -325,9 +325,10 @@ def _cupy() -> Any:
 
 
 def _key(array: Any) -> tuple[Any, ...]:
-    data = array.data
+    data, dtype = array.data, array.dtype
     alignment = data.ptr & (MAX_ALIGNMENT - 1)
-    return (data.device_id, array.shape, array.strides, array.dtype.num, alignment)
+    # dtype.num is that of both byte orders.
+    return (data.device_id, array.shape, array.strides, dtype.num, dtype.isnative, alignment)
 
 
 def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, Any]:

@@ -192,10 +192,10 @@ def flash_attention_with_kvcache(
     )
     keys = 0
     lengths = cache_seqlens
-    if isinstance(cache_seqlens, (int, np.integer)):
+    if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
         keys, lengths = operator.index(cache_seqlens), None
     elif cache_seqlens is None:
-        raise TypeError("cache_seqlens is None; expected an integer or an int32 array")
+        raise _no_lengths(cache_seqlens)
     arrays = CacheArrays(
         q,
         k_cache,
@@ -213,6 +213,8 @@ def flash_attention_with_kvcache(
         # The common call, without the checks that its arguments passed by their types.
         result, lse = launch_sequences.with_kvcache(arrays, keys, options)
         return (result, lse) if return_lse else result
+    if isinstance(lengths, (bool, float, str, np.generic)):
+        raise _no_lengths(lengths)
     require_backend(backend)
     if k is not None:
         _require_mutable(k_cache, v_cache)
@@ -225,6 +227,13 @@ def flash_attention_with_kvcache(
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
     return (result, convert(lse)) if return_lse else result
+
+
+def _no_lengths(cache_seqlens: Any) -> TypeError:
+    return TypeError(
+        f"cache_seqlens is {cache_seqlens!r}; expected an integer or an int32 array of shape "
+        "(batch,)"
+    )
 
 
 def _require_mutable(k_cache: Any, v_cache: Any) -> None:

@@ -11,6 +11,7 @@ from cupy_flash.arrays import (
     address_of,
     dtype_name,
     is_readable_in_place,
+    kind_of,
     overlap,
     readable_in_place,
     require_4d,
@@ -23,7 +24,14 @@ from cupy_flash.counters import zeroed
 from cupy_flash.device import device_for_id
 from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import FrozenTile, make_plan
-from cupy_flash.problem import MAX_ALIGNMENT, ArraySpec, Problem, contiguous_strides, make_problem
+from cupy_flash.problem import (
+    MAX_ALIGNMENT,
+    ArraySpec,
+    Problem,
+    check_bool,
+    contiguous_strides,
+    make_problem,
+)
 from cupy_flash.tensor_map import TensorMaps
 
 # Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
@@ -89,6 +97,7 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     device_id = cupy.cuda.runtime.getDevice()
     q_data, k_data, v_data = q.data, k.data, v.data
     q_address, k_address, v_address = q_data.ptr, k_data.ptr, v_data.ptr
+    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
     # Everything that the plan and the checks depend on. dtype.num, not dtype: hashing a dtype takes
     # a microsecond.
     key = (
@@ -102,14 +111,18 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         k.strides,
         v.shape,
         v.strides,
-        q.dtype.num,
-        k.dtype.num,
-        v.dtype.num,
+        q_dtype.num,
+        k_dtype.num,
+        v_dtype.num,
+        # Of both byte orders there is one number.
+        q_dtype.isnative and k_dtype.isnative and v_dtype.isnative,
         (q_address | k_address | v_address) & (MAX_ALIGNMENT - 1),
         options,
         # 1 and True are one key, and only one of them is a right value.
         options.causal.__class__,
+        options.softmax_scale.__class__,
         options.q_offset.__class__,
+        options.return_lse.__class__,
         None if out is None else _out_key(out),
         tuning.generation(),
     )
@@ -119,9 +132,7 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         # An option of a kind that cannot be part of a key: the checks say which, and what to pass.
         problem = problem_of(q, k, v, out, options)
         if options.family is not None and not isinstance(options.family, str):
-            raise TypeError(
-                f"family is a {type(options.family).__name__}; expected a name"
-            ) from None
+            raise TypeError(f"family is {kind_of(options.family)}; expected a name") from None
         # A scale that is an array of one number.
         return forward(q, k, v, out, options._replace(softmax_scale=problem.softmax_scale))
     if call is None:
@@ -162,8 +173,9 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
 
 
 def _out_key(out: Any) -> tuple[Any, ...]:
-    alignment = out.data.ptr & (MAX_ALIGNMENT - 1)
-    return (out.data.device_id, out.shape, out.strides, out.dtype.num, alignment)
+    data, dtype = out.data, out.dtype
+    alignment = data.ptr & (MAX_ALIGNMENT - 1)
+    return (data.device_id, out.shape, out.strides, dtype.num, dtype.isnative, alignment)
 
 
 def _require_device(device_id: int, *arrays: Any) -> None:
@@ -211,6 +223,7 @@ def problem_of(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Pro
     TypeError, ValueError
         For what no kernel computes; the message names the argument.
     """
+    check_bool("return_lse", options.return_lse)
     arrays = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     for name, array in arrays.items():
         require_4d(name, array)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash import append, tuning
-from cupy_flash.arrays import address_of, dtype_name, readable_in_place, spec_of
+from cupy_flash.arrays import address_of, dtype_name, kind_of, readable_in_place, spec_of
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.counters import zeroed
 from cupy_flash.device import Device, device_for_id
@@ -163,18 +163,27 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
     return result, lse
 
 
-def _key(array: Any) -> tuple[Any, ...] | None:
+def _key(arrays: Any) -> tuple[Any, ...]:
     """What the plan and the checks depend on. dtype.num, as hashing a dtype takes a microsecond."""
-    if array is None:
-        return None
-    data = array.data
-    return (
-        array.shape,
-        array.strides,
-        array.dtype.num,
-        data.device_id,
-        data.ptr & (MAX_ALIGNMENT - 1),
-    )
+    facts: list[Any] = []
+    # A loop, as a function for each array would cost half a microsecond a call.
+    for array in arrays:
+        if array is None:
+            facts.append(None)
+            continue
+        data, dtype = array.data, array.dtype
+        facts.append(
+            (
+                array.shape,
+                array.strides,
+                dtype.num,
+                # Of both byte orders there is one number.
+                dtype.isnative,
+                data.device_id,
+                data.ptr & (MAX_ALIGNMENT - 1),
+            )
+        )
+    return tuple(facts)
 
 
 def _find(
@@ -187,7 +196,7 @@ def _find(
     device_id = _cupy().cuda.runtime.getDevice()
     key = (
         device_id,
-        tuple([_key(array) for array in arrays]),
+        _key(arrays),
         options,
         # 1 and True are one key, and only one of them may be a right value.
         tuple(map(type, options)),
@@ -219,7 +228,7 @@ def _hashable(options: Any, problem: Problem) -> Any:
         try:
             hash(value)
         except TypeError:
-            raise TypeError(f"{name} is a {type(value).__name__}; expected a plain value") from None
+            raise TypeError(f"{name} is {kind_of(value)}; expected a plain value") from None
     return options
 
 

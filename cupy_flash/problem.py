@@ -16,6 +16,8 @@ MAX_HEAD_DIM = 256
 # Kernels count rows in 32 bits and add a tile's width to them.
 # Positions, which an offset can double, and a tile's rows past the end are 32-bit integers.
 MAX_SEQLEN = 2**30 - 2**10
+# Sequences, caches and pages, which kernels have in 32-bit integers.
+MAX_COUNT = 2**31 - 1
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 
@@ -189,7 +191,7 @@ def make_problem(
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     _check_shapes(q.shape, k.shape, v.shape)
-    _check_bool("causal", causal)
+    check_bool("causal", causal)
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q
     elif not causal:
@@ -302,8 +304,9 @@ def make_sequences_problem(
     _check_dtypes(q, k, v, names)
     _check_heads_and_dims(q.shape, k.shape, v.shape, names)
     _check_places(k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None)
-    _check_bool("causal", causal)
-    _check_bool("batch_invariant", batch_invariant)
+    check_count("batch", batch)
+    check_bool("causal", causal)
+    check_bool("batch_invariant", batch_invariant)
     max_pages, table_stride = block_table or (0, 0)
     capacity = max_pages * k.shape[1] if block_table is not None else k.shape[1]
     seqlen_q = q.shape[1]
@@ -397,24 +400,36 @@ def _count(name: str, value: int | None) -> int:
 
 def _integer(name: str, value: int) -> int:
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected an integer") from None
+        pass
+    raise TypeError(f"{name} is {value!r}; expected an integer")
 
 
 def _finite(name: str, value: float) -> float:
     try:
         is_finite = math.isfinite(value)
     except OverflowError:
-        is_finite = False
+        # Not its digits, of which there are more than 300.
+        raise ValueError(f"{name} is beyond any float; expected a finite number") from None
     except TypeError:
         raise TypeError(f"{name} is {value!r}; expected a number") from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
     return float(value)
 
 
-def _check_bool(name: str, value: bool) -> None:
+def check_count(name: str, count: int) -> None:
+    """Raise ValueError for more than kernels count in 32 bits, as stride-0 views may have."""
+    if count > MAX_COUNT:
+        raise ValueError(f"{name} is {count}; expected at most {MAX_COUNT}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise TypeError for what is neither True nor False."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {value!r}; expected True or False")
 
@@ -436,6 +451,7 @@ def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
             raise ValueError(f"{name} has batch {shape[0]}, but q has {q[0]}")
+    check_count("batch", q[0])
     if k[1] != v[1]:
         raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
     _check_heads_and_dims(q, k, v)
@@ -471,9 +487,11 @@ def _check_places(
     """Raise ValueError unless k and v have places for the same rows."""
     both = " and ".join(names)
     rows = "page_size" if is_paged else "total length" if is_packed else "seqlen"
-    for axis, what in ((0, f"number of {'pages' if is_paged else 'caches'}"), (1, rows)):
+    places = f"number of {'pages' if is_paged else 'caches'}"
+    for axis, what in ((0, places), (1, rows)):
         if k[axis] != v[axis]:
             raise ValueError(f"{both} must have one {what}, but have {k[axis]} and {v[axis]}")
+    check_count(f"{places} in {both}", k[0])
     if is_paged and k[1] == 0:
         raise ValueError(f"{both} have pages of 0 rows; expected at least 1")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays import array_module
+from cupy_flash.arrays import array_module, kind_of
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -74,6 +74,8 @@ def attention_reference(
 
     Raises
     ------
+    TypeError
+        q, k or v is no array.
     ValueError
         A shape or the layout is not one of the above.
 
@@ -238,6 +240,8 @@ def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not hasattr(x, "ndim"):
+            raise TypeError(f"{name} is {kind_of(x)}; expected a NumPy or CuPy array")
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")
     if layout == "bshd":

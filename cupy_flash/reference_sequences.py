@@ -85,10 +85,11 @@ def attention_varlen_reference(
 
     Notes
     -----
-    Nothing outside of the arrays is read, whatever the integers are: rows are clamped to
-    [0, total], lengths to [0, max_seqlen] and to what the array or the pages hold, a decreasing
-    pair is an empty sequence, and a page outside of [0, pages) reads as zeros. Where sequences
-    overlap in q, the last one counts.
+    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
+    nothing outside of the arrays is read: rows are clamped to [0, total], lengths to
+    [0, max_seqlen] and to what the array or the pages hold, a decreasing pair is an empty sequence,
+    and a page outside of [0, pages) reads as zeros. Where sequences overlap in q, the last one
+    counts.
     """
     xp = array_module(q)
     cu_seqlens_q = _on_host(cu_seqlens_q)
@@ -177,11 +178,12 @@ def attention_with_kvcache_reference(
     holds. Turned queries stay in float64: rounding them is an error of an implementation like any
     other, which :func:`~cupy_flash.reference.attention_naive` on rounded ones shows the size of.
 
-    Nothing outside of the arrays is read or written, whatever the integers are: lengths are clamped
-    to [0, capacity], which is ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not
-    appended. A ``cache_batch_idx`` that is no index leaves the sequence without keys. A page
-    outside of [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the
-    rotary table take the nearest row of it.
+    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
+    nothing outside of the arrays is read or written: lengths are clamped to [0, capacity], which is
+    ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. A
+    ``cache_batch_idx`` that is no index leaves the sequence without keys. A page outside of
+    [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
+    take the nearest row of it.
     """
     xp = array_module(q)
     batch, seqlen_q, heads_q, _ = q.shape

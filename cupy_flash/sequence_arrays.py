@@ -28,6 +28,8 @@ from cupy_flash.planner import FrozenTile
 from cupy_flash.problem import (
     ArraySpec,
     Problem,
+    check_bool,
+    check_count,
     check_no_self_overlap,
     make_sequences_problem,
 )
@@ -143,6 +145,7 @@ def varlen_problem(arrays: VarlenArrays, options: VarlenOptions) -> Problem:
     """
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out = arrays
     _check_int32(arrays)
+    check_bool("return_lse", options.return_lse)
     packed = "total length, heads and head_dim"
     require_axes("q", q, 3, packed)
     for name, array in (("k", k), ("v", v)):
@@ -186,6 +189,7 @@ def cache_problem(arrays: CacheArrays, options: CacheOptions) -> Problem:
     """
     q, k_cache, v_cache, k, v = arrays[:5]
     _check_int32(arrays)
+    check_bool("return_lse", options.return_lse)
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
     batch = q.shape[0]
     first = "caches, seqlen" if arrays.block_table is None else "pages, page_size"
@@ -199,7 +203,11 @@ def cache_problem(arrays: CacheArrays, options: CacheOptions) -> Problem:
     if arrays.out is not None:
         require_axes("out", arrays.out, 4, "batch, seqlen, heads and head_dim")
     for name, array, meaning in (
-        ("cache_seqlens", arrays.cache_seqlens, "one length for each sequence"),
+        (
+            "cache_seqlens",
+            arrays.cache_seqlens,
+            "one length for each sequence; where all have one, pass an integer",
+        ),
         ("cache_batch_idx", arrays.cache_batch_idx, "one cache for each sequence"),
     ):
         if array is not None:
@@ -291,9 +299,7 @@ def _check_new_rows(arrays: CacheArrays, problem: Problem) -> None:
 
 
 def _check_rotary(arrays: CacheArrays, options: CacheOptions, problem: Problem) -> None:
-    interleaved = options.rotary_interleaved
-    if not isinstance(interleaved, (bool, np.bool_)):
-        raise TypeError(f"rotary_interleaved is {interleaved!r}; expected True or False")
+    check_bool("rotary_interleaved", options.rotary_interleaved)
     cos, sin = arrays.rotary_cos, arrays.rotary_sin
     if cos is None and sin is None:
         return
@@ -315,22 +321,23 @@ def _check_rotary(arrays: CacheArrays, options: CacheOptions, problem: Problem) 
     if cos.dtype != sin.dtype:
         raise TypeError(f"rotary_sin has dtype {sin.dtype}; expected {cos.dtype}, as rotary_cos")
     rows, half = cos.shape
+    check_count("number of rows of rotary_cos", rows)
     if not 2 <= 2 * half <= problem.head_dim:
         raise ValueError(
             f"rotary_cos has {half} columns for a rotary_dim of {2 * half}; expected a rotary_dim "
             f"of 2 to {problem.head_dim}, the head_dim"
         )
-    if rows <= _last_position(arrays, problem):
+    least = max(_positions(arrays, problem), 1)
+    if rows < least:
         raise ValueError(
-            f"rotary_cos has {rows} rows; expected at least {_last_position(arrays, problem) + 1}, "
-            "one for each position"
+            f"rotary_cos has {rows} rows; expected at least {least}, one for each position"
         )
 
 
-def _last_position(arrays: CacheArrays, problem: Problem) -> int:
-    """Of the rows that are rotated, counted from the length of the cache."""
-    q_rows = problem.seqlen_q if problem.causal else 1
-    return max(q_rows, int(arrays.k.shape[1]), 1) - 1
+def _positions(arrays: CacheArrays, problem: Problem) -> int:
+    """How many positions are rotated to, from the length of the cache on."""
+    q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.causal else 1
+    return max(q_rows, int(arrays.k.shape[1]))
 
 
 class LengthLimit(NamedTuple):
@@ -347,9 +354,10 @@ def length_limits(arrays: CacheArrays, problem: Problem) -> tuple[LengthLimit, .
     reason = f"a cache holds {capacity} rows" + (f", and {new} are appended" if new else "")
     limits = [LengthLimit(capacity - new, reason)]
     if arrays.rotary_cos is not None:
-        rows = int(arrays.rotary_cos.shape[0])
-        last = _last_position(arrays, problem)
-        limits.append(LengthLimit(rows - 1 - last, f"rotary_cos has {rows} rows"))
+        rows, count = int(arrays.rotary_cos.shape[0]), _positions(arrays, problem)
+        if count:
+            reason = f"rotary_cos has {rows} rows, and {count} are read from there on"
+            limits.append(LengthLimit(rows - count, reason))
     return tuple(limits)
 
 
@@ -453,16 +461,19 @@ def _check_pages(block_table: np.ndarray, name: str, lengths: np.ndarray, proble
     columns = np.arange(sequences.max_pages)
     outside = (block_table < 0) | (block_table >= sequences.pages)
     for b, column in np.argwhere(outside & (columns < pages_used[:, None]))[:1]:
+        entry = f"block_table[{b}, {column}] is {block_table[b, column]}"
+        if not sequences.pages:
+            raise ValueError(f"{entry}, but there are no pages; {name} has to be 0")
         raise ValueError(
-            f"block_table[{b}, {column}] is {block_table[b, column]}; expected 0 to "
-            f"{sequences.pages - 1}, as there are {sequences.pages} pages"
+            f"{entry}; expected 0 to {sequences.pages - 1}, as there are {sequences.pages} pages"
         )
 
 
 class Apart:
     """Checks that what a call writes overlaps nothing else, at a few comparisons a call.
 
-    Made for arrays of certain shapes and strides, which may lie elsewhere in each call.
+    Made for arrays of certain shapes and strides, which may lie elsewhere in each call. Lengths,
+    places and a cache's rotary tables are looked at but once, here, which raises ValueError.
     """
 
     # Distances of interleaved arrays that are remembered, as those of a cache's keys and values.
@@ -472,22 +483,27 @@ class Apart:
         self._names = arrays._fields
         # Indices of two arrays, and between which distances of their addresses their ranges meet.
         self._pairs: list[tuple[int, int, int, int]] = []
+        once: list[tuple[int, int, int, int]] = []
         self._known: set[tuple[int, int, int]] = set()
         extents = {
             name: _extent(array)
             for name, array in zip(arrays._fields, arrays, strict=True)
-            if array is not None and array.size and name not in _INT32
+            if array is not None and array.size
         }
         done: set[str] = set()
         for name in (name for name in written if name in extents):
             done.add(name)
             for other in (other for other in extents if other not in done):
-                if name in CACHES and other in _TABLES:
-                    # Each pair is looked at in each call, and these are never near each other.
-                    continue
                 (low, high), (other_low, other_high) = extents[name], extents[other]
                 i, j = self._names.index(name), self._names.index(other)
-                self._pairs.append((i, j, low - other_high, high - other_low))
+                # A pair costs time in each call; these share memory only by a mistake in a program,
+                # which its first call shows.
+                is_unlikely = other in _INT32 or (name in CACHES and other in _TABLES)
+                pairs = once if is_unlikely else self._pairs
+                pairs.append((i, j, low - other_high, high - other_low))
+        each_call, self._pairs = self._pairs, once
+        self.check(arrays, [0 if array is None else address_of(array) for array in arrays])
+        self._pairs = each_call
 
     def check(self, arrays: VarlenArrays | CacheArrays, addresses: list[int]) -> None:
         """Raise ValueError if they overlap, at these addresses."""

@@ -118,7 +118,9 @@ def read_table(path: Path) -> list[Entry]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        raise TableError(f"{path} cannot be read as a tuned table: {error}") from error
+        # The text of an OSError names the file once more.
+        why = getattr(error, "strerror", None) or error
+        raise TableError(f"{path} cannot be read as a tuned table: {why}") from error
     try:
         if data["version"] != TABLE_VERSION:
             raise TableError(f"{path} has version {data['version']}; expected {TABLE_VERSION}")

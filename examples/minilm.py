@@ -21,9 +21,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from cupy_flash import flash_attention_varlen
+
+try:
+    from tokenizers import Tokenizer
+except ModuleNotFoundError:
+    raise SystemExit("tokenizers is not installed: pip install tokenizers") from None
 
 Array = Any  # a NumPy or a CuPy array
 # Of q, k, v (batch, seqlen, heads, head_dim).

@@ -15,6 +15,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
     kvcache,
+    launch,
     launch_sequences,
 )
 from cupy_flash.device import device_for_arch
@@ -130,7 +131,7 @@ class FakeGpu:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """A new fake GPU, which calls on sequences run on until the test ends."""
+    """A new fake GPU, which attention runs on until the test ends."""
     gpu = FakeGpu()
 
     class Array(FakeArray):
@@ -142,14 +143,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     runtime = SimpleNamespace(getDevice=lambda: gpu.device)
     cuda = SimpleNamespace(runtime=runtime, alloc=gpu.alloc)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
-    monkeypatch.setattr(
-        launch_sequences, "_cupy", lambda: SimpleNamespace(ndarray=Array, cuda=cuda)
-    )
-    monkeypatch.setattr(launch_sequences, "_calls", {})
-    monkeypatch.setattr(launch_sequences, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(launch_sequences, "zeroed", gpu.zeroed)
-    monkeypatch.setattr(launch_sequences, "kernel_cache", gpu)
-    monkeypatch.setattr(launch_sequences, "TensorMaps", FakeTensorMaps)
+    for module in (launch, launch_sequences):
+        monkeypatch.setattr(module, "_cupy", lambda: SimpleNamespace(ndarray=Array, cuda=cuda))
+        monkeypatch.setattr(module, "_calls", {})
+        monkeypatch.setattr(module, "device_for_id", lambda _: device_for_arch("sm_90"))
+        monkeypatch.setattr(module, "zeroed", gpu.zeroed)
+        monkeypatch.setattr(module, "kernel_cache", gpu)
+        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
     monkeypatch.setattr(append, "kernel_cache", gpu)
     return gpu
 

@@ -38,8 +38,9 @@ from cupy_flash import (
 )
 from cupy_flash.append import append_unit
 from cupy_flash.cli.build import Job
-from cupy_flash.device import gpu_unavailable
+from cupy_flash.device import device_for_arch, gpu_unavailable
 from cupy_flash.families import FAMILIES
+from cupy_flash.families.decode import DecodeTile
 from cupy_flash.launch_sequences import append_spec
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import MAX_ALIGNMENT
@@ -370,3 +371,15 @@ def jobs_of(
     with contextlib.suppress(UnsupportedError):
         plan = make_plan(posed, device, family=family)
         yield from (Job.of(plan), *appends)
+
+
+def cluster_on_h100(arguments: dict[str, Any]) -> int:
+    """Thread blocks of a cluster that `decode` computes a call with on an H100; 0 without any.
+
+    `arguments` are NumPy arrays and options of `flash_attention_with_kvcache`.
+    """
+    caches = CacheArrays(**{name: arguments.get(name) for name in CacheArrays._fields})
+    posed = cache_problem(caches, CacheOptions(causal=arguments["causal"]))
+    plan = make_plan(posed, device_for_arch("sm_90"), family="decode")
+    assert isinstance(plan.tile, DecodeTile)
+    return plan.tile.cluster if plan.num_splits == 0 else 0

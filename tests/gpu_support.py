@@ -16,6 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from threadpoolctl import ThreadpoolController
 
 from cupy_flash import flash_attention
@@ -336,6 +337,16 @@ def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
     for array in inputs:
         array.assert_unchanged()
     return out.values(), lse_values
+
+
+def require_free_memory(needed: int) -> None:
+    """Skip the test unless the GPU has so many bytes free."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.1f} are")
 
 
 def fill_freed_memory_with_nan(case: Case) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from gpu_support import DTYPES, Case, random_values, tile_with
 from sequence_support import KVCacheCase, Truth, VarlenCase
 from wrong_numbers import (
+    HEADS,
     check_kvcache_result,
     check_varlen_result,
     wrong_kvcache,
@@ -142,7 +143,9 @@ class SequenceCall:
 
 
 def sequence_calls() -> Iterator[SequenceCall]:
-    """Five of each family that serves sequences; appending and rotating, which any of them does."""
+    """Five of each family that serves sequences; appending and rotating, which any of them does;
+    and clusters over caches.
+    """
     for family in (name for name in FAMILIES if FAMILIES[name].serves_sequences):
         dtype = "float32" if family == "simt" else "float16"
         packed = VarlenCase(
@@ -157,6 +160,7 @@ def sequence_calls() -> Iterator[SequenceCall]:
         cached = KVCacheCase((1030, 7, 0), dtype, seqlen_q=2, indexed=True, causal=True)
         yield SequenceCall(cached, family)
         yield SequenceCall(wrong("pages that there are not", 16, dtype, seqlen_new=7), family, 3)
+    yield from clustered_calls()
     turned = KVCacheCase(
         (77, 0, 130),
         "float16",
@@ -182,6 +186,25 @@ def sequence_calls() -> Iterator[SequenceCall]:
     for name in ("rotary_cos", "rotary_sin"):
         short_tables[name] = short_tables[name][:6]
     yield SequenceCall(("positions outside of the rotary table", short_tables))
+
+
+def clustered_calls() -> Iterator[SequenceCall]:
+    """Calls with heads enough for clusters, over sequences that not all of their blocks share."""
+    heads_q, heads_kv = HEADS[1]
+    for page_size in (0, 1, 16):
+        case = KVCacheCase(
+            (530, 7, 0),
+            "float16",
+            seqlen_q=2,
+            seqlen_new=2,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            causal=True,
+            page_size=page_size,
+        )
+        yield SequenceCall(case, "decode")
+    numbers = wrong_kvcache("pages that there are not", 1, "float16", 7, HEADS[1])
+    yield SequenceCall(("pages of one row that there are not, many heads", numbers), "decode")
 
 
 def wrong(

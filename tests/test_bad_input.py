@@ -5,6 +5,7 @@ And harms nothing: the inputs, and `out` where one is given, stay as they were.
 
 from __future__ import annotations
 
+import fake_gpu
 import ml_dtypes
 import numpy as np
 import pytest
@@ -123,6 +124,36 @@ def test_an_array_in_foreign_byte_order_is_refused_with_the_remedy():
     assert_refused(TypeError, r"q has dtype .*byte order.*pass q.astype\('float32'\)", q=swapped)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_foreign_byte_order_on_a_gpu_is_refused_after_the_same_call_in_the_right_one(
+    name, monkeypatch
+):
+    gpu = fake_gpu.install(monkeypatch)
+    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+    flash_attention(**arguments)
+    swapped = gpu.array(*good()[name].shape, dtype=np.dtype(np.float16).newbyteorder())
+    with pytest.raises(TypeError, match=rf"pass {name}\.astype\('float16'\)"):
+        flash_attention(**(arguments | {name: swapped}))
+    assert len(gpu.launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"softmax_scale": 1}, {"softmax_scale": True}),
+        ({"return_lse": True}, {"return_lse": 1}),
+        ({"q_offset": 1}, {"q_offset": True}),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(right, wrong, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+    flash_attention(**arguments, causal=True, **right)
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} is "):
+        flash_attention(**arguments, causal=True, **wrong)
+    assert len(gpu.launches) == 1
+
+
 @pytest.mark.parametrize("array", [None, 1.0, "q", [[1.0]], {"q": 1}])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_array_is_refused(name, array):
@@ -187,6 +218,15 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (TypeError, {"softmax_scale": "1"}, "softmax_scale is '1'; expected a number"),
         (ValueError, {"q_offset": 3}, "q_offset places a causal mask; pass causal=True or leave"),
         (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
+        (TypeError, {"q_offset": True, "causal": True}, "q_offset is True; expected an integer"),
+        (TypeError, {"softmax_scale": True}, "softmax_scale is True; expected a number"),
+        (
+            ValueError,
+            {"softmax_scale": 10**400},
+            "^softmax_scale is beyond any float; expected a f",
+        ),
+        (TypeError, {"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
+        (TypeError, {"tile": (True, 64)}, r"tile is \(True, 64\); expected a Tile"),
         (TypeError, {"causal": "yes"}, "causal is 'yes'; expected True or False"),
         (TypeError, {"tile": "64"}, r"tile is '64'; expected a Tile, .* or \(Br, Bc\)"),
         (ValueError, {"tile": (64,)}, r"tile is \(64,\); expected a Tile"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -58,6 +59,26 @@ def assert_one_warning(stderr: str) -> None:
     """One line on the cache; CuPy may have warnings of its own to give."""
     assert stderr.count("cannot be written") == 1
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "tune --backend cpu --dry-run", "profile"])
+def test_more_sequences_than_kernels_count_are_refused_in_one_line(command: str) -> None:
+    arguments = [*command.split(), "--batch", str(10**20), "--seqlen-q", "4"]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+    assert result.exit_code == 2
+    assert f"batch is {10**20}; expected at most 2147483647" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--cache",)])
+def test_a_batch_that_does_not_fit_the_memory_is_told_what_it_needs(more: tuple[str, ...]) -> None:
+    shape = ("--batch", str(2 * 10**9), "--seqlen-q", "64")
+    result = bench(*shape, "--provider", "cupy_flash-cpu", *more)
+    text = " ".join(result.stdout.split())
+
+    assert result.exit_code == 1
+    assert re.search(r"needs [\d.]+ GiB of memory, and [\d.]+ GiB are free", text)
 
 
 def test_a_kernel_cache_that_cannot_be_made_costs_a_warning(tmp_path: Path) -> None:

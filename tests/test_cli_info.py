@@ -60,6 +60,7 @@ def test_a_corrupt_table_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert result.exit_code == 0
     assert "cannot be read as a tuned table" in result.stdout
+    assert result.stdout.count("tuned.json") == 1
 
 
 def test_the_text_names_every_family() -> None:

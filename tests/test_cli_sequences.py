@@ -461,6 +461,33 @@ def test_lengths_come_from_a_file_too(tmp_path: Path) -> None:
     assert row["lengths"] == [17, 5, 113]
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "has no numbers in it"), (b"3 x", "has 'x' in it"), (b"\xff\xfe", "cannot be read")],
+)
+def test_a_file_without_lengths_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_bytes(content)
+    result = bench("--lengths", str(path))
+
+    assert result.exit_code == 2
+    assert str(path) in result.stderr
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [(), ("--cache",)])
+def test_some_lengths_may_be_zero_and_many_are_no_name_of_a_file(
+    tmp_path: Path, kind: tuple[str, ...]
+) -> None:
+    lengths = ",".join(["16", "0"] * 300)
+    shape = ("--heads", "2", "--head-dim", "8", "--provider", "cupy_flash-cpu", "--repeats", "3")
+    (row,) = record(tmp_path, "--lengths", lengths, *kind, *shape)["rows"]
+
+    assert row["check"] == "passed"
+    assert row["lengths"] == [16, 0] * 300
+
+
 @pytest.mark.usefixtures("without_gpu")
 def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) -> None:
     shape = ("--batch", "3", "--seqlen-q", "59", "--heads", "2", "--head-dim", "8")
@@ -479,9 +506,16 @@ def test_without_a_gpu_packed_sequences_stand_beside_equal_ones(tmp_path: Path) 
         ("--append", "--append is of a cache; add --cache"),
         ("--cache --rotary", "add --append"),
         ("--num-splits 2", "add --cache or --lengths"),
-        ("--lengths 3,x", "'3,x' is not uniform, long-tail, whole numbers"),
-        ("--lengths 3,0", "whole numbers from 1"),
-        ("--lengths nosuch.txt", "or a file of them"),
+        ("--lengths 3,x", "'3,x' is not uniform, long-tail or whole numbers"),
+        ("--lengths 3,-1", "'3,-1' has '-1' in it; expected whole numbers from 0"),
+        ("--lengths 3,9999999999999", "has '9999999999999' in it; expected whole numbers from 0"),
+        ("--lengths 0,0", "'0,0' has no length above 0"),
+        ("--lengths ,", "',' has no numbers in it"),
+        ("--lengths nosuch.txt", "'nosuch.txt' is not uniform, long-tail or whole numbers"),
+        ("--lengths nosuch.txt", "and as a file it cannot be read: No such file"),
+        ("--lengths uniform --batch 10000000000", "--batch 10000000000 is too many for --lengths"),
+        ("--lengths long-tail --batch 1000000000", "expected at most 65536 sequences"),
+        (f"--cache --batch {10**20}", f"batch is {10**20}; expected at most 2147483647"),
         ("--lengths 3,4 --batch 2", "--batch does not go with --lengths"),
         ("--lengths uniform --seqlen-k 3", "--seqlen-k does not go with --lengths"),
         ("--lengths uniform --append", "--append is of a cache"),

@@ -32,6 +32,15 @@ def tables(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["tables", *map(str, arguments)], catch_exceptions=False)
 
 
+def test_without_a_command_its_help_is_shown_and_a_wrong_one_is_told_the_right_ones() -> None:
+    result = tables()
+
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Look at tuned tables" in result.stdout
+    said = "no command 'nope'; expected one of clear, export, import, list, merge"
+    assert said in one_line(tables("nope"), 2)
+
+
 def entry(**changes: Any) -> Entry:
     fields: dict[str, Any] = {
         "gpu": GPU,

@@ -325,7 +325,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--batch", "0"), "nothing to compute"),
         (("--causal", "--q-offset", "-5000"), "nothing to compute"),
         (("--br", "0"), "'0' is not a whole number from 1"),
-        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode'"),
+        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode', 'varlen'"),
         (("--preset", "common"), "--preset common is for GPUs"),
         (("--family", "mma"), "--backend cpu has no --arch and no --family"),
         (("--workload", "nosuch.json"), "does not exist"),
@@ -852,7 +852,7 @@ def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
     assert candidate.tflops == pytest.approx(4 * 2 * (113**2 + 7**2) * 24 / 1e-3 / 1e12)
 
 
-@pytest.mark.parametrize("kind", ["--preset decode", "--workload {file}"])
+@pytest.mark.parametrize("kind", ["--preset decode", "--preset varlen", "--workload {file}"])
 def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "w.json"
     file.write_text("[]", encoding="utf-8")
@@ -868,3 +868,13 @@ def test_the_decode_preset_tunes_the_family_that_serves_caches() -> None:
 
     assert {sweep.family for sweep in sweeps} == {"decode"}
     assert all(len(sweep.candidates) > 1 for sweep in sweeps)
+
+
+def test_the_varlen_preset_tunes_the_family_that_serves_packed_sequences() -> None:
+    for arch, family in ((90, "hopper"), (80, "mma")):
+        sweeps = plan_sweeps(
+            groups_of(PRESETS["varlen"]()), device_for_arch(arch), None, Limits(max_tiles=3)
+        )
+
+        assert {sweep.family for sweep in sweeps} == {family}
+        assert all(len(sweep.candidates) > 1 for sweep in sweeps)

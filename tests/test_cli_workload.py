@@ -216,6 +216,18 @@ def test_a_bad_cache_is_refused(tmp_path: Path, change: dict[str, Any], named: s
     assert named in message(tmp_path, STEP | change)
 
 
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_what_only_a_cache_has_says_so(tmp_path: Path, kind: str) -> None:
+    own = ROW | {"page_size": 16} | ({} if kind == "dense" else {"kind": kind})
+
+    assert f"has page_size, which needs kind cache; its kind is {kind}" in message(tmp_path, own)
+
+
+def test_more_sequences_than_kernels_count_are_refused(tmp_path: Path) -> None:
+    for own in (ROW, STEP):
+        assert f"batch is {10**20}; expected at most" in message(tmp_path, own | {"batch": 10**20})
+
+
 def test_caches_pages_and_packed_sequences_are_classes_apart_from_blocks() -> None:
     block = Case("bfloat16", 4, 1024, 1024, 4, 4, 64, 64)
     kinds = [
@@ -266,3 +278,19 @@ def test_the_decode_preset_has_pages_too_and_its_cases_count_alike() -> None:
         assert len({weighted.case.page_size for weighted in group.cases}) == 1
         moved = [weighted.weight * weighted.case.kv_bytes for weighted in group.cases]
         assert moved == pytest.approx([moved[0]] * len(moved))
+
+
+def test_the_varlen_preset_has_packed_sequences_whose_cases_count_alike() -> None:
+    groups = groups_of(PRESETS["varlen"]())
+    cases = [weighted.case for group in groups for weighted in group.cases]
+
+    assert {(case.dtype, case.causal) for case in cases} == {
+        (dtype, causal) for dtype in ("bfloat16", "float16") for causal in (False, True)
+    }
+    assert len(groups) == len(cases) == 4
+    for group in groups:
+        assert group.problem_class.endswith(" packed")
+        for weighted in group.cases:
+            assert weighted.case.kind == "varlen"
+            assert min(weighted.case.lengths or ()) == 16
+            assert weighted.weight * weighted.case.flops() == pytest.approx(1e12)

@@ -13,8 +13,11 @@ import pytest
 from cupy_flash.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.device import Device, device_for_arch
 from cupy_flash.errors import CompileError
+from cupy_flash.families.base import MAX_GRID, MAX_GRID_Y
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
+from cupy_flash.planner import make_plan
 from cupy_flash.problem import (
+    MAX_SEQLEN,
     ArraySpec,
     Problem,
     contiguous_strides,
@@ -375,6 +378,49 @@ def test_with_batch_invariant_nothing_around_a_row_decides_in_which_order_it_is_
     assert_sums_in_one_order(cases, device_for_arch(arch))
 
 
+# Values as wide as keys, wider, and narrower: then the queries of 32 rows do not fit a stage.
+DIM_PAIRS = [
+    *((64, 64), (128, 128), (33, 33), (64, 128), (33, 72), (1, 256), (192, 128), (256, 16)),
+    *((128, 64), (96, 64), (80, 64), (72, 64), (65, 64), (17, 16), (128, 1)),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), DIM_PAIRS)
+def test_with_batch_invariant_the_number_of_rows_decides_nothing_whatever_the_head_dims(
+    head_dim, head_dim_v
+):
+    for arch in ARCHITECTURES:
+        cases = [
+            problem(
+                layout,
+                rows=rows,
+                group=1,
+                batch=batch,
+                seqlen_k=seqlen_k,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                batch_invariant=True,
+            )
+            for layout, rows, batch, seqlen_k in itertools.product(
+                ("packed", "cache", "pages of 16"), (1, 16, 17, 32, 113), (1, 64), (16, 65536)
+            )
+        ]
+        assert_sums_in_one_order(cases, device_for_arch(arch))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (96, 64), (80, 64), (65, 64)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+def test_values_narrower_than_keys_cost_a_default_tile_none_of_its_warps(
+    head_dim, head_dim_v, rows
+):
+    for arch, batch, seqlen_k in itertools.product(ARCHITECTURES, (1, 64), (1024, 8192, 65536)):
+        device = device_for_arch(arch)
+        sizes = {"rows": rows, "group": 1, "batch": batch, "seqlen_k": seqlen_k}
+        narrow = default_tile(problem(head_dim=head_dim, head_dim_v=head_dim_v, **sizes), device)
+        equal = default_tile(problem(head_dim=head_dim, **sizes), device)
+        assert narrow.warps >= equal.warps
+
+
 # ---- Tiles
 
 
@@ -409,6 +455,17 @@ def test_queries_must_fit_a_stage_and_a_result_the_ring_of_a_warp():
     tile = replace(TILE, Br=32, stages=2)
     assert "its queries must fit a stage" in (decode.why_not_tile(wide_keys, h100, tile) or "")
     assert "result must fit its ring" in (decode.why_not_tile(wide_values, h100, tile) or "")
+
+
+def test_more_rows_than_32_bits_count_are_refused():
+    group = 2**15
+    most = MAX_SEQLEN // group
+    fitting = problem("equal", rows=most * group, group=group, heads_kv=1, batch=1)
+    assert decode.why_not_tile(fitting, h100, TILE) is None
+    beyond = problem("equal", rows=(most + 1) * group, group=group, heads_kv=1, batch=1)
+    reason = f"has {(most + 1) * group} rows of a key/value head; {MAX_SEQLEN} can be counted"
+    assert decode.why_not_tile(beyond, h100, TILE) == reason
+    assert decode.why_not(beyond, h100) is not None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
@@ -537,6 +594,20 @@ def test_many_row_tiles_and_packed_queries_are_not_balanced():
     blocks, slots, counters, splits = planned(problem("packed", batch=1, heads_kv=2), TILE)
     assert splits > 1
     assert (blocks, slots, counters) == (2 * splits, 2 * splits, 2)
+
+
+@pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])
+@pytest.mark.parametrize("heads_kv", [65535, 65536, 70000])
+def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout, heads_kv):
+    case = problem(layout, rows=1, group=1, heads_kv=heads_kv, batch=1, seqlen_k=256, head_dim=64)
+    plan = make_plan(case, h100, family="decode")
+    (launch,) = plan.launches
+    assert launch.grid[0] <= MAX_GRID
+    assert launch.grid[1] <= MAX_GRID_Y
+    assert launch.grid[2] <= MAX_GRID_Y
+    # Each head has its blocks.
+    assert math.prod(launch.grid) >= heads_kv
+    assert (plan.num_splits == 0) == (heads_kv <= MAX_GRID_Y)
 
 
 def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():

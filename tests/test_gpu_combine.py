@@ -182,6 +182,17 @@ def test_a_captured_merge_follows_what_the_parts_hold(rng: np.random.Generator) 
 # What is refused
 
 
+@pytest.mark.parametrize("position", [0, 1])
+def test_another_byte_order_is_refused_after_the_same_call_in_the_right_one(
+    rng: np.random.Generator, position: int
+) -> None:
+    parts = [gpu(array) for array in random_parts(rng, "float32", (3, 2, 5, 2, 8))]
+    combine(*parts)
+    parts[position] = parts[position].view(parts[position].dtype.newbyteorder())
+    with pytest.raises(TypeError, match=r"in another byte order"):
+        combine(*parts)
+
+
 def test_arrays_of_host_and_gpu_together_are_refused() -> None:
     out_partial, lse_partial = np.zeros((2, 1, 3, 8), np.float16), np.zeros((2, 3, 1), np.float32)
     with pytest.raises(TypeError, match="lse_partial lies in host memory and out_partial on a GPU"):

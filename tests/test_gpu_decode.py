@@ -16,6 +16,7 @@ from gpu_sequences import (
     Place,
     check_kvcache,
     check_varlen,
+    cluster_on_h100,
     jobs_of,
 )
 from gpu_support import (
@@ -35,6 +36,7 @@ from hard_values import (
     with_scores_far_below_zero,
 )
 from prebuilt import jobs_of_cases, selected_calls, use_cubins, write_cubins
+from sanitize import clustered_calls
 from sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash import flash_attention
@@ -399,6 +401,58 @@ def random_chunks() -> list[list[Call]]:
     return [[random_call(draw) for _ in range(CHUNK)] for _ in range(PROBLEMS // CHUNK)]
 
 
+CLUSTERED = 40
+
+
+def clustered_call(draw: random.Random) -> Call:
+    """Heads enough for clusters of thread blocks, few sequences, and some too short for them."""
+    dtype, head_dim, head_dim_v = draw.choice(DIMS[:3])
+    # More than 16 rows of wide values leave a cluster of 8 too little shared memory.
+    heads_kv, group = draw.choice(((8, 4), (8, 1), (7, 7 if head_dim == 64 else 3)))
+    seqlen_q = draw.randint(1, 4)
+    most = draw.choice((20, 300, 2000))
+    # No key at all, as many as a tile has, and fewer than a tile for each block.
+    shares = (0, 1, 16, draw.randint(2, 127))
+    lengths = tuple(
+        draw.choice((*shares, draw.randint(0, most), most)) for _ in range(draw.randint(1, 9))
+    )
+    return Call(
+        KVCacheCase(
+            lengths,
+            dtype,
+            seqlen_q=seqlen_q,
+            seqlen_new=draw.choice((0, seqlen_q)),
+            heads_q=heads_kv * group,
+            heads_kv=heads_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            causal=draw.random() < 0.5,
+            page_size=draw.choice((0, 1, 16, 64)),
+            seed=draw.randrange(2**32),
+        )
+    )
+
+
+def clustered_chunks() -> list[list[Call]]:
+    draw = random.Random(20262)
+    return [[clustered_call(draw) for _ in range(10)] for _ in range(CLUSTERED // 10)]
+
+
+@pytest.mark.parametrize("calls", clustered_chunks(), ids=lambda calls: f"{len(calls)} calls")
+def test_the_random_problems_for_clusters_are_computed_by_them(calls: list[Call]) -> None:
+    for call in calls:
+        assert isinstance(call.case, KVCacheCase)
+        assert cluster_on_h100(call.case.problem().arguments()) > 1, call
+
+
+def test_calls_that_are_sanitized_launch_clusters_too() -> None:
+    calls = list(clustered_calls())
+    assert [cluster_on_h100(call.arguments) for call in calls] == [8] * len(calls)
+    assert {call.what.page_size for call in calls if isinstance(call.what, KVCacheCase)} == {
+        *(0, 1, 16)
+    }
+
+
 @pytest.mark.parametrize(
     ("place", "calls"),
     [
@@ -406,7 +460,7 @@ def random_chunks() -> list[list[Call]]:
         # The CPU backend has random problems of its own; one chunk shows that these are sound.
         for place, marks, chunks in (
             (CPU, (), random_chunks()[:1]),
-            (DECODE, (pytest.mark.gpu, needs_decode), random_chunks()),
+            (DECODE, (pytest.mark.gpu, needs_decode), [*random_chunks(), *clustered_chunks()]),
         )
         for index, calls in enumerate(chunks)
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu_sequences import (
     Place,
+    cluster_on_h100,
     cubins,
     kvcache,
     of_cases,
@@ -26,8 +27,6 @@ from test_gpu_behaviour import keep_busy
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
-
-pytestmark = pytest.mark.gpu
 
 STEPS = 25
 
@@ -143,16 +142,25 @@ GENERATIONS = [
         page_size=page_size,
         rotary_dim=rotary_dim,
         causal=True,
-        heads_q=8,
-        heads_kv=2,
+        heads_q=4 * heads_kv,
+        heads_kv=heads_kv,
     )
-    for dtype, batch, longest, page_size, rotary_dim in (
-        ("float16", 3, 900, 0, 0),
-        ("bfloat16", 1, 3000, 16, 64),
-        ("bfloat16", 40, 150, 1, 32),
-        ("float32", 5, 300, 16, 64),
+    for dtype, heads_kv, batch, longest, page_size, rotary_dim in (
+        ("float16", 2, 3, 900, 0, 0),
+        ("bfloat16", 2, 1, 3000, 16, 64),
+        ("bfloat16", 2, 40, 150, 1, 32),
+        ("float32", 2, 5, 300, 16, 64),
+        # Heads enough that clusters compute them.
+        ("bfloat16", 8, 3, 900, 0, 0),
+        ("bfloat16", 8, 5, 400, 16, 64),
     )
 ]
+CLUSTERED = GENERATIONS[4:]
+
+
+def test_of_the_generations_some_are_computed_by_clusters() -> None:
+    assert [cluster_on_h100(case.problem().arguments()) for case in CLUSTERED] == [8, 8]
+    assert {bool(case.page_size) for case in CLUSTERED} == {False, True}
 
 
 # ---- Growing caches

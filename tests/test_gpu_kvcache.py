@@ -19,6 +19,7 @@ from gpu_sequences import (
     Place,
     assert_same_bits,
     check_kvcache,
+    cluster_on_h100,
     cubins,
     everywhere,
     kvcache,
@@ -29,12 +30,17 @@ from gpu_sequences import (
     problem_of,
     run_kvcache,
 )
-from gpu_support import DTYPES, Truth, bits
+from gpu_support import DTYPES, Truth, bits, require_free_memory
 from prebuilt import use_cubins
 from sequence_support import KVCacheCase, KVCacheProblem, to_numpy
-from wrong_numbers import KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
+from sequence_support import Truth as SequencesTruth
+from wrong_numbers import HEADS, KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
-from cupy_flash import combine, flash_attention_with_kvcache
+from cupy_flash import (
+    attention_with_kvcache_reference,
+    combine,
+    flash_attention_with_kvcache,
+)
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
@@ -631,6 +637,74 @@ def test_one_sequence_leaves_no_trace_in_another(place: Place, page_size: int) -
     assert np.isnan(poisoned[0][1].astype(np.float32)).all()
 
 
+# ---- Rows behind the first 2^31 elements
+
+FAR = 2**31 + 2**20  # elements
+
+
+@on_gpu
+@pytest.mark.parametrize("page_size", [0, 1, 16, 64])
+@pytest.mark.parametrize("seqlen_new", [0, 3])
+def test_rows_beyond_32_bits_of_a_cache_are_read_and_appended(
+    place: Place, page_size: int, seqlen_new: int
+) -> None:
+    import cupy
+
+    rng = np.random.default_rng(31)
+    batch, capacity, head_dim = 3, 300, 64
+
+    def random_rows(*shape: int) -> np.ndarray:
+        return rng.standard_normal((*shape, head_dim)).astype(np.float16)
+
+    # Caches or pages with numbers lie at both ends of the array, and NaN in between. Sequences own
+    # half of them, the last one among them.
+    rows = page_size or capacity
+    owned = batch * -(-capacity // rows)
+    values = random_rows(2 * owned, rows, 2, 1)
+    owners = np.append(2 * owned - 1, rng.permutation(2 * owned - 1)[: owned - 1])
+    arguments = {
+        "q": random_rows(batch, 2, 4),
+        "k": random_rows(batch, seqlen_new, 1) if seqlen_new else None,
+        "v": random_rows(batch, seqlen_new, 1) if seqlen_new else None,
+        "cache_seqlens": np.array((290, 97, 0), np.int32),
+        "rotary_cos": None,
+        "rotary_sin": None,
+        "rotary_interleaved": True,
+        "causal": True,
+        "softmax_scale": None,
+    }
+
+    def with_cache(buffer: Any, places: np.ndarray) -> dict[str, Any]:
+        """The arguments with keys and values that are interleaved, (places, rows, 2, 1, dim)."""
+        numbers = places.astype(np.int32)
+        return arguments | {
+            "k_cache": buffer[:, :, 0],
+            "v_cache": buffer[:, :, 1],
+            "cache_batch_idx": None if page_size else numbers,
+            "block_table": numbers.reshape(batch, -1) if page_size else None,
+        }
+
+    near = with_cache(values, owners)
+    count = FAR // values[0].size + 2 * owned
+    require_free_memory(count * values[0].nbytes + 2**30)
+    buffer = cupy.ndarray((count, *values.shape[1:]), np.float16)
+    buffer.data.memset_async(0xFF, buffer.nbytes)
+    buffer[:owned].set(values[:owned])
+    buffer[-owned:].set(values[owned:])
+    far = with_cache(buffer, np.where(owners < owned, owners, owners + count - 2 * owned))
+    on_device = {
+        name: cupy.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in far.items()
+    }
+    with place.skipping_what_it_refuses():
+        out, lse = flash_attention_with_kvcache(**on_device, return_lse=True, **place.options)
+    SequencesTruth.of_kvcache(near).check(out, lse)
+    after = attention_with_kvcache_reference(**near)
+    written = np.concatenate([buffer[:owned].get(), buffer[-owned:].get()])
+    assert written[:, :, 0].tobytes() == after.k_cache.tobytes()
+    assert written[:, :, 1].tobytes() == after.v_cache.tobytes()
+
+
 # ---- Numbers that are wrong, and that the host does not see
 
 
@@ -644,6 +718,22 @@ def test_wrong_numbers_do_what_is_documented_and_no_harm(
 ) -> None:
     arguments = wrong_kvcache(change, page_size, dtype, seqlen_new)
     check_kvcache_result(arguments, *run_kvcache(place, arguments, num_splits=num_splits))
+
+
+@on_gpu
+@pytest.mark.parametrize(("change", "page_size"), KVCACHE_CALLS)
+@pytest.mark.parametrize("seqlen_new", [0, 7])
+def test_wrong_numbers_do_no_harm_where_there_are_many_heads_either(
+    place: Place, change: str, page_size: int, seqlen_new: int
+) -> None:
+    arguments = wrong_kvcache(change, page_size, "bfloat16", seqlen_new, heads=HEADS[1])
+    check_kvcache_result(arguments, *run_kvcache(place, arguments))
+
+
+@pytest.mark.parametrize(("change", "page_size"), KVCACHE_CALLS)
+def test_these_heads_are_so_many_that_clusters_compute_them(change: str, page_size: int) -> None:
+    arguments = wrong_kvcache(change, page_size, "bfloat16", 7, heads=HEADS[1])
+    assert cluster_on_h100(arguments) == 8
 
 
 @on_gpu

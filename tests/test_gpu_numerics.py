@@ -20,6 +20,7 @@ from gpu_support import (
     current_device,
     on_gpu,
     random_values,
+    require_free_memory,
     run,
 )
 from hypothesis import HealthCheck, assume, given, settings
@@ -356,15 +357,6 @@ def test_packed_qkv_is_right(family: str, dtype: str) -> None:
     truth = Truth.of((qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), causal=True)
     out = flash_attention_qkvpacked(cupy.asarray(qkv), causal=True, family=family)
     truth.check(out.get())
-
-
-def require_free_memory(needed: int) -> None:
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-    free = cupy.cuda.runtime.memGetInfo()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.1f} are")
 
 
 FAR = 2**31 + 2**20  # elements

@@ -233,6 +233,10 @@ def test_an_empty_batch_touches_nothing():
         ),
         ({"cache_seqlens": np.zeros(2, np.int32)}, r"cache_seqlens has shape \(2,\); expected \(3"),
         (
+            {"cache_seqlens": np.array(7, np.int32)},
+            r"has shape \(\); expected \(3,\), .*; where all have one, pass an integer",
+        ),
+        (
             {"cache_seqlens": [7, 0, 57]},
             r"cache_seqlens\[2\] is 57; expected at most 56: a cache holds 61 rows, and 5 are",
         ),
@@ -267,7 +271,7 @@ def test_an_empty_batch_touches_nothing():
         ),
         (
             {name: np.ones((60, 8), np.float32) for name in ("rotary_cos", "rotary_sin")},
-            r"cache_seqlens\[2\] is 56; expected at most 55: rotary_cos has 60 rows",
+            r"\[2\] is 56; expected at most 55: rotary_cos has 60 rows, and 5 are read from",
         ),
         ({"out": np.zeros((3, 2, 6, 40), np.float32)}, r"out has shape \(3, 2, 6, 40\); expected"),
         *refusals.WRONG_OPTIONS,
@@ -296,6 +300,12 @@ def test_a_wrong_value_is_refused_by_name_and_nothing_is_appended(changes, messa
             {"block_table": [[3] * 8, [2] * 8, [15] * 7 + [16]]},
             r"block_table\[2, 7\] is 16; expected 0 to 15",
         ),
+        (
+            {name: np.zeros((0, 8, 3, dim)) for name, dim in (("k_cache", 40), ("v_cache", 72))}
+            | {name: np.zeros((3, 5, 3, dim)) for name, dim in (("k", 40), ("v", 72))}
+            | {"q": np.zeros((3, 2, 6, 40)), "rotary_cos": None, "rotary_sin": None, "out": None},
+            r"block_table\[0, 0\] is 3, but there are no pages; cache_seqlens has to be 0",
+        ),
     ],
 )
 def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message):
@@ -308,7 +318,11 @@ def test_a_page_that_is_not_there_is_refused_also_for_new_rows(changes, message)
         ({"q": None}, "q is a NoneType; expected a NumPy or CuPy array"),
         ({"k_cache": [1.0]}, "k_cache is a list; expected a NumPy or CuPy array"),
         ({"cache_seqlens": None}, "cache_seqlens is None; expected an integer or an int32 array"),
-        ({"cache_seqlens": 5.0}, "cache_seqlens is a float; expected a NumPy or CuPy array"),
+        ({"cache_seqlens": 5.0}, r"cache_seqlens is 5\.0; expected an integer or an int32 array"),
+        ({"cache_seqlens": "5"}, "cache_seqlens is '5'; expected an integer or an int32 array"),
+        ({"cache_seqlens": True}, "cache_seqlens is True; expected an integer or an int32 array"),
+        ({"return_lse": "no"}, "return_lse is 'no'; expected True or False"),
+        ({"num_splits": True}, "num_splits is True; expected an integer"),
         (
             {"cache_seqlens": np.zeros(3, np.int64)},
             r"cache_seqlens has dtype int64; pass cache_seqlens\.astype\('int32'\)",
@@ -367,6 +381,23 @@ def test_a_tile_that_is_too_large_is_refused_before_anything_is_appended():
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (("k_cache", "v_cache"), "caches in k_cache and v_cache"),
+        (("rotary_cos", "rotary_sin"), "rows of rotary_cos"),
+    ],
+)
+def test_more_than_32_bits_count_is_refused_on_a_gpu_too(gpu, names, what):
+    arguments = appending(gpu)
+    for name in names:
+        strides, shape = arguments[name].strides, arguments[name].shape
+        arguments[name] = gpu.array(2**31, *shape[1:], strides=(0, *strides[1:]))
+    with pytest.raises(ValueError, match=f"number of {what} is {2**31}; expected at most"):
+        flash_attention_with_kvcache(**arguments)
+    assert gpu.launches == []
+
+
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_a_cache_is_never_copied(name):
     cache = good()[name]
@@ -385,6 +416,19 @@ def test_a_cache_that_cannot_be_written_is_not_appended_to(name):
     assert_refused(ValueError, f"{name} overlaps itself", good() | {name: one_for_all})
 
 
+def test_where_no_row_is_rotated_a_full_cache_needs_no_row_of_the_tables():
+    arguments = good()
+    arguments |= {name: arguments[name][:, :0] for name in ("q", "k", "v", "out")}
+    out = flash_attention_with_kvcache(**(arguments | {"cache_seqlens": 61}))
+    assert out.shape == (3, 0, 6, 72)
+    message = "cache_seqlens is 61; expected at most 60: rotary_cos has 61 rows, and 1 are read"
+    assert_refused(
+        ValueError,
+        message,
+        good() | arguments | {"q": good()["q"], "out": None, "cache_seqlens": 61},
+    )
+
+
 @pytest.mark.parametrize("other", ["q", "k", "v", "v_cache", "out"])
 def test_a_cache_that_overlaps_another_array_is_not_appended_to(other):
     shapes = {"k_cache": (3, 61, 3, 40), "v_cache": (3, 61, 3, 40)}
@@ -393,6 +437,18 @@ def test_a_cache_that_overlaps_another_array_is_not_appended_to(other):
     arguments[other] = arguments["k_cache"][:, -shapes[other][1] :]
     message = f"k_cache overlaps {other}; pass memory of its own"
     assert_refused(ValueError, message, arguments | {"cache_seqlens": 5})
+
+
+@pytest.mark.parametrize("other", ["cache_seqlens", "block_table", "rotary_cos", "rotary_sin"])
+@pytest.mark.parametrize("written", ["k_cache", "out"])
+def test_what_is_written_may_not_overlap_lengths_pages_and_tables(written, other):
+    arguments = good_paged()
+    array = arguments[other]
+    # Numbers that are written over would be read as lengths, places or angles.
+    inside = arguments[written].reshape(-1)[: array.size].view(array.dtype).reshape(array.shape)
+    inside[...] = array
+    message = f"{written} overlaps {other}; pass memory of its own"
+    assert_refused(ValueError, message, arguments | {other: inside})
 
 
 def test_a_jax_cache_is_not_appended_to():
@@ -618,6 +674,20 @@ def test_another_alignment_is_another_call(gpu, name):
     assert len(launch_sequences._calls) == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "rotary_cos", "rotary_sin", "out"],
+)
+def test_another_byte_order_is_refused_after_the_same_call_in_the_right_one(gpu, name):
+    arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
+    flash_attention_with_kvcache(**arguments)
+    right = arguments[name]
+    wrong = gpu.array(*right.shape, dtype=right.dtype.newbyteorder())
+    with pytest.raises(TypeError, match=f"{name} has dtype >"):
+        flash_attention_with_kvcache(**(arguments | {name: wrong}))
+    assert len(gpu.launches) == 2
+
+
 def test_tables_whose_rows_lie_at_different_distances_are_copied(gpu):
     cos, sin = gpu.array(61, 8, strides=(32, 2)), gpu.array(61, 8)
     flash_attention_with_kvcache(**appending(gpu, rotary_cos=cos, rotary_sin=sin))
@@ -642,6 +712,19 @@ def test_a_cache_on_the_gpu_that_overlaps_another_array_is_not_appended_to(gpu):
         with pytest.raises(ValueError, match=f"v_cache overlaps {name}; pass memory of its own"):
             flash_attention_with_kvcache(**(arguments | {name: inside}))
     assert len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("other", ["cache_seqlens", "rotary_cos", "rotary_sin"])
+@pytest.mark.parametrize("written", ["v_cache", "out"])
+def test_lengths_and_tables_on_the_gpu_in_what_is_written_are_told_by_the_first_call(
+    gpu, written, other
+):
+    arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
+    shape, dtype = arguments[other].shape, arguments[other].dtype
+    inside = gpu.array(*shape, dtype=dtype, address=arguments[written].data.ptr + 16)
+    with pytest.raises(ValueError, match=f"{written} overlaps {other}; pass memory of its own"):
+        flash_attention_with_kvcache(**(arguments | {other: inside}))
+    assert gpu.launches == []
 
 
 def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monkeypatch):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from cupy_flash import tuning
 from cupy_flash.device import ARCHITECTURES, device_for_arch
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FAMILIES
+from cupy_flash.families.base import MAX_GRID
 from cupy_flash.planner import Plan, make_plan
 from cupy_flash.problem import DTYPES, ArraySpec, Problem, make_sequences_problem
 from cupy_flash.tuning import Entry, problem_class
@@ -159,6 +161,22 @@ def test_a_bound_that_is_not_tight_makes_no_query_tiles():
     )
     assert make_plan(loose, H100).family == "hopper"
     assert make_plan(case, H100).family == "decode"
+
+
+@pytest.mark.parametrize("family", ["mma", "simt"])
+def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
+    # Query tiles and splits can be counted; the kernel that merges has a block for 8 rows.
+    q, k = (ArraySpec.contiguous((1, 131072, heads, 64), "float16") for heads in (64, 1))
+    sizes = {"batch": 4096, "max_seqlen_q": 131072, "max_seqlen_k": 131072}
+    case, whole = (make_sequences_problem(q, k, k, num_splits=n, **sizes) for n in (2, 1))
+    words = rf"needs \d+ thread blocks, more than the {MAX_GRID} of a launch"
+    for choice in (family, None):
+        with pytest.raises(UnsupportedError, match=words):
+            make_plan(case, H100, family=choice)
+    tile = FAMILIES[family].default_tile(whole, H100)
+    reason = f"needs {2**32} thread blocks, more than the {MAX_GRID} of a launch"
+    assert FAMILIES[family].why_not_tile(case, H100, tile) == reason
+    assert make_plan(whole, H100, family=family).num_splits == 1
 
 
 def test_few_rows_of_grouped_heads_go_to_a_family_that_has_them_in_one_tile():

@@ -7,7 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.problem import (
+    MAX_COUNT,
     MAX_SEQLEN,
     MAX_SPLITS,
     ArraySpec,
@@ -154,6 +156,22 @@ def test_problems_of_sequences_hash(make):
             {"block_table": (2**27, 2**27)},
             f"capacity of a cache is {2**31}; expected at most {MAX_SEQLEN}",
         ),
+        (
+            cached,
+            {"k": spec(2**31, 239, 3, 40), "v": spec(2**31, 239, 3, 72)},
+            f"number of caches in k_cache and v_cache is {2**31}; expected at most {MAX_COUNT}",
+        ),
+        (
+            paged,
+            {"k": spec(2**31, 16, 3, 40), "v": spec(2**31, 16, 3, 72)},
+            f"number of pages in k_cache and v_cache is {2**31}; expected at most {MAX_COUNT}",
+        ),
+        (packed, {"batch": 2**31}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
+        (
+            paged,
+            {"q": spec(2**31, 2, 6, 40), "batch": 2**31},
+            f"batch is {2**31}; expected at most {MAX_COUNT}",
+        ),
         (cached, {"num_splits": -1}, f"num_splits is -1; expected 1 to {MAX_SPLITS}, or 0"),
         (cached, {"num_splits": MAX_SPLITS + 1}, f"expected 1 to {MAX_SPLITS}, or 0"),
         (
@@ -168,6 +186,22 @@ def test_problems_of_sequences_hash(make):
 def test_what_does_not_go_together_is_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (cached, {"k": spec(MAX_COUNT, 239, 3, 40), "v": spec(MAX_COUNT, 239, 3, 72)}),
+        (paged, {"k": spec(MAX_COUNT, 16, 3, 40), "v": spec(MAX_COUNT, 16, 3, 72)}),
+        (paged, {"q": spec(MAX_COUNT, 2, 6, 40), "batch": MAX_COUNT}),
+    ],
+)
+def test_what_32_bits_count_can_be_packed_for_the_kernels(make, changes):
+    p = make(**changes)
+    struct = PackedSequences(p).with_pointers(0, 0, 0, 0, 0, 0, 0)
+    assert (struct["caches"], struct["pages"]) == (p.sequences.caches, p.sequences.pages)
+    params = PackedParams(p, num_splits=1, section_heads=1).with_pointers(0, 0, 0, 0, 0, 0)
+    assert params["batch"] == p.batch
 
 
 @pytest.mark.parametrize(

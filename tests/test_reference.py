@@ -156,6 +156,12 @@ def test_shapes_that_do_not_match_are_refused(axis):
         attention_reference(q, k, v, layout=layout)
 
 
+def test_a_list_is_refused_by_name():
+    q, k, v = random_qkv(4, 6)
+    with pytest.raises(TypeError, match="k is a list; expected a NumPy or CuPy array"):
+        attention_reference(q, k.tolist(), v)
+
+
 def test_max_error_counts_equal_nan_and_inf_as_zero_and_unequal_ones_as_inf():
     special = np.array([np.nan, np.inf, -np.inf, 1.0])
     assert max_error(special, special) == 0

@@ -213,3 +213,35 @@ def test_a_sequence_is_taken_in_sections_of_heads_from_the_last_tile_to_the_firs
         for head in range(first, min(first + section, 6))
     ]
     assert [(visit.head, visit.q_begin) for visit in visits] == expected
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "section_keys", "section"),
+    [
+        # Half of an L2 of 50 MB in rows of head_dim 8, and as many keys as a word counts.
+        (1, 819_200, 4096),
+        (1, 2**31 - 1, 4096),
+        (4, 2**31 - 1, 4096),
+        (4, 2, 2048),
+        (4, 1, 1024),
+    ],
+)
+def test_a_section_is_a_group_of_heads_at_least_and_all_at_most_however_few_keys_there_are(
+    handed_out, heads_kv, section_keys, section
+):
+    batch = Batch.of_lengths(
+        [65],
+        [1],
+        heads_q=4096,
+        heads_kv=heads_kv,
+        causal=True,
+        section_keys=section_keys,
+    )
+    (visits,) = handed_out([batch])
+    expected = [
+        (head, q_begin)
+        for first in range(0, 4096, section)
+        for q_begin in (64, 0)
+        for head in range(first, first + section)
+    ]
+    assert [(visit.head, visit.q_begin) for visit in visits] == expected

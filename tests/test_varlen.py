@@ -225,6 +225,9 @@ def test_a_page_that_is_not_there_is_refused(changes, message):
         ({"causal": 1}, "causal is 1; expected True or False"),
         ({"batch_invariant": 1}, "batch_invariant is 1; expected True or False"),
         ({"num_splits": "2"}, "num_splits is '2'; expected an integer"),
+        ({"max_seqlen_q": True}, "max_seqlen_q is True; expected an integer"),
+        ({"return_lse": 1}, "return_lse is 1; expected True or False"),
+        ({"seqused_k": 3}, "seqused_k is an int; expected a NumPy or CuPy array"),
         ({"tile": "64"}, "tile is '64'; expected a Tile"),
     ],
 )
@@ -235,6 +238,16 @@ def test_a_wrong_kind_is_refused_by_name(changes, message):
 def test_integers_that_int32_does_not_hold_are_refused():
     changes = {"cu_seqlens_k": [0, 1, 2, 2**31]}
     assert_refused(ValueError, "cu_seqlens_k holds integers that int32 does not", good() | changes)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
+def test_an_out_that_overlaps_lengths_is_refused(name):
+    arguments = good() | {"seqused_k": np.array([1, 2, 3], np.int32)}
+    lengths = np.asarray(arguments[name], np.int32)
+    inside = arguments["out"].reshape(-1)[: lengths.size].view(np.int32)
+    inside[...] = lengths
+    message = f"out overlaps {name}; pass memory of its own"
+    assert_refused(ValueError, message, arguments | {name: inside})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -364,6 +377,17 @@ def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
     assert len(launch_sequences._calls) == 2
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
+def test_another_byte_order_is_refused_after_the_same_call_in_the_right_one(gpu, name):
+    arguments = on(gpu, seqused_k=gpu.lengths(3))
+    flash_attention_varlen(**arguments)
+    right = arguments[name]
+    wrong = gpu.array(*right.shape, dtype=right.dtype.newbyteorder())
+    with pytest.raises(TypeError, match=f"{name} has dtype >"):
+        flash_attention_varlen(**(arguments | {name: wrong}))
+    assert len(gpu.launches) == 1
 
 
 def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(gpu):

@@ -17,8 +17,12 @@ from cupy_flash import attention_with_kvcache_reference
 from cupy_flash.host_sequences import find_queries
 
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
-HEADS_Q, HEADS_KV, HEAD_DIM = 4, 2, 64
-PAGE_SIZE, PAGES = 16, 40
+HEAD_DIM = 64
+# Query and key/value heads: few, and so many that on some GPUs clusters compute a cache's.
+HEADS = ((4, 2), (32, 8))
+PAGE_SIZE, OTHER_PAGE_SIZES = 16, (1, 64)
+# Rows of all pages, and of those of a sequence.
+_PAGED_ROWS, _SEQUENCE_ROWS = 640, 192
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], None]
@@ -44,9 +48,17 @@ def _limit(name: str, value: int) -> Change:
 
 def _no_such_pages(arguments: Arguments) -> None:
     table = arguments["block_table"]
+    pages, page_size, _, _ = arguments["k_cache" if "k_cache" in arguments else "k"].shape
     # Of a sequence the first page, one in the middle, and the one that new rows go to; all of one.
-    table[0, [0, 2, 4]] = PAGES, -1, LARGEST
-    table[1, [1, 5, 6]] = SMALLEST, -PAGES, PAGES + 1
+    for b, row, number in (
+        (0, 0, pages),
+        (0, 40, -1),
+        (0, 77, LARGEST),
+        (1, 20, SMALLEST),
+        (1, 90, -pages),
+        (1, 110, pages + 1),
+    ):
+        table[b, row // page_size] = number
     table[2, :] = LARGEST
 
 
@@ -73,16 +85,18 @@ _VARLEN: dict[str, Change] = {
 # A change, and the page_size of the call that it is made to; 0 is not paged.
 VARLEN_CALLS = [(name, 0) for name in _VARLEN if "page" not in name]
 VARLEN_CALLS += [(name, PAGE_SIZE) for name in _VARLEN]
+VARLEN_CALLS += [("pages that there are not", page_size) for page_size in OTHER_PAGE_SIZES]
 
 
 def wrong_varlen(change: str, page_size: int, dtype: str) -> Arguments:
     """Arguments of `flash_attention_varlen`: 3 sequences, a number or some of which is wrong."""
     rng = np.random.default_rng(17)
-    places = (PAGES, PAGE_SIZE) if page_size else (305,)
+    places = (_PAGED_ROWS // page_size, page_size) if page_size else (305,)
+    heads_q, heads_kv = HEADS[0]
     arguments: Arguments = {
-        "q": _random(rng, dtype, 125, HEADS_Q),
-        "k": _random(rng, dtype, *places, HEADS_KV),
-        "v": _random(rng, dtype, *places, HEADS_KV),
+        "q": _random(rng, dtype, 125, heads_q),
+        "k": _random(rng, dtype, *places, heads_kv),
+        "v": _random(rng, dtype, *places, heads_kv),
         "cu_seqlens_q": _numbers(0, 40, 90, 120),
         "cu_seqlens_k": _numbers(0, 60, 150, 300),
         "max_seqlen_q": 50,
@@ -90,16 +104,16 @@ def wrong_varlen(change: str, page_size: int, dtype: str) -> Arguments:
         "causal": True,
         "softmax_scale": None,
         "seqused_k": None,
-        "block_table": _table(rng, 3) if page_size else None,
+        "block_table": _table(rng, 3, page_size) if page_size else None,
     }
     _VARLEN[change](arguments)
     return arguments
 
 
 _KVCACHE: dict[str, Change] = {
-    "lengths beyond the cache": _set("cache_seqlens", 161, 1000, LARGEST),
+    "lengths beyond the cache": _set("cache_seqlens", 193, 1000, LARGEST),
     "negative lengths": _set("cache_seqlens", -1, SMALLEST, 100),
-    "new rows that reach beyond the cache": _set("cache_seqlens", 157, 160, 156),
+    "new rows that reach beyond the cache": _set("cache_seqlens", 189, 192, 188),
     "caches that there are not": _set("cache_batch_idx", -1, 5, LARGEST),
     "one cache that there is": _set("cache_batch_idx", SMALLEST, 4, 6),
     "pages that there are not": _no_such_pages,
@@ -108,21 +122,29 @@ _KVCACHE: dict[str, Change] = {
 
 KVCACHE_CALLS = [(name, 0) for name in _KVCACHE if "page" not in name]
 KVCACHE_CALLS += [(name, PAGE_SIZE) for name in _KVCACHE if "there " not in name or "page" in name]
+KVCACHE_CALLS += [("pages that there are not", page_size) for page_size in OTHER_PAGE_SIZES]
 
 
-def wrong_kvcache(change: str, page_size: int, dtype: str, seqlen_new: int) -> Arguments:
-    """Arguments of `flash_attention_with_kvcache`, likewise: room for 160 rows of each of 3."""
+def wrong_kvcache(
+    change: str,
+    page_size: int,
+    dtype: str,
+    seqlen_new: int,
+    heads: tuple[int, int] = HEADS[0],
+) -> Arguments:
+    """Arguments of `flash_attention_with_kvcache`, likewise: room for 192 rows of each of 3."""
     rng = np.random.default_rng(19)
-    places = (PAGES, PAGE_SIZE) if page_size else (5, 160)
+    places = (_PAGED_ROWS // page_size, page_size) if page_size else (5, _SEQUENCE_ROWS)
+    heads_q, heads_kv = heads
     arguments: Arguments = {
-        "q": _random(rng, dtype, 3, 7, HEADS_Q),
-        "k_cache": _random(rng, dtype, *places, HEADS_KV),
-        "v_cache": _random(rng, dtype, *places, HEADS_KV),
-        "k": _random(rng, dtype, 3, seqlen_new, HEADS_KV) if seqlen_new else None,
-        "v": _random(rng, dtype, 3, seqlen_new, HEADS_KV) if seqlen_new else None,
+        "q": _random(rng, dtype, 3, 7, heads_q),
+        "k_cache": _random(rng, dtype, *places, heads_kv),
+        "v_cache": _random(rng, dtype, *places, heads_kv),
+        "k": _random(rng, dtype, 3, seqlen_new, heads_kv) if seqlen_new else None,
+        "v": _random(rng, dtype, 3, seqlen_new, heads_kv) if seqlen_new else None,
         "cache_seqlens": _numbers(77, 110, 0),
         "cache_batch_idx": None if page_size else _numbers(4, 0, 2),
-        "block_table": _table(rng, 3)[:, :10].copy() if page_size else None,
+        "block_table": _table(rng, 3, page_size) if page_size else None,
         "rotary_cos": None,
         "rotary_sin": None,
         "rotary_interleaved": True,
@@ -137,8 +159,10 @@ def _random(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     return rng.standard_normal((*shape, HEAD_DIM)).astype(DTYPES[dtype])
 
 
-def _table(rng: np.random.Generator, batch: int) -> np.ndarray:
-    return rng.permutation(PAGES)[: batch * 12].reshape(batch, 12).astype(np.int32)
+def _table(rng: np.random.Generator, batch: int, page_size: int) -> np.ndarray:
+    columns = _SEQUENCE_ROWS // page_size
+    pages = rng.permutation(_PAGED_ROWS // page_size)[: batch * columns]
+    return pages.reshape(batch, columns).astype(np.int32)
 
 
 def check_varlen_result(arguments: Arguments, out: np.ndarray, lse: np.ndarray) -> None:

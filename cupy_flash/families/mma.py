@@ -36,6 +36,11 @@ class MmaTile(Tile):
     min_blocks: int = 1
 
 
+# Of the tiles that are searched.
+_MOST_WARPS = 8
+_MOST_ROWS = 2 * 16 * _MOST_WARPS
+
+
 def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     """Tiles from the best down, of which the first that fits becomes the default.
 
@@ -90,13 +95,15 @@ class MmaFamily(Family):
             return "its float32 products need too many registers for head dims over 128"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        if reason := ragged.why_not_grid(problem, _MOST_ROWS):
+            return reason
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
         for warps, row_tiles, Bc, stages, q_in_registers, min_blocks in itertools.product(
-            (2, 4, 8), (1, 2), (32, 48, 64, 80, 96, 128), (2, 3, 4), (0, 1), (1, 2, 3)
+            (2, 4, _MOST_WARPS), (1, 2), (32, 48, 64, 80, 96, 128), (2, 3, 4), (0, 1), (1, 2, 3)
         ):
             yield MmaTile(
                 Br=warps * row_tiles * 16,

@@ -71,7 +71,8 @@ class SimtFamily(Family):
     def why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
-        return None
+        # Every size fits, but not every number of thread blocks.
+        return self.why_not_tile(problem, device, self.default_tile(problem, device))
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTile]:
         few_queries = _has_few_queries(problem)

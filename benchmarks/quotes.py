@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 _NUMBER = r"(?<![\w.,])\d[\d,]*(?:\.\d+)?"
 _UNIT = r"TFLOP/s|GFLOP/s|TB/s|GB/s|%|(?:times|ms|us|µs|s|seconds?)\b|(?:x\b|×)(?!\s*\d)"
-_FIGURE = re.compile(rf"({_NUMBER})\s*(?:{_UNIT})|at (?:least|most)\s+({_NUMBER}(?<=\.\d\d))")
+_FIGURE = re.compile(rf"({_NUMBER})\s*(?:{_UNIT})|at (?:least|most)\s+({_NUMBER}(?<=\.\d\d))(?!\d)")
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*(figures\s)?(.*?)-->", re.DOTALL)
 _SOURCE = re.compile(

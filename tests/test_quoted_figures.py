@@ -106,6 +106,12 @@ def test_a_figure_without_a_source_fails(results: Path, figure: str) -> None:
     assert fault.startswith("line 3:")
 
 
+def test_a_bound_is_read_to_its_last_digit(results: Path) -> None:
+    (fault,) = faults(results, "faster, at least 0.995 times")
+
+    assert "'0.995 times' names no source" in fault
+
+
 @pytest.mark.parametrize(
     "text",
     [

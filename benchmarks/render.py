@@ -78,7 +78,7 @@ def section(path: Path) -> str:
     elif "default_tflops" in rows[0]:
         lines += [*sources(rows), "", *tune_table(rows)]
     else:
-        lines += ["", *plain_table(rows)]
+        lines += [*sources(rows), "", *plain_table(rows)]
     return "\n".join([*lines, ""])
 
 

@@ -78,6 +78,9 @@ class DecodeFamily(Family):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        sequences = problem.sequences
+        if sequences is not None and sequences.page_size and sequences.max_pages == 0:
+            return "its block_table has no pages"
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
         return None

@@ -97,7 +97,7 @@ class Duel:
             return None
         return self.theirs[clock].median / self.ours[clock].median
 
-    def library_wins(self, clock: str) -> bool:
+    def theirs_win(self, clock: str) -> bool:
         """Whether the library is faster by more than the noise: the quartiles do not overlap."""
         return not self.reason and self.theirs[clock].high < self.ours[clock].low
 
@@ -121,7 +121,7 @@ class Duel:
                 row[f"{who}_{clock}_low_quartile_ms"] = time.low if time else None
                 row[f"{who}_{clock}_high_quartile_ms"] = time.high if time else None
             row[f"{clock}_ratio"] = self.ratio(clock)
-            row[f"library_wins_{clock}"] = self.library_wins(clock) if not self.reason else None
+            row[f"library_wins_{clock}"] = self.theirs_win(clock) if not self.reason else None
         return row | {"reason": self.reason}
 
 
@@ -200,7 +200,7 @@ class Series:
 
     def crossover(self, clock: str) -> int | None:
         """The longest sequence at which the library wins; None if it never does."""
-        return max((d.case.seqlen_q for d in self.duels if d.library_wins(clock)), default=None)
+        return max((d.case.seqlen_q for d in self.duels if d.theirs_win(clock)), default=None)
 
     def verdict(self, clock: str) -> str:
         """`crossover` in words."""
@@ -216,7 +216,7 @@ class Series:
         """Sequence lengths at which the library wins by GPU time, by the kernel that lost."""
         found: dict[str, list[int]] = {}
         for duel in self.duels:
-            if duel.library_wins("gpu") and (plan := duel.plan):
+            if duel.theirs_win("gpu") and (plan := duel.plan):
                 kernel = f"{plan.family} tile {report.tile_text(plan.tile)}"
                 found.setdefault(kernel, []).append(duel.case.seqlen_q)
         return found
@@ -247,7 +247,7 @@ def _cell(duel: Duel) -> str:
     for clock in CLOCKS:
         ratio = duel.ratio(clock)
         text = "-" if ratio is None else f"{ratio:.{2 if ratio < 10 else 1}f}"
-        texts.append(f"{text:>5}" + ("*" if duel.library_wins(clock) else " "))
+        texts.append(f"{text:>5}" + ("*" if duel.theirs_win(clock) else " "))
     return "".join(texts).rstrip()
 
 

@@ -14,8 +14,8 @@ import click
 
 from cupy_flash.device import Device, Resources, gpu_unavailable
 from cupy_flash.families import FAMILIES
-from cupy_flash.planner import Plan, freeze_tile, make_plan
-from cupy_flash.tile import Tile
+from cupy_flash.planner import Plan, make_plan
+from cupy_flash.tile import Tile, freeze_tile
 
 from . import environment, providers, report, traffic
 from .cases import describe

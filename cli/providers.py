@@ -19,9 +19,9 @@ import numpy as np
 from cupy_flash import cpu
 from cupy_flash.device import Device, device_for_id, gpu_unavailable
 from cupy_flash.families import FAMILIES
-from cupy_flash.planner import Plan, choose_cpu_tile, freeze_tile, make_cpu_plan, make_plan
+from cupy_flash.planner import Plan, choose_cpu_tile, make_cpu_plan, make_plan
 from cupy_flash.reference import attention_naive
-from cupy_flash.tile import Tile
+from cupy_flash.tile import Tile, freeze_tile
 
 from . import check, graphs, memory
 from .calls import call_of

@@ -18,13 +18,8 @@ from cupy_flash.backends import (
 from cupy_flash.device import device_for_arch, device_for_id, gpu_unavailable
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.launch import Options
-from cupy_flash.planner import (
-    Plan,
-    TileRequest,
-    freeze_tile,
-    make_cpu_plan,
-    make_plan,
-)
+from cupy_flash.planner import Plan, make_cpu_plan, make_plan
+from cupy_flash.tile import TileRequest, freeze_tile
 
 
 def flash_attention(
@@ -74,7 +69,7 @@ def flash_attention(
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one.
     family : str, optional
-        Kernel family to use instead of the planner's choice: "hopper", "mma", "simt",
+        Kernel family to use instead of the planner's choice: "decode", "hopper", "mma", "simt",
         "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FAMILIES
-from cupy_flash.planner import FrozenTile, choose_cpu_tile
+from cupy_flash.planner import choose_cpu_tile
 from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
+from cupy_flash.tile import FrozenTile, Tile
 
 BACKENDS = ("auto", "gpu", "cpu")
 

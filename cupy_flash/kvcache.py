@@ -18,7 +18,7 @@ from cupy_flash.host_calls import (
     require_writable,
     runs_on_gpu,
 )
-from cupy_flash.planner import TileRequest, freeze_tile, make_plan
+from cupy_flash.planner import make_plan
 from cupy_flash.problem import Problem
 from cupy_flash.sequence_arrays import (
     CACHES,
@@ -30,7 +30,7 @@ from cupy_flash.sequence_arrays import (
     normalized,
     require_length,
 )
-from cupy_flash.tile import Tile
+from cupy_flash.tile import Tile, TileRequest, freeze_tile
 
 
 def flash_attention_with_kvcache(

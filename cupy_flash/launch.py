@@ -23,7 +23,7 @@ from cupy_flash.compiler import kernel_cache
 from cupy_flash.counters import zeroed
 from cupy_flash.device import device_for_id
 from cupy_flash.params import PackedParams, PackedSequences
-from cupy_flash.planner import FrozenTile, make_plan
+from cupy_flash.planner import make_plan
 from cupy_flash.problem import (
     MAX_ALIGNMENT,
     ArraySpec,
@@ -33,6 +33,7 @@ from cupy_flash.problem import (
     make_problem,
 )
 from cupy_flash.tensor_map import TensorMaps
+from cupy_flash.tile import FrozenTile
 
 # Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
 _MAX_CALLS = 4096

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,11 +13,7 @@ from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
 from cupy_flash.families.base import MAIN_ENTRY
 from cupy_flash.problem import Problem
 from cupy_flash.tensor_map import TensorMapSpec
-from cupy_flash.tile import Tile
-
-# What a caller may pass as `tile`, and the same in a form that can be part of a key.
-TileRequest = Tile | Mapping[str, int] | tuple[int, int] | None
-FrozenTile = Tile | tuple[tuple[str, int], ...] | None
+from cupy_flash.tile import FrozenTile, Tile
 
 
 @dataclass(frozen=True)
@@ -135,34 +130,6 @@ def _mask_text(problem: Problem) -> str:
 
 def _grid_text(launch: Launch) -> str:
     return " x ".join(str(n) for n in launch.grid if n > 1) or "1"
-
-
-def freeze_tile(request: TileRequest) -> FrozenTile:
-    """A caller's tile request in hashable form.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a Tile, nor a mapping, nor a pair, or its values are no integers.
-    ValueError
-        If it is a sequence of another length.
-    """
-    if request is None or isinstance(request, Tile):
-        return request
-    try:
-        if isinstance(request, Mapping):
-            fields = dict(request)
-        else:
-            Br, Bc = request
-            fields = {"Br": Br, "Bc": Bc}
-        if bool in map(type, fields.values()):
-            raise TypeError("a bool is no size")
-        return tuple((str(name), operator.index(value)) for name, value in fields.items())
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"tile is {request!r}; expected a Tile, a mapping of its fields to integers, or "
-            "(Br, Bc)"
-        ) from None
 
 
 def make_plan(

@@ -24,7 +24,6 @@ from cupy_flash.arrays import (
     require_shape,
     spec_of,
 )
-from cupy_flash.planner import FrozenTile
 from cupy_flash.problem import (
     ArraySpec,
     Problem,
@@ -33,6 +32,7 @@ from cupy_flash.problem import (
     check_no_self_overlap,
     make_sequences_problem,
 )
+from cupy_flash.tile import FrozenTile
 
 
 class VarlenArrays(NamedTuple):

@@ -1,8 +1,10 @@
-"""The compile-time choices that a tuner sweeps."""
+"""The compile-time choices that a tuner sweeps, and how a caller asks for them."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -29,3 +31,36 @@ class Tile:
     def __str__(self) -> str:
         rest = (f"{k}={v}" for k, v in dataclasses.asdict(self).items() if k not in ("Br", "Bc"))
         return " ".join([f"{self.Br}x{self.Bc}", *rest])
+
+
+# What a caller may pass as `tile`, and the same in a form that can be part of a key.
+TileRequest = Tile | Mapping[str, int] | tuple[int, int] | None
+FrozenTile = Tile | tuple[tuple[str, int], ...] | None
+
+
+def freeze_tile(request: TileRequest) -> FrozenTile:
+    """A caller's tile request in hashable form.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a Tile, nor a mapping, nor a pair, or its values are no integers.
+    ValueError
+        If it is a sequence of another length.
+    """
+    if request is None or isinstance(request, Tile):
+        return request
+    try:
+        if isinstance(request, Mapping):
+            fields = dict(request)
+        else:
+            Br, Bc = request
+            fields = {"Br": Br, "Bc": Bc}
+        if bool in map(type, fields.values()):
+            raise TypeError("a bool is no size")
+        return tuple((str(name), operator.index(value)) for name, value in fields.items())
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"tile is {request!r}; expected a Tile, a mapping of its fields to integers, or "
+            "(Br, Bc)"
+        ) from None

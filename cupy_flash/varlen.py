@@ -16,7 +16,6 @@ from cupy_flash.host_calls import (
     require_writable,
     runs_on_gpu,
 )
-from cupy_flash.planner import TileRequest, freeze_tile
 from cupy_flash.sequence_arrays import (
     VarlenArrays,
     VarlenOptions,
@@ -24,6 +23,7 @@ from cupy_flash.sequence_arrays import (
     normalized,
     varlen_problem,
 )
+from cupy_flash.tile import TileRequest, freeze_tile
 
 
 def flash_attention_varlen(

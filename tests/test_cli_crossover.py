@@ -189,8 +189,8 @@ def test_the_library_wins_only_where_the_quartiles_do_not_overlap() -> None:
     apart = Duel(case(), theirs=steady(1.0, 0.2), ours=steady(1.5, 0.2))
     overlapping = Duel(case(), theirs=steady(1.0, 0.3), ours=steady(1.5, 0.3))
 
-    assert apart.library_wins("gpu")
-    assert not overlapping.library_wins("gpu")
+    assert apart.theirs_win("gpu")
+    assert not overlapping.theirs_win("gpu")
 
 
 def series(*winners: bool | None) -> Series:

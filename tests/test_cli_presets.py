@@ -17,7 +17,8 @@ from cupy_flash.cli.runner import Cell, Settings, set_speedups
 from cupy_flash.cli.seed_figures import Published, Source, square
 from cupy_flash.cli.timing import Spread
 from cupy_flash.device import device_for_arch
-from cupy_flash.planner import freeze_tile, make_plan
+from cupy_flash.planner import make_plan
+from cupy_flash.tile import freeze_tile
 
 SOURCES = (
     seed_figures.COBRAML_PYTHON,

@@ -15,14 +15,9 @@ from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.mma import MmaTile
 from cupy_flash.families.simt import SimtTile
-from cupy_flash.planner import (
-    choose_cpu_tile,
-    freeze_tile,
-    make_cpu_plan,
-    make_plan,
-    plan_tile,
-)
+from cupy_flash.planner import choose_cpu_tile, make_cpu_plan, make_plan, plan_tile
 from cupy_flash.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.tile import freeze_tile
 from cupy_flash.tuning import Entry, problem_class
 
 h100 = device_for_arch("sm_90")

@@ -119,8 +119,7 @@ struct TileLoad {
         const int index = first + threadIdx.x % lanes;
         if (row_units % lanes != 0 && index >= row_units) continue;
         const int column = index * unit;
-        const int count = !inside ? 0 : whole ? unit : max(0, min(unit, Dim - column));
-        copy(shared + row * Stride + column, inside ? source + column : head, count);
+        copy(shared + row * Stride + column, inside ? source + column : head, column, inside);
       }
       source += rows_at_once * row_stride;
     }
@@ -147,30 +146,32 @@ struct TileLoad {
           const int index = first + threadIdx.x % lanes;
           if (row_units % lanes != 0 && index >= row_units) continue;
           const int column = index * unit;
-          const int count = !source[i].is_there ? 0
-                            : whole             ? unit
-                                                : max(0, min(unit, Dim - column));
-          copy(shared + row * Stride + column, source[i].begin + column, count);
+          copy(shared + row * Stride + column, source[i].begin + column, column,
+               source[i].is_there);
         }
       }
     }
   }
 
-  __device__ static void copy(T* shared, const Element* source, int count) {
+  // The unit from `column` on of a row, of which there are Dim, or zeros if the row is not there.
+  __device__ static void copy(T* shared, const Element* source, int column, bool is_there) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (async) {
+      const int count = !is_there ? 0 : whole ? unit : max(0, min(unit, Dim - column));
       ptx::cp_async<unit* int(sizeof(Element))>(ptx::shared_address(shared), source,
                                                 count * int(sizeof(Element)));
       return;
     }
 #endif
+    // Asked of the column: where a count that max and min had clamped was compared, as it is above,
+    // ptxas of CUDA 13.0 let the answer's predicate be overwritten before it was used.
     Vector<Element, unit> from = {};
-    if (count == unit) {
+    if (is_there && (whole || column + unit <= Dim)) {
       from = *reinterpret_cast<const Vector<Element, unit>*>(source);
-    } else if (!whole) {
+    } else if (is_there && !whole) {
 #pragma unroll
       for (int i = 0; i < unit; ++i) {
-        if (i < count) from.at[i] = source[i];
+        if (column + i < Dim) from.at[i] = source[i];
       }
     }
     constexpr int part = unit < L::width ? unit : L::width;

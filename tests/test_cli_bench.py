@@ -560,7 +560,9 @@ def test_a_preset_whose_calls_all_take_too_long_is_refused_in_seconds() -> None:
     start = time.monotonic()
     result = without_gpu("bench", "--preset", "fa3-grid", *quick)
 
-    assert time.monotonic() - start < 60
+    # 8 s on 4 idle cores, and over a minute beside a test on each core of a large machine; one
+    # call of each case takes several minutes.
+    assert time.monotonic() - start < 180
     assert result.stderr.count("not timed") == 36
     text = " ".join(result.stdout.split())
     assert "cupy_flash, all 36 cases: one call takes about" in text

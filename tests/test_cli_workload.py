@@ -123,7 +123,7 @@ def test_a_csv_row_with_more_cells_than_names_is_refused(tmp_path: Path) -> None
     [
         ("w.json", "", "cannot be read as a workload"),
         ("w.json", "{", "cannot be read as a workload"),
-        ("w.json", "[" * 200_000, "cannot be read as a workload"),
+        pytest.param("w.json", "[" * 200_000, "cannot be read as a workload", id="nested"),
         ("w.json", json.dumps(ROW), "expected a list of objects"),
         ("w.json", "[113]", "expected a list of objects"),
         ("w.json", "null", "expected a list of objects"),

@@ -167,7 +167,8 @@ def feature_units() -> dict[str, Unit]:
     units = {}
     devices = [device_for_arch(arch) for arch in known_architectures() if arch >= 80]
     for index, (case, tile) in enumerate(FEATURES):
-        for device in (devices[index % len(devices)], devices[(index + 5) % len(devices)]):
+        able = [device for device in devices if decode.why_not_tile(case, device, tile) is None]
+        for device in (able[index % len(able)], able[(index + 5) % len(able)]):
             units[f"feature {index}-{device.sm}"] = Unit(case, tile, device)
     for index, (case, tile) in enumerate(CLUSTERED):
         device = device_for_arch(("sm_90", "sm_100")[index % 2])

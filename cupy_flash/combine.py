@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.base import TranslationUnit, ceil_div, config_struct, source_digest
+from cupy_flash.gpu_calls import array_key, cupy_module, require_device
 from cupy_flash.params import TENSOR_DTYPE, assertions, struct_format
 from cupy_flash.problem import (
     ITEMSIZE,
@@ -316,29 +316,14 @@ class _Call:
 _calls: dict[tuple[Any, ...], _Call] = {}
 
 
-@functools.cache
-def _cupy() -> Any:
-    # An import statement in the call path would take half a microsecond each time.
-    import cupy
-
-    return cupy
-
-
-def _key(array: Any) -> tuple[Any, ...]:
-    data, dtype = array.data, array.dtype
-    alignment = data.ptr & (MAX_ALIGNMENT - 1)
-    # dtype.num is that of both byte orders.
-    return (data.device_id, array.shape, array.strides, dtype.num, dtype.isnative, alignment)
-
-
 def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, Any]:
-    cupy = _cupy()
+    cupy = cupy_module()
     device_id = cupy.cuda.runtime.getDevice()
-    out_key = None if out is None else _key(out)
-    key = (device_id, _key(out_partial), _key(lse_partial), out_key)
+    out_key = None if out is None else array_key(out)
+    key = (device_id, array_key(out_partial), array_key(lse_partial), out_key)
     call = _calls.get(key)
     if call is None:
-        _require_device(device_id, out_partial=out_partial, lse_partial=lse_partial, out=out)
+        require_device(device_id, out_partial=out_partial, lse_partial=lse_partial, out=out)
         _check(out_partial, lse_partial)
         if not (arrays.is_readable_in_place(out_partial) and lse_partial.flags.c_contiguous):
             out_partial = arrays.readable_in_place(out_partial)
@@ -360,18 +345,8 @@ def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, A
     return out, lse
 
 
-def _require_device(device_id: int, **named: Any) -> None:
-    for name, array in named.items():
-        if array is not None and array.data.device_id != device_id:
-            raise ValueError(
-                f"{name} lies on device {array.data.device_id}, but the current device is "
-                f"{device_id}; have all arrays on one device and call within "
-                f"`with cupy.cuda.Device({array.data.device_id})`"
-            )
-
-
 def _prepare(spec: CombineSpec, out_partial: Any, lse_partial: Any) -> _Call:
-    device = device_for_id(_cupy().cuda.runtime.getDevice())
+    device = device_for_id(cupy_module().cuda.runtime.getDevice())
     if device.arch < 75:
         raise UnsupportedError(f"combine needs sm_75 or later, and {device.name} is {device.sm}")
     kernel = None

@@ -154,8 +154,9 @@ def flash_attention_with_kvcache(
     lengths anew at each launch, so that one graph serves a growing cache; an integer is captured
     as it is. The workspace of a captured call, rotated queries included, comes from CuPy's current
     pool and goes back to it when the call returns, though the graph goes on writing to it: warm up
-    and capture under a `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. A few
-    KiB of counters stay with a captured call for the life of the process.
+    and capture under a `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph.
+    Counters, 4 bytes for each thread block or split query tile, stay with a captured call for the
+    life of the process.
 
     What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
     kernel outside of the arrays:

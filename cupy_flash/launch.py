@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +18,15 @@ from cupy_flash.arrays import (
     spec_of,
     to_bshd,
 )
-from cupy_flash.compiler import kernel_cache
 from cupy_flash.counters import zeroed
 from cupy_flash.device import device_for_id
+from cupy_flash.gpu_calls import (
+    LoadedLaunch,
+    array_key,
+    cupy_module,
+    loaded_launches,
+    require_device,
+)
 from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import (
@@ -63,18 +68,10 @@ class _Call:
     tensor_maps: TensorMaps | None
     sequences: PackedSequences | None
     counters: int
-    kernels: tuple[tuple[Any, tuple[int, int, int], tuple[int, int, int], int], ...]
+    kernels: tuple[LoadedLaunch, ...]
 
 
 _calls: dict[tuple[Any, ...], _Call] = {}
-
-
-@functools.cache
-def _cupy() -> Any:
-    # An import statement in the call path would take half a microsecond each time.
-    import cupy
-
-    return cupy
 
 
 def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[Any, Any | None]:
@@ -94,7 +91,7 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     out, lse
         lse is None unless asked for.
     """
-    cupy = _cupy()
+    cupy = cupy_module()
     device_id = cupy.cuda.runtime.getDevice()
     q_data, k_data, v_data = q.data, k.data, v.data
     q_address, k_address, v_address = q_data.ptr, k_data.ptr, v_data.ptr
@@ -124,7 +121,7 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         options.softmax_scale.__class__,
         options.q_offset.__class__,
         options.return_lse.__class__,
-        None if out is None else _out_key(out),
+        None if out is None else array_key(out),
         tuning.generation(),
     )
     try:
@@ -137,7 +134,7 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
         # A scale that is an array of one number.
         return forward(q, k, v, out, options._replace(softmax_scale=problem.softmax_scale))
     if call is None:
-        _require_device(device_id, q, k, v, out)
+        require_device(device_id, q=q, k=k, v=v, out=out)
         if not all(map(is_readable_in_place, (q, k, v))):
             q, k, v = map(readable_in_place, (q, k, v))
             return forward(q, k, v, out, options)
@@ -173,32 +170,10 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     return out, lse
 
 
-def _out_key(out: Any) -> tuple[Any, ...]:
-    data, dtype = out.data, out.dtype
-    alignment = data.ptr & (MAX_ALIGNMENT - 1)
-    return (data.device_id, out.shape, out.strides, dtype.num, dtype.isnative, alignment)
-
-
-def _require_device(device_id: int, *arrays: Any) -> None:
-    for name, array in zip(("q", "k", "v", "out"), arrays, strict=True):
-        if array is not None and array.data.device_id != device_id:
-            raise ValueError(
-                f"{name} lies on device {array.data.device_id}, but the current device is "
-                f"{device_id}; have all arrays on one device and call within "
-                f"`with cupy.cuda.Device({array.data.device_id})`"
-            )
-
-
 def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_id: int) -> _Call:
     problem = problem_of(q, k, v, out, options)
     device = device_for_id(device_id)
     plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    kernels: tuple[Any, ...] = ()
-    if plan.unit is not None and not problem.is_empty:
-        loaded = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})
-        kernels = tuple(
-            (loaded[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory) for e in plan.launches
-        )
     return _Call(
         workspace=plan.workspace,
         out_shape=out_shape(q, v),
@@ -212,7 +187,7 @@ def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_i
         tensor_maps=TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
         sequences=PackedSequences(problem) if plan.takes_sequences else None,
         counters=plan.counters,
-        kernels=kernels,
+        kernels=loaded_launches(plan),
     )
 
 

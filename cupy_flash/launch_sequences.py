@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import Any
 
 from cupy_flash import append, tuning
 from cupy_flash.arrays import address_of, dtype_name, kind_of, readable_in_place, spec_of
-from cupy_flash.compiler import kernel_cache
 from cupy_flash.counters import zeroed
 from cupy_flash.device import Device, device_for_id
+from cupy_flash.gpu_calls import LoadedLaunch, cupy_module, loaded_launches, require_device
 from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import MAX_ALIGNMENT, Problem
@@ -49,7 +48,7 @@ class _Call:
     tensor_maps: TensorMaps | None
     sequences: PackedSequences
     counters: int
-    kernels: tuple[tuple[Any, tuple[int, int, int], tuple[int, int, int], int], ...]
+    kernels: tuple[LoadedLaunch, ...]
     # The plan's workspace, and behind it the rotated queries, if there are any.
     scratch: int
     rotated_at: int | None = None
@@ -61,14 +60,6 @@ class _Call:
 
 
 _calls: dict[tuple[Any, ...], _Call] = {}
-
-
-@functools.cache
-def _cupy() -> Any:
-    # An import statement in the call path would take half a microsecond each time.
-    import cupy
-
-    return cupy
 
 
 def varlen(arrays: VarlenArrays, options: VarlenOptions) -> tuple[Any, Any | None]:
@@ -86,7 +77,7 @@ def varlen(arrays: VarlenArrays, options: VarlenOptions) -> tuple[Any, Any | Non
     call.apart.check(arrays, addresses)
     result, lse = _results(call, arrays, options)
     if call.kernels:
-        scratch = _cupy().cuda.alloc(call.scratch) if call.scratch else None
+        scratch = cupy_module().cuda.alloc(call.scratch) if call.scratch else None
         _attend(
             call,
             (q, k, v),
@@ -126,7 +117,7 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
     scratch = 0
     if call.scratch:
         # Named until the launches are made: then the pool may hand it on, to what runs later.
-        memory = _cupy().cuda.alloc(call.scratch)
+        memory = cupy_module().cuda.alloc(call.scratch)
         scratch = memory.ptr
     if call.append is not None:
         rotated = 0 if call.rotated_at is None else scratch + call.rotated_at
@@ -193,7 +184,7 @@ def _find(
     prepare: Callable[[Any, Problem, Any, Device], _Call],
 ) -> tuple[_Call, Any]:
     """The call, prepared if it is new; and its arrays, copied where they had to be."""
-    device_id = _cupy().cuda.runtime.getDevice()
+    device_id = cupy_module().cuda.runtime.getDevice()
     key = (
         device_id,
         _key(arrays),
@@ -209,7 +200,7 @@ def _find(
         options = _hashable(options, problem_of(arrays, options))
         return _find(arrays, options, problem_of, prepare)
     if call is None:
-        _require_device(device_id, arrays)
+        require_device(device_id, **arrays._asdict())
         readable = _readable(arrays)
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
             return _find(readable, options, problem_of, prepare)
@@ -230,16 +221,6 @@ def _hashable(options: Any, problem: Problem) -> Any:
         except TypeError:
             raise TypeError(f"{name} is {kind_of(value)}; expected a plain value") from None
     return options
-
-
-def _require_device(device_id: int, arrays: Any) -> None:
-    for name, array in zip(arrays._fields, arrays, strict=True):
-        if array is not None and array.data.device_id != device_id:
-            raise ValueError(
-                f"{name} lies on device {array.data.device_id}, but the current device is "
-                f"{device_id}; have all arrays on one device and call within "
-                f"`with cupy.cuda.Device({array.data.device_id})`"
-            )
 
 
 def _readable(arrays: Any) -> Any:
@@ -301,12 +282,6 @@ def _prepare_cache(
 def _plan_fields(problem: Problem, options: Any, device: Device) -> dict[str, Any]:
     """The fields of a `_Call` that come from its plan."""
     plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    kernels: tuple[Any, ...] = ()
-    if plan.unit is not None and not problem.is_empty:
-        loaded = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})
-        kernels = tuple(
-            (loaded[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory) for e in plan.launches
-        )
     return {
         "lse_dtype": "float64" if problem.dtype == "float64" else "float32",
         "params": PackedParams(
@@ -315,7 +290,7 @@ def _plan_fields(problem: Problem, options: Any, device: Device) -> dict[str, An
         "tensor_maps": TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
         "sequences": PackedSequences(problem),
         "counters": plan.counters,
-        "kernels": kernels,
+        "kernels": loaded_launches(plan),
         "scratch": plan.workspace,
     }
 
@@ -368,7 +343,7 @@ def _rotary_alignment(table: Any) -> int:
 
 
 def _results(call: _Call, arrays: Any, options: Any) -> tuple[Any, Any | None]:
-    ndarray = _cupy().ndarray
+    ndarray = cupy_module().ndarray
     out = ndarray(call.out_shape, arrays.q.dtype) if arrays.out is None else arrays.out
     return out, ndarray(call.lse_shape, call.lse_dtype) if options.return_lse else None
 

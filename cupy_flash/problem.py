@@ -13,15 +13,14 @@ from cupy_flash.sequences import Sequences
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
-# Kernels count rows in 32 bits and add a tile's width to them.
-# Positions, which an offset can double, and a tile's rows past the end are 32-bit integers.
+# Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
 # Sequences, caches and pages, which kernels have in 32-bit integers.
 MAX_COUNT = 2**31 - 1
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 
-# The blocks that a grid's second axis can count.
+# More thread blocks for a sequence's keys than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
 
 Strides = tuple[int, int, int]

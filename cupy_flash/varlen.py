@@ -131,8 +131,8 @@ def flash_attention_varlen(
     it can be captured in a CUDA graph, which then reads lengths, places and pages anew at each
     launch. The workspace of a captured call comes from CuPy's current pool and goes back to it
     when the call returns, though the graph goes on writing to it: warm up and capture under a
-    `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. A few KiB of counters
-    stay with a captured call for the life of the process.
+    `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. Counters, 4 bytes for
+    each query tile whose keys are split, stay with a captured call for the life of the process.
 
     What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
     kernel outside of the arrays:

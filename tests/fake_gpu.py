@@ -14,6 +14,7 @@ from cupy_flash import (
     append,
     flash_attention_varlen,
     flash_attention_with_kvcache,
+    gpu_calls,
     kvcache,
     launch,
     launch_sequences,
@@ -143,14 +144,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     runtime = SimpleNamespace(getDevice=lambda: gpu.device)
     cuda = SimpleNamespace(runtime=runtime, alloc=gpu.alloc)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
+    fake = SimpleNamespace(ndarray=Array, cuda=cuda)
     for module in (launch, launch_sequences):
-        monkeypatch.setattr(module, "_cupy", lambda: SimpleNamespace(ndarray=Array, cuda=cuda))
+        monkeypatch.setattr(module, "cupy_module", lambda: fake)
         monkeypatch.setattr(module, "_calls", {})
         monkeypatch.setattr(module, "device_for_id", lambda _: device_for_arch("sm_90"))
         monkeypatch.setattr(module, "zeroed", gpu.zeroed)
-        monkeypatch.setattr(module, "kernel_cache", gpu)
         monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
-    monkeypatch.setattr(append, "kernel_cache", gpu)
+    for module in (gpu_calls, append):
+        monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 
 

@@ -599,10 +599,45 @@ def test_keys_left_whole_need_neither_workspace_nor_counters(options):
 def test_many_row_tiles_and_packed_queries_are_not_balanced():
     for case in (problem(rows=9 * 16), problem("packed", rows=9 * 16)):
         assert planned(case, TILE) == (8 * 8 * 9, 0, 0, 1)
-    # Where their tiles do not fill the GPU, all keys are cut as often as that needs.
-    blocks, slots, counters, splits = planned(problem("packed", batch=1, heads_kv=2), TILE)
-    assert splits > 1
-    assert (blocks, slots, counters) == (2 * splits, 2 * splits, 2)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("batch", "heads_kv"), [(1, 4), (1, 8), (3, 2), (8, 8)])
+def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group, batch, heads_kv):
+    case = problem(
+        "packed", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
+    )
+    tile = default_tile(case)
+    blocks, slots, counters, splits = planned(case, tile)
+    items = batch * heads_kv
+    assert (blocks, slots, counters) == (items * splits, items * splits, items)
+    places = h100.sm_count * tile.min_blocks
+    # What the rule for splits calls full, with what it gives up for fewer of them.
+    assert 0.8 * 0.85 * places <= blocks <= places
+
+
+@pytest.mark.parametrize("dims", [(16, 256), (8, 256), (64, 128), (16, 16), (128, 128)])
+@pytest.mark.parametrize("stages", [2, 3, 8])
+@pytest.mark.parametrize("warps", [1, 2])
+def test_no_more_splits_are_chosen_than_can_be_merged(dims, stages, warps):
+    case = problem(
+        "packed",
+        rows=16,
+        group=1,
+        batch=1,
+        heads_kv=1,
+        seqlen_k=65536,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+    )
+    tile = replace(TILE, warps=warps, stages=stages, min_blocks=1)
+    if decode.why_not_tile(case, h100, tile):
+        pytest.skip("no legal tile")
+    splits = decode.num_splits(case, h100, tile)
+    # A row of each part's result comes to the place of the rings at once.
+    columns, columns_v = (-(-dim // 16) * 16 for dim in dims)
+    rings = tile.warps * tile.stages * 16 * (columns + columns_v) * 2
+    assert 1 < splits <= rings // (4 * (columns_v + 4))
 
 
 @pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])

@@ -23,7 +23,7 @@ from gpu_support import (
     random_values,
 )
 
-from cupy_flash import arrays, flash_attention, launch, plan
+from cupy_flash import arrays, compiler, flash_attention, launch, plan
 from cupy_flash.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
 from cupy_flash.families import FAMILIES
 
@@ -244,7 +244,7 @@ def test_the_first_call_says_what_it_compiles_and_later_ones_reuse_everything(
             raise AssertionError("planned or compiled again")
 
         monkeypatch.setattr(launch, "make_plan", must_not_run)
-        monkeypatch.setattr(launch.kernel_cache, "get", must_not_run)
+        monkeypatch.setattr(compiler.kernel_cache, "get", must_not_run)
         values = tuple(array[::-1].copy() for array in random_values(case))
         out = flash_attention(*on_gpu(values))
     assert not caplog.messages

@@ -149,6 +149,27 @@ def test_no_sequences_give_an_empty_result(place: Place) -> None:
 
 
 @everywhere
+def test_rows_are_appended_though_the_queries_have_no_heads(place: Place) -> None:
+    xp = place.xp
+    cache, other = (xp.asarray(np.zeros((2, 50, 2, 64), np.float16)) for _ in range(2))
+    new = xp.asarray(np.ones((2, 1, 2, 64), np.float16))
+    lengths = xp.asarray(np.array([0, 37], np.int32))
+    with place.skipping_what_it_refuses():
+        out, lse = flash_attention_with_kvcache(
+            *(new[:, :, :0], cache, other, new, new),
+            cache_seqlens=lengths,
+            return_lse=True,
+            **place.options,
+        )
+    assert out.shape == (2, 1, 0, 64)
+    assert lse.shape == (2, 0, 1)
+    appended = np.zeros((2, 50, 2, 64), np.float16)
+    appended[0, 0] = appended[1, 37] = 1
+    for written in (cache, other):
+        np.testing.assert_array_equal(to_numpy(written), appended)
+
+
+@everywhere
 def test_sequences_may_read_one_cache(place: Place) -> None:
     # Nothing is appended: several beams of one prompt.
     case = kvcache(dtype="float16", seqlen_q=2, batch=4, indexed=True, heads_q=8, heads_kv=2)

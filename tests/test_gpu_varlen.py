@@ -224,6 +224,17 @@ def test_any_number_of_splits_is_right(place: Place, case: VarlenCase, num_split
     check_varlen(place, case, num_splits=num_splits)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(16, 256), (64, 128), (16, 16)])
+def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[int, int]) -> None:
+    # As many splits as the GPU has room for would not fit it, not even a row of each.
+    case = VarlenCase(
+        (16,), (65536,), "float16", heads_q=1, heads_kv=1, head_dim=dims[0], head_dim_v=dims[1]
+    )
+    tile = {"Br": 16, "Bc": 16, "warps": 1, "stages": 2, "min_blocks": 1}
+    check_varlen(Place("decode"), case, tile=tile)
+
+
 # ---- The same bits
 
 
@@ -401,6 +412,19 @@ def test_no_sequences_give_an_empty_result(place: Place) -> None:
         )
     assert out.shape == (0, 4, 64)
     assert lse.shape == (4, 0)
+
+
+@everywhere
+def test_queries_without_heads_give_an_empty_result(place: Place) -> None:
+    xp = place.xp
+    q, k = (xp.asarray(np.full((5, heads, 64), np.nan, np.float16)) for heads in (0, 2))
+    lengths = xp.asarray(np.array([0, 2, 5], np.int32))
+    with place.skipping_what_it_refuses():
+        out, lse = flash_attention_varlen(
+            q, k, k, lengths, lengths, 3, 3, return_lse=True, **place.options
+        )
+    assert out.shape == (5, 0, 64)
+    assert lse.shape == (0, 5)
 
 
 @on_every_family

@@ -179,6 +179,27 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
     assert make_plan(whole, H100, family=family).num_splits == 1
 
 
+@pytest.mark.parametrize("family", ["mma", "simt"])
+def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
+    q, k = (ArraySpec.contiguous((2**16, 1, heads, 1), "float16") for heads in (2**15, 1))
+    case = make_sequences_problem(q, k, k, batch=2**16, num_splits=2)
+    reason = f"has {2**31} query heads in all sequences; {2**31 - 1} can be counted"
+    with pytest.raises(UnsupportedError, match=reason):
+        make_plan(case, H100, family=family)
+    fewer = cached(batch=2**14, seqlen_q=1, seqlen_k=64, heads=(2**16, 1))
+    assert make_plan(fewer, H100, family=family).family == family
+
+
+@pytest.mark.parametrize("family", [None, *(f for f in FAMILIES if FAMILIES[f].serves_sequences)])
+def test_queries_without_heads_are_planned(family):
+    for case in (
+        packed(batch=3, seqlen_q=7, heads=(0, 2)),
+        cached(batch=3, seqlen_q=1, seqlen_k=500, heads=(0, 2)),
+    ):
+        assert case.is_empty
+        assert make_plan(case, H100, family=family).problem is case
+
+
 def test_few_rows_of_grouped_heads_go_to_a_family_that_has_them_in_one_tile():
     few = {"batch": 64, "seqlen_q": 20, "seqlen_k": 2048}
     plan = make_plan(cached(**few), H100)

@@ -66,7 +66,7 @@ class DecodeTile(Tile):
 
 
 class DecodeFamily(Family):
-    """Flash-Decoding with the keys of all sequences in equal shares, merged in the same kernel."""
+    """Flash-Decoding, merged in the same kernel; with equal shares of all keys where it can."""
 
     name = "decode"
     source = "decode.cu"
@@ -135,7 +135,7 @@ class DecodeFamily(Family):
         need = self._registers(problem, tile)
         if need > cap:
             return f"needs about {need} registers per thread; {cap} are left to it"
-        most_splits = self._ring_bytes(problem, tile) // _record_bytes(problem)
+        most_splits = self._most_splits(problem, tile)
         if _given_splits(problem) > most_splits:
             return f"merges at most {most_splits} splits, not {_given_splits(problem)}"
         items = self._items(problem, tile)
@@ -179,6 +179,10 @@ class DecodeFamily(Family):
     def _ring_bytes(self, problem: Problem, tile: DecodeTile) -> int:
         return tile.warps * tile.stages * _stage_bytes(problem, tile)
 
+    def _most_splits(self, problem: Problem, tile: DecodeTile) -> int:
+        """Parts of an item that can be merged: a row of each comes to shared memory at once."""
+        return self._ring_bytes(problem, tile) // _record_bytes(problem)
+
     def threads(self, tile: Tile) -> int:
         assert isinstance(tile, DecodeTile)
         return 32 * tile.warps
@@ -186,19 +190,17 @@ class DecodeFamily(Family):
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
         """0 where the thread blocks take equal shares of all keys."""
         assert isinstance(tile, DecodeTile)
-        if given := _given_splits(problem):
-            return given
-        packed_q = problem.sequences is not None and problem.sequences.packed_q
-        row_tiles = ceil_div(_rows(problem), tile.Br)
-        if not packed_q and row_tiles <= _MOST_SHARED_TILES and problem.heads_kv <= MAX_GRID_Y:
+        if _is_balanced(problem, tile.Br):
             return 0
-        return split.num_splits(
+        wanted = split.num_splits(
             problem,
             device,
-            q_tiles=ceil_div(self._items(problem, tile), max(1, problem.batch * problem.heads_q)),
+            q_tiles=_row_tiles(problem, tile.Br),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc * tile.warps),
             blocks_per_sm=tile.min_blocks,
+            group=_group(problem),
         )
+        return min(wanted, self._most_splits(problem, tile))
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         if num_splits == 1 or _launched(tile, num_splits).cluster:
@@ -220,19 +222,18 @@ class DecodeFamily(Family):
         return True
 
     def _items(self, problem: Problem, tile: Tile) -> int:
-        return problem.batch * problem.heads_kv * ceil_div(_rows(problem), tile.Br)
+        return problem.batch * problem.heads_kv * _row_tiles(problem, tile.Br)
 
     def _blocks(self, problem: Problem, device: Device, tile: Tile) -> tuple[int, int, int]:
         """Row tiles, key/value heads, and how many thread blocks share the keys of each."""
         assert isinstance(tile, DecodeTile)
-        row_tiles = ceil_div(_rows(problem), tile.Br)
+        row_tiles = _row_tiles(problem, tile.Br)
         if tile.cluster:
             return row_tiles, problem.heads_kv, tile.cluster
         places = min(
             device.sm_count * tile.min_blocks // max(1, problem.heads_kv * row_tiles),
             ceil_div(_units(problem, tile), tile.least_units),
-            # The last of them brings a row of each of their results to shared memory.
-            self._ring_bytes(problem, tile) // _record_bytes(problem),
+            self._most_splits(problem, tile),
         )
         return row_tiles, problem.heads_kv, max(1, places)
 
@@ -276,7 +277,7 @@ class DecodeFamily(Family):
             "least_units": tile.least_units,
             "q_in_registers": True,
             "kept_rows": _kept_rows(problem, tile),
-            "group": problem.heads_q // problem.heads_kv,
+            "group": _group(problem),
             "sequences": sequences is not None,
             "page_size": sequences.page_size if sequences else 0,
         }
@@ -304,9 +305,9 @@ def _cluster_size(problem: Problem, device: Device, Br: int) -> int:
 
     Fewer than half of the SMs have the whole bandwidth of the memory, and merge sooner.
     """
-    if not _has_clusters(device):
+    if not (_has_clusters(device) and _is_balanced(problem, Br)):
         return 0
-    lines = max(1, problem.heads_kv * ceil_div(_rows(problem), Br))
+    lines = max(1, problem.heads_kv * _row_tiles(problem, Br))
     return next((c for c in _CLUSTERS if lines * c >= _SHARE_OF_SMS * device.sm_count), 0)
 
 
@@ -320,9 +321,30 @@ def _launched(tile: Tile, num_splits: int) -> DecodeTile:
     return tile if num_splits == 0 else dataclasses.replace(tile, cluster=0)
 
 
+def _is_balanced(problem: Problem, Br: int) -> bool:
+    """Whether the thread blocks take equal shares of all keys, not splits of each sequence's.
+
+    The kernel needs to know how many rows every sequence has, which packed queries do not tell.
+    """
+    sequences = problem.sequences
+    if sequences is not None and (sequences.packed_q or sequences.num_splits):
+        return False
+    few_tiles = _row_tiles(problem, Br) <= _MOST_SHARED_TILES
+    return few_tiles and problem.heads_kv <= MAX_GRID_Y
+
+
+def _group(problem: Problem) -> int:
+    """Query heads that share a key/value head; at least 1, for queries without heads."""
+    return max(1, problem.heads_q // problem.heads_kv)
+
+
 def _rows(problem: Problem) -> int:
     """Query rows of a sequence that share a key/value head."""
     return problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+
+
+def _row_tiles(problem: Problem, Br: int) -> int:
+    return ceil_div(_rows(problem), Br)
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from cupy_flash.device import Device
 from cupy_flash.families import split
 from cupy_flash.families.base import MAX_GRID, ceil_div
 from cupy_flash.params import sequences_assertions
-from cupy_flash.problem import MAX_SEQLEN, Problem
+from cupy_flash.problem import MAX_COUNT, MAX_SEQLEN, Problem
 from cupy_flash.tile import Tile
 
 
@@ -18,7 +18,8 @@ def group_size(problem: Problem) -> int:
     """
     if problem.sequences is None:
         return 1
-    group = problem.heads_q // problem.heads_kv
+    # Queries without heads are a call, with an empty result.
+    group = max(1, problem.heads_q // problem.heads_kv)
     # The kernels count a tile's rows in 32 bits.
     return group if problem.seqlen_q * group <= MAX_SEQLEN else 1
 
@@ -37,9 +38,14 @@ def query_blocks(problem: Problem, Br: int) -> int:
 def why_not_grid(problem: Problem, Br: int) -> str | None:
     """Why tiles of Br rows are more than a launch takes, or None if they are not."""
     blocks = query_blocks(problem, Br)
-    if problem.sequences is not None and problem.sequences.num_splits > 1:
-        blocks *= problem.sequences.num_splits
-        blocks = max(blocks, split.combine_blocks(problem))
+    sequences = problem.sequences
+    if sequences is not None:
+        heads = problem.batch * problem.heads_q
+        if heads > MAX_COUNT:
+            # The kernel that merges splits counts them in one line.
+            return f"has {heads} query heads in all sequences; {MAX_COUNT} can be counted"
+        if sequences.num_splits > 1:
+            blocks = max(blocks * sequences.num_splits, split.combine_blocks(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None

@@ -143,7 +143,7 @@ def spec_of(array: Any, address: int) -> ArraySpec:
     )
 
 
-def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
+def normalize(name: str, array: Any) -> Any:
     """An input as a NumPy or CuPy array over the same memory, and the way back.
 
     Parameters
@@ -158,8 +158,6 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     array
         NumPy for host memory, CuPy for device memory. Device memory of another library is
         ordered after its producer's current stream.
-    convert
-        Turns a result of that kind into the input's kind.
 
     Raises
     ------
@@ -167,16 +165,16 @@ def normalize(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         For anything else.
     """
     if isinstance(array, np.ndarray) or is_cupy(array):
-        return array, _identity
+        return array
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
         )
     device_type = int(array.__dlpack_device__()[0])
     if device_type in _DLPACK_CUDA:
-        return _device_array(name, array), _importer(array)
+        return _device_array(name, array)
     if device_type == _DLPACK_CPU:
-        return _host_array(name, array), _importer(array)
+        return _host_array(name, array)
     raise TypeError(
         f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
     )
@@ -208,7 +206,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
                 f"cupy.asarray({name}, 'int32')"
             )
         return _int32_of_list(name, array)
-    array, _ = normalize(name, array)
+    array = normalize(name, array)
     if isinstance(array, np.ndarray) != on_host:
         raise TypeError(
             f"{name} lies on a GPU and q in host memory; pass {name}.get()"
@@ -229,10 +227,13 @@ def _int32_of_list(name: str, values: Any) -> np.ndarray:
         array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{name} is no list of integers: {error}") from error
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} holds {array.dtype} values; expected integers")
+    # Integers beyond 64 bits make it an array of objects, or of float64.
+    numbers = np.asarray(values, object).ravel().tolist()
+    others = [x for x in numbers if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
+    if others:
+        raise TypeError(f"{name} holds {kind_of(others[0])}; expected integers")
     bounds = np.iinfo(np.int32)
-    if array.size and not bounds.min <= array.min() <= array.max() <= bounds.max:
+    if not all(bounds.min <= x <= bounds.max for x in numbers):
         raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
     return array.astype(np.int32)
 
@@ -283,8 +284,16 @@ def _torch() -> Any:
     return torch
 
 
-def _importer(array: Any) -> Callable[[Any], Any]:
-    """What turns a NumPy or CuPy result into the library's array that `array` belongs to."""
+def way_back(name: str, array: Any) -> Callable[[Any], Any]:
+    """What turns a NumPy or CuPy result into an array of the library that `array` belongs to.
+
+    Raises
+    ------
+    TypeError
+        If the library takes none, naming the argument.
+    """
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return _identity
     root = _root_module(array)
     if root == "torch":
         return _to_torch
@@ -293,7 +302,9 @@ def _importer(array: Any) -> Callable[[Any], Any]:
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
-    raise TypeError(f"{type(array).__name__} offers no from_dlpack to hand the result back with")
+    raise TypeError(
+        f"{name} is {kind_of(array)}, which offers no from_dlpack to hand the result back with"
+    )
 
 
 def _to_torch(result: Any) -> Any:

@@ -115,10 +115,10 @@ def flash_attention(
         return (result, lse) if return_lse else result
     arrays.require_layout(layout)
     require_backend(backend)
-    (q, convert), (k, _), (v, _) = (
-        arrays.normalize(name, array) for name, array in (("q", q), ("k", k), ("v", v))
-    )
-    target = None if out is None else arrays.normalize("out", out)[0]
+    given = q
+    q, k, v = (arrays.normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    convert = arrays.way_back("q", given)
+    target = None if out is None else arrays.normalize("out", out)
     _require_one_kind(q, k, v, target)
     if isinstance(q, np.ndarray):
         result, lse = _from_host(q, k, v, target, backend, options)
@@ -193,7 +193,7 @@ def plan(
     options = Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
     arrays.require_layout(layout)
     require_backend(backend)
-    q, k, v = (arrays.normalize(n, a)[0] for n, a in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (arrays.normalize(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
     _require_one_kind(q, k, v, None)
     on_host = isinstance(q, np.ndarray)
     on_cpu = on_host and arch is None and not host_runs_on_gpu(backend)

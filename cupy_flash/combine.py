@@ -101,9 +101,11 @@ def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tu
     >>> float(out.round(5).item())
     3.0
     """
-    out_partial, convert = arrays.normalize("out_partial", out_partial)
-    lse_partial, _ = arrays.normalize("lse_partial", lse_partial)
-    target = None if out is None else arrays.normalize("out", out)[0]
+    given = out_partial
+    out_partial = arrays.normalize("out_partial", out_partial)
+    convert = arrays.way_back("out_partial", given)
+    lse_partial = arrays.normalize("lse_partial", lse_partial)
+    target = None if out is None else arrays.normalize("out", out)
     on_host = isinstance(out_partial, np.ndarray)
     for name, array in (("lse_partial", lse_partial), ("out", target)):
         if array is not None and isinstance(array, np.ndarray) != on_host:

@@ -29,13 +29,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.cpu_threads import cpus, single_threaded_blas
+from cupy_flash.host_sequences import PagedRows
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 Array = NDArray[Any]
 
 #: Files beside this one that say what the CPU backend computes, and how fast.
-SOURCES = ("cpu.py", "cpu_rows.py", "cpu_sequences.py", "cpu_threads.py")
+SOURCES = ("cpu.py", "cpu_rows.py", "cpu_sequences.py", "cpu_threads.py", "host_sequences.py")
 
 #: Bytes that the scratch of all workers together stays under; no more workers start than fit.
 SCRATCH_LIMIT = 60 << 20
@@ -70,7 +71,15 @@ def default_tile(problem: Problem) -> Tile:
     Br = 512 if problem.seqlen_q >= 2048 else 256
     # Rows of a tile are those of all query heads that share a key/value head.
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    return Tile(min(Br, max(rows, 1)), min(512, max(problem.seqlen_k, 1)))
+    Br = min(Br, max(rows, 1))
+    # Of a low tile each step is little work for its many calls of NumPy, in which the threads wait
+    # for one another. One query over 4 x 8192 keys, 32 heads over 8 of 128, 4 threads, ms by Bc:
+    # 512 260, 1024 145, 2048 95, 4096 91, 8192 80; 1 x 65536 390, 191, 83, 65, 52; float16 320,
+    # 192, 177, 168, 173.
+    Bc = 512 * max(1, min(8, 256 // Br))
+    while Bc > 512 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
+        Bc //= 2
+    return Tile(Br, min(Bc, max(problem.seqlen_k, 1)))
 
 
 def candidate_tiles(problem: Problem) -> Iterator[Tile]:
@@ -117,8 +126,8 @@ def digest() -> str:
 
 def forward(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | PagedRows,
+    v: Array | PagedRows,
     out: Array,
     lse: Array | None,
     *,
@@ -138,9 +147,9 @@ def forward(
     ----------
     q : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim)
         float16, bfloat16 (ml_dtypes), float32 or float64; any strides, as for the other arrays.
-    k : numpy.ndarray, (batch, seqlen_k, heads_kv, head_dim)
+    k : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim)
         ``heads_q`` is a multiple of ``heads_kv``.
-    v : numpy.ndarray, (batch, seqlen_k, heads_kv, head_dim_v)
+    v : numpy.ndarray or PagedRows, (batch, seqlen_k, heads_kv, head_dim_v)
     out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
         Overwritten; must not overlap the inputs.
     lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
@@ -217,8 +226,8 @@ class _Pass:
     """One forward pass: the arrays, and what all its tiles share."""
 
     q: Array  # (batch, seqlen_q, heads_q, head_dim)
-    k: Array  # (batch, seqlen_k, heads_kv, head_dim)
-    v: Array  # (batch, seqlen_k, heads_kv, head_dim_v)
+    k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
+    v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
     out: Array  # (batch, seqlen_q, heads_q, head_dim_v)
     lse: Array | None  # (batch, heads_q, seqlen_q)
     causal: bool

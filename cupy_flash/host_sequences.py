@@ -141,6 +141,12 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
     if keys.pages is None:
         return blocks[keys.block, keys.first + first : keys.first + stop]
     pages, page_size = blocks.shape[:2]
+    if stop - first < page_size:
+        # Of large pages not all of their rows.
+        rows = xp.empty((stop - first, *blocks.shape[2:]), blocks.dtype)
+        for page, there, here in _rows_of_pages(keys.pages, page_size, first, stop):
+            rows[here] = blocks[page, there] if 0 <= page < pages else 0
+        return rows
     first_page = first // page_size
     needed = keys.pages[first_page : -(-stop // page_size)]
     missing = (needed < 0) | (needed >= pages)
@@ -149,6 +155,37 @@ def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> An
         rows[xp.asarray(missing)] = 0
     skipped = first_page * page_size
     return rows.reshape(-1, *blocks.shape[2:])[first - skipped : stop - skipped]
+
+
+def _rows_of_pages(
+    pages: Ints, page_size: int, first: int, stop: int
+) -> Iterator[tuple[int, slice, slice]]:
+    """Each page that has some of a sequence's rows ``first`` to ``stop``.
+
+    Yields its number, which of its rows they are, and which of those asked for.
+    """
+    row = first
+    while row < stop:
+        index, start = divmod(row, page_size)
+        count = min(page_size - start, stop - row)
+        here = slice(row - first, row - first + count)
+        yield int(pages[index]), slice(start, start + count), here
+        row += count
+
+
+class PagedRows:
+    """One sequence's keys or values in pages, read where an index asks for some.
+
+    Stands for an array (1, seqlen, heads, dim) that is indexed as ``[0, first:stop, head]``.
+    """
+
+    def __init__(self, blocks: Any, keys: Keys) -> None:
+        self._blocks, self._keys = blocks, keys
+        self.shape = (1, keys.seqlen, *blocks.shape[2:])
+
+    def __getitem__(self, index: tuple[int, slice, int]) -> Any:
+        _, rows, head = index
+        return read(self._blocks[:, :, head], self._keys, rows.start, rows.stop)
 
 
 def append(blocks: Any, keys: Keys, new: Any) -> None:
@@ -163,15 +200,9 @@ def append(blocks: Any, keys: Keys, new: Any) -> None:
         blocks[keys.block, keys.seqlen : stop] = new[: stop - keys.seqlen]
         return
     pages, page_size = blocks.shape[:2]
-    first = keys.seqlen
-    while first < stop:
-        index, row = divmod(first, page_size)
-        count = min(page_size - row, stop - first)
-        page = int(keys.pages[index])
+    for page, there, here in _rows_of_pages(keys.pages, page_size, keys.seqlen, stop):
         if 0 <= page < pages:
-            start = first - keys.seqlen
-            blocks[page, row : row + count] = new[start : start + count]
-        first += count
+            blocks[page, there] = new[here]
 
 
 def longer(keys: Keys, seqlen_new: int) -> Keys:

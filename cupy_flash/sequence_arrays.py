@@ -23,6 +23,7 @@ from cupy_flash.arrays import (
     require_int32,
     require_shape,
     spec_of,
+    way_back,
 )
 from cupy_flash.problem import (
     ArraySpec,
@@ -116,7 +117,8 @@ def normalized(given: _Arrays) -> tuple[_Arrays, Callable[[Any], Any]]:
     TypeError
         For what is no array, lies elsewhere than q or is of a dtype that nothing reads.
     """
-    q, convert = normalize("q", given.q)
+    q = normalize("q", given.q)
+    convert = way_back("q", given.q)
     on_host = isinstance(q, np.ndarray)
     found: list[Any] = []
     for name, array in zip(given._fields, given, strict=True):
@@ -125,7 +127,7 @@ def normalized(given: _Arrays) -> tuple[_Arrays, Callable[[Any], Any]]:
         elif name in _INT32:
             found.append(normalize_int32(name, array, on_host=on_host))
         else:
-            normal = q if name == "q" else normalize(name, array)[0]
+            normal = q if name == "q" else normalize(name, array)
             if isinstance(normal, np.ndarray) != on_host:
                 host, device = ("q", name) if on_host else (name, "q")
                 raise TypeError(

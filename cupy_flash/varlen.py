@@ -67,7 +67,8 @@ def flash_attention_varlen(
         lengths. Of the same kind as q; for NumPy q also a list. Rows of q before the first and
         behind the last belong to no sequence.
     cu_seqlens_k : array of int32, shape (batch + 1,)
-        The same in k; with block_table only the differences count.
+        The same in k; with block_table only the differences count, and with seqused_k besides it
+        nothing of it (pass cu_seqlens_q, say).
     max_seqlen_q, max_seqlen_k : int
         Bounds of the lengths, which the grid and the kernel are chosen by. They need not be
         tight. On a GPU calls share a plan while these and the arrays' shapes stay the same,
@@ -78,7 +79,8 @@ def flash_attention_varlen(
     softmax_scale : float, optional
         Factor on the scores, by default 1 / sqrt(head_dim).
     seqused_k : array of int32, shape (batch,), optional
-        Number of keys of each sequence, instead of the differences in cu_seqlens_k.
+        Number of keys of each sequence, instead of the differences in cu_seqlens_k. Arrays of
+        integers may all be lists where q is NumPy's.
     block_table : array of int32, shape (batch, max_pages), optional
         Key j of sequence b is row j % page_size of page block_table[b, j // page_size]. Entries
         behind the pages that a sequence needs are not read.

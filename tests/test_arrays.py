@@ -9,7 +9,7 @@ from foreign import Foreign
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash import arrays
+from cupy_flash import arrays, flash_attention
 
 SHAPE = (2, 3, 4, 8)
 
@@ -102,14 +102,15 @@ def test_dtypes_go_by_the_names_of_the_problem(dtype):
 
 def test_a_numpy_array_is_taken_and_given_back_as_it_is():
     array = np.zeros(SHAPE)
-    normal, convert = arrays.normalize("q", array)
+    normal, convert = arrays.normalize("q", array), arrays.way_back("q", array)
     assert normal is array
     assert convert(array) is array
 
 
 def test_host_memory_of_another_library_is_read_without_a_copy_and_answered_in_kind():
     base = np.zeros(SHAPE, np.float32)
-    normal, convert = arrays.normalize("q", Foreign(base))
+    foreign = Foreign(base)
+    normal, convert = arrays.normalize("q", foreign), arrays.way_back("q", foreign)
     assert isinstance(normal, np.ndarray)
     assert np.shares_memory(normal, base)
     assert isinstance(convert(np.ones(3, np.float32)), Foreign)
@@ -118,7 +119,7 @@ def test_host_memory_of_another_library_is_read_without_a_copy_and_answered_in_k
 def test_an_array_that_names_no_dtype_is_read_all_the_same():
     foreign = Foreign(np.ones(SHAPE))
     del foreign.dtype
-    assert arrays.normalize("q", foreign)[0].sum() == 2 * 3 * 4 * 8
+    assert arrays.normalize("q", foreign).sum() == 2 * 3 * 4 * 8
 
 
 def test_memory_that_is_neither_host_nor_cuda_is_refused():
@@ -140,8 +141,27 @@ def test_a_library_that_cannot_take_results_back_is_refused():
     class OneWay(Foreign):
         __array_namespace__ = None
 
-    with pytest.raises(TypeError, match="OneWay offers no from_dlpack"):
-        arrays.normalize("q", OneWay(np.zeros(SHAPE)))
+    one_way = OneWay(np.zeros(SHAPE))
+    with pytest.raises(TypeError, match="q is an OneWay, which offers no from_dlpack"):
+        arrays.way_back("q", one_way)
+    # What is only read needs no way back.
+    k = np.ones(SHAPE, np.float32)
+    with pytest.raises(TypeError, match="q is an OneWay,"):
+        flash_attention(one_way, k, k)
+    v = OneWay(np.full(SHAPE, 3, np.float32))
+    np.testing.assert_allclose(flash_attention(k, OneWay(k), v), 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**40), 2**63, 2**80])
+def test_integers_that_int32_does_not_hold_are_refused_as_such(number):
+    with pytest.raises(ValueError, match="lengths holds integers that int32 does not"):
+        arrays.normalize_int32("lengths", [3, number], on_host=True)
+
+
+@pytest.mark.parametrize("value", [1.5, True, "7", None])
+def test_a_list_of_something_else_than_integers_is_refused(value):
+    with pytest.raises(TypeError, match=r"lengths holds an? \w+; expected integers"):
+        arrays.normalize_int32("lengths", [3, value], on_host=True)
 
 
 @pytest.mark.parametrize("array", [[[1.0]], None, 3.5, "q", memoryview(b"abcd")])
@@ -162,7 +182,7 @@ def test_device_memory_without_cupy_is_told_what_to_install(monkeypatch):
 def test_torch_tensors_share_their_memory_both_ways(name):
     torch = pytest.importorskip("torch")
     tensor = torch.arange(192.0).reshape(SHAPE).to(getattr(torch, name))
-    normal, convert = arrays.normalize("q", tensor)
+    normal, convert = arrays.normalize("q", tensor), arrays.way_back("q", tensor)
     assert arrays.dtype_name(normal) == name
     assert normal.flags.writeable
     assert arrays.address_of(normal) == tensor.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tracemalloc
 import warnings
@@ -201,7 +202,12 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
         head_dim=64,
         head_dim_v=64,
     )
-    assert cpu.default_tile(decode).Br == 2 * 8
+    assert cpu.default_tile(decode) == Tile(2 * 8, 4096)
+    # Four workers' scratch fits, whatever the head dims.
+    wide = dataclasses.replace(decode, dtype="float64", head_dim=256, head_dim_v=256)
+    assert 4 * scratch_bytes(wide, cpu.default_tile(wide)) <= cpu.SCRATCH_LIMIT
+    prefill = dataclasses.replace(decode, seqlen_q=700)
+    assert cpu.default_tile(prefill) == Tile(256, 512)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -321,7 +327,7 @@ def test_no_numpy_warning_reaches_the_caller():
 @pytest.mark.parametrize("name", cpu.SOURCES)
 def test_the_digest_tells_of_a_change_in_any_file_of_the_backend(name, tmp_path, monkeypatch):
     folder = Path(cpu.__file__).parent
-    assert {path.name for path in folder.glob("cpu*.py")} == set(cpu.SOURCES)
+    assert {path.name for path in folder.glob("cpu*.py")} | {"host_sequences.py"} == {*cpu.SOURCES}
     for source in cpu.SOURCES:
         shutil.copy(folder / source, tmp_path)
     monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import tracemalloc
 import warnings
 from itertools import pairwise
 
@@ -424,3 +425,32 @@ def test_no_numpy_warning_reaches_the_caller():
 
 def test_the_default_key_tile_leaves_no_tail_in_vector_loops():
     assert cpu_rows.DEFAULT_BC % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("page_size", "length", "most"), [(16, 16384, cpu.SCRATCH_LIMIT), (16384, 10, 1 << 20)]
+)
+def test_of_pages_that_are_read_once_no_more_is_copied_than_the_tiles_at_hand(
+    page_size, length, most
+):
+    # 128 MiB of keys and values.
+    k, v = (np.ones((16384 // page_size, page_size, 8, 128), np.float32) for _ in range(2))
+    q = np.ones((1, 1, 16, 128), np.float32)
+    out = np.empty_like(q)
+    table = np.arange(len(k), dtype=np.int32)[None]
+    tracemalloc.start()
+    try:
+        kvcache_forward(
+            *(q, k, v, out, None),
+            lengths=np.array([length]),
+            cache_batch_idx=None,
+            block_table=table,
+            causal=False,
+            softmax_scale=1.0,
+            threads=4,
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < most
+    np.testing.assert_allclose(out, 1, rtol=1e-5)

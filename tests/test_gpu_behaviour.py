@@ -121,7 +121,7 @@ def test_torch_memory_is_read_and_written_without_a_copy() -> None:
     torch = cuda_torch()
     values = random_values(CASE)
     q, k, v = to_torch(torch, values, "float32")
-    array, convert = arrays.normalize("q", q)
+    array, convert = arrays.normalize("q", q), arrays.way_back("q", q)
     assert array.data.ptr == q.data_ptr()
     assert convert(array).data_ptr() == q.data_ptr()
     out = torch.full(CASE.shape("out"), torch.nan, device="cuda")

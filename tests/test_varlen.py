@@ -219,7 +219,7 @@ def test_a_page_that_is_not_there_is_refused(changes, message):
             {"cu_seqlens_k": np.zeros(4, np.int64)},
             r"cu_seqlens_k has dtype int64; pass cu_seqlens_k\.astype\('int32'\)",
         ),
-        ({"cu_seqlens_k": [0.0, 1.5, 2.0, 3.0]}, "cu_seqlens_k holds float64 values; expected int"),
+        ({"cu_seqlens_k": [0.0, 1.5, 2.0, 3.0]}, "cu_seqlens_k holds a float; expected int"),
         ({"max_seqlen_q": None}, "max_seqlen_q is None; expected an integer"),
         ({"max_seqlen_k": 3.0}, r"max_seqlen_k is 3\.0; expected an integer"),
         ({"causal": 1}, "causal is 1; expected True or False"),

@@ -26,6 +26,8 @@ KERNEL_DIR = next(
 # Thread blocks of one launch, and along the second axis of its grid.
 MAX_GRID = 2**31 - 1
 MAX_GRID_Y = 2**16 - 1
+# Registers that an instruction can name.
+MAX_REGISTERS = 255
 
 # The main kernel of a family that launches others before it.
 MAIN_ENTRY = "attention"
@@ -241,6 +243,40 @@ def ceil_div(a: int, b: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple not below value."""
     return ceil_div(value, multiple) * multiple
+
+
+def why_not_shared_memory(device: Device, needed: int) -> str | None:
+    """Why a thread block cannot have so many bytes of shared memory, or None if it can."""
+    if needed <= device.shared_memory_per_block:
+        return None
+    return (
+        f"needs {needed / 1024:.0f} KiB of shared memory; {device.name} has "
+        f"{device.shared_memory_per_block // 1024} KiB per block"
+    )
+
+
+def why_not_blocks(
+    device: Device, *, threads: int, shared_memory: int, registers: int, min_blocks: int
+) -> str | None:
+    """Why so many thread blocks of a kernel do not fit an SM, or None if they do.
+
+    Parameters
+    ----------
+    threads, shared_memory
+        Of a block, the latter in bytes.
+    registers
+        That a thread needs at least.
+    min_blocks
+        What `__launch_bounds__` is told; the compiler then keeps to the registers that are left.
+    """
+    if reason := why_not_shared_memory(device, shared_memory):
+        return reason
+    most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
+    if registers > most:
+        return f"needs about {registers} registers per thread; {most} are left to it"
+    if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
+        return f"fewer than {min_blocks} blocks fit an SM's shared memory"
+    return None
 
 
 def heads_in_l2(problem: Problem, device: Device) -> int:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import MAX_GRID, MAX_GRID_Y, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import (
+    MAX_GRID,
+    MAX_GRID_Y,
+    Family,
+    Launch,
+    ceil_div,
+    round_up,
+    why_not_blocks,
+)
 from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import MAX_SEQLEN, Problem
 from cupy_flash.tile import Tile
@@ -123,18 +131,15 @@ class DecodeFamily(Family):
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
         if tile.Br * _record_bytes(problem) > tile.stages * _stage_bytes(problem, tile):
             return f"stages is {tile.stages}; a warp's result must fit its ring"
-        shared_memory = self.shared_memory(problem, tile)
-        if shared_memory > device.shared_memory_per_block:
-            return (
-                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
-                f"{device.shared_memory_per_block // 1024} KiB per block"
-            )
-        if device.blocks_per_sm(self.threads(tile), shared_memory, 1) < tile.min_blocks:
-            return f"fewer than {tile.min_blocks} blocks fit an SM's shared memory"
-        cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
-        need = self._registers(problem, tile)
-        if need > cap:
-            return f"needs about {need} registers per thread; {cap} are left to it"
+        reason = why_not_blocks(
+            device,
+            threads=self.threads(tile),
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
+        if reason:
+            return reason
         most_splits = self._most_splits(problem, tile)
         if _given_splits(problem) > most_splits:
             return f"merges at most {most_splits} splits, not {_given_splits(problem)}"

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import persistent, split
-from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import (
+    MAX_GRID,
+    Family,
+    Launch,
+    ceil_div,
+    round_up,
+    why_not_shared_memory,
+)
 from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import Problem, Strides
 from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
@@ -243,12 +250,8 @@ class HopperFamily(Family):
             return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
         if not 1 <= tile.guesses <= tile.Bc // 2:
             return f"guesses is {tile.guesses}; expected 1 to Bc / 2"
-        shared_memory = self.shared_memory(problem, tile)
-        if shared_memory > device.shared_memory_per_block:
-            return (
-                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
-                f"{device.shared_memory_per_block // 1024} KiB per block"
-            )
+        if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
+            return reason
         if self._tiles(problem, tile) > MAX_GRID:
             return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
         need = self._registers(problem, tile)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import Family, Launch, round_up
+from cupy_flash.families.base import Family, Launch, round_up, why_not_blocks
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
@@ -128,21 +128,14 @@ class MmaFamily(Family):
             return f"q_in_registers is {tile.q_in_registers}; expected 0 or 1"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
-        shared_memory = self.shared_memory(problem, tile)
-        if shared_memory > device.shared_memory_per_block:
-            return (
-                f"needs {shared_memory / 1024:.0f} KiB of shared memory; {device.name} has "
-                f"{device.shared_memory_per_block // 1024} KiB per block"
-            )
-        if reason := ragged.why_not_grid(problem, tile.Br):
-            return reason
-        cap = min(255, device.registers_per_sm // (32 * tile.warps * tile.min_blocks) // 8 * 8)
-        need = self._registers(problem, tile)
-        if need > cap:
-            return f"needs about {need} registers per thread; {cap} are left to it"
-        if device.blocks_per_sm(self.threads(tile), shared_memory, 1) < tile.min_blocks:
-            return f"fewer than {tile.min_blocks} blocks fit an SM's shared memory"
-        return None
+        reason = why_not_blocks(
+            device,
+            threads=self.threads(tile),
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
+        return reason or ragged.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
         """An estimate from below: fragments that live at once, and 30 for addresses and state."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import MAX_REGISTERS, Family, Launch, ceil_div, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
 ENTRY = "simt_forward"
 # Queries that one low tile holds.
 _FEW = 16
-_MAX_REGISTERS = 255
 # Compile time grows with it, and a step of 8 x 8 is 256 multiply-adds already.
 _MAX_UNROLL = 16
 # Of every architecture from sm_75 on.
@@ -110,7 +109,7 @@ class SimtFamily(Family):
                 f"Bc is {tile.Bc}; expected a multiple of the {tile.row_threads} threads of a row"
             )
         held = self._registers_held(problem, tile)
-        limit = min(_MAX_REGISTERS, _REGISTERS_PER_SM // tile.threads)
+        limit = min(MAX_REGISTERS, _REGISTERS_PER_SM // tile.threads)
         if held + _LEAST_REGISTERS_FOR_ADDRESSES > limit:
             return (
                 f"keeps {held} registers of scores, outputs and operands per thread, and has "
@@ -142,7 +141,7 @@ class SimtFamily(Family):
         As many as leave room for the blocks that what a thread must hold at once leaves room for.
         """
         per_block = _REGISTERS_PER_SM // (tile.threads * self._resident_blocks(problem, tile))
-        return min(_MAX_REGISTERS, per_block // 8 * 8)
+        return min(MAX_REGISTERS, per_block // 8 * 8)
 
     def _resident_blocks(self, problem: Problem, tile: SimtTile) -> int:
         # Told to the compiler, which otherwise may spill to reach an occupancy nobody asked for.

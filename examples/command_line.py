@@ -8,6 +8,20 @@ from typing import Any
 import click
 import numpy as np
 
+
+class Utf8Text(click.ParamType):
+    """An argument that is text: what a shell passes may be any bytes."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            self.fail("not readable as UTF-8 text", param, ctx)
+        return str(value)
+
+
 backend_option = click.option(
     "--backend",
     type=click.Choice(["auto", "cpu", "gpu"]),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
-from command_line import backend_option, choose_backend, run
+from command_line import Utf8Text, backend_option, choose_backend, run
 from decoder import Array, Attention, Config, Decoder, rotary_tables, rotated
 from threadpoolctl import threadpool_limits
 
@@ -260,7 +260,7 @@ def print_texts(prompts: Sequence[bytes], tokens: np.ndarray) -> None:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("prompts", nargs=-1)
+@click.argument("prompts", nargs=-1, type=Utf8Text())
 @click.option(
     "--tokens", type=click.IntRange(1, 4096), default=32, show_default=True, help="Per prompt."
 )

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 import numpy as np
-from command_line import backend_option, choose_backend, run
+from command_line import Utf8Text, backend_option, choose_backend, run
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -189,7 +189,7 @@ def timed(embed: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("sentences", nargs=-1)
+@click.argument("sentences", nargs=-1, type=Utf8Text())
 @click.option(
     "--file",
     "file",

@@ -445,6 +445,7 @@ def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
         (["--page-size", "0"], "0 is not in the range"),
         (["--backend", "tpu"], "'tpu' is not one of"),
         (["text", ""], "a prompt is empty"),
+        (["\udcff\udcfe"], "not readable as UTF-8 text"),
     ],
 )
 def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(

@@ -144,7 +144,7 @@ def spec_of(array: Any, address: int) -> ArraySpec:
 
 
 def normalize(name: str, array: Any) -> Any:
-    """An input as a NumPy or CuPy array over the same memory, and the way back.
+    """An input as a NumPy or CuPy array over the same memory; see `way_back`.
 
     Parameters
     ----------

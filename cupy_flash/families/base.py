@@ -161,6 +161,29 @@ class Family(ABC):
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
         """The family's own members of the `Config` struct."""
 
+    def why_not_blocks(
+        self, problem: Problem, device: Device, tile: Tile, *, registers: int, min_blocks: int
+    ) -> str | None:
+        """Why so many thread blocks of a tile do not fit an SM, or None if they do.
+
+        Parameters
+        ----------
+        registers
+            That a thread needs at least.
+        min_blocks
+            What `__launch_bounds__` is told; the compiler then keeps to the registers that are
+            left.
+        """
+        threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
+        if reason := why_not_shared_memory(device, shared_memory):
+            return reason
+        most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
+        if registers > most:
+            return f"needs about {registers} registers per thread; {most} are left to it"
+        if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
+            return f"fewer than {min_blocks} blocks fit an SM's shared memory"
+        return None
+
     def tiles(self, problem: Problem, device: Device) -> Iterator[Tile]:
         """Every legal tile."""
         for tile in self.candidates(problem, device):
@@ -253,30 +276,6 @@ def why_not_shared_memory(device: Device, needed: int) -> str | None:
         f"needs {needed / 1024:.0f} KiB of shared memory; {device.name} has "
         f"{device.shared_memory_per_block // 1024} KiB per block"
     )
-
-
-def why_not_blocks(
-    device: Device, *, threads: int, shared_memory: int, registers: int, min_blocks: int
-) -> str | None:
-    """Why so many thread blocks of a kernel do not fit an SM, or None if they do.
-
-    Parameters
-    ----------
-    threads, shared_memory
-        Of a block, the latter in bytes.
-    registers
-        That a thread needs at least.
-    min_blocks
-        What `__launch_bounds__` is told; the compiler then keeps to the registers that are left.
-    """
-    if reason := why_not_shared_memory(device, shared_memory):
-        return reason
-    most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
-    if registers > most:
-        return f"needs about {registers} registers per thread; {most} are left to it"
-    if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
-        return f"fewer than {min_blocks} blocks fit an SM's shared memory"
-    return None
 
 
 def heads_in_l2(problem: Problem, device: Device) -> int:

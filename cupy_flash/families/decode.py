@@ -17,7 +17,6 @@ from cupy_flash.families.base import (
     Launch,
     ceil_div,
     round_up,
-    why_not_blocks,
 )
 from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import MAX_SEQLEN, Problem
@@ -131,13 +130,8 @@ class DecodeFamily(Family):
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
         if tile.Br * _record_bytes(problem) > tile.stages * _stage_bytes(problem, tile):
             return f"stages is {tile.stages}; a warp's result must fit its ring"
-        reason = why_not_blocks(
-            device,
-            threads=self.threads(tile),
-            shared_memory=self.shared_memory(problem, tile),
-            registers=self._registers(problem, tile),
-            min_blocks=tile.min_blocks,
-        )
+        registers, blocks = self._registers(problem, tile), tile.min_blocks
+        reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
         if reason:
             return reason
         most_splits = self._most_splits(problem, tile)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import Family, Launch, round_up, why_not_blocks
+from cupy_flash.families.base import Family, Launch, round_up
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
 
@@ -128,13 +128,8 @@ class MmaFamily(Family):
             return f"q_in_registers is {tile.q_in_registers}; expected 0 or 1"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
-        reason = why_not_blocks(
-            device,
-            threads=self.threads(tile),
-            shared_memory=self.shared_memory(problem, tile),
-            registers=self._registers(problem, tile),
-            min_blocks=tile.min_blocks,
-        )
+        registers, blocks = self._registers(problem, tile), tile.min_blocks
+        reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
         return reason or ragged.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:

@@ -5,8 +5,10 @@
 // all of them. The keys are shared out over thread blocks (shares.cuh), and a block's over its
 // warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring of its
 // own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al. 2023). The
-// block merges those of its warps. Those of several blocks are merged by the last to arrive; or, if
-// the blocks are a cluster, by the first, to whose shared memory the others send theirs.
+// block merges those of its warps. In a cluster of blocks the first merges what the others send to
+// its shared memory. What several clusters, or blocks without one, have of the same rows they leave
+// in device memory; of each few neighbours the last to arrive merges theirs, then goes on with what
+// other such groups have, up to the whole.
 #pragma once
 
 #include "copy.cuh"
@@ -41,6 +43,9 @@ struct DecodeForward {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
   using Rows = KeyRows<Config>;
+  // Results that a block merges at a time where they meet in device memory, other blocks meanwhile
+  // those of other groups. 132 results of 32 rows took one block 100 us.
+  static constexpr int fan = 8;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
@@ -60,6 +65,7 @@ struct DecodeForward {
   static constexpr int columns = Products::columns_v;
   static constexpr int record = columns + 4;
   static_assert(Br * record * 4 <= ring_bytes, "a partial result fits");
+  static_assert(fan <= Br, "and a row of each of those that are merged at a time");
 
   // Behind the rings, in a cluster, a place for the results of an item that begins in this block's
   // share and goes on in others', and a barrier that counts the bytes that those send.
@@ -106,7 +112,7 @@ struct DecodeForward {
     if constexpr (Config::page_size > 0) prefetch_table();
     for (bool is_first = true; find_part(is_first); is_first = false) {
       // It takes as long to come as a tile of keys.
-      if (!cluster && part.count > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter());
+      if (part.results > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter(part.result - part.result % fan));
       attend();
       meet();
       finish();
@@ -282,6 +288,9 @@ struct DecodeForward {
   // None of it runs often, and code is fetched from memory like anything else: no loop is unrolled
   // further than it takes to have several loads under way.
 
+  // Where a merged result goes.
+  enum class To { output, cluster, memory };
+
   __device__ static float* shared_floats() {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory);
@@ -290,21 +299,40 @@ struct DecodeForward {
   __device__ void finish() {
     leave_result();
     __syncthreads();
-    merge<warps, warps>(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), part.count == 1);
-    if (!cluster && part.count > 1 && is_last_to_arrive()) merge_parts();
+    const To to = part.is_whole() ? To::output : part.count == 1 ? To::memory : To::cluster;
+    merge<warps>(shared_floats(), ring_bytes / 4, warps, 0, tile_rows(), to, part.result);
+    if (part.count == 1) join();
     // Before the rings and the state are used again.
     __syncthreads();
   }
 
-  // All rows of the item, as many at a time as fit.
-  __device__ void merge_parts() const {
-    const int all_rows = tile_rows();
-    const int at_once = rings_bytes / (part.count * record * 4);
+  // The cluster's result, or the block's, is in device memory. The last of a group to arrive merges
+  // what the group left there to the place of its first, which joins others of its kind.
+  __device__ void join() const {
+    int first = part.result;
+    int step = 1;
 #pragma unroll 1
-    for (int first = 0; first < all_rows; first += at_once) {
-      const int rows = min(at_once, all_rows - first);
-      gather(first, rows);
-      merge<4>(shared_floats(), rows * record, part.count, first, rows, true);
+    for (int level = 0; step < part.results; ++level) {
+      const int next_step = step * fan;
+      first -= first % next_step;
+      const int results = min(fan, ceil_div(part.results - first, step));
+      if (results > 1) {
+        if (!is_last_to_arrive(counter(first + level), results)) return;
+        merge_group(first, step, results, next_step < part.results ? To::memory : To::output);
+      }
+      step = next_step;
+    }
+  }
+
+  // All rows of the results first, first + step and so on, as many rows at a time as fit.
+  __device__ void merge_group(int first, int step, int results, To to) const {
+    const int all_rows = tile_rows();
+    const int at_once = rings_bytes / (results * record * 4);
+#pragma unroll 1
+    for (int first_row = 0; first_row < all_rows; first_row += at_once) {
+      const int rows = min(at_once, all_rows - first_row);
+      gather(first, step, results, first_row, rows);
+      merge<fan>(shared_floats(), rows * record, results, first_row, rows, to, first);
       // All warps have left what the next rows take the place of.
       __syncthreads();
     }
@@ -317,8 +345,9 @@ struct DecodeForward {
       ptx::mbarrier_arrive_expect_tx(results_barrier(), (part.count - 1) * bytes);
     }
     ptx::mbarrier_wait_for_cluster(results_barrier(), 0);
-    merge<Config::cluster, Config::cluster>(kept_results(), kept_floats, part.count, 0, tile_rows(),
-                                            true);
+    merge<Config::cluster>(kept_results(), kept_floats, part.count, 0, tile_rows(),
+                           part.results == 1 ? To::output : To::memory, part.result);
+    join();
   }
 
   __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
@@ -351,15 +380,13 @@ struct DecodeForward {
     }
   }
 
-  // Merges the rows [first, first + rows) of several results in shared memory, that begin
-  // result_floats apart, always in the same order, and writes them to the output, or leaves them as
-  // this part's. A thread has four columns of a row. It takes AtOnce results at once, all loads
-  // before the first is needed, and there are no more than Most.
-  template <int AtOnce, int Most = 1 << 30>
+  // Merges the rows [first, first + rows) of at most Most results in shared memory, that begin
+  // result_floats apart, always in the same order; in device memory they go to the place of result
+  // `number`. A thread has four columns of a row, and all loads under way before it needs the first.
+  template <int Most>
   __device__ void merge(const float* source, int result_floats, int results, int first, int rows,
-                        bool is_final) const {
+                        To to, int number) const {
     constexpr int row_chunks = columns / 4;
-    const int rounds = AtOnce == Most ? 1 : ceil_div(results, AtOnce);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * row_chunks; i += 32 * warps) {
       const int row = i / row_chunks;
@@ -369,36 +396,27 @@ struct DecodeForward {
         return source + row * record + min(r, results - 1) * result_floats;
       };
       float base = -SoftmaxMath<float>::infinity();
-#pragma unroll 1
-      for (int round = 0; round < rounds; ++round) {
 #pragma unroll
-        for (int j = 0; j < AtOnce; ++j) {
-          base = fmaxf(base, result(round * AtOnce + j)[columns]);
-        }
-      }
+      for (int r = 0; r < Most; ++r) base = fmaxf(base, result(r)[columns]);
       float sum = 0;
       Vector<float, 4> merged = {};
-#pragma unroll 1
-      for (int round = 0; round < rounds; ++round) {
 #pragma unroll
-        for (int j = 0; j < AtOnce; ++j) {
-          const int r = round * AtOnce + j;
-          const float* one = result(r);
-          const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + column);
-          const float one_sum = r < results ? one[columns + 1] : 0;
-          // What saw no key has no say: it may have no base, and columns of anything.
-          const bool counts = one_sum != 0;
-          const float weight = counts ? SoftmaxMath<float>::exp2(one[columns] - base) : 0;
-          sum = fmaf(weight, one_sum, sum);
+      for (int r = 0; r < Most; ++r) {
+        const float* one = result(r);
+        const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + column);
+        const float one_sum = r < results ? one[columns + 1] : 0;
+        // What saw no key has no say: it may have no base, and columns of anything.
+        const bool counts = one_sum != 0;
+        const float weight = counts ? SoftmaxMath<float>::exp2(one[columns] - base) : 0;
+        sum = fmaf(weight, one_sum, sum);
 #pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            merged.at[c] = fmaf(weight, counts ? values.at[c] : 0, merged.at[c]);
-          }
+        for (int c = 0; c < 4; ++c) {
+          merged.at[c] = fmaf(weight, counts ? values.at[c] : 0, merged.at[c]);
         }
       }
-      if (!is_final) {
-        leave_partial(row * record + column, merged);
-        if (column == 0) leave_partial(row * record + columns, {{base, sum}});
+      if (to != To::output) {
+        leave_partial((first + row) * record + column, merged, to, number);
+        if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, number);
         continue;
       }
       const float normalizer = sum == 0 ? 0 : 1 / sum;
@@ -413,8 +431,13 @@ struct DecodeForward {
     }
   }
 
-  // Four floats of this part's result: for the block that merges the item's, in a cluster at once.
-  __device__ void leave_partial(int index, const Vector<float, 4>& values) const {
+  // Four floats of a result that others are merged with.
+  __device__ void leave_partial(int index, const Vector<float, 4>& values, To to,
+                                int number) const {
+    if (!cluster || to == To::memory) {
+      *reinterpret_cast<Vector<float, 4>*>(partial_result(number) + index) = values;
+      return;
+    }
     if constexpr (cluster) {
       float* kept = kept_results() + part.number * kept_floats + index;
       if (part.number == 0) {
@@ -423,8 +446,6 @@ struct DecodeForward {
         ptx::st_async(ptx::map_to_block(ptx::shared_address(kept), part.place), values.at,
                       ptx::map_to_block(results_barrier(), part.place));
       }
-    } else {
-      *reinterpret_cast<Vector<float, 4>*>(partial_result(part.number) + index) = values;
     }
   }
 
@@ -456,35 +477,35 @@ struct DecodeForward {
     static_cast<float*>(p.lse)[head * seqlen + part.sequence.q_first + query_of(row)] = lse;
   }
 
-  // Where a part of the item leaves its result in the workspace.
+  // The place in the workspace of one of the item's results.
   __device__ float* partial_result(int number) const {
     return static_cast<float*>(p.workspace) + int64(part.slot_of(number)) * (Br * record);
   }
 
-  __device__ int* counter() const { return sequences.counters + part.counter; }
+  __device__ int* counter(int number) const { return sequences.counters + part.slot_of(number); }
 
-  // Whether all other parts of the item have left their results. The counter is zero again then.
-  __device__ bool is_last_to_arrive() const {
+  // Whether all others of `count` have left their results. The counter is zero again then.
+  __device__ bool is_last_to_arrive(int* counter, int count) const {
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
-      is_last = ptx::atom_add_acq_rel(counter(), 1) == part.count - 1;
-      if (is_last) *counter() = 0;
+      is_last = ptx::atom_add_acq_rel(counter, 1) == count - 1;
+      if (is_last) *counter = 0;
     }
     return __syncthreads_or(is_last);
   }
 
-  // Brings the rows [first, first + rows) of all parts' results to shared memory, around L1, which
-  // knows nothing of other SMs' writes.
-  __device__ void gather(int first, int rows) const {
+  // Brings the rows [first_row, first_row + rows) of the results first, first + step and so on to
+  // shared memory, around L1, which knows nothing of other SMs' writes.
+  __device__ void gather(int first, int step, int results, int first_row, int rows) const {
     const unsigned target = ptx::shared_address(shared_floats());
     const int chunks = rows * (record / 4);
 #pragma unroll 1
-    for (int number = warp; number < part.count; number += warps) {
-      const float* source = partial_result(number) + first * record;
+    for (int r = warp; r < results; r += warps) {
+      const float* source = partial_result(first + r * step) + first_row * record;
 #pragma unroll 4
       for (int i = lane; i < chunks; i += 32) {
-        ptx::cp_async<16>(target + (number * chunks + i) * 16, source + 4 * i, 16);
+        ptx::cp_async<16>(target + (r * chunks + i) * 16, source + 4 * i, 16);
       }
     }
     ptx::cp_async_commit_group();

@@ -7,6 +7,9 @@
 // share are cut (the idea of Stream-K, Osama et al. 2023; for attention, Lean Attention, Sanovar et
 // al. 2024). Blocks for different heads are at the same keys at the same time: heads lie side by
 // side, and device memory likes to be read in longer runs than one head's row.
+//
+// The parts of an item that a cluster of blocks has are merged there, and what clusters have of it
+// meets in device memory. Without clusters, each block counts as one.
 #pragma once
 
 #include "params.cuh"
@@ -21,17 +24,20 @@ struct Part {
   Sequence sequence;
   int begin;  // units of keys
   int end;
-  int number;   // of this part among those of the item
-  int count;    // of the item's parts
-  int place;    // of the block that has the item's first part, among those for the same line
-  int counter;  // which one counts the parts that are done
+  int number;   // of this part among those of the item that the cluster has
+  int count;    // of those
+  int place;    // in the cluster, of the block that has the first of them
+  int result;   // number of the cluster's result among those of the item
+  int results;  // of the item, that meet in device memory
   int first_slot;
   int slot_step;
   int first_extra;
 
-  // Where a part of the item leaves its result.
-  __device__ int slot_of(int part) const {
-    return first_slot + slot_step * part + (part == 0 ? first_extra : 0);
+  __device__ bool is_whole() const { return count == 1 && results == 1; }
+
+  // The place in device memory of one of the item's results, and of a counter.
+  __device__ int slot_of(int result) const {
+    return first_slot + slot_step * result + (result == 0 ? first_extra : 0);
   }
 };
 
@@ -54,6 +60,7 @@ template <class Config>
 struct Shares {
   static constexpr int unit_keys = Config::Bc * Config::warps;
   static constexpr int group = Config::group;  // query heads of a key/value head
+  static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // blocks of one
 
   const Params& p;
   const Sequences& sequences;
@@ -125,10 +132,11 @@ struct Shares {
       part.sequence = sequence;
       part.begin = begin;
       part.end = min(units, begin + most);
-      part.number = split;
-      part.count = p.num_splits;
+      part.number = 0;
+      part.count = 1;
       part.place = 0;
-      part.counter = item;
+      part.result = split;
+      part.results = p.num_splits;
       part.first_slot = item * p.num_splits;
       part.slot_step = 1;
       part.first_extra = 0;
@@ -160,11 +168,13 @@ struct Shares {
     return taken;
   }
 
-  // The grid: row tiles, key/value heads, and the blocks that share an item's line.
+  // The grid: row tiles, key/value heads, and the blocks that share an item's line: all, or those
+  // of one cluster where another would cost more than it brings.
   __device__ static void cut_line(Share& taken, unsigned line) {
-    const unsigned places = Config::cluster > 0 ? Config::cluster : gridDim.z;
+    const bool is_short = Config::cluster > 0 && line <= Config::cluster_units * cluster;
+    const unsigned places = is_short ? cluster : gridDim.z;
     taken.line = line;
-    taken.units = max(unsigned(Config::least_units), (line + places - 1) / places);
+    taken.units = (line + places - 1) / places;
     taken.next = min(line, blockIdx.z * taken.units);
     taken.end = min(line, taken.next + taken.units);
   }
@@ -212,22 +222,26 @@ struct Shares {
     if (next >= share.end) return false;
     const unsigned sequence_end = begin + units_of(share.sequence);
     const unsigned part_end = min(sequence_end, share.end);
-    const int first_place = begin / share.units;
-    const int last_place = (sequence_end - 1) / share.units;
-    const int first_block = first_place * items + blockIdx.y * row_tiles + blockIdx.x;
+    const unsigned first_place = begin / share.units;
+    const unsigned last_place = (sequence_end - 1) / share.units;
+    const unsigned own_cluster = blockIdx.z / cluster;
+    const unsigned first_cluster = first_place / cluster;
+    const unsigned first_here = max(first_place, own_cluster * cluster);
+    const unsigned last_here = min(last_place, own_cluster * cluster + cluster - 1);
     part.batch = share.batch;
     part.head_kv = blockIdx.y;
     part.row_tile = blockIdx.x;
     part.sequence = share.sequence;
     part.begin = next - begin;
     part.end = part_end - begin;
-    part.number = blockIdx.z - first_place;
-    part.count = last_place - first_place + 1;
-    part.place = first_place;
-    part.counter = first_block;
-    // A block has two slots, the second for a sequence that begins in its share and goes on behind
-    // it.
-    part.first_slot = 2 * first_block;
+    part.number = blockIdx.z - first_here;
+    part.count = last_here - first_here + 1;
+    part.place = first_here % cluster;
+    part.result = own_cluster - first_cluster;
+    part.results = last_place / cluster - first_cluster + 1;
+    // A cluster has two slots, the second for a sequence that begins in its share and goes on
+    // behind it.
+    part.first_slot = 2 * (first_cluster * items + blockIdx.y * row_tiles + blockIdx.x);
     part.slot_step = 2 * items;
     part.first_extra = 1;
     share.next = part_end;

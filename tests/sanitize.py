@@ -189,11 +189,12 @@ def sequence_calls() -> Iterator[SequenceCall]:
 
 
 def clustered_calls() -> Iterator[SequenceCall]:
-    """Calls with heads enough for clusters, over sequences that not all of their blocks share."""
-    heads_q, heads_kv = HEADS[1]
-    for page_size in (0, 1, 16):
+    """Calls of one cluster for each head, and of several, over sequences that not all share."""
+    many = ((530, 7, 0), *HEADS[1])
+    few = ((5000, 7, 0, 900), 16, 2)
+    for page_size, (lengths, heads_q, heads_kv) in ((0, many), (1, many), (16, many), (0, few)):
         case = KVCacheCase(
-            (530, 7, 0),
+            lengths,
             "float16",
             seqlen_q=2,
             seqlen_new=2,

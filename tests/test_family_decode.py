@@ -149,7 +149,7 @@ FEATURES = (
     (problem("pages of 64", num_splits=3, dtype="float16"), replace(TILE, Bc=32, warps=2)),
     (problem(batch_invariant=True, causal=True, rows=8), TILE),
     (problem(head_dim=17, alignment=4, group=1, rows=3), replace(TILE, warps=1, stages=8)),
-    (problem("packed", batch_invariant=True, causal=True), replace(TILE, least_units=3)),
+    (problem("packed", batch_invariant=True, causal=True), TILE),
     (problem("pages of 32", rows=24, group=3, head_dim=80), replace(TILE, Br=32, warps=8)),
 )
 CLUSTERED = tuple(
@@ -270,14 +270,6 @@ def test_a_cache_without_pages_is_refused():
     assert decode.why_not(empty, h100) == "its block_table has no pages"
 
 
-def test_more_splits_than_one_block_can_merge_are_refused():
-    assert "no tile of it fits" in (decode.why_not(problem(num_splits=5000), h100) or "")
-    # A row of each result in the place of the rings: (128 + 4) floats in 4 x 3 x 8 KiB.
-    assert "merges at most 186 splits, not 200" in (
-        decode.why_not_tile(problem(num_splits=200), h100, TILE) or ""
-    )
-
-
 @pytest.mark.parametrize(
     ("rows", "seqlen_k", "says"),
     [
@@ -303,9 +295,9 @@ def test_the_query_heads_of_a_key_value_head_count_as_rows():
 
 @pytest.mark.parametrize(
     ("rows", "head_dim", "Br"),
-    [(4, 128, 16), (16, 128, 16), (20, 128, 32), (32, 64, 32), (32, 192, 16), (32, 256, 16)],
+    [(4, 128, 16), (16, 128, 16), (20, 128, 16), (32, 64, 16), (32, 192, 16), (32, 256, 16)],
 )
-def test_default_tiles_hold_all_rows_unless_their_registers_do_not(rows, head_dim, Br):
+def test_default_tiles_have_as_few_rows_as_a_product_takes(rows, head_dim, Br):
     for arch in ARCHITECTURES:
         assert default_tile(problem(rows=rows, head_dim=head_dim), device_for_arch(arch)).Br == Br
 
@@ -323,18 +315,69 @@ def test_clusters_are_for_the_architectures_that_have_them(arch):
 
 
 @pytest.mark.parametrize(
-    ("heads_kv", "cluster"), [(1, 0), (4, 0), (7, 8), (8, 8), (16, 4), (32, 2), (64, 1)]
+    ("heads_kv", "group", "cluster", "clusters"),
+    [
+        # With 42% of 132 SMs, which is 55.4, loads keep all of the memory's bandwidth busy. Several
+        # clusters are a power of two.
+        (1, 8, 8, 8),
+        (2, 4, 8, 4),
+        (3, 4, 8, 4),
+        (4, 4, 8, 2),
+        (7, 1, 8, 1),
+        (8, 4, 8, 1),
+        (16, 4, 4, 1),
+        (32, 1, 2, 1),
+        (64, 1, 1, 1),
+    ],
 )
-def test_a_cluster_is_as_small_as_it_can_be_for_the_bandwidth_of_the_memory(heads_kv, cluster):
-    # With 42% of 132 SMs, which is 55.4, loads keep all of it busy.
-    assert default_tile(problem(heads_kv=heads_kv, batch=1)).cluster == cluster
+def test_clusters_are_as_small_and_few_as_is_enough_for_the_bandwidth(
+    heads_kv, group, cluster, clusters
+):
+    case = problem(heads_kv=heads_kv, rows=group, group=group, batch=1, seqlen_k=65536)
+    tile = default_tile(case)
+    assert tile.cluster == cluster
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, heads_kv, cluster * clusters)
+
+
+@pytest.mark.parametrize(("seqlen_k", "clusters"), [(1024, 1), (3072, 1), (3073, 4), (8192, 8)])
+def test_more_clusters_are_for_more_keys_than_one_has_three_units_of_for_each_block(
+    seqlen_k, clusters
+):
+    case = problem(heads_kv=1, rows=8, group=8, batch=1, seqlen_k=seqlen_k)
+    tile = default_tile(case)
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, 1, 8 * clusters)
+    # What a cluster leaves where its share begins, and where it ends.
+    slots = 0 if clusters == 1 else 2 * clusters
+    assert planned(case, tile) == (8 * clusters, slots, slots, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "cluster", "stages"),
+    # 64 MiB of keys and values, and more.
+    [(2, 8, 2), (3, 4, 3)],
+)
+def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_way(
+    batch, cluster, stages
+):
+    tile = default_tile(problem(heads_kv=8, rows=16, group=16, batch=batch))
+    assert (tile.cluster, tile.stages) == (cluster, stages)
+
+
+@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 8), (4, 8), (5, 0)])
+def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch, cluster):
+    # 16 MiB of keys and values at batch 4.
+    case = problem(heads_kv=1, rows=32, group=32, batch=batch)
+    assert default_tile(case).cluster == cluster
 
 
 @pytest.mark.parametrize(
     ("batch", "seqlen_k", "cluster", "warps", "min_blocks"),
     [
         (1, 1024, 8, 8, 1),
-        (16, 8192, 8, 8, 1),
+        (15, 8192, 8, 8, 1),
+        (16, 8192, 0, 8, 1),
         (64, 1024, 0, 4, 2),
         (64, 8192, 0, 8, 1),
         (64, 65536, 8, 8, 1),
@@ -443,8 +486,7 @@ def test_values_narrower_than_keys_cost_a_default_tile_none_of_its_warps(
         ({"stages": 1}, "stages is 1; expected 2 to 8"),
         ({"stages": 9}, "stages is 9; expected 2 to 8"),
         ({"cluster": 3}, "cluster is 3; expected 0, 1, 2, 4 or 8"),
-        ({"min_blocks": 0}, "min_blocks and least_units must be at least 1"),
-        ({"least_units": 0}, "min_blocks and least_units must be at least 1"),
+        ({"min_blocks": 0}, "min_blocks is 0; expected at least 1"),
         ({"warps": 8, "stages": 8}, "KiB of shared memory; sm_90 has 227 KiB per block"),
         ({"min_blocks": 3}, "fewer than 3 blocks fit an SM's shared memory"),
     ],
@@ -550,30 +592,22 @@ def test_balanced_as_many_blocks_as_run_at_once_share_the_keys_of_each_head(
     assert launch.grid == (row_tiles, 8, places)
     # A block leaves up to two partial results: where its share begins, and where it ends.
     blocks = row_tiles * 8 * places
-    assert planned(case, tile) == (blocks, 2 * blocks, blocks, 0)
+    assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, 0)
 
 
 def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():
-    # 3 sequences of 2 units, of which one is worth a block; then two are.
+    # 3 sequences of 2 units.
     case = problem(batch=3, seqlen_k=65, heads_kv=1)
-    assert planned(case, TILE) == (6, 12, 6, 0)
-    assert planned(case, replace(TILE, least_units=2)) == (3, 6, 3, 0)
+    assert planned(case, TILE) == (6, 12, 12, 0)
     assert planned(problem(batch=3, seqlen_k=65), TILE)[0] == 8 * 6
 
 
-def test_no_more_blocks_share_the_keys_than_one_can_merge():
-    # The ring of the last to arrive holds a row of each of the others' results.
-    case = problem(heads_kv=1, seqlen_k=65536)
-    small = replace(TILE, warps=1, stages=2, min_blocks=4)
-    ring, row = 2 * 16 * 256 * 2, (128 + 4) * 4
-    assert planned(case, small)[0] == ring // row < 4 * 132
-
-
 @pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-def test_a_cluster_needs_neither_workspace_nor_counters(cluster):
+def test_one_cluster_for_each_line_needs_neither_workspace_nor_counters(cluster):
     tile = replace(TILE, cluster=cluster)
     for rows, row_tiles in ((4, 1), (32, 2)):
-        case = problem(rows=rows)
+        # Keys for three units for each of its blocks: no more than one cluster has.
+        case = problem(rows=rows, batch=3, seqlen_k=64 * cluster)
         (launch,) = decode.launches(case, h100, tile, 0)
         assert launch.grid == (row_tiles, 8, cluster)
         assert planned(case, tile) == (row_tiles * 8 * cluster, 0, 0, 0)
@@ -587,7 +621,7 @@ def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cl
     case = problem(layout, rows=20, batch=3, num_splits=5)
     items = 3 * 8 * 2
     tile = replace(TILE, cluster=cluster)
-    assert planned(case, tile) == (5 * items, 5 * items, items, 5)
+    assert planned(case, tile) == (5 * items, 5 * items, 5 * items, 5)
     assert "__cluster_dims__" not in decode.unit(case, tile, 5).text
 
 
@@ -610,34 +644,17 @@ def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group,
     tile = default_tile(case)
     blocks, slots, counters, splits = planned(case, tile)
     items = batch * heads_kv
-    assert (blocks, slots, counters) == (items * splits, items * splits, items)
+    assert (blocks, slots, counters) == (items * splits,) * 3
     places = h100.sm_count * tile.min_blocks
     # What the rule for splits calls full, with what it gives up for fewer of them.
     assert 0.8 * 0.85 * places <= blocks <= places
 
 
-@pytest.mark.parametrize("dims", [(16, 256), (8, 256), (64, 128), (16, 16), (128, 128)])
-@pytest.mark.parametrize("stages", [2, 3, 8])
-@pytest.mark.parametrize("warps", [1, 2])
-def test_no_more_splits_are_chosen_than_can_be_merged(dims, stages, warps):
-    case = problem(
-        "packed",
-        rows=16,
-        group=1,
-        batch=1,
-        heads_kv=1,
-        seqlen_k=65536,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-    )
-    tile = replace(TILE, warps=warps, stages=stages, min_blocks=1)
-    if decode.why_not_tile(case, h100, tile):
-        pytest.skip("no legal tile")
-    splits = decode.num_splits(case, h100, tile)
-    # A row of each part's result comes to the place of the rings at once.
-    columns, columns_v = (-(-dim // 16) * 16 for dim in dims)
-    rings = tile.warps * tile.stages * 16 * (columns + columns_v) * 2
-    assert 1 < splits <= rings // (4 * (columns_v + 4))
+@pytest.mark.parametrize("num_splits", [2, 200, 5000])
+def test_any_number_of_splits_can_be_merged(num_splits):
+    case = problem(num_splits=num_splits)
+    assert decode.why_not_tile(case, h100, TILE) is None
+    assert planned(case, TILE)[3] == num_splits
 
 
 @pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])
@@ -662,6 +679,7 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         case = problem(layout, rows=rows)
         tile = default_tile(case, device)
         blocks, slots, counters, splits = planned(case, tile, device)
-        merges = splits != 1 and not tile.cluster
-        assert slots == (merges and (2 * blocks if splits == 0 else blocks))
-        assert counters == (merges and (blocks if splits == 0 else blocks // splits))
+        clusters = blocks if splits else 2 * blocks // max(1, tile.cluster)
+        lines = case.heads_kv * -(-rows // tile.Br)
+        alone = splits == 1 or (splits == 0 and clusters == 2 * lines)
+        assert slots == counters == (0 if alone else clusters)

@@ -374,7 +374,7 @@ def random_call(draw: random.Random) -> Call:
         "page_size": draw.choice((0, 0, 16, 1, 48) if common["dtype"] == "float16" else (0, 16)),
         "seed": draw.randrange(2**32),
     }
-    num_splits = draw.choice((0, 0, 0, 1, 2, 3, 7))
+    num_splits = draw.choice((0, 0, 0, 1, 2, 3, 9, 70))
     lengths = ragged_lengths(rng, batch, longest)
     if kind < 0.75:
         seqlen_q = draw.choice((1, 1, 1, 2, 5, 17, 100 if batch <= 5 else 9))
@@ -405,20 +405,19 @@ CLUSTERED = 40
 
 
 def clustered_call(draw: random.Random) -> Call:
-    """Heads enough for clusters of thread blocks, few sequences, and some too short for them."""
+    """Few sequences, some too short for all blocks of a cluster, others for several clusters."""
     dtype, head_dim, head_dim_v = draw.choice(DIMS[:3])
-    # More than 16 rows of wide values leave a cluster of 8 too little shared memory. More heads
-    # take clusters of 4, 2 and 1.
+    # Few heads take several clusters each. Many take one of 8, 4, 2 or 1.
     heads_kv, group = draw.choice(
-        ((8, 4), (8, 1), (7, 7 if head_dim == 64 else 3), (16, 2), (32, 1), (64, 1))
+        ((8, 4), (8, 1), (7, 4), (16, 2), (32, 1), (64, 1), (1, 32), (1, 8), (2, 5), (3, 16))
     )
-    seqlen_q = draw.randint(1, 4)
-    most = draw.choice((20, 300, 2000))
+    seqlen_q = draw.randint(1, 4 if group <= 8 else 1)
+    most = draw.choice((20, 300, 2000, 9000 if heads_kv <= 3 and group <= 16 else 2000))
     # No key at all, as many as a tile has, and fewer than a tile for each block.
     shares = (0, 1, 16, draw.randint(2, 127))
     lengths = tuple(
         draw.choice((*shares, draw.randint(0, most), most))
-        for _ in range(draw.randint(1, min(9, 128 // heads_kv)))
+        for _ in range(draw.randint(1, min(9, 127 // heads_kv)))
     )
     return Call(
         KVCacheCase(
@@ -451,7 +450,7 @@ def test_the_random_problems_for_clusters_are_computed_by_them(calls: list[Call]
 
 def test_calls_that_are_sanitized_launch_clusters_too() -> None:
     calls = list(clustered_calls())
-    assert [cluster_on_h100(call.arguments) for call in calls] == [8] * len(calls)
+    assert [cluster_on_h100(call.arguments) for call in calls] == [8, 8, 8, 8, 4]
     assert {call.what.page_size for call in calls if isinstance(call.what, KVCacheCase)} == {
         *(0, 1, 16)
     }

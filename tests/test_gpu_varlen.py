@@ -227,7 +227,7 @@ def test_any_number_of_splits_is_right(place: Place, case: VarlenCase, num_split
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(16, 256), (64, 128), (16, 16)])
 def test_the_splits_of_a_tile_with_little_shared_memory_are_merged(dims: tuple[int, int]) -> None:
-    # As many splits as the GPU has room for would not fit it, not even a row of each.
+    # Not even a row of each split's result would fit it.
     case = VarlenCase(
         (16,), (65536,), "float16", heads_q=1, heads_kv=1, head_dim=dims[0], head_dim_v=dims[1]
     )

@@ -4,10 +4,11 @@ host, in the grids and with the workspace that the family plans."""
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from cupy_flash.families.base import KERNEL_DIR
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.problem import ArraySpec, Problem, make_contiguous_problem, make_sequences_problem
 
+# Results that meet in device memory at a time.
+_FAN = re.search(r"constexpr int fan = (\d+);", (KERNEL_DIR / "decode.cu").read_text("utf-8"))
+assert _FAN is not None
+FAN = int(_FAN[1])
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
 
@@ -41,8 +46,8 @@ class Kind:
         return f"{self.layout}-{self.group}-cluster{self.tile.cluster}-splits{self.num_splits}"
 
 
-def tile(Br: int = 16, warps: int = 1, least_units: int = 1, cluster: int = 0) -> DecodeTile:
-    return DecodeTile(Br, 16, warps, 4, 1, least_units, cluster)
+def tile(Br: int = 16, warps: int = 1, cluster: int = 0) -> DecodeTile:
+    return DecodeTile(Br, 16, warps, 4, 1, cluster)
 
 
 # A few keys make a unit, so that short sequences have many.
@@ -50,7 +55,7 @@ KINDS = (
     Kind("dense", 1, tile()),
     Kind("dense", 3, tile(warps=2, cluster=4)),
     Kind("cache", 4, tile()),
-    Kind("cache", 20, tile(Br=16, least_units=3)),
+    Kind("cache", 20, tile(Br=16, cluster=8)),
     Kind("cache", 5, tile(Br=32, warps=2, cluster=8)),
     Kind("cache", 1, tile(cluster=2)),
     Kind("cache", 2, tile(cluster=1)),
@@ -144,7 +149,8 @@ class Part:
     number: int
     count: int
     place: int
-    counter: int
+    result: int
+    results: int
     slot: int
 
     @property
@@ -163,7 +169,9 @@ class Taken:
         found = defaultdict(list)
         for part in self.parts:
             found[part.item].append(part)
-        return {item: sorted(parts, key=lambda p: p.number) for item, parts in found.items()}
+        return {
+            item: sorted(parts, key=lambda p: (p.result, p.number)) for item, parts in found.items()
+        }
 
 
 Run = Callable[[list[Batch]], list[Taken]]
@@ -311,12 +319,29 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
     units, lengths, by_item = batch.units(), batch.lengths(), taken.by_item()
     assert by_item.keys() == units.keys()
     for item, parts in by_item.items():
-        assert [part.number for part in parts] == list(range(parts[0].count))
-        assert len({(part.count, part.place, part.counter) for part in parts}) == 1
+        by_result = itertools.groupby(parts, key=lambda part: part.result)
+        results = [list(those) for _, those in by_result]
+        assert [those[0].result for those in results] == list(range(parts[0].results))
+        assert len({part.results for part in parts}) == 1
+        for those in results:
+            assert [part.number for part in those] == list(range(those[0].count))
+            assert len({(part.count, part.place, part.slot) for part in those}) == 1
         assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
         assert parts[-1].end == units[item]
         for part in parts:
             assert (part.seqlen_q, part.seqlen_k) == lengths[part.batch]
+
+
+def groups(results: int) -> Iterator[int]:
+    """Of which result each group's counter is, where so many of an item meet."""
+    step = 1
+    for level in itertools.count():
+        if step >= results:
+            return
+        for first in range(0, results, step * FAN):
+            if first + step < results:
+                yield first + level
+        step *= FAN
 
 
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
@@ -324,14 +349,18 @@ def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     tile, device = batch.kind.tile, replace(device_for_arch("sm_90"), sm_count=batch.sm_count)
     plan = (batch.problem, device, tile, batch.splits)
     slot_bytes = tile.Br * (HEAD_DIM + 4) * 4
-    slots, counters = decode.workspace(*plan) // slot_bytes, decode.counters(*plan)
-    cut = [part for part in taken.parts if part.count > 1]
-    assert len({part.slot for part in cut}) == len(cut)
-    of_items = {part.item: part.counter for part in cut}
-    assert len(set(of_items.values())) == len(of_items)
-    if not tile.cluster:
-        assert all(0 <= part.slot < slots for part in cut)
-        assert all(0 <= counter < counters for counter in of_items.values())
+    slots = {
+        (part.item, part.result): part.slot
+        for part in taken.parts
+        if part.results > 1 and part.number == 0
+    }
+    assert len(set(slots.values())) == len(slots)
+    most = decode.workspace(*plan) // slot_bytes
+    assert all(0 <= slot < most for slot in slots.values())
+    results = {part.item: part.results for part in taken.parts}
+    counters = [slots[item, first] for item in results for first in groups(results[item])]
+    assert len(set(counters)) == len(counters)
+    assert all(counter < decode.counters(*plan) for counter in counters)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -354,11 +383,12 @@ def test_an_items_parts_are_in_neighbouring_blocks_of_equal_shares_and_place_is_
         tile, work = batch.kind.tile, defaultdict(list)
         for part in taken.parts:
             assert (part.row_tile, part.head_kv) == (part.x, part.y)
-            assert part.z == part.place + part.number
+            assert part.z % max(1, tile.cluster) == part.place + part.number
             work[part.x, part.y, part.z].append(part)
         *_, places = batch.grid
         line = sum(units for (_, *item), units in batch.units().items() if item == [0, 0])
-        share = max(tile.least_units, -(-line // places))
+        cluster = tile.cluster or places
+        share = -(-line // (cluster if line <= 3 * tile.cluster else places))
         for block, parts in work.items():
             taken_units = sum(part.end - part.begin for part in parts)
             assert taken_units == min(share, line - share * block[2])
@@ -395,12 +425,14 @@ def test_fewer_blocks_than_parts_of_given_splits_take_several_each(take, rng):
         assert_no_two_meet(few, taken)
 
 
-def test_a_block_takes_no_fewer_units_than_are_worth_one(take):
+def test_a_short_line_is_one_cluster_s(take):
     kind = KINDS[3]
-    assert kind.tile.least_units == 3
-    # Room for 50 units, and keys for 4.
+    # Room for 50 units and, with 40 SMs, two clusters of 8 for each row tile.
     problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=799)
-    batch = Batch(kind, problem, 40, keys=60)
-    (taken,) = take([batch])
-    assert_is_a_partition(batch, taken)
-    assert {(part.z, part.end - part.begin) for part in taken.parts} == {(0, 3), (1, 1)}
+    for keys, blocks in ((30, 2), (16 * 24, 8), (16 * 25, 13), (799, 13)):
+        batch = Batch(kind, problem, 40, keys=keys)
+        assert batch.grid == (2, 1, 16)
+        (taken,) = take([batch])
+        assert_is_a_partition(batch, taken)
+        assert_no_two_meet(batch, taken)
+        assert {part.z for part in taken.parts} == set(range(blocks))

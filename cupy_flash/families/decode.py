@@ -32,13 +32,20 @@ _MOST_STAGES = 8
 # What a block knows of its part of the keys (`State` in the kernel).
 _STATE_BYTES = 144
 _CLUSTERS = (1, 2, 4, 8)
-# Of the SMs, with which a cluster's thread blocks take keys and values as fast as with all.
+# Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
 _SHARE_OF_SMS = 0.42
+# Units of keys for each block of a cluster up to which no other cluster has a share.
+_CLUSTER_UNITS = 3
+# Bytes of keys and values up to which two stages do in a cluster, and up to which clusters are
+# better although two row tiles read each key twice.
+_LITTLE = 64 << 20
+_READ_TWICE = 16 << 20
 # Keys that a sequence may have, from which on the end of each costs a cluster's few blocks little:
 # 64 sequences of 1024, 8192 and 65536 keys take them 117, 707 and 5505 us, and 128 blocks that
-# merge through memory 106, 703 and 5582. Below the other bound, two smaller blocks per SM are as
-# fast.
+# merge through memory 106, 703 and 5582.
 _LONG = 16384
+# More sequences than this, of fewer keys: two smaller blocks per SM are as fast or faster.
+_MANY = 16
 _SHORT = 4096
 
 
@@ -58,17 +65,15 @@ class DecodeTile(Tile):
         Tiles in a warp's ring: one in use, the others on their way.
     min_blocks
         Thread blocks per SM that the compiler limits registers for, and that are launched.
-    least_units
-        Fewest keys that are worth a thread block, in units of warps * Bc.
     cluster
-        Thread blocks that share the keys of a head: a cluster, which merges its results through
-        shared memory. 0 for as many blocks as run at once, merging through device memory.
+        Thread blocks of a cluster, which merges its results through shared memory; as many
+        clusters share the keys of a head as the memory's bandwidth takes. 0 for as many blocks as
+        run at once, merging through device memory.
     """
 
     warps: int = 4
     stages: int = 3
     min_blocks: int = 2
-    least_units: int = 1
     cluster: int = 0
 
 
@@ -104,7 +109,7 @@ class DecodeFamily(Family):
         for Br, Bc, warps, min_blocks, cluster in itertools.product(
             (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *_CLUSTERS)
         ):
-            tile = DecodeTile(Br, Bc, warps, 2, min_blocks, 1, cluster)
+            tile = DecodeTile(Br, Bc, warps, 2, min_blocks, cluster)
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
@@ -123,8 +128,8 @@ class DecodeFamily(Family):
             return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
         if _rows(problem) > MAX_SEQLEN:
             return f"has {_rows(problem)} rows of a key/value head; {MAX_SEQLEN} can be counted"
-        if tile.min_blocks < 1 or tile.least_units < 1:
-            return "min_blocks and least_units must be at least 1"
+        if tile.min_blocks < 1:
+            return f"min_blocks is {tile.min_blocks}; expected at least 1"
         columns, columns_v = _padded_dims(problem)
         if tile.Br * columns > tile.Bc * (columns + columns_v):
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
@@ -134,9 +139,6 @@ class DecodeFamily(Family):
         reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
         if reason:
             return reason
-        most_splits = self._most_splits(problem, tile)
-        if _given_splits(problem) > most_splits:
-            return f"merges at most {most_splits} splits, not {_given_splits(problem)}"
         items = self._items(problem, tile)
         if items * max(1, _given_splits(problem)) > MAX_GRID:
             return f"has {items} tiles of query rows; {MAX_GRID} can be counted"
@@ -156,12 +158,47 @@ class DecodeFamily(Family):
         return tile
 
     def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
-        preferred = (
-            self._with_all_stages(problem, device, tile)
-            for tile in _preferred_tiles(problem, device)
-        )
+        preferred = self._preferred_tiles(problem, device)
         tiles = itertools.chain(preferred, self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def _preferred_tiles(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
+        """Tiles from the best down, of which the first that fits is the default."""
+        wide = max(problem.head_dim, problem.head_dim_v) > 128
+        small = [DecodeTile(16, 16, min_blocks=2), DecodeTile(16, 16, min_blocks=1)]
+        large = DecodeTile(16, 16, warps=4 if wide else 8, min_blocks=1)
+        tiles = [large, *small]
+        if problem.is_batch_invariant:
+            # Bc and warps decide in which order a row's keys are summed up.
+            tiles = small
+        elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
+            tiles = [*small, large]
+        if _has_clusters(device) and _is_balanced(problem, 16) and not problem.is_batch_invariant:
+            yield from self._clustered(problem, device, large)
+        yield from (self._with_all_stages(problem, device, tile) for tile in tiles)
+
+    def _clustered(
+        self, problem: Problem, device: Device, tile: DecodeTile
+    ) -> Iterator[DecodeTile]:
+        """The tile with the best clusters, where clusters are better than none.
+
+        That is the smallest of which one for each line is enough for the bandwidth, or else the
+        largest, of those that leave shared memory enough for keys on their way.
+        """
+        total = problem.batch * problem.seqlen_k * problem.heads_kv * _key_bytes(problem)
+        if _row_tiles(problem, tile.Br) > 1 and total > _READ_TWICE:
+            return
+        tiles = [
+            self._with_all_stages(problem, device, dataclasses.replace(tile, cluster=cluster))
+            for cluster in _CLUSTERS
+        ]
+        tiles = [tile for tile in tiles if tile.stages >= (2 if total <= _LITTLE else 3)]
+        lines = _lines(problem, tile.Br)
+        enough = [tile for tile in tiles if _most_clusters(device, lines, tile) == 1]
+        for best in (enough or tiles[::-1])[:1]:
+            blocks = best.cluster * _most_clusters(device, lines, best)
+            if problem.batch < 2 * blocks or problem.seqlen_k >= _LONG:
+                yield best
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: DecodeTile) -> DecodeTile:
         """The tile with as many stages as its share of the SM's shared memory has place for."""
@@ -178,10 +215,6 @@ class DecodeFamily(Family):
     def _ring_bytes(self, problem: Problem, tile: DecodeTile) -> int:
         return tile.warps * tile.stages * _stage_bytes(problem, tile)
 
-    def _most_splits(self, problem: Problem, tile: DecodeTile) -> int:
-        """Parts of an item that can be merged: a row of each comes to shared memory at once."""
-        return self._ring_bytes(problem, tile) // _record_bytes(problem)
-
     def threads(self, tile: Tile) -> int:
         assert isinstance(tile, DecodeTile)
         return 32 * tile.warps
@@ -191,7 +224,7 @@ class DecodeFamily(Family):
         assert isinstance(tile, DecodeTile)
         if _is_balanced(problem, tile.Br):
             return 0
-        wanted = split.num_splits(
+        return split.num_splits(
             problem,
             device,
             q_tiles=_row_tiles(problem, tile.Br),
@@ -199,23 +232,27 @@ class DecodeFamily(Family):
             blocks_per_sm=tile.min_blocks,
             group=_group(problem),
         )
-        return min(wanted, self._most_splits(problem, tile))
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        if num_splits == 1 or _launched(tile, num_splits).cluster:
-            return 0
-        # A thread block leaves at most two partial results: where its share begins, and ends.
-        slots = self._items(problem, tile) * num_splits
-        if num_splits == 0:
-            slots = 2 * math.prod(self._blocks(problem, device, tile))
+        slots = self._slots(problem, device, tile, num_splits)
         return slots * tile.Br * _record_bytes(problem)
 
     def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        if num_splits == 1 or _launched(tile, num_splits).cluster:
+        return self._slots(problem, device, tile, num_splits)
+
+    def _slots(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        """Places for results that meet in device memory."""
+        if num_splits == 1:
             return 0
-        if num_splits == 0:
-            return math.prod(self._blocks(problem, device, tile))
-        return self._items(problem, tile)
+        if num_splits > 1:
+            return self._items(problem, tile) * num_splits
+        assert isinstance(tile, DecodeTile)
+        row_tiles, heads, blocks = self._blocks(problem, device, tile)
+        clusters = blocks // max(1, tile.cluster)
+        if clusters == 1:
+            return 0
+        # A cluster leaves at most two: where its share begins, and ends.
+        return 2 * row_tiles * heads * clusters
 
     def takes_sequences(self, problem: Problem) -> bool:
         return True
@@ -227,14 +264,14 @@ class DecodeFamily(Family):
         """Row tiles, key/value heads, and how many thread blocks share the keys of each."""
         assert isinstance(tile, DecodeTile)
         row_tiles = _row_tiles(problem, tile.Br)
+        lines = _lines(problem, tile.Br)
+        units = _units(problem, tile)
+        places = max(1, min(device.sm_count * tile.min_blocks // lines, units))
         if tile.cluster:
-            return row_tiles, problem.heads_kv, tile.cluster
-        places = min(
-            device.sm_count * tile.min_blocks // max(1, problem.heads_kv * row_tiles),
-            ceil_div(_units(problem, tile), tile.least_units),
-            self._most_splits(problem, tile),
-        )
-        return row_tiles, problem.heads_kv, max(1, places)
+            clusters = min(_most_clusters(device, lines, tile), ceil_div(units, tile.cluster))
+            is_short = units <= _CLUSTER_UNITS * tile.cluster
+            places = tile.cluster if is_short else clusters * tile.cluster
+        return row_tiles, problem.heads_kv, places
 
     def launches(
         self, problem: Problem, device: Device, tile: Tile, num_splits: int
@@ -273,7 +310,7 @@ class DecodeFamily(Family):
             "Bc": tile.Bc,
             "warps": tile.warps,
             "stages": tile.stages,
-            "least_units": tile.least_units,
+            "cluster_units": _CLUSTER_UNITS,
             "q_in_registers": True,
             "kept_rows": _kept_rows(problem, tile),
             "group": _group(problem),
@@ -282,32 +319,13 @@ class DecodeFamily(Family):
         }
 
 
-def _preferred_tiles(problem: Problem, device: Device) -> list[DecodeTile]:
-    """Tiles from the best down, without stages, of which the first that fits is the default."""
-    wide = max(problem.head_dim, problem.head_dim_v) > 128
-    # The queries of 32 rows come through a stage, which wide values make large enough.
-    columns, columns_v = _padded_dims(problem)
-    Br = 16 if _rows(problem) <= 16 or wide or columns > columns_v else 32
-    any_batch = [DecodeTile(Br, 16, min_blocks=2), DecodeTile(Br, 16, min_blocks=1)]
-    if problem.is_batch_invariant:
-        # Bc and warps decide in which order a row's keys are summed up.
-        return any_batch
-    large = DecodeTile(Br, 16, warps=4 if wide else 8, min_blocks=1)
-    cluster = _cluster_size(problem, device, Br)
-    if cluster and (problem.batch <= 2 * cluster or problem.seqlen_k >= _LONG):
-        return [dataclasses.replace(large, cluster=cluster), large, *any_batch]
-    return [*any_batch, large] if problem.seqlen_k < _SHORT else [large, *any_batch]
+def _most_clusters(device: Device, lines: int, tile: DecodeTile) -> int:
+    """Clusters for each line of keys that are enough for the bandwidth.
 
-
-def _cluster_size(problem: Problem, device: Device, Br: int) -> int:
-    """The smallest cluster with which there are thread blocks enough; 0 if there is none.
-
-    Fewer than half of the SMs have the whole bandwidth of the memory, and merge sooner.
+    A power of two, so that sequences of equal lengths end where shares end.
     """
-    if not (_has_clusters(device) and _is_balanced(problem, Br)):
-        return 0
-    lines = max(1, problem.heads_kv * _row_tiles(problem, Br))
-    return next((c for c in _CLUSTERS if lines * c >= _SHARE_OF_SMS * device.sm_count), 0)
+    enough = math.ceil(_SHARE_OF_SMS * device.sm_count / (lines * tile.cluster))
+    return 1 << (enough - 1).bit_length()
 
 
 def _has_clusters(device: Device) -> bool:
@@ -346,13 +364,23 @@ def _row_tiles(problem: Problem, Br: int) -> int:
     return ceil_div(_rows(problem), Br)
 
 
+def _lines(problem: Problem, Br: int) -> int:
+    """Lines of keys that thread blocks share out: one for each head and row tile."""
+    return max(1, problem.heads_kv * _row_tiles(problem, Br))
+
+
 def _padded_dims(problem: Problem) -> tuple[int, int]:
     """Columns of keys and values in shared memory: whole steps of the tensor cores."""
     return round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
 
 
+def _key_bytes(problem: Problem) -> int:
+    """A key and its value in shared memory."""
+    return sum(_padded_dims(problem)) * problem.itemsize
+
+
 def _stage_bytes(problem: Problem, tile: DecodeTile) -> int:
-    return tile.Bc * sum(_padded_dims(problem)) * problem.itemsize
+    return tile.Bc * _key_bytes(problem)
 
 
 def _units(problem: Problem, tile: DecodeTile) -> int:

@@ -155,8 +155,8 @@ def flash_attention_with_kvcache(
     as it is. The workspace of a captured call, rotated queries included, comes from CuPy's current
     pool and goes back to it when the call returns, though the graph goes on writing to it: warm up
     and capture under a `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph.
-    Counters, 4 bytes for each thread block or split query tile, stay with a captured call for the
-    life of the process.
+    Counters, at most 8 bytes for each thread block or split of a query tile, stay with a captured
+    call for the life of the process.
 
     What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
     kernel outside of the arrays:

@@ -134,7 +134,7 @@ def flash_attention_varlen(
     launch. The workspace of a captured call comes from CuPy's current pool and goes back to it
     when the call returns, though the graph goes on writing to it: warm up and capture under a
     `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. Counters, 4 bytes for
-    each query tile whose keys are split, stay with a captured call for the life of the process.
+    each split of a query tile's keys, stay with a captured call for the life of the process.
 
     What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
     kernel outside of the arrays:

@@ -1,14 +1,14 @@
 // Fused attention forward for few query rows and many keys, as in token generation: float16 and
 // bfloat16 on sm_80 and newer. It reads memory once and does little else.
 //
-// The query heads that share a key/value head are rows of one tile, so each key is read once for
-// all of them. The keys are shared out over thread blocks (shares.cuh), and a block's over its
-// warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring of its
-// own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al. 2023). The
-// block merges those of its warps. In a cluster of blocks the first merges what the others send to
-// its shared memory. What several clusters, or blocks without one, have of the same rows they leave
-// in device memory; of each few neighbours the last to arrive merges theirs, then goes on with what
-// other such groups have, up to the whole.
+// The query heads that share a key/value head are rows of one tile, or of few, so each key is read
+// once for all of a tile's. The keys are shared out over thread blocks (shares.cuh), and a block's
+// over its warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring
+// of its own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al.
+// 2023). The block merges those of its warps. In a cluster of blocks the first merges what the
+// others send to its shared memory. What several clusters, or blocks without one, have of the same
+// rows they leave in device memory; of each few neighbours the last to arrive merges theirs, then
+// goes on with what other such groups have, up to the whole.
 #pragma once
 
 #include "copy.cuh"
@@ -43,9 +43,6 @@ struct DecodeForward {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
   using Rows = KeyRows<Config>;
-  // Results that a block merges at a time where they meet in device memory, other blocks meanwhile
-  // those of other groups. 132 results of 32 rows took one block 100 us.
-  static constexpr int fan = 8;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
@@ -65,10 +62,10 @@ struct DecodeForward {
   static constexpr int columns = Products::columns_v;
   static constexpr int record = columns + 4;
   static_assert(Br * record * 4 <= ring_bytes, "a partial result fits");
-  static_assert(fan <= Br, "and a row of each of those that are merged at a time");
+  static_assert(Meeting::fan <= Br, "and a row of each of a group");
 
-  // Behind the rings, in a cluster, a place for the results of an item that begins in this block's
-  // share and goes on in others', and a barrier that counts the bytes that those send.
+  // Behind the rings, in a cluster, a place for the results of an item of which the cluster's first
+  // part is this block's and others follow, and a barrier that counts the bytes that those send.
   static constexpr bool cluster = Config::cluster > 0;
   static constexpr int kept_floats = Config::kept_rows * record;
   static constexpr int kept_offset = rings_bytes;
@@ -112,13 +109,15 @@ struct DecodeForward {
     if constexpr (Config::page_size > 0) prefetch_table();
     for (bool is_first = true; find_part(is_first); is_first = false) {
       // It takes as long to come as a tile of keys.
-      if (part.results > 1 && threadIdx.x == 0) ptx::prefetch_l2(counter(part.result - part.result % fan));
+      if (part.results > 1 && threadIdx.x == 0) {
+        ptx::prefetch_l2(counter(Meeting(part.result)));
+      }
       attend();
       meet();
       finish();
     }
     meet();
-    // The last part of a share may be the first of its item.
+    // The last part of a share may be the first that the cluster has of its item.
     if (cluster && part.count > 1 && part.number == 0) merge_sent();
   }
 
@@ -306,33 +305,29 @@ struct DecodeForward {
     __syncthreads();
   }
 
-  // The cluster's result, or the block's, is in device memory. The last of a group to arrive merges
-  // what the group left there to the place of its first, which joins others of its kind.
+  // The cluster's result, or the block's, is in device memory. Of each group the last to arrive
+  // goes on with what it has merged.
   __device__ void join() const {
-    int first = part.result;
-    int step = 1;
 #pragma unroll 1
-    for (int level = 0; step < part.results; ++level) {
-      const int next_step = step * fan;
-      first -= first % next_step;
-      const int results = min(fan, ceil_div(part.results - first, step));
-      if (results > 1) {
-        if (!is_last_to_arrive(counter(first + level), results)) return;
-        merge_group(first, step, results, next_step < part.results ? To::memory : To::output);
-      }
-      step = next_step;
+    for (Meeting meeting(part.result); meeting.step < part.results; meeting.rise()) {
+      const int count = meeting.count(part.results);
+      if (count == 1) continue;
+      if (!is_last_to_arrive(counter(meeting), count)) return;
+      merge_group(meeting, count);
     }
   }
 
-  // All rows of the results first, first + step and so on, as many rows at a time as fit.
-  __device__ void merge_group(int first, int step, int results, To to) const {
+  // All rows, as many at a time as fit.
+  __device__ void merge_group(const Meeting& meeting, int count) const {
+    const To to = meeting.is_last(part.results) ? To::output : To::memory;
     const int all_rows = tile_rows();
-    const int at_once = rings_bytes / (results * record * 4);
+    const int at_once = rings_bytes / (count * record * 4);
 #pragma unroll 1
     for (int first_row = 0; first_row < all_rows; first_row += at_once) {
       const int rows = min(at_once, all_rows - first_row);
-      gather(first, step, results, first_row, rows);
-      merge<fan>(shared_floats(), rows * record, results, first_row, rows, to, first);
+      gather(meeting, count, first_row, rows);
+      merge<Meeting::fan>(shared_floats(), rows * record, count, first_row, rows, to,
+                          meeting.first);
       // All warps have left what the next rows take the place of.
       __syncthreads();
     }
@@ -381,11 +376,12 @@ struct DecodeForward {
   }
 
   // Merges the rows [first, first + rows) of at most Most results in shared memory, that begin
-  // result_floats apart, always in the same order; in device memory they go to the place of result
-  // `number`. A thread has four columns of a row, and all loads under way before it needs the first.
+  // result_floats apart, always in the same order. In device memory the merged one takes the place
+  // of result `target`. A thread has four columns of a row, and all its loads are under way before
+  // it needs one.
   template <int Most>
   __device__ void merge(const float* source, int result_floats, int results, int first, int rows,
-                        To to, int number) const {
+                        To to, int target) const {
     constexpr int row_chunks = columns / 4;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * row_chunks; i += 32 * warps) {
@@ -415,8 +411,8 @@ struct DecodeForward {
         }
       }
       if (to != To::output) {
-        leave_partial((first + row) * record + column, merged, to, number);
-        if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, number);
+        leave_partial((first + row) * record + column, merged, to, target);
+        if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, target);
         continue;
       }
       const float normalizer = sum == 0 ? 0 : 1 / sum;
@@ -433,9 +429,9 @@ struct DecodeForward {
 
   // Four floats of a result that others are merged with.
   __device__ void leave_partial(int index, const Vector<float, 4>& values, To to,
-                                int number) const {
+                                int target) const {
     if (!cluster || to == To::memory) {
-      *reinterpret_cast<Vector<float, 4>*>(partial_result(number) + index) = values;
+      *reinterpret_cast<Vector<float, 4>*>(partial_result(target) + index) = values;
       return;
     }
     if constexpr (cluster) {
@@ -478,11 +474,13 @@ struct DecodeForward {
   }
 
   // The place in the workspace of one of the item's results.
-  __device__ float* partial_result(int number) const {
-    return static_cast<float*>(p.workspace) + int64(part.slot_of(number)) * (Br * record);
+  __device__ float* partial_result(int result) const {
+    return static_cast<float*>(p.workspace) + int64(part.slot_of(result)) * (Br * record);
   }
 
-  __device__ int* counter(int number) const { return sequences.counters + part.slot_of(number); }
+  __device__ int* counter(const Meeting& meeting) const {
+    return sequences.counters + part.slot_of(meeting.counter());
+  }
 
   // Whether all others of `count` have left their results. The counter is zero again then.
   __device__ bool is_last_to_arrive(int* counter, int count) const {
@@ -495,14 +493,15 @@ struct DecodeForward {
     return __syncthreads_or(is_last);
   }
 
-  // Brings the rows [first_row, first_row + rows) of the results first, first + step and so on to
-  // shared memory, around L1, which knows nothing of other SMs' writes.
-  __device__ void gather(int first, int step, int results, int first_row, int rows) const {
+  // Brings the rows [first_row, first_row + rows) of a group's results to shared memory, around L1,
+  // which knows nothing of other SMs' writes.
+  __device__ void gather(const Meeting& meeting, int count, int first_row, int rows) const {
     const unsigned target = ptx::shared_address(shared_floats());
     const int chunks = rows * (record / 4);
 #pragma unroll 1
-    for (int r = warp; r < results; r += warps) {
-      const float* source = partial_result(first + r * step) + first_row * record;
+    for (int r = warp; r < count; r += warps) {
+      const int result = meeting.first + r * meeting.step;
+      const float* source = partial_result(result) + first_row * record;
 #pragma unroll 4
       for (int i = lane; i < chunks; i += 32) {
         ptx::cp_async<16>(target + (r * chunks + i) * 16, source + 4 * i, 16);

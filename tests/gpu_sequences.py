@@ -42,7 +42,7 @@ from cupy_flash.device import device_for_arch, gpu_unavailable
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.decode import DecodeTile
 from cupy_flash.launch_sequences import append_spec
-from cupy_flash.planner import make_plan
+from cupy_flash.planner import Plan, make_plan
 from cupy_flash.problem import MAX_ALIGNMENT
 from cupy_flash.sequence_arrays import (
     CacheArrays,
@@ -373,13 +373,17 @@ def jobs_of(
         yield from (Job.of(plan), *appends)
 
 
-def cluster_on_h100(arguments: dict[str, Any]) -> int:
-    """Thread blocks of a cluster that `decode` computes a call with on an H100; 0 without any.
+def decode_on_h100(arguments: dict[str, Any]) -> Plan:
+    """How `decode` computes a call of `flash_attention_with_kvcache` on an H100.
 
-    `arguments` are NumPy arrays and options of `flash_attention_with_kvcache`.
+    `arguments` are NumPy arrays and options.
     """
     caches = CacheArrays(**{name: arguments.get(name) for name in CacheArrays._fields})
     posed = cache_problem(caches, CacheOptions(causal=arguments["causal"]))
-    plan = make_plan(posed, device_for_arch("sm_90"), family="decode")
+    return make_plan(posed, device_for_arch("sm_90"), family="decode")
+
+
+def cluster_of(plan: Plan) -> int:
+    """Thread blocks of a cluster that `decode` launches; 0 without any."""
     assert isinstance(plan.tile, DecodeTile)
     return plan.tile.cluster if plan.num_splits == 0 else 0

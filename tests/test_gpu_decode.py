@@ -16,7 +16,8 @@ from gpu_sequences import (
     Place,
     check_kvcache,
     check_varlen,
-    cluster_on_h100,
+    cluster_of,
+    decode_on_h100,
     jobs_of,
 )
 from gpu_support import (
@@ -41,8 +42,10 @@ from sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.build import Job
-from cupy_flash.device import gpu_unavailable
+from cupy_flash.device import device_for_arch, gpu_unavailable
 from cupy_flash.families import FAMILIES
+from cupy_flash.families.decode import DecodeTile
+from cupy_flash.planner import make_plan
 
 __all__ = ["use_cubins"]  # fixture
 
@@ -209,10 +212,27 @@ def test_any_legal_tile_is_right(case: Case) -> None:
 
 # ---- Values at which the running base must change, or there is none
 
+# Without clusters results meet in device memory, on any GPU.
+NO_CLUSTERS = DecodeTile(16, 16, warps=4, stages=3, min_blocks=2)
 LONG = [
-    dataclasses.replace(FEW, dtype=dtype, seqlen_q=3, seqlen_k=2777, batch=batch, causal=True)
-    for dtype, batch in (("float16", 1), ("bfloat16", 40))
+    dataclasses.replace(FEW, dtype=dtype, seqlen_q=3, causal=True, **changes)
+    for dtype, changes in (
+        ("float16", {"seqlen_k": 2777, "batch": 1}),
+        ("bfloat16", {"seqlen_k": 2777, "batch": 40}),
+        ("bfloat16", {"seqlen_k": 2777, "batch": 1, "tile": NO_CLUSTERS}),
+        ("float16", {"seqlen_k": 20011, "batch": 1, "heads_kv": 1, "tile": NO_CLUSTERS}),
+    )
 ]
+
+
+def test_of_the_long_problems_some_leave_many_results_in_device_memory() -> None:
+    plans = [
+        make_plan(case.problem(), device_for_arch("sm_90"), family="decode", tile=case.tile)
+        for case in LONG
+    ]
+    # Two places for each thread block or cluster of a head's line.
+    most = [plan.counters // (2 * plan.problem.heads_kv) for plan in plans]
+    assert most == [0, 4, 44, 264]
 
 
 @on_gpu
@@ -409,10 +429,12 @@ def clustered_call(draw: random.Random) -> Call:
     dtype, head_dim, head_dim_v = draw.choice(DIMS[:3])
     # Few heads take several clusters each. Many take one of 8, 4, 2 or 1.
     heads_kv, group = draw.choice(
-        ((8, 4), (8, 1), (7, 4), (16, 2), (32, 1), (64, 1), (1, 32), (1, 8), (2, 5), (3, 16))
+        ((8, 4), (8, 1), (7, 4), (16, 2), (32, 1), (64, 1), (1, 32), (1, 8), (2, 4), (3, 16))
     )
     seqlen_q = draw.randint(1, 4 if group <= 8 else 1)
-    most = draw.choice((20, 300, 2000, 9000 if heads_kv <= 3 and group <= 16 else 2000))
+    most = draw.choice((20, 300, 2000))
+    if heads_kv <= 3 and group <= 16:
+        most = draw.choice((300, 4000, 9000))
     # No key at all, as many as a tile has, and fewer than a tile for each block.
     shares = (0, 1, 16, draw.randint(2, 127))
     lengths = tuple(
@@ -445,12 +467,20 @@ def clustered_chunks() -> list[list[Call]]:
 def test_the_random_problems_for_clusters_are_computed_by_them(calls: list[Call]) -> None:
     for call in calls:
         assert isinstance(call.case, KVCacheCase)
-        assert cluster_on_h100(call.case.problem().arguments()) >= 1, call
+        assert cluster_of(decode_on_h100(call.case.problem().arguments())) >= 1, call
+
+
+def test_of_the_random_problems_for_clusters_many_are_for_several_of_a_head() -> None:
+    calls = itertools.chain.from_iterable(clustered_chunks())
+    plans = [decode_on_h100(call.case.problem().arguments()) for call in calls]
+    assert sum(plan.counters > 0 for plan in plans) >= CLUSTERED // 4
 
 
 def test_calls_that_are_sanitized_launch_clusters_too() -> None:
     calls = list(clustered_calls())
-    assert [cluster_on_h100(call.arguments) for call in calls] == [8, 8, 8, 8, 4]
+    plans = [decode_on_h100(call.arguments) for call in calls]
+    assert [cluster_of(plan) for plan in plans] == [8, 8, 8, 8, 4]
+    assert [plan.counters > 0 for plan in plans] == [False, False, False, True, False]
     assert {call.what.page_size for call in calls if isinstance(call.what, KVCacheCase)} == {
         *(0, 1, 16)
     }

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from gpu_sequences import (
     Place,
-    cluster_on_h100,
+    cluster_of,
     cubins,
+    decode_on_h100,
     kvcache,
     of_cases,
     on_every_family,
@@ -134,33 +135,41 @@ def assert_same_state(generation: Generation, expected: Generation) -> None:
 
 
 GENERATIONS = [
-    kvcache(
-        dtype=dtype,
-        batch=batch,
-        longest=longest,
-        seqlen_new=1,
-        page_size=page_size,
-        rotary_dim=rotary_dim,
-        causal=True,
-        heads_q=4 * heads_kv,
-        heads_kv=heads_kv,
+    dataclasses.replace(
+        kvcache(
+            dtype=dtype,
+            batch=len(lengths),
+            longest=max(lengths),
+            seqlen_new=1,
+            page_size=page_size,
+            rotary_dim=rotary_dim,
+            causal=True,
+            heads_q=4 * heads_kv,
+            heads_kv=heads_kv,
+        ),
+        lengths=lengths,
     )
-    for dtype, heads_kv, batch, longest, page_size, rotary_dim in (
-        ("float16", 2, 3, 900, 0, 0),
-        ("bfloat16", 2, 1, 3000, 16, 64),
-        ("bfloat16", 2, 40, 150, 1, 32),
-        ("float32", 2, 5, 300, 16, 64),
-        # Heads enough that clusters compute them.
-        ("bfloat16", 8, 3, 900, 0, 0),
-        ("bfloat16", 8, 5, 400, 16, 64),
+    for dtype, heads_kv, lengths, page_size, rotary_dim in (
+        # Few heads and many keys: results meet in device memory.
+        ("float16", 2, (1500, 0, 1800), 0, 0),
+        ("bfloat16", 2, (4000,), 16, 64),
+        ("bfloat16", 2, (*range(0, 150, 5), *[1] * 10), 1, 32),
+        ("float32", 2, (0, 300, 17, 16, 64), 16, 64),
+        # Heads enough for one cluster each, in which they meet.
+        ("bfloat16", 8, (900, 0, 333), 0, 0),
+        ("bfloat16", 8, (5, 400, 0, 15, 129), 16, 64),
     )
 ]
 CLUSTERED = GENERATIONS[4:]
 
 
-def test_of_the_generations_some_are_computed_by_clusters() -> None:
-    assert [cluster_on_h100(case.problem().arguments()) for case in CLUSTERED] == [8, 8]
-    assert {bool(case.page_size) for case in CLUSTERED} == {False, True}
+def test_of_the_generations_some_meet_in_clusters_and_some_in_device_memory() -> None:
+    for cases, meet_in_memory in ((CLUSTERED, False), (GENERATIONS[:3], True)):
+        plans = [decode_on_h100(case.problem().arguments()) for case in cases]
+        assert {bool(plan.counters) for plan in plans} == {meet_in_memory}
+        assert {bool(plan.workspace) for plan in plans} == {meet_in_memory}
+        assert {cluster_of(plan) for plan in plans} == {8}
+        assert {bool(case.page_size) for case in cases} == {False, True}
 
 
 # ---- Growing caches

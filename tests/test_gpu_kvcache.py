@@ -19,8 +19,9 @@ from gpu_sequences import (
     Place,
     assert_same_bits,
     check_kvcache,
-    cluster_on_h100,
+    cluster_of,
     cubins,
+    decode_on_h100,
     everywhere,
     kvcache,
     of_aligned_cases,
@@ -754,7 +755,7 @@ def test_wrong_numbers_do_no_harm_where_there_are_many_heads_either(
 @pytest.mark.parametrize(("change", "page_size"), KVCACHE_CALLS)
 def test_these_heads_are_so_many_that_clusters_compute_them(change: str, page_size: int) -> None:
     arguments = wrong_kvcache(change, page_size, "bfloat16", 7, heads=HEADS[1])
-    assert cluster_on_h100(arguments) in (4, 8)
+    assert cluster_of(decode_on_h100(arguments)) in (4, 8)
 
 
 @on_gpu

@@ -3,14 +3,15 @@ host, in the grids and with the workspace that the family plans."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import re
 import shutil
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,10 +21,6 @@ from cupy_flash.families.base import KERNEL_DIR
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.problem import ArraySpec, Problem, make_contiguous_problem, make_sequences_problem
 
-# Results that meet in device memory at a time.
-_FAN = re.search(r"constexpr int fan = (\d+);", (KERNEL_DIR / "decode.cu").read_text("utf-8"))
-assert _FAN is not None
-FAN = int(_FAN[1])
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")
 
@@ -132,6 +129,16 @@ class Batch:
         return found
 
 
+class Meeting(NamedTuple):
+    """A group of results that one block merges."""
+
+    first: int
+    step: int
+    count: int
+    counter: int
+    is_last: int
+
+
 @dataclass(frozen=True)
 class Part:
     """A line that the program prints."""
@@ -152,6 +159,7 @@ class Part:
     result: int
     results: int
     slot: int
+    meetings: tuple[Meeting, ...]
 
     @property
     def item(self) -> tuple[int, int, int]:
@@ -311,7 +319,14 @@ def take(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _taken(lines: list[str]) -> Taken:
     *parts, keys = lines
-    return Taken([Part(*map(int, line.split())) for line in parts], int(keys))
+    return Taken([_part([int(number) for number in line.split()]) for line in parts], int(keys))
+
+
+def _part(numbers: list[int]) -> Part:
+    fixed = len(dataclasses.fields(Part)) - 1
+    fields = len(Meeting._fields)
+    meetings = range(fixed, len(numbers), fields)
+    return Part(*numbers[:fixed], tuple(Meeting(*numbers[i : i + fields]) for i in meetings))
 
 
 def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
@@ -332,35 +347,43 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
             assert (part.seqlen_q, part.seqlen_k) == lengths[part.batch]
 
 
-def groups(results: int) -> Iterator[int]:
-    """Of which result each group's counter is, where so many of an item meet."""
-    step = 1
-    for level in itertools.count():
-        if step >= results:
-            return
-        for first in range(0, results, step * FAN):
-            if first + step < results:
-                yield first + level
-        step *= FAN
-
-
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     """What is left in the workspace, and the counters, are within it and each one's own."""
     tile, device = batch.kind.tile, replace(device_for_arch("sm_90"), sm_count=batch.sm_count)
     plan = (batch.problem, device, tile, batch.splits)
     slot_bytes = tile.Br * (HEAD_DIM + 4) * 4
-    slots = {
-        (part.item, part.result): part.slot
-        for part in taken.parts
-        if part.results > 1 and part.number == 0
-    }
-    assert len(set(slots.values())) == len(slots)
+    left = [part for part in taken.parts if part.results > 1 and part.number == 0]
+    slots = [part.slot for part in left]
+    assert len(set(slots)) == len(slots)
     most = decode.workspace(*plan) // slot_bytes
-    assert all(0 <= slot < most for slot in slots.values())
-    results = {part.item: part.results for part in taken.parts}
-    counters = [slots[item, first] for item in results for first in groups(results[item])]
+    assert all(0 <= slot < most for slot in slots)
+    counters = []
+    for parts in taken.by_item().values():
+        if parts[0].results > 1:
+            ways = [part.meetings for part in parts if part.number == 0]
+            counters += assert_all_meet(ways)
     assert len(set(counters)) == len(counters)
-    assert all(counter < decode.counters(*plan) for counter in counters)
+    assert all(0 <= counter < decode.counters(*plan) for counter in counters)
+
+
+def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:
+    """Each group is of those that come to it, and the last of all; counters of the groups.
+
+    `ways` are those of an item's results, in their order.
+    """
+    arriving = {result: way for result, way in enumerate(ways)}
+    counters = []
+    for level in range(len(ways[0])):
+        groups = defaultdict(list)
+        for result, way in arriving.items():
+            groups[way[level]].append(result)
+        for group, results in groups.items():
+            assert results == [group.first + i * group.step for i in range(group.count)]
+            assert group.is_last == (len(groups) == 1)
+        counters += [group.counter for group in groups if group.count > 1]
+        arriving = {group.first: ways[group.first] for group in groups}
+    assert list(arriving) == [0]
+    return counters
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -396,7 +419,7 @@ def test_an_items_parts_are_in_neighbouring_blocks_of_equal_shares_and_place_is_
             order = [(part.batch, part.begin) for part in parts]
             assert order == sorted(order)
             assert all(part.count == 1 for part in parts[1:-1])
-            # A cluster's block has room for one item's results: that which begins in its share.
+            # A cluster's block has room for one item's results.
             assert sum(part.number == 0 and part.count > 1 for part in parts) <= 1
 
 
@@ -411,6 +434,27 @@ def test_a_block_that_finds_its_share_far_down_a_large_batch_has_the_right_seque
     assert_is_a_partition(batch, taken)
     assert_no_two_meet(batch, taken)
     assert {part.z for part in taken.parts} == set(range(5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sm_count", "levels"),
+    [
+        (KINDS[0], 9, 2),
+        (KINDS[2], 132, 3),
+        (KINDS[5], 132, 2),
+        (KINDS[6], 132, 2),
+        (KINDS[6], 9, 1),
+    ],
+    ids=str,
+)
+def test_many_results_meet_group_by_group(take, kind, sm_count, levels):
+    # 125 units of keys.
+    problem = problem_of(kind, batch=1, heads_kv=1, seqlen_q=1, seqlen_k=2000)
+    batch = Batch(kind, problem, sm_count, keys=2000)
+    (taken,) = take([batch])
+    assert_is_a_partition(batch, taken)
+    assert_no_two_meet(batch, taken)
+    assert {len(part.meetings) for part in taken.parts} == {levels}
 
 
 def test_fewer_blocks_than_parts_of_given_splits_take_several_each(take, rng):

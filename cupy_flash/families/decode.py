@@ -56,7 +56,7 @@ class DecodeTile(Tile):
     Attributes
     ----------
     Br
-        Rows of a thread block, 16 or 32: all query heads of a key/value head together.
+        Rows of a thread block, 16 or 32: the query heads of a key/value head together.
     Bc
         Keys of a warp's tile, 16 or 32.
     warps
@@ -139,9 +139,9 @@ class DecodeFamily(Family):
         reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
         if reason:
             return reason
-        items = self._items(problem, tile)
-        if items * max(1, _given_splits(problem)) > MAX_GRID:
-            return f"has {items} tiles of query rows; {MAX_GRID} can be counted"
+        items, splits = self._items(problem, tile), max(1, _given_splits(problem))
+        if items * splits > MAX_GRID:
+            return f"has {items} x {splits} splits of query tiles; {MAX_GRID} can be counted"
         if _units(problem, tile) > MAX_GRID:
             return f"may have {_units(problem, tile)} units of keys; {MAX_GRID} can be counted"
         return None
@@ -195,10 +195,12 @@ class DecodeFamily(Family):
         tiles = [tile for tile in tiles if tile.stages >= (2 if total <= _LITTLE else 3)]
         lines = _lines(problem, tile.Br)
         enough = [tile for tile in tiles if _most_clusters(device, lines, tile) == 1]
-        for best in (enough or tiles[::-1])[:1]:
-            blocks = best.cluster * _most_clusters(device, lines, best)
-            if problem.batch < 2 * blocks or problem.seqlen_k >= _LONG:
-                yield best
+        if not tiles:
+            return
+        best = enough[0] if enough else tiles[-1]
+        blocks = best.cluster * _most_clusters(device, lines, best)
+        if problem.batch < 2 * blocks or problem.seqlen_k >= _LONG:
+            yield best
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: DecodeTile) -> DecodeTile:
         """The tile with as many stages as its share of the SM's shared memory has place for."""

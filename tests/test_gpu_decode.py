@@ -276,7 +276,7 @@ def test_nan_and_infinity_propagate_as_in_the_reference(case: Case, what: str) -
     q, k, v = random_values(case)
     number, name = what.split()
     array = {"query": q, "key": k, "value": v}[name]
-    array[0, min(1234, array.shape[1] - 1), 1, 5] = np.nan if number == "NaN" else np.inf
+    array[0, min(1234, array.shape[1] - 1), -1, 5] = np.nan if number == "NaN" else np.inf
     check(case, (q, k, v))
 
 

@@ -354,6 +354,18 @@ def test_more_clusters_are_for_more_keys_than_one_has_three_units_of_for_each_bl
 
 
 @pytest.mark.parametrize(
+    ("heads_kv", "batch", "seqlen_k", "warps"),
+    [(4, 1, 1024, 4), (8, 2, 512, 4), (8, 2, 513, 8), (8, 1, 1025, 8), (3, 1, 1024, 8)],
+)
+def test_few_keys_of_several_heads_are_for_few_warps(heads_kv, batch, seqlen_k, warps):
+    case = problem(heads_kv=heads_kv, batch=batch, seqlen_k=seqlen_k)
+    tile = default_tile(case)
+    assert (tile.warps, tile.cluster) == (warps, 8)
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, heads_kv, 8)
+
+
+@pytest.mark.parametrize(
     ("batch", "cluster", "stages"),
     # 64 MiB of keys and values, and more.
     [(2, 8, 2), (3, 4, 3)],
@@ -375,7 +387,7 @@ def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch,
 @pytest.mark.parametrize(
     ("batch", "seqlen_k", "cluster", "warps", "min_blocks"),
     [
-        (1, 1024, 8, 8, 1),
+        (1, 1024, 8, 4, 1),
         (15, 8192, 8, 8, 1),
         (16, 8192, 0, 8, 1),
         (64, 1024, 0, 4, 2),

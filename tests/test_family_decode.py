@@ -9,6 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
+from cupy.cuda import nvrtc
 
 from cupy_flash.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.device import Device, device_for_arch
@@ -31,9 +32,10 @@ TILE = DecodeTile(16, 16, warps=4, stages=3, min_blocks=1)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 LAYOUTS = ("cache", "pages of 16", "pages of 1")
-# Of a thread: at head_dim 256 all 255 registers are in use, and 16 bytes are spilled, 40 if each
-# row has a page, whose address must be found. CUDA 12.9 spills 44 for sm_100.
-FEW_SPILLED_BYTES = 48
+# Of a thread: at head_dim 256 all 255 registers are in use, and 16 bytes are spilled.
+FEW_SPILLED_BYTES = 32
+# 40 if each row has a page, whose address must be found; and CUDA 12.9 spills 44 for sm_100.
+MORE_SPILLED_BYTES = 48
 
 
 def problem(
@@ -197,7 +199,10 @@ def test_a_default_tile_compiles_with_hardly_any_spills(name, cubins):
     unit, cubin = DEFAULTS[name], cubins[name].result()
     assert_compiled_as_planned(unit, cubin)
     resources = cubin.resources["attention"]
-    assert resources.spill_bytes <= FEW_SPILLED_BYTES, f"{unit.tile}: {resources}"
+    single_rows = unit.case.sequences is not None and unit.case.sequences.page_size == 1
+    more = single_rows or nvrtc.getVersion() < (13, 0)
+    most = MORE_SPILLED_BYTES if more else FEW_SPILLED_BYTES
+    assert resources.spill_bytes <= most, f"{unit.tile}: {resources}"
 
 
 @pytest.mark.parametrize("name", OTHERS)

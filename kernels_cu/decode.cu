@@ -41,7 +41,7 @@ struct DecodeForward {
   using Products = Products16Bit<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
-  using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
   using Rows = KeyRows<Config>;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
@@ -269,7 +269,7 @@ struct DecodeForward {
       }
     }
     products.multiply_queries_keys(scores, 0, stage);
-    if (Config::negate_scores) Softmax::negate(scores);
+    Softmax::template apply_sign<Config::score_sign>(scores);
     if (needs_mask) {
       Softmax::mask(scores, [&](int i, int half) {
         return visible_end(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;
@@ -364,7 +364,8 @@ struct DecodeForward {
         if (row >= tile_rows()) continue;
         const SoftmaxRow<float>& state = softmax.rows[i][half];
         float* target = result + row * record;
-        target[columns] = state.sum == 0 ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
+        target[columns] =
+            state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
         target[columns + 1] = state.sum;
 #pragma unroll
         for (int j = 0; j < columns / 8; ++j) {
@@ -400,11 +401,10 @@ struct DecodeForward {
       for (int r = 0; r < Most; ++r) {
         const float* one = result(r);
         const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + column);
-        const float one_sum = r < results ? one[columns + 1] : 0;
-        // What saw no key has no say: it may have no base, and columns of anything.
-        const bool counts = one_sum != 0;
+        // What saw no key has no say: it has no base, and columns of anything.
+        const bool counts = r < results && one[columns] > -SoftmaxMath<float>::infinity();
         const float weight = counts ? SoftmaxMath<float>::exp2(one[columns] - base) : 0;
-        sum = fmaf(weight, one_sum, sum);
+        sum = fmaf(weight, counts ? one[columns + 1] : 0, sum);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           merged.at[c] = fmaf(weight, counts ? values.at[c] : 0, merged.at[c]);
@@ -415,13 +415,14 @@ struct DecodeForward {
         if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, target);
         continue;
       }
-      const float normalizer = sum == 0 ? 0 : 1 / sum;
+      const float normalizer = visible_end(first + row) == 0 ? 0 : 1 / sum;
 #pragma unroll
       for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
       write_output(first + row, column, merged);
       if (column == 0 && p.lse != nullptr) {
         const float log_sum =
-            sum == 0 ? -SoftmaxMath<float>::infinity() : base + SoftmaxMath<float>::log2(sum);
+            sum == 0 ? -SoftmaxMath<float>::infinity()
+                     : base + SoftmaxMath<float>::log2(sum / power_of_half(Softmax::headroom));
         write_log_sum_exp(first + row, log_sum * SoftmaxMath<float>::ln_2);
       }
     }

@@ -22,15 +22,17 @@ struct HopperConsumer {
   using QueryTile = typename Cta::QueryTile;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
+  using SoftmaxRow = LaggingSoftmaxRow<Element>;
+  using Bits = OrderedBits<(SoftmaxRow::highest < 0)>;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
-  // Scores that are not negative compare as integers do, of which one instruction finds the largest
-  // of three: 4% faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block
-  // then costs more, which with two consumers at head_dim 64, the choice for short causal
-  // sequences, is a loss of 1 to 2%.
+  // Scores are compared by their bits, of which one instruction finds the largest of three: 4%
+  // faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block then costs
+  // more, which with two consumers at head_dim 64, the choice for short causal sequences, is a loss
+  // of 1 to 2%.
   static constexpr bool integer_maxima = consumers == 3 || k_steps > 4;
 
   static_assert(Config::guesses >= 1 && Config::guesses <= Bc / 2, "of a lane's scores");
@@ -55,7 +57,7 @@ struct HopperConsumer {
   unsigned probabilities[Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
-  LaggingSoftmaxRow softmax[2];
+  SoftmaxRow softmax[2];
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta), consumer(consumer), scale_log2(scale_to_log2<float>(cta.p.softmax_scale)) {}
@@ -89,7 +91,7 @@ struct HopperConsumer {
 
       ptx::wgmma_wait_group<1>();
       leave_scores(slot_before(2), tile_ends);
-      const LaggingSoftmaxRow finished[2] = {softmax[0], softmax[1]};
+      const SoftmaxRow finished[2] = {softmax[0], softmax[1]};
       if (tile_ends) reset_softmax();
       const bool rescales = take_softmax(rescale);
       float normalizer[2];
@@ -234,9 +236,9 @@ struct HopperConsumer {
   // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
   // that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
-    if (Config::negate_scores) {
+    if constexpr (Config::score_sign != 1) {
 #pragma unroll
-      for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
+      for (int i = 0; i < Bc / 2; ++i) scores[i] *= Config::score_sign;
     }
     if (block >= first_masked_block()) apply_mask();
 
@@ -286,24 +288,25 @@ struct HopperConsumer {
   // Whether a row's base must change for all that this lane can tell: it may say so in vain.
   __device__ bool may_change(int half) const {
     if constexpr (integer_maxima) {
-      const int largest = largest_bits(half);
-      return largest > __float_as_int(LaggingSoftmaxRow::slack) ||
-             (softmax[half].is_fresh() && largest < 0);
+      const auto largest = largest_bits(half);
+      return Bits::is_below(Bits::of(SoftmaxRow::highest), largest) ||
+             (softmax[half].is_fresh() && Bits::is_below(largest, Bits::of(SoftmaxRow::lowest)));
     } else {
       return softmax[half].must_change(lane_maximum(half));
     }
   }
 
-  // Of this lane's part of a row; right unless negative, when it is some negative number.
-  __device__ int largest_bits(int half) const {
-    int max[2];
+  // Of this lane's part of a row, to be compared with the bounds only.
+  __device__ typename Bits::type largest_bits(int half) const {
+    typename Bits::type max[2];
 #pragma unroll
     for (int j = 0; j < Bc / 8; ++j) {
-      const int first = __float_as_int(scores[4 * j + 2 * half]);
-      const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
-      max[j % 2] = j < 2 ? ::max(first, second) : ::max(::max(first, second), max[j % 2]);
+      const auto first = Bits::of(scores[4 * j + 2 * half]);
+      const auto second = Bits::of(scores[4 * j + 2 * half + 1]);
+      max[j % 2] =
+          j < 2 ? Bits::max(first, second) : Bits::max(Bits::max(first, second), max[j % 2]);
     }
-    return ::max(max[0], max[1]);
+    return Bits::max(max[0], max[1]);
   }
 
   // Of this lane's part of a row, in four chains for the latency's sake.
@@ -329,7 +332,13 @@ struct HopperConsumer {
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
+      const int row = first + lane_row() + 8 * half;
+      const int visible = block_mask.visible_end(row);
+      // The first of the four lanes that share the row has it.
+      const float first_score = __shfl_sync(~0u, scores[2 * half], threadIdx.x % 32 / 4 * 4);
+      if (mask.visible_end(row) == 1 && block == 0) {
+        softmax[half].see_only(first_score * scale_log2);
+      }
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -363,17 +372,26 @@ struct HopperConsumer {
   // ---- The end of a query tile.
 
   // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
-  __device__ void finish_softmax(const LaggingSoftmaxRow (&finished)[2],
-                                 float (&normalizer)[2]) const {
-    LaggingSoftmaxRow state[2] = {finished[0], finished[1]};
+  __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
+    SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 1);
       state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 2);
-      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      normalizer[half] = ptx::rcp_approx(state[half].sum);
+    }
+    const Visit& finished_tile = finished_visit();
+    if constexpr (Cta::may_see_nothing) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row_of(finished_tile.work) + lane_row() + 8 * half;
+        const auto mask = finished_tile.template mask<Config::causal>(cta.p);
+        const bool saw_nothing =
+            Config::split_keys ? state[half].sum == 0 : mask.visible_end(row) == 0;
+        if (saw_nothing) normalizer[half] = 0;
+      }
     }
     if (!Config::split_keys && cta.p.lse == nullptr) return;
-    const Visit& finished_tile = finished_visit();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row_of(finished_tile.work) + lane_row() + 8 * half;
@@ -386,6 +404,14 @@ struct HopperConsumer {
   __device__ void write_output(const float (&normalizer)[2]) {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
+    // What a row that saw no key has, 0 times the values of others, is 0 even if one of those was
+    // NaN.
+    if (Cta::may_see_nothing && (normalizer[0] == 0 || normalizer[1] == 0)) {
+#pragma unroll
+      for (int i = 0; i < columns_v / 2; ++i) {
+        if (normalizer[i / 2 % 2] == 0) out[i] = 0;
+      }
+    }
     if constexpr (Config::split_keys) {
       write_partial(visit.work);
     } else {

@@ -49,6 +49,9 @@ struct HopperCta {
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
 
+  // Whether there may be rows, beside others or whole tiles of them, that see no key.
+  static constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+
   using Visit = ::Visit<Config::sequences>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
   // that has only one block of keys, may already have made place for others. Where visits are to be

@@ -45,7 +45,7 @@ struct MmaForward {
   using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
-  using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
@@ -215,7 +215,7 @@ struct MmaForward {
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
-    if (Config::negate_scores) softmax.negate(scores);
+    softmax.template apply_sign<Config::score_sign>(scores);
     if (Edge) apply_mask(tile * Bc);
     softmax.update_maxima(scores, out, scale_log2);
 
@@ -242,9 +242,8 @@ struct MmaForward {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
     // Else the rows' queries would be found ahead of the loop and kept.
     const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
-    softmax.mask(scores, [&](int i, int half) {
-      return tile_mask.visible_end(row_of(first_row, i, half));
-    });
+    softmax.mask(
+        scores, [&](int i, int half) { return tile_mask.visible_end(row_of(first_row, i, half)); });
   }
 
   // Divides by the row sums and writes the output and the log-sum-exp.
@@ -260,24 +259,28 @@ struct MmaForward {
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
+    const Mask<Config::causal, Config::group> mask(p);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
-        const float normalizer = state.normalizer();
-#pragma unroll
-        for (int j = 0; j < Products::columns_v / 8; ++j) {
-          out[i][j][2 * half] *= normalizer;
-          out[i][j][2 * half + 1] *= normalizer;
-        }
         const int row = row_of(first_row_of(work), i, half);
+        const int visible = mask.visible_end(row);
+        const bool saw_nothing = Config::split_keys ? state.saw_nothing() : visible == 0;
+        normalize(i, half, saw_nothing, state.normalizer());
+        if constexpr (!Products::exact_for_one_key) {
+          if (visible == 1 && state.is_sound()) {
+            products.take_value(out, i, half, first_value(p, work, place));
+          }
+        }
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
+          const float lse = state.template log_sum_exp<Softmax::headroom>(scale_log2);
           if (Config::split_keys) {
-            *partials.lse_row(work.split, index) = state.log_sum_exp(scale_log2);
+            *partials.lse_row(work.split, index) = lse;
           } else if (p.lse != nullptr) {
-            static_cast<float*>(p.lse)[index] = state.log_sum_exp(scale_log2);
+            static_cast<float*>(p.lse)[index] = lse;
           }
         }
       }
@@ -286,6 +289,18 @@ struct MmaForward {
       write_partial(partials, p, work, place);
     } else {
       write_output(p, work, place);
+    }
+  }
+
+  // Of a row that saw no key, what others' values left as 0 * NaN becomes 0.
+  __device__ void normalize(int i, int half, bool saw_nothing, float normalizer) {
+#pragma unroll
+    for (int j = 0; j < Products::columns_v / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& element = out[i][j][2 * half + c];
+        element = saw_nothing ? 0 : ptx::mul_rn(element, normalizer);
+      }
     }
   }
 

@@ -99,6 +99,17 @@ __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>
   }
 }
 
+// The value of the first key, for the heads of a tile.
+template <class Config>
+__device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
+                                                     const Place<Config>* place) {
+  if constexpr (Config::page_size > 0) {
+    return place->pages(place->p.v).at(0);
+  } else {
+    return {p.v.head<const typename Config::Element>(work.batch, work.head_kv), true};
+  }
+}
+
 // `head` is where the head's first row of the output begins.
 template <class Config>
 __device__ typename Config::Element* out_row(typename Config::Element* head, const Params& p,

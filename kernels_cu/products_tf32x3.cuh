@@ -9,6 +9,7 @@
 #pragma once
 
 #include "layout.cuh"
+#include "pages.cuh"
 #include "ptx.cuh"
 #include "queries.cuh"
 
@@ -26,6 +27,12 @@ struct SplitFloat {
     const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
+
+  // Of an infinity it makes NaN.
+  __device__ static SplitFloat of_finite(float x) {
+    const unsigned big = ptx::cvt_tf32_f32(x);
+    return {big, __float_as_uint(x - __uint_as_float(big))};
+  }
 };
 
 // The same shared-memory operands and accumulator fragments as Products16Bit, but with the output's
@@ -38,6 +45,8 @@ struct ProductsTf32x3 {
   static constexpr int columns_v = round_up(Config::head_dim_v, 32);
   static constexpr int k_steps = columns / 8;
   static constexpr int key_pairs = Bc / 16;
+  // 22 bits of a value are not all.
+  static constexpr bool exact_for_one_key = false;
 
   using KeyLayout = SwizzledRows<float, columns>;
   using ValueLayout = SwizzledRows<float, columns_v>;
@@ -150,10 +159,10 @@ struct ProductsTf32x3 {
         for (int i = 0; i < row_tiles; ++i) {
           if (group == 0) exponentiate(i, step);
           const float(&p)[4] = scores[i][step];
-          probabilities[i][0] = SplitFloat::of(p[0]);
-          probabilities[i][1] = SplitFloat::of(p[2]);
-          probabilities[i][2] = SplitFloat::of(p[1]);
-          probabilities[i][3] = SplitFloat::of(p[3]);
+          probabilities[i][0] = SplitFloat::of_finite(p[0]);
+          probabilities[i][1] = SplitFloat::of_finite(p[2]);
+          probabilities[i][2] = SplitFloat::of_finite(p[1]);
+          probabilities[i][3] = SplitFloat::of_finite(p[3]);
         }
         multiply<4>(sums, probabilities, values);
       }
@@ -163,6 +172,18 @@ struct ProductsTf32x3 {
 
   // The output column of [.][j][2 * half + c]: column tile t of a group holds the columns 4 n + t.
   __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
+
+  // The lane's part of one row of the output becomes a value, of which nothing is rounded.
+  __device__ void take_value(Output& out, int i, int half, const Row<float>& value) const {
+#pragma unroll
+    for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const bool is_there = value.is_there && column(j, c) < Config::head_dim_v;
+        out[i][j][2 * half + c] = is_there ? value.begin[column(j, c)] : 0;
+      }
+    }
+  }
 
   // Writes the lane's part of one row of the output into a ValueLayout: whole chunks.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {

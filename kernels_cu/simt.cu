@@ -31,6 +31,7 @@ struct Layout {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
 
+  static constexpr int headroom = ::headroom<Element>;
   static constexpr int width = 16 / sizeof(T);  // of a 128-bit shared access
   using Vec = Vector<T, width>;
 
@@ -204,6 +205,7 @@ __device__ inline void wait_for_copies() {
 template <class Config>
 struct Rows {
   using L = Layout<Config>;
+  using Element = typename L::Element;
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config::causal, Config::group>;
@@ -250,11 +252,11 @@ struct Rows {
         }
       }
     }
-    if constexpr (Config::negate_scores) {
+    if constexpr (Config::score_sign != 1) {
 #pragma unroll
       for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
-        for (int j = 0; j < L::keys; ++j) scores[i][j] = -scores[i][j];
+        for (int j = 0; j < L::keys; ++j) scores[i][j] *= Config::score_sign;
       }
     }
   }
@@ -294,7 +296,10 @@ struct Rows {
       const T base = softmax[i].base(scale_log2);
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
-        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base);
+        // Of 32 bits and more, a power of two costs no precision where the sum of the exponents
+        // would.
+        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base) *
+                              T(power_of_half(L::headroom));
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
       }
@@ -335,17 +340,33 @@ struct Rows {
   }
 
   // Sums over the threads of each row and divides by it: the normalization, put off until here.
-  __device__ void finish() {
+  // What a row that sees no key has, 0 times the values of others, becomes 0 even if one of those
+  // was NaN; and a row that sees one key has that one's value, of which nothing is rounded.
+  __device__ void finish(const KeyMask& mask, int q_begin, const Row<Element>& first_value) {
 #pragma unroll
     for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
       for (int bit = 1; bit < L::row_threads; bit *= 2) {
         softmax[i].sum += exchange(softmax[i].sum, bit);
       }
+      const int visible = mask.visible_end(q_begin + first() + i * L::warp_rows);
+      const bool saw_nothing = Config::split_keys ? softmax[i].saw_nothing() : visible == 0;
+      const bool is_one_value = visible == 1 && softmax[i].is_sound();
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
-      for (int j = 0; j < L::columns; ++j) out[i][j] *= normalizer;
+      for (int j = 0; j < L::columns; ++j) {
+        out[i][j] = saw_nothing ? T(0) : out[i][j] * normalizer;
+        if (is_one_value) {
+          const bool is_there = first_value.is_there && column(j) < Config::head_dim_v;
+          out[i][j] = is_there ? widen(first_value.begin[column(j)]) : T(0);
+        }
+      }
     }
+  }
+
+  // The output column of out[.][j].
+  __device__ static int column(int j) {
+    return (L::position() + j / L::width * L::row_threads) * L::width + j % L::width;
   }
 
   // Row i's columns of the result, Unit at a time.
@@ -353,7 +374,7 @@ struct Rows {
   __device__ void store(Out* row, int i) const {
 #pragma unroll
     for (int j = 0; j < L::columns; j += Unit) {
-      const int column = (L::position() + j / L::width * L::row_threads) * L::width + j % L::width;
+      const int column = Rows::column(j);
       if (column + Unit <= Config::head_dim_v) {
         Vector<Out, Unit> vector;
 #pragma unroll
@@ -402,7 +423,7 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
       rows.template store<unit>(out_row(head, p, place, row), i);
     }
     if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
-      *lse = rows.softmax[i].log_sum_exp(scale_log2);
+      *lse = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
     }
   }
 }
@@ -529,7 +550,7 @@ struct Kernel : InPlace<Config> {
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       visit(mask, tile, tiles, scale_log2);
     }
-    rows.finish();
+    rows.finish(mask, work.q_begin, first_value(p, work, place));
     write<Config>(p, work, place, rows, scale_log2);
   }
 };

@@ -415,7 +415,7 @@ struct DecodeForward {
         if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, target);
         continue;
       }
-      const float normalizer = visible_end(first + row) == 0 ? 0 : 1 / sum;
+      const float normalizer = sum == 0 ? 0 : 1 / sum;
 #pragma unroll
       for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
       write_output(first + row, column, merged);

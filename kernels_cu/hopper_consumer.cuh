@@ -354,10 +354,9 @@ struct HopperConsumer {
   __device__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < columns_v / 2; ++i) {
-      // A row is also multiplied by 1 for another's sake. Nothing may be flushed to zero by that
-      // where its bits must not depend on others.
-      out[i] =
-          Config::sequences ? ptx::mul_rn(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
+      // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
+      // nothing may be flushed to zero.
+      out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
     }
   }
 
@@ -378,20 +377,10 @@ struct HopperConsumer {
     for (int half = 0; half < 2; ++half) {
       state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 1);
       state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 2);
-      normalizer[half] = ptx::rcp_approx(state[half].sum);
-    }
-    const Visit& finished_tile = finished_visit();
-    if constexpr (Cta::may_see_nothing) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row_of(finished_tile.work) + lane_row() + 8 * half;
-        const auto mask = finished_tile.template mask<Config::causal>(cta.p);
-        const bool saw_nothing =
-            Config::split_keys ? state[half].sum == 0 : mask.visible_end(row) == 0;
-        if (saw_nothing) normalizer[half] = 0;
-      }
+      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
     }
     if (!Config::split_keys && cta.p.lse == nullptr) return;
+    const Visit& finished_tile = finished_visit();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row_of(finished_tile.work) + lane_row() + 8 * half;

@@ -266,11 +266,9 @@ struct MmaForward {
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
         const int row = row_of(first_row_of(work), i, half);
-        const int visible = mask.visible_end(row);
-        const bool saw_nothing = Config::split_keys ? state.saw_nothing() : visible == 0;
-        normalize(i, half, saw_nothing, state.normalizer());
+        normalize(i, half, state);
         if constexpr (!Products::exact_for_one_key) {
-          if (visible == 1 && state.is_sound()) {
+          if (mask.visible_end(row) == 1 && state.is_sound()) {
             products.take_value(out, i, half, first_value(p, work, place));
           }
         }
@@ -293,7 +291,9 @@ struct MmaForward {
   }
 
   // Of a row that saw no key, what others' values left as 0 * NaN becomes 0.
-  __device__ void normalize(int i, int half, bool saw_nothing, float normalizer) {
+  __device__ void normalize(int i, int half, const SoftmaxRow<float>& state) {
+    const bool saw_nothing = state.saw_nothing();
+    const float normalizer = state.normalizer();
 #pragma unroll
     for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll

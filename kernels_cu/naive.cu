@@ -101,7 +101,9 @@ __device__ void softmax(const Params& p) {
     state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
   }
   // A quotient, of which that of a row's only key is 1.
-  for (int key = lane; key < p.seqlen_k; key += 32) row[key] /= state.sum;
+  for (int key = lane; key < p.seqlen_k; key += 32) {
+    row[key] = state.saw_nothing() ? T(0) : row[key] / state.sum;
+  }
   if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
 }
 

@@ -349,9 +349,9 @@ struct Rows {
       for (int bit = 1; bit < L::row_threads; bit *= 2) {
         softmax[i].sum += exchange(softmax[i].sum, bit);
       }
-      const int visible = mask.visible_end(q_begin + first() + i * L::warp_rows);
-      const bool saw_nothing = Config::split_keys ? softmax[i].saw_nothing() : visible == 0;
-      const bool is_one_value = visible == 1 && softmax[i].is_sound();
+      const int row = q_begin + first() + i * L::warp_rows;
+      const bool is_one_value = mask.visible_end(row) == 1 && softmax[i].is_sound();
+      const bool saw_nothing = softmax[i].saw_nothing();
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {

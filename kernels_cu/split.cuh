@@ -5,7 +5,6 @@
 #pragma once
 
 #include "element.cuh"
-#include "mask.cuh"
 #include "params.cuh"
 #include "sequences.cuh"
 #include "softmax.cuh"
@@ -53,11 +52,10 @@ __device__ inline int64 row_of_warp() {
 }
 
 // One warp merges one query row: out = sum_s w_s out_s with w_s = exp(lse_s - lse). find_out() is
-// where it goes; not asked sooner, so that the first reads need not wait for it. A row that sees
-// keys, but no score above -inf, is NaN as in the formula.
+// where it goes; not asked sooner, so that the first reads need not wait for it.
 template <class Config, class T, class FindOut>
 __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_v>& partials,
-                            int64 index, bool sees_keys, FindOut find_out) {
+                            int64 index, FindOut find_out) {
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
@@ -68,7 +66,7 @@ __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_
   for (int s = 0; s < p.num_splits; ++s) {
     sum += Math::exp2((*partials.lse_row(s, index) - base) * Math::log2_e);
   }
-  const T normalizer = sees_keys ? T(1) / sum : T(0);
+  const T normalizer = sum == T(0) ? T(0) : T(1) / sum;
 
   Element* out = find_out();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
@@ -91,9 +89,8 @@ __device__ void combine(const Params& p) {
   const Partials<Accumulator<Element>, Config::head_dim_v> partials(p);
   const int64 index = row_of_warp();
   if (index >= partials.rows) return;
-  const int row = index % p.seqlen_q;
-  const bool sees_keys = Mask<Config::causal>(p).visible_end(row) > 0;
-  combine_row<Config>(p, partials, index, sees_keys, [&] {
+  combine_row<Config>(p, partials, index, [&] {
+    const int row = index % p.seqlen_q;
     const int batch_head = index / p.seqlen_q;
     return p.out.head<Element>(batch_head / p.heads_q, batch_head % p.heads_q) +
            row * p.out.row_stride;
@@ -113,9 +110,7 @@ __device__ void combine(const Params& p, const Sequences& s) {
   const int head = batch_head % p.heads_q;
   const Sequence at = find_sequence<Config::page_size>(p, s, batch);
   if (row >= at.seqlen_q) return;
-  const Mask<Config::causal> mask(at.seqlen_k, at.seqlen_k - at.seqlen_q);
-  const int64 index = partials.row_index(p, s, at, batch, head, row);
-  combine_row<Config>(p, partials, index, mask.visible_end(row) > 0, [&] {
+  combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row), [&] {
     return p.out.head<Element>(at.q_batch, head) + (at.q_first + row) * p.out.row_stride;
   });
 }

@@ -402,9 +402,10 @@ struct DecodeForward {
         const float* one = result(r);
         const auto values = *reinterpret_cast<const Vector<float, 4>*>(one + column);
         // What saw no key has no say: it has no base, and columns of anything.
-        const bool counts = r < results && one[columns] > -SoftmaxMath<float>::infinity();
-        const float weight = counts ? SoftmaxMath<float>::exp2(one[columns] - base) : 0;
-        sum = fmaf(weight, counts ? one[columns + 1] : 0, sum);
+        const auto state = *reinterpret_cast<const Vector<float, 2>*>(one + columns);
+        const bool counts = r < results && state.at[0] > -SoftmaxMath<float>::infinity();
+        const float weight = counts ? SoftmaxMath<float>::exp2(state.at[0] - base) : 0;
+        sum = fmaf(weight, counts ? state.at[1] : 0, sum);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           merged.at[c] = fmaf(weight, counts ? values.at[c] : 0, merged.at[c]);

@@ -288,9 +288,8 @@ struct HopperConsumer {
   // Whether a row's base must change for all that this lane can tell: it may say so in vain.
   __device__ bool may_change(int half) const {
     if constexpr (integer_maxima) {
-      const auto largest = largest_bits(half);
-      return Bits::is_below(Bits::of(SoftmaxRow::highest), largest) ||
-             (softmax[half].is_fresh() && Bits::is_below(largest, Bits::of(SoftmaxRow::lowest)));
+      return Bits::is_outside(largest_bits(half), softmax[half].is_fresh(), SoftmaxRow::lowest,
+                              SoftmaxRow::highest);
     } else {
       return softmax[half].must_change(lane_maximum(half));
     }
@@ -329,16 +328,11 @@ struct HopperConsumer {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? first_row_of(current.work) : first_row;
     const Mask<Config::causal> mask = current.template mask<Config::causal>(cta.p);
+    if (block == 0 && mask.visible_end(first) <= 1) settle_rows_of_one_key(first, mask);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first + lane_row() + 8 * half;
-      const int visible = block_mask.visible_end(row);
-      // The first of the four lanes that share the row has it.
-      const float first_score = __shfl_sync(~0u, scores[2 * half], threadIdx.x % 32 / 4 * 4);
-      if (mask.visible_end(row) == 1 && block == 0) {
-        softmax[half].see_only(first_score * scale_log2);
-      }
+      const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -347,6 +341,17 @@ struct HopperConsumer {
             scores[4 * j + 2 * half + c] = -SoftmaxMath<float>::infinity();
           }
         }
+      }
+    }
+  }
+
+  __device__ void settle_rows_of_one_key(int first, const Mask<Config::causal>& mask) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // The first of the four lanes that share the row has the key.
+      const float score = __shfl_sync(~0u, scores[2 * half], threadIdx.x % 32 / 4 * 4);
+      if (mask.visible_end(first + lane_row() + 8 * half) == 1) {
+        softmax[half].see_only(score * scale_log2);
       }
     }
   }
@@ -393,22 +398,20 @@ struct HopperConsumer {
   __device__ void write_output(const float (&normalizer)[2]) {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
-    // What a row that saw no key has, 0 times the values of others, is 0 even if one of those was
-    // NaN.
-    if (Cta::may_see_nothing && (normalizer[0] == 0 || normalizer[1] == 0)) {
-#pragma unroll
-      for (int i = 0; i < columns_v / 2; ++i) {
-        if (normalizer[i / 2 % 2] == 0) out[i] = 0;
-      }
-    }
     if constexpr (Config::split_keys) {
-      write_partial(visit.work);
+      write_partial(visit.work, normalizer);
     } else {
-      write_rows(visit);
+      write_rows(visit, normalizer);
     }
   }
 
-  __device__ void write_rows(const Visit& visit) const {
+  // What a row that saw no key has, 0 times the values of others, is 0 even if one of those was
+  // NaN.
+  __device__ static bool saw_nothing(float normalizer) {
+    return Cta::may_see_nothing && normalizer == 0;
+  }
+
+  __device__ void write_rows(const Visit& visit, const float (&normalizer)[2]) const {
     // Where this lane's columns begin when it has exchanged with its neighbour.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
@@ -423,6 +426,14 @@ struct HopperConsumer {
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
       if (row >= visit.sequence(cta.p).seqlen_q) continue;
       Element* target = cta.output_row(visit, row) + first_column;
+      if (saw_nothing(normalizer[half])) {
+#pragma unroll 1
+        for (int i = 0; i < columns_v / 16; ++i) {
+          store<Config::out_alignment>(target + 16 * i, {},
+                                       Config::head_dim_v - 16 * i - first_column);
+        }
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
         store<Config::out_alignment>(target + 16 * i, columns[i],
@@ -454,7 +465,7 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Work& work) const {
+  __device__ void write_partial(const Work& work, const float (&normalizer)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row_of(work) + lane_row() + 8 * half;
@@ -465,7 +476,8 @@ struct HopperConsumer {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int column = 8 * j + threadIdx.x % 4 * 2 + c;
-          if (column < Config::head_dim_v) target[column] = out[4 * j + 2 * half + c];
+          const float value = saw_nothing(normalizer[half]) ? 0 : out[4 * j + 2 * half + c];
+          if (column < Config::head_dim_v) target[column] = value;
         }
       }
     }

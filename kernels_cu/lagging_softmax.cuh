@@ -7,23 +7,27 @@
 
 #include "softmax.cuh"
 
-// The bits of floats, in an order in which the largest of many is right as far as its comparison
-// with bounds goes, so that one instruction finds the largest of three: of bounds that are not
-// negative, where negative numbers are in the wrong order among themselves, or of bounds that are,
-// where the others are.
+// The bits of floats, of which one instruction finds the largest of three. Their order is right as
+// far as comparing with bounds goes: where these are not negative, negative numbers are in the
+// wrong order among themselves, where they are negative the others.
 template <bool NegativeBounds>
 struct OrderedBits {
   using type = int;
   __device__ static type of(float x) { return __float_as_int(x); }
   __device__ static type max(type a, type b) { return ::max(a, b); }
-  __device__ static bool is_below(type a, type b) { return a < b; }
+  __device__ static bool is_outside(type x, bool has_lowest, float lowest, float highest) {
+    return x > of(highest) || (has_lowest && x < of(lowest));
+  }
 };
 template <>
 struct OrderedBits<true> {
   using type = unsigned;
   __device__ static type of(float x) { return __float_as_uint(x); }
   __device__ static type max(type a, type b) { return ::min(a, b); }
-  __device__ static bool is_below(type a, type b) { return a > b; }
+  // One comparison, as counted from the highest what is above it comes last.
+  __device__ static bool is_outside(type x, bool has_lowest, float lowest, float highest) {
+    return x - of(highest) > (has_lowest ? of(lowest) : ~0u) - of(highest);
+  }
 };
 
 template <class Element>

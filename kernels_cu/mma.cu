@@ -266,10 +266,17 @@ struct MmaForward {
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
         const int row = row_of(first_row_of(work), i, half);
-        normalize(i, half, state);
-        if constexpr (!Products::exact_for_one_key) {
-          if (mask.visible_end(row) == 1 && state.is_sound()) {
-            products.take_value(out, i, half, first_value(p, work, place));
+        normalize(i, half, state.normalizer());
+        // What a row that saw no key has, 0 times the values of others, is 0 even if one of those
+        // was NaN.
+        const bool is_one_value =
+            !Products::exact_for_one_key && mask.visible_end(row) == 1 && state.is_sound();
+        const bool is_replaced = state.saw_nothing() || is_one_value;
+        if (__any_sync(~0u, is_replaced)) {
+          if (is_one_value) {
+            replace_row(i, half, first_value(p, work, place));
+          } else if (is_replaced) {
+            replace_row(i, half, {nullptr, false});
           }
         }
         if (lane % 4 == 0 && row < p.seqlen_q) {
@@ -290,16 +297,26 @@ struct MmaForward {
     }
   }
 
-  // Of a row that saw no key, what others' values left as 0 * NaN becomes 0.
-  __device__ void normalize(int i, int half, const SoftmaxRow<float>& state) {
-    const bool saw_nothing = state.saw_nothing();
-    const float normalizer = state.normalizer();
+  __device__ void normalize(int i, int half, float normalizer) {
 #pragma unroll
     for (int j = 0; j < Products::columns_v / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& element = out[i][j][2 * half + c];
-        element = saw_nothing ? 0 : ptx::mul_rn(element, normalizer);
+        element = ptx::mul_rn(element, normalizer);
+      }
+    }
+  }
+
+  // The lane's part of a row of the output becomes that of a value, or 0.
+  __device__ void replace_row(int i, int half, const Row<Element>& value) {
+#pragma unroll
+    for (int j = 0; j < Products::columns_v / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = products.column(j, c);
+        const bool is_there = value.is_there && column < Config::head_dim_v;
+        out[i][j][2 * half + c] = is_there ? widen(value.begin[column]) : 0;
       }
     }
   }

@@ -9,7 +9,6 @@
 #pragma once
 
 #include "layout.cuh"
-#include "pages.cuh"
 #include "ptx.cuh"
 #include "queries.cuh"
 
@@ -172,18 +171,6 @@ struct ProductsTf32x3 {
 
   // The output column of [.][j][2 * half + c]: column tile t of a group holds the columns 4 n + t.
   __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
-
-  // The lane's part of one row of the output becomes a value, of which nothing is rounded.
-  __device__ void take_value(Output& out, int i, int half, const Row<float>& value) const {
-#pragma unroll
-    for (int j = 0; j < columns_v / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const bool is_there = value.is_there && column(j, c) < Config::head_dim_v;
-        out[i][j][2 * half + c] = is_there ? value.begin[column(j, c)] : 0;
-      }
-    }
-  }
 
   // Writes the lane's part of one row of the output into a ValueLayout: whole chunks.
   __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {

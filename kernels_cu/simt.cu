@@ -351,15 +351,17 @@ struct Rows {
       }
       const int row = q_begin + first() + i * L::warp_rows;
       const bool is_one_value = mask.visible_end(row) == 1 && softmax[i].is_sound();
-      const bool saw_nothing = softmax[i].saw_nothing();
+      const bool is_replaced = softmax[i].saw_nothing() || is_one_value;
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
+      for (int j = 0; j < L::columns; ++j) out[i][j] *= normalizer;
+      if (!__any_sync(0xffffffffu, is_replaced)) continue;
+#pragma unroll
       for (int j = 0; j < L::columns; ++j) {
-        out[i][j] = saw_nothing ? T(0) : out[i][j] * normalizer;
-        if (is_one_value) {
-          const bool is_there = first_value.is_there && column(j) < Config::head_dim_v;
-          out[i][j] = is_there ? widen(first_value.begin[column(j)]) : T(0);
-        }
+        const bool is_there =
+            is_one_value && first_value.is_there && column(j) < Config::head_dim_v;
+        const T value = is_there ? widen(first_value.begin[column(j)]) : T(0);
+        out[i][j] = is_replaced ? value : out[i][j];
       }
     }
   }

@@ -38,11 +38,13 @@ __device__ T scale_to_log2(double softmax_scale) {
 
 // A probability of 1 counts as 2^-headroom until the division by the sum, which goes by the same
 // measure: so 2^16 values as large as their type has them may be summed up and stay finite. float16
-// has neither such values nor such small numbers.
+// has neither such values nor such small numbers, and float64 the range for both.
 template <class Element>
 constexpr int headroom = 16;
 template <>
 constexpr int headroom<half_t> = 0;
+template <>
+constexpr int headroom<double> = 0;
 
 // 2^-exponent, of exponents that a float can hold.
 constexpr float power_of_half(int exponent) {

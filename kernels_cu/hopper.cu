@@ -47,7 +47,8 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps,
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
     } else {
-      if (HopperCta<Config>::may_see_nothing && threadIdx.x / 32 == 1) {
+      constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+      if (may_see_nothing && threadIdx.x / 32 == 1) {
         HopperFinder<Config>{cta}.write_unseeing_tiles();
       }
     }

@@ -328,7 +328,6 @@ struct HopperConsumer {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? first_row_of(current.work) : first_row;
     const Mask<Config::causal> mask = current.template mask<Config::causal>(cta.p);
-    if (block == 0 && mask.visible_end(first) <= 1) settle_rows_of_one_key(first, mask);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -341,17 +340,6 @@ struct HopperConsumer {
             scores[4 * j + 2 * half + c] = -SoftmaxMath<float>::infinity();
           }
         }
-      }
-    }
-  }
-
-  __device__ void settle_rows_of_one_key(int first, const Mask<Config::causal>& mask) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // The first of the four lanes that share the row has the key.
-      const float score = __shfl_sync(~0u, scores[2 * half], threadIdx.x % 32 / 4 * 4);
-      if (mask.visible_end(first + lane_row() + 8 * half) == 1) {
-        softmax[half].see_only(score * scale_log2);
       }
     }
   }
@@ -399,16 +387,10 @@ struct HopperConsumer {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(visit.work, normalizer);
+      write_partial(visit, normalizer);
     } else {
       write_rows(visit, normalizer);
     }
-  }
-
-  // What a row that saw no key has, 0 times the values of others, is 0 even if one of those was
-  // NaN.
-  __device__ static bool saw_nothing(float normalizer) {
-    return Cta::may_see_nothing && normalizer == 0;
   }
 
   __device__ void write_rows(const Visit& visit, const float (&normalizer)[2]) const {
@@ -425,18 +407,14 @@ struct HopperConsumer {
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
       if (row >= visit.sequence(cta.p).seqlen_q) continue;
-      Element* target = cta.output_row(visit, row) + first_column;
-      if (saw_nothing(normalizer[half])) {
-#pragma unroll 1
-        for (int i = 0; i < columns_v / 16; ++i) {
-          store<Config::out_alignment>(target + 16 * i, {},
-                                       Config::head_dim_v - 16 * i - first_column);
-        }
+      Element* target = cta.output_row(visit, row);
+      if (few_seen(visit, row, normalizer[half])) {
+        write_few_seen<4, 16>(target, visit, normalizer[half], first_column);
         continue;
       }
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
-        store<Config::out_alignment>(target + 16 * i, columns[i],
+        store<Config::out_alignment>(target + first_column + 16 * i, columns[i],
                                      Config::head_dim_v - 16 * i - first_column);
       }
     }
@@ -465,20 +443,45 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Work& work, const float (&normalizer)[2]) const {
+  __device__ void write_partial(const Visit& visit, const float (&normalizer)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + lane_row() + 8 * half;
+      const int row = first_row_of(visit.work) + lane_row() + 8 * half;
       if (row >= cta.p.seqlen_q) continue;
-      float* target = cta.partial_row(work, row);
+      float* target = cta.partial_row(visit.work, row);
+      if (few_seen(visit, row, normalizer[half])) {
+        write_few_seen<2, 8>(target, visit, normalizer[half], threadIdx.x % 4 * 2);
+        continue;
+      }
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int column = 8 * j + threadIdx.x % 4 * 2 + c;
-          const float value = saw_nothing(normalizer[half]) ? 0 : out[4 * j + 2 * half + c];
-          if (column < Config::head_dim_v) target[column] = value;
+          if (column < Config::head_dim_v) target[column] = out[4 * j + 2 * half + c];
         }
+      }
+    }
+  }
+
+  // Whether a row sees one key, whose value is exactly its result, or none: what was summed up for
+  // it, 0 times the values that others see, is 0 even if one of those was NaN.
+  __device__ bool few_seen(const Visit& visit, int row, float normalizer) const {
+    if (Config::split_keys && normalizer == 0) return true;
+    const auto mask = visit.template mask<Config::causal>(cta.p);
+    return mask.visible_end(row) <= 1 && normalizer < SoftmaxMath<float>::infinity();
+  }
+
+  // This lane's part of such a row: Width columns of each Step, from first_column on.
+  template <int Width, int Step, class Target>
+  __device__ void write_few_seen(Target* target, const Visit& visit, float normalizer,
+                                 int first_column) const {
+    const Element* value = cta.first_value(visit);
+#pragma unroll 1
+    for (int begin = first_column; begin < columns_v; begin += Step) {
+#pragma unroll 1
+      for (int column = begin; column < min(begin + Width, Config::head_dim_v); ++column) {
+        target[column] = narrow<Target>(normalizer > 0 ? widen(value[column]) : 0.0f);
       }
     }
   }

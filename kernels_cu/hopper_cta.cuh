@@ -49,9 +49,6 @@ struct HopperCta {
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
 
-  // Whether there may be rows, beside others or whole tiles of them, that see no key.
-  static constexpr bool may_see_nothing = Config::causal || Config::split_keys;
-
   using Visit = ::Visit<Config::sequences>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
   // that has only one block of keys, may already have made place for others. Where visits are to be
@@ -185,6 +182,13 @@ struct HopperCta {
     const Sequence& sequence = visit.sequence(p);
     return p.out.head<Element>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
+  }
+
+  // Of the keys that a visit is about.
+  __device__ const Element* first_value(const Visit& visit) const {
+    const Sequence& sequence = visit.sequence(p);
+    return p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
+           sequence.k_first * p.v.row_stride;
   }
 };
 

@@ -58,10 +58,6 @@ struct LaggingSoftmaxRow {
     return max > highest || (is_fresh() && max < lowest);
   }
 
-  // The base of a row that sees only this score, times the scale: p is a power of two to within
-  // float32's rounding, and a 16-bit result exactly the value.
-  __device__ void see_only(float score) { log2_base = score - (highest - 1); }
-
   // Takes a maximum in for which the base need not change.
   __device__ void keep_base() { log2_base = base(); }
 

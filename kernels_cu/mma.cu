@@ -259,24 +259,19 @@ struct MmaForward {
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
-    const Mask<Config::causal, Config::group> mask(p);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
         const int row = row_of(first_row_of(work), i, half);
-        normalize(i, half, state.normalizer());
-        // What a row that saw no key has, 0 times the values of others, is 0 even if one of those
-        // was NaN.
-        const bool is_one_value =
-            !Products::exact_for_one_key && mask.visible_end(row) == 1 && state.is_sound();
-        const bool is_replaced = state.saw_nothing() || is_one_value;
-        if (__any_sync(~0u, is_replaced)) {
-          if (is_one_value) {
-            replace_row(i, half, first_value(p, work, place));
-          } else if (is_replaced) {
-            replace_row(i, half, {nullptr, false});
+        const float normalizer = state.normalizer();
+#pragma unroll
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& element = out[i][j][2 * half + c];
+            element = ptx::mul_rn(element, normalizer);
           }
         }
         if (lane % 4 == 0 && row < p.seqlen_q) {
@@ -290,6 +285,7 @@ struct MmaForward {
         }
       }
     }
+    replace_few_seen(p, work, place);
     if constexpr (Config::split_keys) {
       write_partial(partials, p, work, place);
     } else {
@@ -297,13 +293,24 @@ struct MmaForward {
     }
   }
 
-  __device__ void normalize(int i, int half, float normalizer) {
+  // What was summed up for a row that saw no key, 0 times the values that others see, becomes 0
+  // even if one of those was NaN; and a row that saw one key has its value, of which nothing is
+  // rounded.
+  __device__ void replace_few_seen(const Params& p, const Work& work, const Place<Config>* place) {
+    const Mask<Config::causal, Config::group> mask(p);
+    // Later rows see no less.
+    if (!Config::split_keys && mask.visible_end(work.q_begin + warp * warp_rows) > 1) return;
 #pragma unroll
-    for (int j = 0; j < Products::columns_v / 8; ++j) {
+    for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& element = out[i][j][2 * half + c];
-        element = ptx::mul_rn(element, normalizer);
+      for (int half = 0; half < 2; ++half) {
+        const SoftmaxRow<float>& state = softmax.rows[i][half];
+        const int visible = mask.visible_end(row_of(first_row_of(work), i, half));
+        if (state.saw_nothing()) {
+          replace_row(i, half, {nullptr, false});
+        } else if (!Products::exact_for_one_key && visible == 1 && state.is_sound()) {
+          replace_row(i, half, first_value(p, work, place));
+        }
       }
     }
   }

@@ -349,19 +349,23 @@ struct Rows {
       for (int bit = 1; bit < L::row_threads; bit *= 2) {
         softmax[i].sum += exchange(softmax[i].sum, bit);
       }
-      const int row = q_begin + first() + i * L::warp_rows;
-      const bool is_one_value = mask.visible_end(row) == 1 && softmax[i].is_sound();
-      const bool is_replaced = softmax[i].saw_nothing() || is_one_value;
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) out[i][j] *= normalizer;
-      if (!__any_sync(0xffffffffu, is_replaced)) continue;
+    }
+    // Later rows see no less.
+    const int first_of_warp = q_begin + threadIdx.x / 32 * (L::warp_rows * L::rows);
+    if (!Config::split_keys && mask.visible_end(first_of_warp) > 1) return;
+#pragma unroll
+    for (int i = 0; i < L::rows; ++i) {
+      const int visible = mask.visible_end(q_begin + first() + i * L::warp_rows);
+      const bool is_one_value = visible == 1 && softmax[i].is_sound();
+      if (!is_one_value && !softmax[i].saw_nothing()) continue;
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) {
         const bool is_there =
             is_one_value && first_value.is_there && column(j) < Config::head_dim_v;
-        const T value = is_there ? widen(first_value.begin[column(j)]) : T(0);
-        out[i][j] = is_replaced ? value : out[i][j];
+        out[i][j] = is_there ? widen(first_value.begin[column(j)]) : T(0);
       }
     }
   }

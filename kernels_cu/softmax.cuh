@@ -63,9 +63,12 @@ struct SoftmaxRow {
     sum = 0;
   }
 
-  // Computed for each tile anew: kept, it would take a register for each row all the time.
+  // Computed for each tile anew: kept, it would take a register for each row all the time. With
+  // headroom to a relative 2^-20, which is good enough for p of 16 bits.
+  template <int Headroom = 0>
   __device__ T base(T scale_log2) const {
-    return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
+    if (max == -Math::infinity()) return T(0);
+    return Headroom ? fma(max, scale_log2, T(Headroom)) : Math::multiply(max, scale_log2);
   }
 
   // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The
@@ -99,8 +102,8 @@ struct SoftmaxRow {
   __device__ bool is_sound() const { return sum > T(0) && sum < Math::infinity(); }
 
   // What the output is to be multiplied by. Where a score times the scale is beyond T, the sum is
-  // 0, and 0 / 0 the NaN that the formula gives.
-  __device__ T normalizer() const { return T(1) / sum; }
+  // 0 although there was something, and 0 / 0 the NaN that the formula gives.
+  __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
 
   // log(sum(exp(scale * s))), natural, of a sum in units of 2^-Headroom.
   template <int Headroom = 0>

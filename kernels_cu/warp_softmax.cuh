@@ -110,8 +110,7 @@ struct WarpSoftmax {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        base[i][half] = rows[i][half].base(scale_log2);
-        if (adds_headroom) base[i][half] += headroom;
+        base[i][half] = rows[i][half].template base<adds_headroom ? headroom : 0>(scale_log2);
       }
     }
   }

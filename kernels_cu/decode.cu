@@ -36,8 +36,8 @@ struct DecodeForward {
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Br / 16;
   static constexpr int group = Config::group;  // query heads of a key/value head
-  // Keys of all heads, 64 MiB with their values.
-  static constexpr int64 small = (int64(64) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
+  // Keys of all heads, 320 MiB with their values.
+  static constexpr int64 small = (int64(320) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
   using Products = Products16Bit<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;

@@ -240,7 +240,8 @@ struct HopperConsumer {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] *= Config::score_sign;
     }
-    if (block >= first_masked_block()) apply_mask();
+    bool sees_one[2] = {false, false};
+    if (block >= first_masked_block()) apply_mask(sees_one);
 
     // From here on the scores are exponents of two, relative to the base.
     const float base[2] = {softmax[0].base(), softmax[1].base()};
@@ -251,14 +252,14 @@ struct HopperConsumer {
     float guessed[Config::guesses];
 #pragma unroll
     for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
-    const bool changes = __any_sync(~0u, may_change(0) | may_change(1));
+    const bool changes = __any_sync(~0u, may_change(0) | may_change(1) | sees_one[0] | sees_one[1]);
     if (changes) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float max = lane_maximum(half);
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-        const float change = softmax[half].change_base(max, rescale[half]);
+        const float change = softmax[half].change_base(max, sees_one[half], rescale[half]);
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
           scores[4 * j + 2 * half] -= change;
@@ -324,14 +325,18 @@ struct HopperConsumer {
     return Config::sequences ? full_end : Mask<Config::causal>(cta.p).visible_end(first_row) / Bc;
   }
 
-  __device__ void apply_mask() {
+  // A row that sees one key must have its score as the base: p is then a power of two, but for
+  // rounding in float32, and the result exactly the value.
+  __device__ void apply_mask(bool (&sees_one)[2]) {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? first_row_of(current.work) : first_row;
     const Mask<Config::causal> mask = current.template mask<Config::causal>(cta.p);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
+      const int row = first + lane_row() + 8 * half;
+      const int visible = block_mask.visible_end(row);
+      sees_one[half] = mask.visible_end(row) == 1;
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -387,13 +392,13 @@ struct HopperConsumer {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(visit, normalizer);
+      write_partial(visit);
     } else {
-      write_rows(visit, normalizer);
+      write_rows(visit);
     }
   }
 
-  __device__ void write_rows(const Visit& visit, const float (&normalizer)[2]) const {
+  __device__ void write_rows(const Visit& visit) const {
     // Where this lane's columns begin when it has exchanged with its neighbour.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
@@ -406,15 +411,11 @@ struct HopperConsumer {
       }
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= visit.sequence(cta.p).seqlen_q) continue;
-      Element* target = cta.output_row(visit, row);
-      if (few_seen(visit, row, normalizer[half])) {
-        write_few_seen<4, 16>(target, visit, normalizer[half], first_column);
-        continue;
-      }
+      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_nothing(visit, row)) continue;
+      Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
-        store<Config::out_alignment>(target + first_column + 16 * i, columns[i],
+        store<Config::out_alignment>(target + 16 * i, columns[i],
                                      Config::head_dim_v - 16 * i - first_column);
       }
     }
@@ -443,16 +444,12 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Visit& visit, const float (&normalizer)[2]) const {
+  __device__ void write_partial(const Visit& visit) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= cta.p.seqlen_q) continue;
+      if (row >= cta.p.seqlen_q || cta.sees_nothing(visit, row)) continue;
       float* target = cta.partial_row(visit.work, row);
-      if (few_seen(visit, row, normalizer[half])) {
-        write_few_seen<2, 8>(target, visit, normalizer[half], threadIdx.x % 4 * 2);
-        continue;
-      }
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll
@@ -460,28 +457,6 @@ struct HopperConsumer {
           const int column = 8 * j + threadIdx.x % 4 * 2 + c;
           if (column < Config::head_dim_v) target[column] = out[4 * j + 2 * half + c];
         }
-      }
-    }
-  }
-
-  // Whether a row sees one key, whose value is exactly its result, or none: what was summed up for
-  // it, 0 times the values that others see, is 0 even if one of those was NaN.
-  __device__ bool few_seen(const Visit& visit, int row, float normalizer) const {
-    if (Config::split_keys && normalizer == 0) return true;
-    const auto mask = visit.template mask<Config::causal>(cta.p);
-    return mask.visible_end(row) <= 1 && normalizer < SoftmaxMath<float>::infinity();
-  }
-
-  // This lane's part of such a row: Width columns of each Step, from first_column on.
-  template <int Width, int Step, class Target>
-  __device__ void write_few_seen(Target* target, const Visit& visit, float normalizer,
-                                 int first_column) const {
-    const Element* value = cta.first_value(visit);
-#pragma unroll 1
-    for (int begin = first_column; begin < columns_v; begin += Step) {
-#pragma unroll 1
-      for (int column = begin; column < min(begin + Width, Config::head_dim_v); ++column) {
-        target[column] = narrow<Target>(normalizer > 0 ? widen(value[column]) : 0.0f);
       }
     }
   }

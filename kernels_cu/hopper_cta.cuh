@@ -184,11 +184,12 @@ struct HopperCta {
            (sequence.q_first + row) * p.out.row_stride;
   }
 
-  // Of the keys that a visit is about.
-  __device__ const Element* first_value(const Visit& visit) const {
-    const Sequence& sequence = visit.sequence(p);
-    return p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
-           sequence.k_first * p.v.row_stride;
+  // Whether a row sees none of a visit's keys. Such rows beside others are not the consumers' to
+  // write: what they sum up for them, 0 times the values of others, may be NaN.
+  __device__ bool sees_nothing(const Visit& visit, int row) const {
+    constexpr bool is_possible = Config::causal || Config::split_keys;
+    const auto mask = visit.template mask<Config::causal>(p);
+    return is_possible && mask.visible_end(row) <= visit.keys.begin * Bc;
   }
 };
 

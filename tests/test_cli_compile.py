@@ -209,6 +209,8 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     tile = list(family.tiles(problem, device))[-1]
     entry = tuning.Entry(
         "some GPU",
+        90,
+        132,
         "simt",
         family.digest(),
         tuning.problem_class(problem),

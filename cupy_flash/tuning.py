@@ -160,7 +160,7 @@ def _entry(item: dict[str, Any]) -> Entry:
     tflops = float(item["tflops"])
     for name, value in (("arch", arch), ("sm_count", sm_count), ("tflops", tflops)):
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value}; expected a number from 0")
+            raise ValueError(f"{name} is {value}, not a number from 0")
     return Entry(**texts, arch=arch, sm_count=sm_count, tile=tile, tflops=tflops)
 
 

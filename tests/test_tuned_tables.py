@@ -13,6 +13,7 @@ from cupy_flash import tuning
 from cupy_flash.cli import gpus
 from cupy_flash.cli.kernel_sets import problem_of_class
 from cupy_flash.cli.tables import why_not
+from cupy_flash.cli.tune_table import is_stale
 from cupy_flash.cli.workload import PRESETS, groups_of
 from cupy_flash.device import device_for_arch
 from cupy_flash.families import FAMILIES
@@ -34,8 +35,10 @@ def test_a_table_says_who_made_it_when_and_with_what(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_every_tile_is_legal_for_its_class(path: Path) -> None:
+def test_every_tile_of_the_present_kernels_is_legal_for_its_class(path: Path) -> None:
     for entry in tuning.read_table(path):
+        if is_stale(entry):
+            continue
         problem = problem_of_class(entry.problem_class)
         assert problem is not None, entry.problem_class
         assert tuning.problem_class(problem) == entry.problem_class

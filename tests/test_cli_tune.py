@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -451,6 +452,29 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_sweep(
 
     assert f"{unwritable / 'tuned.json'} cannot be written" in said
     assert clock.timed == []
+
+
+def test_asking_whether_a_table_can_be_written_leaves_alone_what_others_write(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tuning.Entry("a GPU", 90, 132, "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
+
+    def while_another_saves(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **options: Any) -> Any:
+            monkeypatch.undo()
+            file = open_file(*args, **options)
+            tuning.save(other)
+            return file
+
+        return opened
+
+    monkeypatch.setattr(Path, "open", while_another_saves(Path.open))
+    monkeypatch.setattr(
+        tune_module.tempfile, "TemporaryFile", while_another_saves(tempfile.TemporaryFile)
+    )
+    tune_module._require_writable(None)
+
+    assert saved(home) == [other]
 
 
 def test_a_dry_run_needs_no_place_to_write(unwritable: Path, clock: FakeTimer) -> None:

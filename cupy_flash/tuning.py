@@ -334,9 +334,10 @@ def lookup_class(
 ) -> Entry | None:
     """The entry for a class of problems, as `lookup` finds it.
 
-    Those of the GPU come first, then those of other GPUs of its compute capability, the nearest
-    number of SMs first; of each the user's go before the shipped ones. The search ends at a shipped
-    table: what was swept for it and is not in it does best with the default tile.
+    Those of the GPU come first, then those of other GPUs of its compute capability: the nearest
+    number of SMs first, then the name that begins most alike. The user's go before the shipped
+    ones. The search ends at a shipped table: what was swept for it and is not in it does best with
+    the default tile.
 
     Parameters
     ----------
@@ -361,9 +362,13 @@ def _nearest_first(
 ) -> list[tuple[bool, dict[str, Entry]]]:
     """The tables that may serve a processor: whether each is shipped, and its entries by class."""
 
-    def distance(item: tuple[bool, Entry]) -> tuple[bool, int, bool, str]:
+    def distance(item: tuple[bool, Entry]) -> tuple[bool, int, int, bool, str]:
         is_shipped, entry = item
-        return entry.gpu != name, abs(entry.sm_count - sm_count), is_shipped, entry.gpu
+        # Of one number of SMs there are several: an H200 NVL is nearer to an H200 than to an H100.
+        letters = zip(entry.gpu, name, strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], letters))
+        sms = abs(entry.sm_count - sm_count)
+        return entry.gpu != name, sms, -alike, is_shipped, entry.gpu
 
     found = [
         (is_shipped, entry)
@@ -375,5 +380,5 @@ def _nearest_first(
     groups = itertools.groupby(sorted(found, key=distance), distance)
     return [
         (is_shipped, {entry.problem_class: entry for _, entry in group})
-        for (_, _, is_shipped, _), group in groups
+        for (*_, is_shipped, _), group in groups
     ]

@@ -291,12 +291,20 @@ def test_a_shipped_table_of_other_sources_is_none(shipped):
     assert used_by(gpu("own")) == "another"
 
 
-def test_the_users_tables_of_other_gpus_serve_too_and_go_first_at_the_same_distance(shipped):
-    shipped(of_gpu("a", 100), of_gpu("own", 50, digest="f" * 16))
-    tuning.save(of_gpu("b", 100))
-    tuning.save(of_gpu("c", 90))
-    assert used_by(gpu("own", sm_count=104)) == "b"
-    assert used_by(gpu("own", sm_count=91)) == "c"
+def test_the_users_tables_of_other_gpus_serve_too_and_go_before_the_shipped_ones(shipped):
+    shipped(of_gpu("a", 100), of_gpu("b", 90))
+    tuning.save(of_gpu("a", 100, tflops=1.0))
+    tuning.save(of_gpu("c", 110))
+    assert look_up(gpu("own", sm_count=104)).tflops == 1.0
+    assert used_by(gpu("own", sm_count=114)) == "c"
+    assert used_by(gpu("own", sm_count=91)) == "b"
+
+
+def test_of_gpus_with_as_many_sms_the_name_that_begins_most_alike_is_the_nearest(shipped):
+    shipped(of_gpu("NVIDIA H100 80GB HBM3"), of_gpu("NVIDIA H200"))
+    assert used_by(gpu("NVIDIA H200 NVL")) == "NVIDIA H200"
+    assert used_by(gpu("NVIDIA H100 NVL")) == "NVIDIA H100 80GB HBM3"
+    assert used_by(gpu("NVIDIA H200 NVL", sm_count=131)) == "NVIDIA H200"
 
 
 def test_what_would_serve_but_for_the_users_own_entry_can_be_asked(shipped):

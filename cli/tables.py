@@ -39,8 +39,13 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
     """Show the entries of table files, by default of the user's own table."""
     if shipped and files:
         raise click.UsageError("--shipped names files of its own; leave the others out")
-    paths = sorted(tuning.SHIPPED_DIR.glob("*.json")) if shipped else list(files)
-    for path in paths or [tuning.user_table_path()]:
+    if shipped:
+        paths = sorted(tuning.SHIPPED_DIR.glob("*.json"))
+        if not paths:
+            click.echo("No tables came with the library")
+    else:
+        paths = list(files) or [tuning.user_table_path()]
+    for path in paths:
         _show(path, _read(path) if files else tuning.read_table(path))
 
 

@@ -133,6 +133,12 @@ def test_the_shipped_tables_can_be_listed() -> None:
     assert "leave the others out" in one_line(tables("list", "--shipped", __file__), 2)
 
 
+def test_where_none_is_shipped_the_users_table_is_not_shown_instead(home: Path) -> None:
+    table(home / "tuned.json", entry())
+
+    assert tables("list", "--shipped").stdout == "No tables came with the library\n"
+
+
 NO_TABLES = {
     "no JSON": ("{", "cannot be read as a tuned table"),
     "another version": ('{"version": 2, "entries": []}', "has version 2; expected 3"),

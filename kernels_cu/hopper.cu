@@ -49,7 +49,7 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps,
     } else {
       constexpr bool may_see_nothing = Config::causal || Config::split_keys;
       if (may_see_nothing && threadIdx.x / 32 == 1) {
-        HopperFinder<Config>{cta}.write_unseeing_rows();
+        HopperFinder<Config>{cta}.write_unseeing_tiles();
       }
     }
   } else {

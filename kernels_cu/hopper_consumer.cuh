@@ -6,6 +6,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "few_seen.cuh"
 #include "hopper_cta.cuh"
 #include "lagging_softmax.cuh"
 #include "mask.cuh"
@@ -240,8 +241,7 @@ struct HopperConsumer {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] *= Config::score_sign;
     }
-    bool sees_one[2] = {false, false};
-    if (block >= first_masked_block()) apply_mask(sees_one);
+    if (block >= first_masked_block()) apply_mask();
 
     // From here on the scores are exponents of two, relative to the base.
     const float base[2] = {softmax[0].base(), softmax[1].base()};
@@ -252,14 +252,14 @@ struct HopperConsumer {
     float guessed[Config::guesses];
 #pragma unroll
     for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
-    const bool changes = __any_sync(~0u, may_change(0) | may_change(1) | sees_one[0] | sees_one[1]);
+    const bool changes = __any_sync(~0u, may_change(0) | may_change(1));
     if (changes) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float max = lane_maximum(half);
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-        const float change = softmax[half].change_base(max, sees_one[half], rescale[half]);
+        const float change = softmax[half].change_base(max, rescale[half]);
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
           scores[4 * j + 2 * half] -= change;
@@ -325,18 +325,14 @@ struct HopperConsumer {
     return Config::sequences ? full_end : Mask<Config::causal>(cta.p).visible_end(first_row) / Bc;
   }
 
-  // A row that sees one key must have its score as the base: p is then a power of two, but for
-  // rounding in float32, and the result exactly the value.
-  __device__ void apply_mask(bool (&sees_one)[2]) {
+  __device__ void apply_mask() {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? first_row_of(current.work) : first_row;
     const Mask<Config::causal> mask = current.template mask<Config::causal>(cta.p);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first + lane_row() + 8 * half;
-      const int visible = block_mask.visible_end(row);
-      sees_one[half] = mask.visible_end(row) == 1;
+      const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -392,9 +388,30 @@ struct HopperConsumer {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(visit);
+      write_partial(visit.work);
     } else {
       write_rows(visit);
+    }
+    settle_few_seen(visit);
+  }
+
+  __device__ void settle_few_seen(const Visit& visit) const {
+    const Sequence& sequence = visit.sequence(cta.p);
+    const auto mask = visit.template mask<Config::causal>(cta.p);
+    const int first = first_row_of(visit.work) + threadIdx.x / 32 % 4 * 16;
+    const int end = min(first + 16, sequence.seqlen_q);
+    const auto visible_end = [&](int row) { return mask.visible_end(row); };
+    const Params& p = cta.p;
+    const Element* value = p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
+                           sequence.k_first * p.v.row_stride;
+    if constexpr (Config::split_keys) {
+      const auto out_row = [&](int row) { return cta.partial_row(visit.work, row); };
+      ::settle_few_seen<Config::head_dim_v, float>(first, end, visit.keys.begin * Bc, visible_end,
+                                                   out_row, {value, true});
+    } else {
+      const auto out_row = [&](int row) { return cta.output_row(visit, row); };
+      ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row,
+                                                     {value, true});
     }
   }
 
@@ -411,7 +428,7 @@ struct HopperConsumer {
       }
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_nothing(visit, row)) continue;
+      if (row >= visit.sequence(cta.p).seqlen_q) continue;
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
@@ -444,12 +461,12 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Visit& visit) const {
+  __device__ void write_partial(const Work& work) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= cta.p.seqlen_q || cta.sees_nothing(visit, row)) continue;
-      float* target = cta.partial_row(visit.work, row);
+      const int row = first_row_of(work) + lane_row() + 8 * half;
+      if (row >= cta.p.seqlen_q) continue;
+      float* target = cta.partial_row(work, row);
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll

@@ -183,14 +183,6 @@ struct HopperCta {
     return p.out.head<Element>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
-
-  // Whether a row sees none of a visit's keys. Such rows beside others are not the consumers' to
-  // write: what they sum up for them, 0 times the values of others, may be NaN.
-  __device__ bool sees_nothing(const Visit& visit, int row) const {
-    constexpr bool is_possible = Config::causal || Config::split_keys;
-    const auto mask = visit.template mask<Config::causal>(p);
-    return is_possible && mask.visible_end(row) <= visit.keys.begin * Bc;
-  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -9,7 +9,7 @@
 #if __CUDA_ARCH__ == 900
 
 // One warp. Where sequences are packed or in a cache it finds the query tiles, ahead of the
-// producer. It also writes the output of rows that see no key.
+// producer. It also writes the output of the query tiles that see no key.
 template <class Config>
 struct HopperFinder {
   using Element = typename Config::Element;
@@ -32,10 +32,10 @@ struct HopperFinder {
       take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, *cta.sequences, order, section_keys,
                                                          next, is_first);
       __syncwarp();
-      if (!next.is_end_of_work()) {
+      if (!next.is_end_of_work() && !next.has_keys()) {
         write_nothing_seen(next);
         __syncwarp();
-        if (!next.has_keys()) continue;
+        continue;
       }
       if (is_first) {
         ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
@@ -49,13 +49,12 @@ struct HopperFinder {
     }
   }
 
-  // The output of rows that see no key: whole query tiles, which are not in the stream, or the
-  // first rows of one.
-  __device__ void write_unseeing_rows() const {
+  // The output of the query tiles that see no key, which are not in the stream.
+  __device__ void write_unseeing_tiles() const {
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
       if (next.is_end_of_work()) return;
-      write_nothing_seen(next);
+      if (!next.has_keys()) write_nothing_seen(next);
     }
   }
 
@@ -66,7 +65,6 @@ struct HopperFinder {
     // Rare, and the producer's warps have few registers: nothing is unrolled.
 #pragma unroll 1
     for (int row = work.q_begin; row < q_end; ++row) {
-      if (visit.has_keys() && !cta.sees_nothing(visit, row)) return;
       if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         cta.write_log_sum_exp(visit, row, -SoftmaxMath<float>::infinity());
       }

@@ -61,10 +61,10 @@ struct LaggingSoftmaxRow {
   // Takes a maximum in for which the base need not change.
   __device__ void keep_base() { log2_base = base(); }
 
-  // Takes a maximum in. Returns by how much the base changes, which may be asked for, and in
-  // `rescale` what the output so far is to be multiplied by.
-  __device__ float change_base(float max, bool is_asked, float& rescale) {
-    const bool changes = (is_asked || must_change(max)) && max > -Math::infinity();
+  // Takes a maximum in. Returns by how much the base changes, and in `rescale` what the output so
+  // far is to be multiplied by.
+  __device__ float change_base(float max, float& rescale) {
+    const bool changes = must_change(max) && max > -Math::infinity();
     const float change = changes ? max - lowest : 0;
     rescale = changes && !is_fresh() ? Math::exp2(-change) : 1;
     log2_base = max == -Math::infinity() ? log2_base : base() + change;

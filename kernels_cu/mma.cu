@@ -264,7 +264,6 @@ struct MmaForward {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
-        const int row = row_of(first_row_of(work), i, half);
         const float normalizer = state.normalizer();
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {
@@ -274,58 +273,28 @@ struct MmaForward {
             element = ptx::mul_rn(element, normalizer);
           }
         }
+        const int row = row_of(first_row_of(work), i, half);
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
-          const float lse = state.template log_sum_exp<Softmax::headroom>(scale_log2);
           if (Config::split_keys) {
-            *partials.lse_row(work.split, index) = lse;
+            *partials.lse_row(work.split, index) = log_sum_exp(state);
           } else if (p.lse != nullptr) {
-            static_cast<float*>(p.lse)[index] = lse;
+            static_cast<float*>(p.lse)[index] = log_sum_exp(state);
           }
         }
       }
     }
-    replace_few_seen(p, work, place);
     if constexpr (Config::split_keys) {
       write_partial(partials, p, work, place);
     } else {
       write_output(p, work, place);
     }
+    const int first_row = work.q_begin + warp * warp_rows;
+    settle_few_seen<Config>(p, work, place, first_row, min(first_row + warp_rows, p.seqlen_q));
   }
 
-  // What was summed up for a row that saw no key, 0 times the values that others see, becomes 0
-  // even if one of those was NaN; and a row that saw one key has its value, of which nothing is
-  // rounded.
-  __device__ void replace_few_seen(const Params& p, const Work& work, const Place<Config>* place) {
-    const Mask<Config::causal, Config::group> mask(p);
-    // Later rows see no less.
-    if (!Config::split_keys && mask.visible_end(work.q_begin + warp * warp_rows) > 1) return;
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const SoftmaxRow<float>& state = softmax.rows[i][half];
-        const int visible = mask.visible_end(row_of(first_row_of(work), i, half));
-        if (state.saw_nothing()) {
-          replace_row(i, half, {nullptr, false});
-        } else if (!Products::exact_for_one_key && visible == 1 && state.is_sound()) {
-          replace_row(i, half, first_value(p, work, place));
-        }
-      }
-    }
-  }
-
-  // The lane's part of a row of the output becomes that of a value, or 0.
-  __device__ void replace_row(int i, int half, const Row<Element>& value) {
-#pragma unroll
-    for (int j = 0; j < Products::columns_v / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int column = products.column(j, c);
-        const bool is_there = value.is_there && column < Config::head_dim_v;
-        out[i][j][2 * half + c] = is_there ? widen(value.begin[column]) : 0;
-      }
-    }
+  __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
+    return state.template log_sum_exp<Softmax::headroom>(scale_log2);
   }
 
   __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,

@@ -34,9 +34,6 @@ struct Products16Bit {
   static constexpr int k_steps = columns / 16;
   static constexpr int key_steps = Bc / 16;
   static constexpr int column_steps = columns_v / 16;
-  // Of a row with one key, p is a power of two to within float32's rounding, so that the result,
-  // rounded to 16 bits, is the key's value.
-  static constexpr bool exact_for_one_key = true;
 
   using KeyLayout = SwizzledRows<Element, columns>;
   using ValueLayout = SwizzledRows<Element, columns_v>;

@@ -44,8 +44,6 @@ struct ProductsTf32x3 {
   static constexpr int columns_v = round_up(Config::head_dim_v, 32);
   static constexpr int k_steps = columns / 8;
   static constexpr int key_pairs = Bc / 16;
-  // 22 bits of a value are not all.
-  static constexpr bool exact_for_one_key = false;
 
   using KeyLayout = SwizzledRows<float, columns>;
   using ValueLayout = SwizzledRows<float, columns_v>;

@@ -205,7 +205,6 @@ __device__ inline void wait_for_copies() {
 template <class Config>
 struct Rows {
   using L = Layout<Config>;
-  using Element = typename L::Element;
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config::causal, Config::group>;
@@ -340,9 +339,7 @@ struct Rows {
   }
 
   // Sums over the threads of each row and divides by it: the normalization, put off until here.
-  // What a row that sees no key has, 0 times the values of others, becomes 0 even if one of those
-  // was NaN; and a row that sees one key has that one's value, of which nothing is rounded.
-  __device__ void finish(const KeyMask& mask, int q_begin, const Row<Element>& first_value) {
+  __device__ void finish() {
 #pragma unroll
     for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
@@ -353,26 +350,6 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < L::columns; ++j) out[i][j] *= normalizer;
     }
-    // Later rows see no less.
-    const int first_of_warp = q_begin + threadIdx.x / 32 * (L::warp_rows * L::rows);
-    if (!Config::split_keys && mask.visible_end(first_of_warp) > 1) return;
-#pragma unroll
-    for (int i = 0; i < L::rows; ++i) {
-      const int visible = mask.visible_end(q_begin + first() + i * L::warp_rows);
-      const bool is_one_value = visible == 1 && softmax[i].is_sound();
-      if (!is_one_value && !softmax[i].saw_nothing()) continue;
-#pragma unroll
-      for (int j = 0; j < L::columns; ++j) {
-        const bool is_there =
-            is_one_value && first_value.is_there && column(j) < Config::head_dim_v;
-        out[i][j] = is_there ? widen(first_value.begin[column(j)]) : T(0);
-      }
-    }
-  }
-
-  // The output column of out[.][j].
-  __device__ static int column(int j) {
-    return (L::position() + j / L::width * L::row_threads) * L::width + j % L::width;
   }
 
   // Row i's columns of the result, Unit at a time.
@@ -380,7 +357,7 @@ struct Rows {
   __device__ void store(Out* row, int i) const {
 #pragma unroll
     for (int j = 0; j < L::columns; j += Unit) {
-      const int column = Rows::column(j);
+      const int column = (L::position() + j / L::width * L::row_threads) * L::width + j % L::width;
       if (column + Unit <= Config::head_dim_v) {
         Vector<Out, Unit> vector;
 #pragma unroll
@@ -432,6 +409,9 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
       *lse = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
     }
   }
+  constexpr int warp_rows = L::warp_rows * L::rows;
+  const int first_row = work.q_begin + threadIdx.x / 32 * warp_rows;
+  settle_few_seen<Config>(p, work, place, first_row, min(first_row + warp_rows, p.seqlen_q));
 }
 
 // The place of a kernel's sequence. Null needs no member: even one that nobody reads changes what
@@ -556,7 +536,7 @@ struct Kernel : InPlace<Config> {
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       visit(mask, tile, tiles, scale_log2);
     }
-    rows.finish(mask, work.q_begin, first_value(p, work, place));
+    rows.finish();
     write<Config>(p, work, place, rows, scale_log2);
   }
 };

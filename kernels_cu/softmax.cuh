@@ -98,9 +98,6 @@ struct SoftmaxRow {
   // No key, or none of a score above -inf. A NaN is something.
   __device__ bool saw_nothing() const { return sum == T(0) && max == -Math::infinity(); }
 
-  // Whether scores and scale were numbers whose product is one.
-  __device__ bool is_sound() const { return sum > T(0) && sum < Math::infinity(); }
-
   // What the output is to be multiplied by. Where a score times the scale is beyond T, the sum is
   // 0 although there was something, and 0 / 0 the NaN that the formula gives.
   __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }

@@ -407,7 +407,7 @@ struct HopperConsumer {
     if constexpr (Config::split_keys) {
       const auto out_row = [&](int row) { return cta.partial_row(visit.work, row); };
       ::settle_few_seen<Config::head_dim_v, float>(first, end, visit.keys.begin * Bc, visible_end,
-                                                   out_row, {value, true});
+                                                   out_row, Row<Element>{value, true});
     } else {
       const auto out_row = [&](int row) { return cta.output_row(visit, row); };
       ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row,

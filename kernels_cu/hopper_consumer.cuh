@@ -402,16 +402,16 @@ struct HopperConsumer {
     const int end = min(first + 16, sequence.seqlen_q);
     const auto visible_end = [&](int row) { return mask.visible_end(row); };
     const Params& p = cta.p;
-    const Element* value = p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
-                           sequence.k_first * p.v.row_stride;
+    const Row<Element> value = {p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
+                                    sequence.k_first * p.v.row_stride,
+                                true};
     if constexpr (Config::split_keys) {
       const auto out_row = [&](int row) { return cta.partial_row(visit.work, row); };
       ::settle_few_seen<Config::head_dim_v, float>(first, end, visit.keys.begin * Bc, visible_end,
-                                                   out_row, Row<Element>{value, true});
+                                                   out_row, value);
     } else {
       const auto out_row = [&](int row) { return cta.output_row(visit, row); };
-      ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row,
-                                                     {value, true});
+      ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row, value);
     }
   }
 

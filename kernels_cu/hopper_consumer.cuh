@@ -6,7 +6,6 @@
 #pragma once
 
 #include "element.cuh"
-#include "few_seen.cuh"
 #include "hopper_cta.cuh"
 #include "lagging_softmax.cuh"
 #include "mask.cuh"
@@ -388,30 +387,9 @@ struct HopperConsumer {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(visit.work);
+      write_partial(visit);
     } else {
       write_rows(visit);
-    }
-    settle_few_seen(visit);
-  }
-
-  __device__ void settle_few_seen(const Visit& visit) const {
-    const Sequence& sequence = visit.sequence(cta.p);
-    const auto mask = visit.template mask<Config::causal>(cta.p);
-    const int first = first_row_of(visit.work) + threadIdx.x / 32 % 4 * 16;
-    const int end = min(first + 16, sequence.seqlen_q);
-    const auto visible_end = [&](int row) { return mask.visible_end(row); };
-    const Params& p = cta.p;
-    const Row<Element> value = {p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
-                                    sequence.k_first * p.v.row_stride,
-                                true};
-    if constexpr (Config::split_keys) {
-      const auto out_row = [&](int row) { return cta.partial_row(visit.work, row); };
-      ::settle_few_seen<Config::head_dim_v, float>(first, end, visit.keys.begin * Bc, visible_end,
-                                                   out_row, value);
-    } else {
-      const auto out_row = [&](int row) { return cta.output_row(visit, row); };
-      ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row, value);
     }
   }
 
@@ -428,7 +406,7 @@ struct HopperConsumer {
       }
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= visit.sequence(cta.p).seqlen_q) continue;
+      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_few(visit, row)) continue;
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
@@ -461,12 +439,12 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Work& work) const {
+  __device__ void write_partial(const Visit& visit) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(work) + lane_row() + 8 * half;
-      if (row >= cta.p.seqlen_q) continue;
-      float* target = cta.partial_row(work, row);
+      const int row = first_row_of(visit.work) + lane_row() + 8 * half;
+      if (row >= cta.p.seqlen_q || cta.sees_few(visit, row)) continue;
+      float* target = cta.partial_row(visit.work, row);
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll

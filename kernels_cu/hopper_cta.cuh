@@ -183,6 +183,17 @@ struct HopperCta {
     return p.out.head<Element>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
+
+  // Keys before those of a visit, which its rows do not count.
+  __device__ static int keys_before(const Visit& visit) { return visit.keys.begin * Bc; }
+
+  // Whether a row sees one key or none of a visit's. A helper writes such rows: what consumers sum
+  // up for them is 0 times the values of others, of which one may be NaN, or p v / p, which is not
+  // exactly v.
+  __device__ bool sees_few(const Visit& visit, int row) const {
+    const auto mask = visit.template mask<Config::causal>(p);
+    return mask.visible_end(row) <= max(1, Config::split_keys ? keys_before(visit) : 0);
+  }
 };
 
 #endif  // __CUDA_ARCH__ == 900

@@ -21,8 +21,8 @@ MAX_COUNT = 2**31 - 1
 MAX_ALIGNMENT = 16
 
 # What a scale's magnitude may be, besides 0: with the factor log2(e) that kernels give it, it is a
-# normal number of the type that scores are kept in.
-_SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
+# normal number of the type that scores are kept in, and so are some multiples of its inverse.
+_SCALES = {"float32": (2.0**-120, 2.0**127), "float64": (2.0**-1000, 2.0**1023)}
 
 # More thread blocks for a sequence's keys than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1

@@ -422,8 +422,7 @@ struct DecodeForward {
       write_output(first + row, column, merged);
       if (column == 0 && p.lse != nullptr) {
         const float log_sum =
-            sum == 0 ? -SoftmaxMath<float>::infinity()
-                     : base + SoftmaxMath<float>::log2(sum / power_of_half(Softmax::headroom));
+            sum == 0 ? -SoftmaxMath<float>::infinity() : base + SoftmaxMath<float>::log2(sum);
         write_log_sum_exp(first + row, log_sum * SoftmaxMath<float>::ln_2);
       }
     }

@@ -47,8 +47,10 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps,
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
     } else {
-      const bool may_see_few = Config::causal || Config::split_keys || params.seqlen_k == 1;
-      if (may_see_few && threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.write_all_few_seen();
+      constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+      if (may_see_nothing && threadIdx.x / 32 == 1) {
+        HopperFinder<Config>{cta}.write_unseeing_rows();
+      }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();

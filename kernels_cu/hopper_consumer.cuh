@@ -332,6 +332,10 @@ struct HopperConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int visible = block_mask.visible_end(first + lane_row() + 8 * half);
+      // The only key of a row is the first that the first of its lanes holds.
+      if (visible == 1 && block == 0 && threadIdx.x % 4 == 0) {
+        softmax[half].see_only(scores[2 * half] * scale_log2);
+      }
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
@@ -406,7 +410,7 @@ struct HopperConsumer {
       }
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_few(visit, row)) continue;
+      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_nothing(visit, row)) continue;
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
@@ -443,7 +447,7 @@ struct HopperConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= cta.p.seqlen_q || cta.sees_few(visit, row)) continue;
+      if (row >= cta.p.seqlen_q || cta.sees_nothing(visit, row)) continue;
       float* target = cta.partial_row(visit.work, row);
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {

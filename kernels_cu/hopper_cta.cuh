@@ -184,15 +184,12 @@ struct HopperCta {
            (sequence.q_first + row) * p.out.row_stride;
   }
 
-  // Keys before those of a visit, which its rows do not count.
-  __device__ static int keys_before(const Visit& visit) { return visit.keys.begin * Bc; }
-
-  // Whether a row sees one key or none of a visit's. A helper writes such rows: what consumers sum
-  // up for them is 0 times the values of others, of which one may be NaN, or p v / p, which is not
-  // exactly v.
-  __device__ bool sees_few(const Visit& visit, int row) const {
+  // Whether a row sees none of a visit's keys. Such rows beside others are not the consumers' to
+  // write: what they sum up for them, 0 times the values of others, may be NaN.
+  __device__ bool sees_nothing(const Visit& visit, int row) const {
+    constexpr bool is_possible = Config::causal || Config::split_keys;
     const auto mask = visit.template mask<Config::causal>(p);
-    return mask.visible_end(row) <= max(1, Config::split_keys ? keys_before(visit) : 0);
+    return is_possible && mask.visible_end(row) <= (Config::split_keys ? visit.keys.begin * Bc : 0);
   }
 };
 

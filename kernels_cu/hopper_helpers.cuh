@@ -9,7 +9,7 @@
 #if __CUDA_ARCH__ == 900
 
 // One warp. Where sequences are packed or in a cache it finds the query tiles, ahead of the
-// producer. It also writes the output of rows that see one key or none.
+// producer. It also writes the output of rows that see no key.
 template <class Config>
 struct HopperFinder {
   using Element = typename Config::Element;
@@ -33,7 +33,7 @@ struct HopperFinder {
                                                          next, is_first);
       __syncwarp();
       if (!next.is_end_of_work()) {
-        write_few_seen(next);
+        write_nothing_seen(next);
         __syncwarp();
         if (!next.has_keys()) continue;
       }
@@ -49,67 +49,34 @@ struct HopperFinder {
     }
   }
 
-  // The output of rows that see one key or none: whole query tiles, which are not in the stream if
-  // they see none, or the first rows of one.
-  __device__ void write_all_few_seen() const {
+  // The output of rows that see no key: whole query tiles, which are not in the stream, or the
+  // first rows of one.
+  __device__ void write_unseeing_rows() const {
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
       if (next.is_end_of_work()) return;
-      write_few_seen(next);
+      write_nothing_seen(next);
     }
   }
 
-  __device__ void write_few_seen(const Visit& visit) const {
+  __device__ void write_nothing_seen(const Visit& visit) const {
     const Work& work = visit.work;
+    const int lane = threadIdx.x % 32;
     const int q_end = min(work.q_begin + Config::Br, visit.sequence(cta.p).seqlen_q);
-    const auto mask = visit.template mask<Config::causal>(cta.p);
     // Rare, and the producer's warps have few registers: nothing is unrolled.
 #pragma unroll 1
     for (int row = work.q_begin; row < q_end; ++row) {
-      // Later rows see no less.
-      if (visit.has_keys() && !cta.sees_few(visit, row)) return;
-      const bool sees_one = visit.has_keys() && mask.visible_end(row) > Cta::keys_before(visit);
-      write_row(visit, row, sees_one ? weight_of_first_key(visit, row) : 0);
-      if (!visit.has_keys() && threadIdx.x % 32 == 0 &&
-          (Config::split_keys || cta.p.lse != nullptr)) {
+      if (visit.has_keys() && !cta.sees_nothing(visit, row)) return;
+      if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         cta.write_log_sum_exp(visit, row, -SoftmaxMath<float>::infinity());
       }
-    }
-  }
-
-  // 1, but 0 of a score of -inf, and NaN if it is no number.
-  __device__ float weight_of_first_key(const Visit& visit, int row) const {
-    const Sequence& sequence = visit.sequence(cta.p);
-    const Params& p = cta.p;
-    const Element* query = p.q.head<const Element>(sequence.q_batch, visit.work.head) +
-                           (sequence.q_first + row) * p.q.row_stride;
-    const Element* key = p.k.head<const Element>(sequence.k_batch, visit.work.head_kv) +
-                         sequence.k_first * p.k.row_stride;
-    float score = 0;
 #pragma unroll 1
-    for (int column = threadIdx.x % 32; column < Config::head_dim; column += 32) {
-      score = fmaf(widen(query[column]), widen(key[column]), score);
-    }
-#pragma unroll 1
-    for (int bit = 1; bit < 32; bit *= 2) score += __shfl_xor_sync(~0u, score, bit);
-    score *= Config::score_sign * scale_to_log2<float>(p.softmax_scale);
-    if (score == -SoftmaxMath<float>::infinity()) return 0;
-    return SoftmaxMath<float>::exp2(score - score);
-  }
-
-  // The first value, times a weight of 0, 1 or NaN.
-  __device__ void write_row(const Visit& visit, int row, float weight) const {
-    const Sequence& sequence = visit.sequence(cta.p);
-    const Params& p = cta.p;
-    const Element* value = p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
-                           sequence.k_first * p.v.row_stride;
-#pragma unroll 1
-    for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
-      const float result = weight == 0 ? 0 : weight * widen(value[column]);
-      if constexpr (Config::split_keys) {
-        cta.partial_row(visit.work, row)[column] = result;
-      } else {
-        cta.output_row(visit, row)[column] = narrow<Element>(result);
+      for (int column = lane; column < Config::head_dim_v; column += 32) {
+        if constexpr (Config::split_keys) {
+          cta.partial_row(work, row)[column] = 0;
+        } else {
+          cta.output_row(visit, row)[column] = Element{};
+        }
       }
     }
   }

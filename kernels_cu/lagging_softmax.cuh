@@ -58,6 +58,11 @@ struct LaggingSoftmaxRow {
     return max > highest || (is_fresh() && max < lowest);
   }
 
+  // The base of a row that sees only this score, times the scale: p is a power of two to within
+  // float32's rounding, and a 16-bit result exactly the value. The lanes that do not hold the score
+  // need not know: they have no p to sum up, nor the log-sum-exp to write.
+  __device__ void see_only(float score) { log2_base = score - (highest - 1); }
+
   // Takes a maximum in for which the base need not change.
   __device__ void keep_base() { log2_base = base(); }
 

@@ -294,7 +294,7 @@ struct MmaForward {
   }
 
   __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
-    return state.template log_sum_exp<Softmax::headroom>(scale_log2);
+    return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
   __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,

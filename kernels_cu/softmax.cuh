@@ -63,12 +63,9 @@ struct SoftmaxRow {
     sum = 0;
   }
 
-  // Computed for each tile anew: kept, it would take a register for each row all the time. With
-  // headroom to a relative 2^-20, which is good enough for p of 16 bits.
-  template <int Headroom = 0>
+  // Computed for each tile anew: kept, it would take a register for each row all the time.
   __device__ T base(T scale_log2) const {
-    if (max == -Math::infinity()) return T(0);
-    return Headroom ? fma(max, scale_log2, T(Headroom)) : Math::multiply(max, scale_log2);
+    return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
   }
 
   // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The

@@ -10,14 +10,17 @@ struct WarpSoftmax {
   // The running maximum may lag behind until p has grown by 2^slack, far inside float16's range.
   static constexpr int slack = 8;
   static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
-  // Where the sum of an exponent and the headroom, with its rounding, is as good as p is.
-  static constexpr bool adds_headroom = sizeof(Element) == 2;
+  // Of 16 bits, p has its headroom by a maximum that is kept as much too large, which costs
+  // nothing. That rounds exponents of the headroom's size, to 2^-20, so that wider p is multiplied
+  // instead.
+  static constexpr int raise = sizeof(Element) == 2 ? headroom : 0;
+  static constexpr int factor = headroom - raise;  // log2 of it
 
   using Scores = float[row_tiles][Bc / 8][4];
   using Output = float[row_tiles][columns_v / 8][4];
   using PerRow = float[row_tiles][2];
 
-  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-headroom, are of this lane's
+  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-factor, are of this lane's
                                          // keys only
 
   __device__ void reset() {
@@ -84,15 +87,17 @@ struct WarpSoftmax {
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
         tile_max[i][half] = max;
-        outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack);
+        outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack - raise);
       }
     }
     if (!__any_sync(~0u, outgrown)) return;
+    const float raised_by = raise ? raise * ptx::rcp_approx(scale_log2) : 0;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float rescale = rows[i][half].update_max(tile_max[i][half], scale_log2, slack);
+        const float max = raise ? tile_max[i][half] + raised_by : tile_max[i][half];
+        const float rescale = rows[i][half].update_max(max, scale_log2, slack);
 #pragma unroll
         for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll
@@ -108,10 +113,8 @@ struct WarpSoftmax {
   __device__ void bases(PerRow& base, float scale_log2) const {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        base[i][half] = rows[i][half].template base<adds_headroom ? headroom : 0>(scale_log2);
-      }
+      base[i][0] = rows[i][0].base(scale_log2);
+      base[i][1] = rows[i][1].base(scale_log2);
     }
   }
 
@@ -121,7 +124,7 @@ struct WarpSoftmax {
     for (int c = 0; c < 4; ++c) {
       float& score = scores[i][j][c];
       score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
-      if (!adds_headroom) score *= power_of_half(headroom);
+      if constexpr (factor != 0) score *= power_of_half(factor);
       rows[i][c / 2].sum += score;
     }
   }

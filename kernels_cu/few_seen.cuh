@@ -5,30 +5,41 @@
 #include "element.cuh"
 #include "pages.cuh"
 
-// By one warp, of the rows [first, end) whose results it has written, Dim columns each. They see no
-// fewer keys from row to row, of which the keys before `begin` are others'.
-//
-// A row that sees no key is 0: what was summed up for it, 0 times the values of others, is NaN if
-// one of those is. A row that sees one key is that key's value, `first_value`, exactly, and not
-// p v / p; but where its score is no number, it is NaN and stays so.
-template <int Dim, class Out, class Element, class VisibleEnd, class OutRow>
-__device__ void settle_few_seen(int first, int end, int begin, VisibleEnd visible_end,
-                                OutRow out_row, const Row<Element>& first_value) {
-  if (first >= end || visible_end(first) > max(begin, 1)) return;
+// Whether p v / p is as exact as v: in 16 bits it is, as p of a row's only key is a power of two to
+// within float32's rounding.
+template <class Element>
+constexpr bool quotient_is_exact = sizeof(Element) == 2;
+
+// What a row that sees so few keys is set to in one column. One that sees no key is 0: what was
+// summed up for it, 0 times the values of others, is NaN if one of those is. One that sees one key
+// is that key's value, and not p v / p; but where its score is no number, it is NaN and stays so.
+template <class Element>
+__device__ Element settled(int visible, Element result, const Row<Element>& first_value,
+                           int column) {
+  if (visible == 0) return Element{};
+  if (visible > 1 || widen(result) != widen(result)) return result;
+  return first_value.is_there ? first_value.begin[column] : Element{};
+}
+
+// By one warp, of the rows [first, end) whose results it has written, Dim columns each, and which
+// see no fewer keys from row to row.
+template <int Dim, class Element, class VisibleEnd, class OutRow>
+__device__ void settle_few_seen(int first, int end, VisibleEnd visible_end, OutRow out_row,
+                                const Row<Element>& first_value) {
+  constexpr int few = quotient_is_exact<Element> ? 0 : 1;
+  if (first >= end || visible_end(first) > few) return;
   // Each row was written by several lanes.
   __syncwarp();
 #pragma unroll 1
   for (int row = first; row < end; ++row) {
     const int visible = visible_end(row);
-    if (visible > max(begin, 1)) return;
-    Out* out = out_row(row);
-#pragma unroll 1
+    if (visible > few) return;
+    Element* out = out_row(row);
+    // Loads of several columns at once: the shortest query tile is the last to run, and everybody
+    // waits for it.
+#pragma unroll 4
     for (int column = threadIdx.x % 32; column < Dim; column += 32) {
-      if (visible <= begin) {
-        out[column] = Out{};
-      } else if (const auto result = widen(out[column]); result == result) {
-        out[column] = narrow<Out>(first_value.is_there ? widen(first_value.begin[column]) : 0);
-      }
+      out[column] = settled(visible, out[column], first_value, column);
     }
   }
 }

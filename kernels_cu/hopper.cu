@@ -49,12 +49,15 @@ __device__ void hopper_forward(const Params& params, const TensorMaps& maps,
     } else {
       constexpr bool may_see_nothing = Config::causal || Config::split_keys;
       if (may_see_nothing && threadIdx.x / 32 == 1) {
-        HopperFinder<Config>{cta}.write_unseeing_rows();
+        HopperFinder<Config> finder{cta};
+        finder.write_unseeing_tiles();
+        if (cta.has_rows_to_clear()) finder.clear_unseeing_rows();
       }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
+    if (cta.has_rows_to_clear()) cta.consumers_have_written();
   }
 }
 

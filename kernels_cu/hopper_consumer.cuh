@@ -391,7 +391,7 @@ struct HopperConsumer {
     const Visit& visit = finished_visit();
     scale_output(normalizer);
     if constexpr (Config::split_keys) {
-      write_partial(visit);
+      write_partial(visit.work);
     } else {
       write_rows(visit);
     }
@@ -410,7 +410,8 @@ struct HopperConsumer {
       }
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= visit.sequence(cta.p).seqlen_q || cta.sees_nothing(visit, row)) continue;
+      if (row >= visit.sequence(cta.p).seqlen_q) continue;
+      if (Config::sequences && Config::causal && cta.sees_nothing(visit, row)) continue;
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
@@ -443,12 +444,12 @@ struct HopperConsumer {
     }
   }
 
-  __device__ void write_partial(const Visit& visit) const {
+  __device__ void write_partial(const Work& work) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row_of(visit.work) + lane_row() + 8 * half;
-      if (row >= cta.p.seqlen_q || cta.sees_nothing(visit, row)) continue;
-      float* target = cta.partial_row(visit.work, row);
+      const int row = first_row_of(work) + lane_row() + 8 * half;
+      if (row >= cta.p.seqlen_q) continue;
+      float* target = cta.partial_row(work, row);
 #pragma unroll
       for (int j = 0; j < columns_v / 8; ++j) {
 #pragma unroll

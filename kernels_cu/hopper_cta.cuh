@@ -184,13 +184,19 @@ struct HopperCta {
            (sequence.q_first + row) * p.out.row_stride;
   }
 
-  // Whether a row sees none of a visit's keys. Such rows beside others are not the consumers' to
-  // write: what they sum up for them, 0 times the values of others, may be NaN.
+  // What consumers sum up for a row that sees no key, 0 times the values that others of its tile
+  // see, is NaN if one of those is. A helper sets such rows to 0: of sequences, where consumers
+  // then leave them out, or in the end.
   __device__ bool sees_nothing(const Visit& visit, int row) const {
-    constexpr bool is_possible = Config::causal || Config::split_keys;
-    const auto mask = visit.template mask<Config::causal>(p);
-    return is_possible && mask.visible_end(row) <= (Config::split_keys ? visit.keys.begin * Bc : 0);
+    return visit.template mask<Config::causal>(p).visible_end(row) == 0;
   }
+  __device__ bool has_rows_to_clear() const {
+    return Config::causal && !Config::sequences && p.q_offset < 0;
+  }
+  __device__ void consumers_have_written() const {
+    ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
+  }
+  __device__ void await_consumers() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
 };
 
 #endif  // __CUDA_ARCH__ == 900

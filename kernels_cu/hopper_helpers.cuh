@@ -32,7 +32,7 @@ struct HopperFinder {
       take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, *cta.sequences, order, section_keys,
                                                          next, is_first);
       __syncwarp();
-      if (!next.is_end_of_work()) {
+      if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         write_nothing_seen(next);
         __syncwarp();
         if (!next.has_keys()) continue;
@@ -49,13 +49,22 @@ struct HopperFinder {
     }
   }
 
-  // The output of rows that see no key: whole query tiles, which are not in the stream, or the
-  // first rows of one.
-  __device__ void write_unseeing_rows() const {
+  // The output of the query tiles that see no key, which are not in the stream.
+  __device__ void write_unseeing_tiles() const {
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
       if (next.is_end_of_work()) return;
-      write_nothing_seen(next);
+      if (!next.has_keys()) write_nothing_seen(next);
+    }
+  }
+
+  // The first rows of the others.
+  __device__ void clear_unseeing_rows() const {
+    cta.await_consumers();
+    for (unsigned round = 0;; ++round) {
+      const Visit next = cta.visit_of(round);
+      if (next.is_end_of_work()) return;
+      if (next.has_keys()) write_nothing_seen(next);
     }
   }
 

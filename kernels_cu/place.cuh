@@ -105,8 +105,8 @@ __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>
 template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
                                                      const Place<Config>* place) {
-  if constexpr (Config::page_size > 0) {
-    return place->pages(place->p.v).at(0);
+  if constexpr (Config::sequences) {
+    return first_value_of<Config>(place->p, place->s, place->at, work.batch, work.head_kv);
   } else {
     return {p.v.head<const typename Config::Element>(work.batch, work.head_kv), true};
   }
@@ -123,29 +123,16 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
   }
 }
 
-// settle_few_seen() for the rows [first, end) of a tile.
+// settle_few_seen() for the rows [first, end) of a tile. Where keys are split, merging does it.
 template <class Config>
 __device__ void settle_few_seen(const Params& p, const Work& work, const Place<Config>* place,
                                 int first, int end) {
   using Element = typename Config::Element;
-  // Else there are no such rows, or they are right as they are.
-  if constexpr (!Config::causal && !Config::split_keys && sizeof(Element) == 2) return;
+  // Without a mask there are no such rows, or they are right as they are.
+  if constexpr (Config::split_keys || (!Config::causal && quotient_is_exact<Element>)) return;
   const Mask<Config::causal, Config::group> mask(p);
-  const auto visible_end = [&](int row) { return mask.visible_end(row); };
-  const Row<Element> value = first_value(p, work, place);
-  if constexpr (Config::split_keys) {
-    const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
-    const KeyTiles split =
-        find_key_tiles<Config::Bc, true>(mask, work.q_begin, q_end, work.split, p.num_splits);
-    const int begin = split.begin < split.end ? split.begin * Config::Bc : 0;
-    const auto partials = partials_of(p, place);
-    settle_few_seen<Config::head_dim_v, Accumulator<Element>>(
-        first, end, begin, visible_end,
-        [&](int row) { return partials.out_row(work.split, index_of(p, work, place, row)); },
-        value);
-  } else {
-    Element* head = p.out.head<Element>(work.batch, work.head);
-    settle_few_seen<Config::head_dim_v, Element>(
-        first, end, 0, visible_end, [&](int row) { return out_row(head, p, place, row); }, value);
-  }
+  Element* head = p.out.head<Element>(work.batch, work.head);
+  settle_few_seen<Config::head_dim_v, Element>(
+      first, end, [&](int row) { return mask.visible_end(row); },
+      [&](int row) { return out_row(head, p, place, row); }, first_value(p, work, place));
 }

@@ -5,6 +5,9 @@
 #pragma once
 
 #include "element.cuh"
+#include "few_seen.cuh"
+#include "mask.cuh"
+#include "pages.cuh"
 #include "params.cuh"
 #include "sequences.cuh"
 #include "softmax.cuh"
@@ -46,6 +49,26 @@ struct Partials {
   }
 };
 
+// The value of a sequence's first key.
+template <class Config>
+__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequences& s,
+                                                        const Sequence& at, int batch,
+                                                        int head_kv) {
+  using Element = typename Config::Element;
+  if constexpr (Config::page_size > 0) {
+    const PagedRows<Element, Config::page_size> values = {
+        p.v.head<const Element>(0, head_kv),
+        s.block_table + batch * s.block_table_stride,
+        p.v.batch_stride,
+        p.v.row_stride,
+        s.pages,
+        at.seqlen_k};
+    return values.at(0);
+  } else {
+    return {p.v.head<const Element>(at.k_batch, head_kv) + at.k_first * p.v.row_stride, true};
+  }
+}
+
 // The query row that this warp merges, counted through (batch, heads_q, seqlen_q).
 __device__ inline int64 row_of_warp() {
   return (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
@@ -55,7 +78,8 @@ __device__ inline int64 row_of_warp() {
 // where it goes; not asked sooner, so that the first reads need not wait for it.
 template <class Config, class T, class FindOut>
 __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_v>& partials,
-                            int64 index, FindOut find_out) {
+                            int64 index, int visible,
+                            const Row<typename Config::Element>& first_value, FindOut find_out) {
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
@@ -70,12 +94,15 @@ __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_
 
   Element* out = find_out();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
-    T value = 0;
+    T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
-      const T weight = Math::exp2((*partials.lse_row(s, index) - base) * Math::log2_e) * normalizer;
-      value = fma(weight, partials.out_row(s, index)[column], value);
+      const T lse = *partials.lse_row(s, index);
+      const T weight = Math::exp2((lse - base) * Math::log2_e) * normalizer;
+      // A part in which the row saw nothing may be 0 times a value of others that is NaN.
+      const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
+      merged = fma(weight, part, merged);
     }
-    out[column] = narrow<Element>(value);
+    out[column] = settled(visible, narrow<Element>(merged), first_value, column);
   }
   if (lane == 0 && p.lse != nullptr) {
     static_cast<T*>(p.lse)[index] =
@@ -89,12 +116,14 @@ __device__ void combine(const Params& p) {
   const Partials<Accumulator<Element>, Config::head_dim_v> partials(p);
   const int64 index = row_of_warp();
   if (index >= partials.rows) return;
-  combine_row<Config>(p, partials, index, [&] {
-    const int row = index % p.seqlen_q;
-    const int batch_head = index / p.seqlen_q;
-    return p.out.head<Element>(batch_head / p.heads_q, batch_head % p.heads_q) +
-           row * p.out.row_stride;
-  });
+  const int row = index % p.seqlen_q;
+  const int batch_head = index / p.seqlen_q;
+  const int batch = batch_head / p.heads_q;
+  const int head = batch_head % p.heads_q;
+  const Row<Element> value = {p.v.head<const Element>(batch, head / (p.heads_q / p.heads_kv)),
+                              true};
+  combine_row<Config>(p, partials, index, Mask<Config::causal>(p).visible_end(row), value,
+                      [&] { return p.out.head<Element>(batch, head) + row * p.out.row_stride; });
 }
 
 // Rows that belong to no sequence are left alone.
@@ -110,7 +139,11 @@ __device__ void combine(const Params& p, const Sequences& s) {
   const int head = batch_head % p.heads_q;
   const Sequence at = find_sequence<Config::page_size>(p, s, batch);
   if (row >= at.seqlen_q) return;
-  combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row), [&] {
-    return p.out.head<Element>(at.q_batch, head) + (at.q_first + row) * p.out.row_stride;
-  });
+  const Mask<Config::causal> mask(at.seqlen_k, at.seqlen_k - at.seqlen_q);
+  const int head_kv = head / (p.heads_q / p.heads_kv);
+  combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row),
+                      mask.visible_end(row), first_value_of<Config>(p, s, at, batch, head_kv), [&] {
+                        return p.out.head<Element>(at.q_batch, head) +
+                               (at.q_first + row) * p.out.row_stride;
+                      });
 }

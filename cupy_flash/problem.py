@@ -211,8 +211,8 @@ def make_problem(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=bool(causal),
-        q_offset=max(-seqlen_q, min(_integer("q_offset", q_offset), seqlen_k)) if causal else 0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
+        softmax_scale=finite("softmax_scale", softmax_scale),
         q_strides=q.strides,
         k_strides=k.strides,
         v_strides=v.strides,
@@ -345,7 +345,7 @@ def make_sequences_problem(
         head_dim_v=v.shape[3],
         causal=bool(causal),
         q_offset=0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        softmax_scale=finite("softmax_scale", softmax_scale),
         q_strides=_strides_of(q, is_packed),
         k_strides=_strides_of(k, packed_k),
         v_strides=_strides_of(v, packed_k),
@@ -374,7 +374,7 @@ def _strides_of(spec: ArraySpec, is_packed: bool) -> Strides:
 
 
 def _splits(num_splits: int, batch_invariant: bool) -> int:
-    number = _integer("num_splits", num_splits)
+    number = integer("num_splits", num_splits)
     if not 0 <= number <= MAX_SPLITS:
         raise ValueError(
             f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
@@ -391,13 +391,14 @@ def _splits(num_splits: int, batch_invariant: bool) -> int:
 def _count(name: str, value: int | None) -> int:
     if value is None:
         raise TypeError(f"{name} is None; expected an integer")
-    number = _integer(name, value)
+    number = integer(name, value)
     if number < 0:
         raise ValueError(f"{name} is {number}; expected at least 0")
     return number
 
 
-def _integer(name: str, value: int) -> int:
+def integer(name: str, value: int) -> int:
+    """A value that can be an index as an int; TypeError, naming the option, for any other."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -406,7 +407,8 @@ def _integer(name: str, value: int) -> int:
     raise TypeError(f"{name} is {value!r}; expected an integer")
 
 
-def _finite(name: str, value: float) -> float:
+def finite(name: str, value: float) -> float:
+    """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
     try:
         is_finite = math.isfinite(value)
     except OverflowError:

@@ -6,9 +6,7 @@ CUDA driver API, "Tensor Map Object Management".
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.driver import driver_function
 from cupy_flash.errors import DriverError
 
 # Strides must be multiples of 16 bytes below 2^40.
@@ -59,17 +58,6 @@ class TensorMapSpec:
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     box: tuple[int, int]
-
-
-@functools.cache
-def _encode_tiled() -> Any:
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        function = ctypes.CDLL(name).cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise DriverError(f"{name} has no cuTensorMapEncodeTiled: {error}") from error
-    function.restype = ctypes.c_int
-    return function
 
 
 class TensorMaps:
@@ -137,7 +125,7 @@ class TensorMaps:
         return True
 
     def _ask_driver(self, addresses: tuple[int, ...]) -> None:
-        encode = _encode_tiled()
+        encode = driver_function("cuTensorMapEncodeTiled")
         for (pointer, arguments), address in zip(self._requests, addresses, strict=True):
             pointer.value = address
             status = encode(*arguments)

@@ -19,6 +19,7 @@ from cupy_flash import (
     launch,
     launch_sequences,
 )
+from cupy_flash.counters import Shared
 from cupy_flash.device import device_for_arch
 from cupy_flash.sequence_arrays import CacheArrays, CacheOptions, VarlenArrays, VarlenOptions
 from cupy_flash.tensor_map import TensorMapSpec
@@ -34,16 +35,17 @@ class FakeArray:
         self,
         shape: tuple[int, ...],
         dtype: Any,
-        *,
-        address: int,
-        device: int = 0,
+        data: Any = None,
         strides: tuple[int, ...] | None = None,
+        *,
+        address: int = 0,
+        device: int = 0,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self.shape = tuple(shape)
         steps = np.cumprod([self.itemsize, *self.shape[:0:-1]]).tolist()[::-1] if shape else []
         self.strides = tuple(steps) if strides is None else strides
-        self.data = SimpleNamespace(ptr=address, device_id=device)
+        self.data = data or SimpleNamespace(ptr=address, device_id=device)
         self.filled: float | None = None
 
     @property
@@ -115,9 +117,10 @@ class FakeGpu:
         self.allocations.append((self.address(), size))
         return SimpleNamespace(ptr=self.allocations[-1][0])
 
-    def zeroed(self, count: int) -> int:
-        self.counters.append(count)
-        return 0xC0DE00
+    def shared(self, count: int) -> Shared:
+        if count:
+            self.counters.append(count)
+        return Shared(0xC0DE00)
 
     def get(self, unit: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
         self.compiled.append(unit.title)
@@ -149,8 +152,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
         monkeypatch.setattr(module, "_calls", {})
         monkeypatch.setattr(module, "device_for_id", lambda _: device_for_arch("sm_90"))
-        monkeypatch.setattr(module, "zeroed", gpu.zeroed)
-        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
+        monkeypatch.setattr(module, "shared", gpu.shared)
+    monkeypatch.setattr(gpu_calls, "cupy_module", lambda: fake)
+    monkeypatch.setattr(gpu_calls, "TensorMaps", FakeTensorMaps)
     for module in (gpu_calls, append):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu

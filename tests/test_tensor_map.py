@@ -51,7 +51,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
     return fake
 
 
@@ -178,7 +178,7 @@ class PlainDriver(Driver):
 @pytest.fixture
 def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
     fake = PlainDriver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
     return fake
 
 
@@ -223,7 +223,7 @@ def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypa
             return status
 
     odd = Odd()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: odd)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: odd)
     maps = TensorMaps(SPECS)
     maps.at(addresses(0))
     odd.requests.clear()

@@ -402,7 +402,7 @@ def test_a_scale_may_be_an_array_of_one_number_and_a_family_may_not_be_a_list(gp
     flash_attention_varlen(**on(gpu), softmax_scale=np.array(0.25))
     ((_, (params, _)),) = gpu.launches
     assert params["softmax_scale"] == 0.25
-    with pytest.raises(TypeError, match="family is a list; expected a plain value"):
+    with pytest.raises(TypeError, match="family is a list; expected a name"):
         flash_attention_varlen(**on(gpu), family=["mma"])
 
 

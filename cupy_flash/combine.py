@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import arrays
+from cupy_flash.by_value import thread_arguments
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.base import TranslationUnit, ceil_div, config_struct, source_digest
-from cupy_flash.gpu_calls import cupy_module, facts_of, new_array, remember, require_device
+from cupy_flash.gpu_calls import cupy_module, empty_like, facts_of, remember, require_device
 from cupy_flash.overlap import OverlapCheck, require_apart
 from cupy_flash.params import TENSOR_DTYPE, assertions, struct_format
 from cupy_flash.problem import (
@@ -190,13 +191,16 @@ class PackedCombine:
         self._struct = struct.Struct("=" + struct_format(COMBINE_DTYPE))
         self._spec = spec
 
-    def with_pointers(self, out_partial: int, lse_partial: int, out: int, lse: int) -> np.void:
-        """The struct for these device addresses, as a scalar that CuPy passes by value."""
+    def pack_into(
+        self, memory: bytearray, offset: int, out_partial: int, lse_partial: int, out: int, lse: int
+    ) -> None:
+        """Write the struct for these device addresses."""
         spec = self._spec
         tensors = (out_partial, *spec.partial_strides, out, *spec.out_strides)
         sizes = (spec.num_splits, spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v)
-        data = self._struct.pack(*tensors, spec.split_stride, lse_partial, lse, *sizes)
-        return np.frombuffer(bytearray(data), COMBINE_DTYPE)[0]
+        self._struct.pack_into(
+            memory, offset, *tensors, spec.split_stride, lse_partial, lse, *sizes
+        )
 
 
 def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> CombineSpec:
@@ -322,22 +326,23 @@ def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, A
     call = _calls.get(key)
     if call is None:
         require_device(device_id, out_partial=out_partial, lse_partial=lse_partial, out=out)
-        partials = as_cupy(out_partial), as_cupy(lse_partial)
-        _check(*partials)
+        both = as_cupy(out_partial), as_cupy(lse_partial)
+        _check(*both)
         readable = arrays.readable_in_place(out_partial), _contiguous(lse_partial)
         if readable[0] is not out_partial or readable[1] is not lse_partial:
             return _on_gpu(*readable, out)
-        spec = spec_of_call(*partials, as_cupy(out))
-        call = remember(_calls, key, _prepare(spec, *partials, as_cupy(out)))
+        spec = spec_of_call(*both, as_cupy(out))
+        call = remember(_calls, key, _prepare(spec, *both, as_cupy(out)))
     call.apart.check(addresses)
-    like = out_partial
+    empty = empty_like(out_partial)
     if out is None:
-        out = new_array(like, call.out_shape, call.dtype)
-    lse = new_array(like, call.lse_shape, call.lse_dtype)
+        out = empty(call.out_shape, call.dtype)
+    lse = empty(call.lse_shape, call.lse_dtype)
     if call.kernel is not None:
-        out_address, lse_address, _ = addresses
-        params = call.params.with_pointers(out_address, lse_address, out.data.ptr, lse.data.ptr)
-        call.kernel(call.grid, (_THREADS, 1, 1), (params,))
+        partials, lses, _ = addresses
+        arguments = thread_arguments()
+        call.params.pack_into(arguments.memory, 0, partials, lses, out.data.ptr, lse.data.ptr)
+        call.kernel(call.grid, (_THREADS, 1, 1), arguments.pointers[:1])
     return out, lse
 
 

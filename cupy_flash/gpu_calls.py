@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupy_flash.arrays import kind_of
+from cupy_flash.by_value import SLOT, thread_arguments
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.overlap import OverlapCheck
 from cupy_flash.params import PackedParams, PackedSequences
@@ -113,11 +114,9 @@ def loaded_launches(plan: Plan) -> tuple[LoadedLaunch, ...]:
     )
 
 
-def new_array(like: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """An array of the same library as another, in its library's memory."""
-    if like.__class__ is TorchArray:
-        return like.empty(shape, dtype)
-    return cupy_module().ndarray(shape, dtype)
+def empty_like(like: Any) -> Any:
+    """What makes an array of a shape and dtype, of the same library as another array."""
+    return like.empty if like.__class__ is TorchArray else cupy_module().ndarray
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,10 @@ class Attention:
 
     def results(self, like: Any, out: Any | None, return_lse: bool) -> tuple[Any, Any | None]:
         """`out` or a new array, and one for the log-sum-exp if it is asked for."""
+        empty = empty_like(like)
         if out is None:
-            out = new_array(like, self.out_shape, self.dtype)
-        return out, new_array(like, self.lse_shape, self.lse_dtype) if return_lse else None
+            out = empty(self.out_shape, self.dtype)
+        return out, empty(self.lse_shape, self.lse_dtype) if return_lse else None
 
     def launch(
         self,
@@ -205,14 +205,19 @@ class Attention:
         keys
             Length of every cache, where no array says it.
         """
-        lse_address = 0 if lse is None else lse.data.ptr
         q, k, v = inputs
-        params = self.params.with_pointers(q, k, v, out.data.ptr, lse_address, workspace)
+        lse_address = 0 if lse is None else lse.data.ptr
+        by_value = thread_arguments()
+        memory, (params, sequences) = by_value.memory, by_value.pointers
+        self.params.pack_into(memory, 0, q, k, v, out.data.ptr, lse_address, workspace)
         arguments: tuple[Any, ...] = (params,)
         if self.tensor_maps is not None:
-            arguments = (params, self.tensor_maps.at(inputs))
+            # Named until the launches are made: others may push it out of those that are kept.
+            maps = self.tensor_maps.at(inputs)
+            arguments = (params, maps.pointers[0])
         if self.sequences is not None:
-            arguments = (*arguments, self.sequences.with_pointers(*places, counters, keys))
+            self.sequences.pack_into(memory, SLOT, *places, counters, keys)
+            arguments = (*arguments, sequences)
         for kernel, grid, block, shared_memory in self.kernels:
             kernel(grid, block, arguments, shared_memory)
 

@@ -115,7 +115,7 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
     scratch = 0 if memory is None else memory.ptr
     if call.append is not None:
         rotated = 0 if call.rotated_at is None else scratch + call.rotated_at
-        params = call.append.params.with_pointers(
+        call.append.run(
             q=q,
             q_rotated=rotated,
             k=k,
@@ -129,7 +129,6 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
             cos=cos,
             sin=sin,
         )
-        call.append.run(params)
         q = rotated or q
     if call.has_no_keys:
         out.fill(0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.by_value import ByValue
 from cupy_flash.driver import driver_function
 from cupy_flash.errors import DriverError
 
@@ -71,16 +72,15 @@ class TensorMaps:
         self._target = buffer[start : start + size]
         address = self._target.ctypes.data
         self._requests = [_request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs)]
-        self._record = np.dtype([("maps", np.uint64, size // 8)])
         # First word and the rest of each map, in turns.
         self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
         self._parts: list[Any] = []
         self._only_address_changes: bool | None = None
-        self._encoded: dict[tuple[int, ...], np.void] = {}
+        self._encoded: dict[tuple[int, ...], ByValue] = {}
         self._lock = threading.Lock()
 
-    def at(self, addresses: tuple[int, ...]) -> np.void:
-        """The maps, one after another, as a scalar that CuPy passes by value.
+    def at(self, addresses: tuple[int, ...]) -> ByValue:
+        """The maps, one after another.
 
         Parameters
         ----------
@@ -90,7 +90,7 @@ class TensorMaps:
         maps = self._encoded.get(addresses)
         if maps is None:
             with self._lock:
-                maps = np.frombuffer(bytearray(self._encode(addresses)), self._record)[0]
+                maps = ByValue(bytearray(self._encode(addresses)))
                 if len(self._encoded) >= _MAX_SETS:
                     self._encoded.clear()
                 self._encoded[addresses] = maps

@@ -19,8 +19,11 @@ from cupy_flash import (
     launch,
     launch_sequences,
 )
+from cupy_flash.append import APPEND_DTYPE, ENTRY
+from cupy_flash.by_value import SLOT
 from cupy_flash.counters import Shared
 from cupy_flash.device import device_for_arch
+from cupy_flash.params import PARAMS_DTYPE, SEQUENCES_DTYPE
 from cupy_flash.sequence_arrays import CacheArrays, CacheOptions, VarlenArrays, VarlenOptions
 from cupy_flash.tensor_map import TensorMapSpec
 
@@ -78,8 +81,21 @@ class FakeTensorMaps:
     def __init__(self, specs: tuple[TensorMapSpec, ...]) -> None:
         self._specs = specs
 
-    def at(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        return (self._specs, addresses)
+    def at(self, addresses: tuple[int, ...]) -> SimpleNamespace:
+        return SimpleNamespace(pointers=((self._specs, addresses),))
+
+
+class FakeArguments:
+    """Where structs are written for a launch, and what kernels are given for them: their slots."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(2 * SLOT)
+        self.pointers = (0, 1)
+
+    def struct(self, slot: int, entry: str) -> Any:
+        """The struct that lies in a slot as a kernel is launched."""
+        dtype = SEQUENCES_DTYPE if slot else APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
+        return np.frombuffer(bytes(self.memory), dtype, 1, slot * SLOT)[0]
 
 
 class FakeGpu:
@@ -100,6 +116,7 @@ class FakeGpu:
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
         self.counters: list[int] = []
+        self.arguments = FakeArguments()
         self.device = 0
         self._next = _FIRST
 
@@ -129,7 +146,10 @@ class FakeGpu:
     def _kernel(self, entry: str) -> Any:
         def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
             assert min(*grid, *block) > 0
-            self.launches.append((entry, arguments))
+            structs = [
+                self.arguments.struct(x, entry) if isinstance(x, int) else x for x in arguments
+            ]
+            self.launches.append((entry, tuple(structs)))
 
         return launch
 
@@ -156,6 +176,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(gpu_calls, "cupy_module", lambda: fake)
     monkeypatch.setattr(gpu_calls, "TensorMaps", FakeTensorMaps)
     for module in (gpu_calls, append):
+        monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 

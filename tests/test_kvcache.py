@@ -457,7 +457,11 @@ def test_a_jax_cache_is_not_appended_to():
 
     Immutable.__module__ = "jaxlib.xla_extension"
     arguments = good() | {"k_cache": Immutable(good()["k_cache"])}
-    assert_refused(TypeError, "k_cache is a JAX array, which is immutable and cannot be written in place", arguments)
+    assert_refused(
+        TypeError,
+        "k_cache is a JAX array, which is immutable and cannot be written in place",
+        arguments,
+    )
 
 
 @pytest.mark.skipif(gpu_unavailable() is None, reason="there is a GPU")
@@ -550,7 +554,7 @@ def test_the_kernel_that_merges_splits_is_told_the_same(gpu):
     flash_attention_with_kvcache(**on(gpu), num_splits=3, family="mma")
     (first, told), (second, told_again) = gpu.launches
     assert (first, second) == ("attention", "combine")
-    assert told is told_again
+    assert told == told_again
     assert told[0]["num_splits"] == told[1]["num_splits"] == 3
     assert gpu.counters == []
 
@@ -562,7 +566,7 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         flash_attention_with_kvcache(**arguments, family="hopper")
         (_, (new,)), (prepare, told), (attention, told_again) = gpu.launches[-3:]
         assert (prepare, attention) == ("prepare", "attention")
-        assert told is told_again
+        assert told == told_again
         params, (specs, addresses), sequences = told
         caches = [arguments[name].data.ptr for name in ("k_cache", "v_cache")]
         assert addresses == (new["q_rotated"], *caches)

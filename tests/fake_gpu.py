@@ -65,7 +65,9 @@ class FakeArray:
 
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
-        return FakeArray(self.shape, self.dtype, address=self.data.ptr + _APART // 2)
+        # As new memory is, it is aligned.
+        address = self.data.ptr // 512 * 512 + _APART // 2
+        return FakeArray(self.shape, self.dtype, address=address)
 
     def fill(self, value: float) -> None:
         self.filled = value

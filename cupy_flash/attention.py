@@ -58,7 +58,8 @@ def flash_attention(
     causal : bool
         Query i sees only the keys j <= i + q_offset.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim).
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
     q_offset : int, optional
         Position of the first query among the keys, for causal masks. By default seqlen_k -
         seqlen_q: the last query sees every key. 0 aligns the mask at the top left.
@@ -68,7 +69,7 @@ def flash_attention(
         Also return the log-sum-exp of each row's scaled scores.
     out : array, optional
         Where to write the result; same kind, dtype and shape as the result, contiguous last
-        axis, no overlap with the inputs.
+        axis, no overlap with the inputs. Not of JAX, whose arrays are immutable.
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one.
     family : str, optional

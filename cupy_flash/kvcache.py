@@ -103,7 +103,8 @@ def flash_attention_with_kvcache(
         Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
         append: the last query sees every key.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim).
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
     num_splits : int
         Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
         the planner. The CPU backend has no use for it.

@@ -78,7 +78,8 @@ def flash_attention_varlen(
         Each sequence has a mask of its own, aligned bottom right: query i sees the keys j <= i +
         seqlen_k - seqlen_q.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim).
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
     seqused_k : array of int32, shape (batch,), optional
         Number of keys of each sequence, instead of the differences in cu_seqlens_k. Arrays of
         integers may all be lists where q is NumPy's.

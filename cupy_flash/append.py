@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.by_value import thread_arguments
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import Device
 from cupy_flash.errors import UnsupportedError
@@ -288,8 +289,10 @@ class PackedAppend:
         )
         self._q_advances = int(spec.causal)
 
-    def with_pointers(
+    def pack_into(
         self,
+        memory: bytearray,
+        offset: int,
         *,
         q: int,
         q_rotated: int,
@@ -303,11 +306,13 @@ class PackedAppend:
         block_table: int,
         cos: int,
         sin: int,
-    ) -> np.void:
-        """The struct as a scalar that CuPy passes by value.
+    ) -> None:
+        """Write the struct.
 
         Parameters
         ----------
+        memory, offset
+            Where to write it.
         q, k, v, k_cache, v_cache
             Device addresses of arrays as the spec has them.
         q_rotated
@@ -327,18 +332,13 @@ class PackedAppend:
         sq, sk, sv, sk_cache, sv_cache = self._strides
         arrays = (q, *sq, k, *sk, v, *sv, k_cache, *sk_cache, v_cache, *sv_cache)
         pointers = (q_rotated, cache_seqlens, cache_batch_idx, block_table, cos, sin)
-        data = self._struct.pack(*arrays, *pointers, *self._middle, keys, self._q_advances)
-        return np.frombuffer(bytearray(data), APPEND_DTYPE)[0]
+        self._struct.pack_into(
+            memory, offset, *arrays, *pointers, *self._middle, keys, self._q_advances
+        )
 
 
 class Append:
-    """An append that is ready to run on the device it was prepared on.
-
-    Attributes
-    ----------
-    params
-        Makes what `run` takes.
-    """
+    """An append that is ready to run on the device it was prepared on."""
 
     def __init__(
         self,
@@ -347,13 +347,13 @@ class Append:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
     ) -> None:
-        self.params = PackedAppend(spec)
+        self._params = PackedAppend(spec)
         self._kernel = kernel
         self._grid = grid
         self._block = block
 
-    def run(self, params: np.void) -> None:
-        """Enqueue it on the current stream, with what `params` made of the addresses.
+    def run(self, **pointers: int) -> None:
+        """Enqueue it on the current stream, with what `PackedAppend.pack_into` takes.
 
         Notes
         -----
@@ -364,7 +364,9 @@ class Append:
         """
         if self._kernel is None:
             return
-        self._kernel(self._grid, self._block, (params,))
+        arguments = thread_arguments()
+        self._params.pack_into(arguments.memory, 0, **pointers)
+        self._kernel(self._grid, self._block, arguments.pointers[:1])
 
 
 def prepare(spec: AppendSpec, device: Device) -> Append:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
+from cupy_flash.torch_arrays import TorchArray, as_cupy, is_torch_on_gpu
 
 LAYOUTS = ("bshd", "bhsd")
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)
-# Candidates that NumPy looks through to tell whether two arrays overlap; its stubs allow -1 and 0.
-_MAX_OVERLAP_WORK: Any = 100_000
 
 
 def is_cupy(array: Any) -> bool:
@@ -69,11 +68,10 @@ def dtype_name(array: Any) -> str:
     return str(array.dtype.name)
 
 
-def is_readable_in_place(array: Any) -> bool:
-    """Whether kernels can address an array as it lies.
+def has_contiguous_rows(array: Any) -> bool:
+    """Whether the last axis is contiguous, or of length 1, and strides are whole elements.
 
-    They can if its last axis is contiguous, or of length 1, and its strides are whole elements;
-    and if there is nothing to address.
+    Or there is nothing to address.
     """
     if array.ndim == 0 or array.size == 0:
         return True
@@ -82,40 +80,51 @@ def is_readable_in_place(array: Any) -> bool:
     return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
 
 
+def is_aligned(array: Any) -> bool:
+    """Whether elements lie at multiples of their size, as loads on a GPU need them."""
+    return array.size == 0 or address_of(array) % array.itemsize == 0
+
+
+def is_readable_in_place(array: Any) -> bool:
+    """Whether kernels can address an array as it lies."""
+    return has_contiguous_rows(array) and is_aligned(array)
+
+
 def readable_in_place(array: Any) -> Any:
     """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
-    return array if is_readable_in_place(array) else array.copy(order="C")
+    if is_readable_in_place(array):
+        return array
+    array = as_cupy(array)
+    return array.copy(order="C") if is_aligned(array) else _copied_as_bytes(array)
+
+
+def require_in_place(name: str, array: Any, why: str = "") -> None:
+    """Raise ValueError unless an array that is no mere input can be addressed as it lies.
+
+    NumPy reads and writes at any address.
+    """
+    if not has_contiguous_rows(array):
+        raise ValueError(
+            f"{name} has strides {array.strides}; expected a contiguous last axis{why}"
+        )
+    if not isinstance(array, np.ndarray) and not is_aligned(array):
+        raise ValueError(
+            f"{name} lies at address {address_of(array):#x}; expected a multiple of "
+            f"{array.itemsize}, the size of a {dtype_name(array)}{why}"
+        )
+
+
+def _copied_as_bytes(array: Any) -> Any:
+    """A contiguous copy of a CuPy array whose elements no load can take whole."""
+    ndarray = array_module(array).ndarray
+    shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
+    copy = ndarray(shape, "uint8", array.data, strides).copy(order="C")
+    return ndarray(array.shape, array.dtype, copy.data)
 
 
 def address_of(array: Any) -> int:
     """Address of the first element of a NumPy or CuPy array."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-def overlap(a: Any, b: Any) -> bool:
-    """Whether two NumPy or CuPy arrays share an element, from addresses alone.
-
-    NumPy decides it on stand-ins that carry the addresses and are never dereferenced; a case too
-    hard for its bounded search counts as an overlap.
-    """
-    first, second = np.asarray(_StandIn(a)), np.asarray(_StandIn(b))
-    if not np.may_share_memory(first, second):
-        return False
-    try:
-        return np.shares_memory(first, second, max_work=_MAX_OVERLAP_WORK)
-    except np.exceptions.TooHardError:
-        return True
-
-
-class _StandIn:
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.itemsize}",
-            "data": (address_of(array), False),
-            "version": 3,
-        }
 
 
 def spec_of(array: Any, address: int) -> ArraySpec:
@@ -156,14 +165,25 @@ def normalize(name: str, array: Any) -> Any:
     Returns
     -------
     array
-        NumPy for host memory, CuPy for device memory. Device memory of another library is
-        ordered after its producer's current stream.
+        NumPy for host memory, CuPy for device memory, or a `TorchArray`, which launches take as
+        they take CuPy's. Device memory of another library is ordered after its producer's current
+        stream.
 
     Raises
     ------
     TypeError
         For anything else.
     """
+    if is_torch_on_gpu(array):
+        try:
+            return TorchArray(array).behind_its_stream()
+        except ImportError as error:
+            raise _needs_cupy(name) from error
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
+            f"{name}.data"
+        )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
     if not hasattr(array, "__dlpack_device__"):
@@ -178,6 +198,27 @@ def normalize(name: str, array: Any) -> Any:
     raise TypeError(
         f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
     )
+
+
+def normalize_out(name: str, array: Any) -> Any:
+    """`normalize` of an array that is written.
+
+    Raises
+    ------
+    TypeError
+        Also for arrays of JAX, which are immutable.
+    """
+    require_mutable(name, array)
+    return normalize(name, array)
+
+
+def require_mutable(name: str, array: Any) -> None:
+    """Raise TypeError for an array of JAX."""
+    if _root_module(array) in ("jax", "jaxlib"):
+        raise TypeError(
+            f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
+            "CuPy array over a copy of it"
+        )
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
@@ -246,14 +287,18 @@ def _device_array(name: str, array: Any) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise TypeError(
-            f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' "
-            "or [cuda12]"
-        ) from error
+        raise _needs_cupy(name) from error
     try:
         return cupy.from_dlpack(array)
     except (TypeError, BufferError) as error:
         raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
+
+
+def _needs_cupy(name: str) -> TypeError:
+    return TypeError(
+        f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
+        "[cuda12]"
+    )
 
 
 def _host_array(name: str, array: Any) -> np.ndarray:
@@ -296,7 +341,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
         return _identity
     root = _root_module(array)
     if root == "torch":
-        return _to_torch
+        return to_torch
     if root in ("jax", "jaxlib"):
         return _to_jax
     namespace = getattr(array, "__array_namespace__", None)
@@ -307,7 +352,10 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     )
 
 
-def _to_torch(result: Any) -> Any:
+def to_torch(result: Any) -> Any:
+    """A result as a tensor, whose current stream then waits for it; see `way_back`."""
+    if isinstance(result, TorchArray):
+        return result.before_its_stream().tensor
     torch = _torch()
     if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
         return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import arrays
+from cupy_flash.by_value import thread_arguments
 from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.base import TranslationUnit, ceil_div, config_struct, source_digest
-from cupy_flash.gpu_calls import array_key, cupy_module, require_device
+from cupy_flash.gpu_calls import cupy_module, empty_like, facts_of, remember, require_device
+from cupy_flash.overlap import OverlapCheck, require_apart
 from cupy_flash.params import TENSOR_DTYPE, assertions, struct_format
 from cupy_flash.problem import (
     ITEMSIZE,
@@ -23,6 +25,7 @@ from cupy_flash.problem import (
     Strides,
     check_no_self_overlap,
 )
+from cupy_flash.torch_arrays import as_cupy
 
 SOURCE = "combine.cu"
 ENTRY = "combine_partials"
@@ -44,8 +47,7 @@ COMBINE_DTYPE = np.dtype(
 )
 
 _THREADS = 128
-# Calls kept for reuse, as in launch.py.
-_MAX_CALLS = 4096
+_NAMES = ("out_partial", "lse_partial", "out")
 
 
 def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tuple[Any, Any]:
@@ -105,7 +107,7 @@ def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tu
     out_partial = arrays.normalize("out_partial", out_partial)
     convert = arrays.way_back("out_partial", given)
     lse_partial = arrays.normalize("lse_partial", lse_partial)
-    target = None if out is None else arrays.normalize("out", out)
+    target = None if out is None else arrays.normalize_out("out", out)
     on_host = isinstance(out_partial, np.ndarray)
     for name, array in (("lse_partial", lse_partial), ("out", target)):
         if array is not None and isinstance(array, np.ndarray) != on_host:
@@ -189,13 +191,16 @@ class PackedCombine:
         self._struct = struct.Struct("=" + struct_format(COMBINE_DTYPE))
         self._spec = spec
 
-    def with_pointers(self, out_partial: int, lse_partial: int, out: int, lse: int) -> np.void:
-        """The struct for these device addresses, as a scalar that CuPy passes by value."""
+    def pack_into(
+        self, memory: bytearray, offset: int, out_partial: int, lse_partial: int, out: int, lse: int
+    ) -> None:
+        """Write the struct for these device addresses."""
         spec = self._spec
         tensors = (out_partial, *spec.partial_strides, out, *spec.out_strides)
         sizes = (spec.num_splits, spec.batch, spec.seqlen_q, spec.heads_q, spec.head_dim_v)
-        data = self._struct.pack(*tensors, spec.split_stride, lse_partial, lse, *sizes)
-        return np.frombuffer(bytearray(data), COMBINE_DTYPE)[0]
+        self._struct.pack_into(
+            memory, offset, *tensors, spec.split_stride, lse_partial, lse, *sizes
+        )
 
 
 def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> CombineSpec:
@@ -265,14 +270,7 @@ def _check_out(out: Any, out_partial: Any) -> None:
             f"out has dtype {out.dtype}; expected {out_partial.dtype}, as out_partial has"
         )
     arrays.require_shape("out", out, tuple(out_partial.shape[1:]), "that of one split")
-    if not arrays.is_readable_in_place(out):
-        raise ValueError(f"out has strides {out.strides}; expected a contiguous last axis")
-
-
-def _require_apart(out: Any, out_partial: Any, lse_partial: Any) -> None:
-    for name, array in (("out_partial", out_partial), ("lse_partial", lse_partial)):
-        if arrays.overlap(out, array):
-            raise ValueError(f"out overlaps {name}; pass memory of its own")
+    arrays.require_in_place("out", out)
 
 
 def _on_host(
@@ -284,7 +282,7 @@ def _on_host(
     if out is None:
         out = np.empty(out_partial.shape[1:], out_partial.dtype)
     else:
-        _require_apart(out, out_partial, lse_partial)
+        require_apart(_NAMES, (out_partial, lse_partial, out), ("out",))
     with np.errstate(all="ignore"):
         largest = lse_partial.max(axis=0)
         # As in combine.cu: of no use where it is infinite.
@@ -310,6 +308,9 @@ class _Call:
 
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    dtype: np.dtype
+    lse_dtype: np.dtype
+    apart: OverlapCheck
     params: PackedCombine
     kernel: Any | None
     grid: tuple[int, int, int]
@@ -319,44 +320,54 @@ _calls: dict[tuple[Any, ...], _Call] = {}
 
 
 def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, Any]:
-    cupy = cupy_module()
-    device_id = cupy.cuda.runtime.getDevice()
-    out_key = None if out is None else array_key(out)
-    key = (device_id, array_key(out_partial), array_key(lse_partial), out_key)
+    device_id = cupy_module().cuda.runtime.getDevice()
+    facts, addresses = facts_of((out_partial, lse_partial, out))
+    key = (device_id, facts)
     call = _calls.get(key)
     if call is None:
         require_device(device_id, out_partial=out_partial, lse_partial=lse_partial, out=out)
-        _check(out_partial, lse_partial)
-        if not (arrays.is_readable_in_place(out_partial) and lse_partial.flags.c_contiguous):
-            out_partial = arrays.readable_in_place(out_partial)
-            return _on_gpu(out_partial, cupy.ascontiguousarray(lse_partial), out)
-        call = _prepare(spec_of_call(out_partial, lse_partial, out), out_partial, lse_partial)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
+        both = as_cupy(out_partial), as_cupy(lse_partial)
+        _check(*both)
+        readable = arrays.readable_in_place(out_partial), _contiguous(lse_partial)
+        if readable[0] is not out_partial or readable[1] is not lse_partial:
+            return _on_gpu(*readable, out)
+        spec = spec_of_call(*both, as_cupy(out))
+        call = remember(_calls, key, _prepare(spec, *both, as_cupy(out)))
+    call.apart.check(addresses)
+    empty = empty_like(out_partial)
     if out is None:
-        out = cupy.ndarray(call.out_shape, out_partial.dtype)
-    else:
-        _require_apart(out, out_partial, lse_partial)
-    lse = cupy.ndarray(call.lse_shape, lse_partial.dtype)
+        out = empty(call.out_shape, call.dtype)
+    lse = empty(call.lse_shape, call.lse_dtype)
     if call.kernel is not None:
-        params = call.params.with_pointers(
-            out_partial.data.ptr, lse_partial.data.ptr, out.data.ptr, lse.data.ptr
-        )
-        call.kernel(call.grid, (_THREADS, 1, 1), (params,))
+        partials, lses, _ = addresses
+        arguments = thread_arguments()
+        call.params.pack_into(arguments.memory, 0, partials, lses, out.data.ptr, lse.data.ptr)
+        call.kernel(call.grid, (_THREADS, 1, 1), arguments.pointers[:1])
     return out, lse
 
 
-def _prepare(spec: CombineSpec, out_partial: Any, lse_partial: Any) -> _Call:
+def _contiguous(lse_partial: Any) -> Any:
+    """The array itself where kernels can read it as C-contiguous, else a copy."""
+    array = as_cupy(lse_partial)
+    if array.flags.c_contiguous and arrays.is_aligned(array):
+        return lse_partial
+    return cupy_module().ascontiguousarray(arrays.readable_in_place(array))
+
+
+def _prepare(spec: CombineSpec, out_partial: Any, lse_partial: Any, out: Any | None) -> _Call:
     device = device_for_id(cupy_module().cuda.runtime.getDevice())
     if device.arch < 75:
         raise UnsupportedError(f"combine needs sm_75 or later, and {device.name} is {device.sm}")
+    apart = OverlapCheck(_NAMES, (out_partial, lse_partial, out), ("out",))
     kernel = None
     if spec.rows:
         kernel = kernel_cache.get(combine_unit(spec), {ENTRY: 0})[ENTRY]
     return _Call(
         out_shape=out_partial.shape[1:],
         lse_shape=lse_partial.shape[1:],
+        dtype=out_partial.dtype,
+        lse_dtype=lse_partial.dtype,
+        apart=apart,
         params=PackedCombine(spec),
         kernel=kernel,
         grid=(ceil_div(spec.rows, _THREADS // spec.lanes), 1, 1),

@@ -1,17 +1,26 @@
-"""Zeroed words of device memory that kernels count arrivals in.
+"""What the launches of one stream share: zeroed words to count arrivals in, and its pool's memory.
 
 Kernels leave their counters zero, so that one block serves all launches of a stream: they run one
 after another. What is captured in a graph may run beside anything later on, and gets words of its
 own for good; a capture may not be able to allocate, so these come from a reserve that calls outside
 of captures keep filled.
+
+A stream that is destroyed while its kernels run gives its handle to a new one. CUDA also numbers
+streams, and no two alike, so that this shows; and each launch is followed by an event, which the
+new stream then waits for. So it takes over the block, as it takes over what CuPy's pool keeps for
+the handle, and there are no more blocks than there were streams at a time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
+
+from cupy_flash.driver import driver_function
+from cupy_flash.errors import DriverError
 
 # Words of the smallest block, 4 KiB; of the smallest reserve, 1 MiB; and the most that is kept
 # ready for captures, 8 MiB.
@@ -23,8 +32,8 @@ _READY_CALLS = 128
 # Captured calls do not share a cache line.
 _LINE_WORDS = 32
 _WORD = 4
-# CUDA's handles of the two default streams: one that cannot be captured, and one that is another
-# stream in each thread (driver API, "Stream synchronization behavior").
+# CUDA's handles of the two default streams: one that cannot be captured or destroyed, and one that
+# is another stream in each thread (driver API, "Stream synchronization behavior").
 _LEGACY_STREAMS = (0, 1)
 _PER_THREAD_STREAM = 2
 
@@ -43,28 +52,89 @@ class _Zeros:
         return address
 
 
-# By device and stream. A block that was outgrown stays, as kernels may still count in it.
-_blocks: dict[tuple[Any, ...], _Zeros] = {}
+class Shared:
+    """What launches that run one after another share; also of a launch that shares nothing.
+
+    Attributes
+    ----------
+    address
+        Of zeroed words on the current device.
+    """
+
+    def __init__(self, address: int = 0) -> None:
+        self.address = address
+
+    def launched(self) -> None:
+        """To be called when the kernels that use it are enqueued."""
+
+
+class _Queue(Shared):
+    """The launches of a stream, or of those that had its handle one after another."""
+
+    def __init__(self, stream: int) -> None:
+        super().__init__()
+        self.words = 0
+        self._stream = stream
+        self._id = _stream_id(stream)
+        # CUDA takes one that was never recorded for one that has happened.
+        self.event = _cuda().Event(disable_timing=True)
+
+    def check_stream(self) -> None:
+        """Have a new stream of the same handle wait for what the last one may still run."""
+        number = _stream_id(self._stream)
+        if number != self._id:
+            self.wait(self._stream)
+            self._id = number
+
+    def wait(self, stream: int) -> None:
+        _cuda().runtime.streamWaitEvent(stream, self.event.ptr)
+
+    def launched(self) -> None:
+        _cuda().runtime.eventRecord(self.event.ptr, self._stream)
+
+
+class _LegacyQueue(Shared):
+    """The launches of the legacy default stream, which is never destroyed."""
+
+    words = 0
+
+
+# By device and handle.
+_queues: dict[tuple[int, int], Any] = {}
+# By device, of threads that ended.
+_ended: dict[int, list[_Queue]] = {}
 _reserves: dict[int, _Zeros] = {}
+# A block that was outgrown stays, as kernels may still count in it.
 _kept: list[Any] = []
 _lock = threading.Lock()
 _thread = threading.local()
 
 
-def zeroed(count: int) -> int:
-    """Address of `count` 32-bit zeros that no other running kernel counts in.
+class _ThreadQueues(dict[int, _Queue]):
+    """By device, those of a thread's default stream, which ends with the thread."""
+
+    # A default, since at the end of the process the module may be gone.
+    def __del__(self, ended: dict[int, list[_Queue]] = _ended) -> None:
+        for device, queue in self.items():
+            ended.setdefault(device, []).append(queue)
+
+
+def shared(count: int) -> Shared:
+    """What a launch on the current stream shares with those before it, with `count` zeros in it.
+
+    To be called before memory of CuPy's pool is used, which launches of a stream share as well.
 
     Parameters
     ----------
     count
-        Words needed, at least 1.
+        32-bit words needed, that no other running kernel counts in; may be 0.
 
     Returns
     -------
-    address
-        On the current device, for the kernel that is launched next on the current stream. It
-        leaves them zero. Where the stream is being captured, the words belong to that launch for
-        the life of the process.
+    Shared
+        On the current device, for the kernels that are launched next on the current stream. They
+        leave the words zero, and `Shared.launched` is to be called behind them. Where the stream is
+        being captured, the words belong to that launch for the life of the process.
 
     Raises
     ------
@@ -75,18 +145,26 @@ def zeroed(count: int) -> int:
     cuda = _cuda()
     device = cuda.runtime.getDevice()
     stream = cuda.get_current_stream().ptr
-    if stream not in _LEGACY_STREAMS and cuda.runtime.streamIsCapturing(stream):
-        return _captured(device, count)
-    key: tuple[Any, ...] = (device, stream)
-    if stream == _PER_THREAD_STREAM:
-        key = (device, stream, _this_thread())
-    block = _blocks.get(key)
-    if block is None or block.words < count:
-        block = _grow(key, count)
-    reserve = _reserves.get(device)
-    if reserve is None or reserve.words - reserve.used < _ready(count):
-        _refill(device, count)
-    return int(block.memory.ptr)
+    if stream in _LEGACY_STREAMS:
+        queue = _queues.get((device, stream)) or _queues.setdefault(
+            (device, stream), _LegacyQueue()
+        )
+    elif cuda.runtime.streamIsCapturing(stream):
+        return Shared(_captured(device, count) if count else 0)
+    elif stream == _PER_THREAD_STREAM:
+        queue = _queue_of_thread(device)
+    else:
+        queue = _queues.get((device, stream))
+        if queue is None:
+            queue = _queues.setdefault((device, stream), _Queue(stream))
+        queue.check_stream()
+    if count:
+        if queue.words < count:
+            _grow(queue, count)
+        reserve = _reserves.get(device)
+        if reserve is None or reserve.words - reserve.used < _ready(count):
+            _refill(device, count)
+    return queue
 
 
 @functools.cache
@@ -96,22 +174,43 @@ def _cuda() -> Any:
     return cupy.cuda
 
 
-def _this_thread() -> object:
-    """A key of the thread that no later one has, as a thread's number may be given again."""
+def _stream_id(stream: int) -> int:
+    """CUDA's number of a stream, which no other one has in the life of the process."""
+    number = ctypes.c_ulonglong()
+    if status := driver_function("cuStreamGetId")(ctypes.c_void_p(stream), ctypes.byref(number)):
+        raise DriverError(f"cuStreamGetId failed with CUresult {status}")
+    return number.value
+
+
+def _queue_of_thread(device: int) -> _Queue:
     try:
-        return _thread.token
+        queues = _thread.queues
     except AttributeError:
-        _thread.token = object()
-        return _thread.token
+        queues = _thread.queues = _ThreadQueues()
+    queue = queues.get(device)
+    if queue is None:
+        queue = queues[device] = _next_queue(device)
+    return queue
 
 
-def _grow(key: tuple[Any, ...], count: int) -> _Zeros:
+def _next_queue(device: int) -> _Queue:
+    """Of a thread that is new to the device: one that ended has left, or a new one."""
+    ended = _ended.get(device, [])
+    # All of them, as CuPy's pool does not say whose memory this thread is given.
+    for queue in list(ended):
+        queue.wait(_PER_THREAD_STREAM)
+    try:
+        return ended.pop()
+    except IndexError:
+        return _Queue(_PER_THREAD_STREAM)
+
+
+def _grow(queue: Any, count: int) -> None:
     with _lock:
-        block = _blocks.get(key)
-        if block is None or block.words < count:
-            words = max(_BLOCK_WORDS, count, 2 * block.words if block else 0)
-            block = _blocks[key] = _zeros(words)
-    return block
+        if queue.words < count:
+            words = max(_BLOCK_WORDS, count, 2 * queue.words)
+            queue.address = int(_zeros(words).memory.ptr)
+            queue.words = words
 
 
 def _ready(count: int) -> int:

@@ -6,13 +6,11 @@ import sys
 
 import numpy as np
 
-from cupy_flash.arrays import address_of
 from cupy_flash.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.device import device_for_id
 from cupy_flash.planner import is_served
 from cupy_flash.problem import Problem
 from cupy_flash.sequence_arrays import (
-    Apart,
     CacheArrays,
     CacheOptions,
     VarlenArrays,
@@ -53,9 +51,3 @@ def require_writable(name: str, array: np.ndarray) -> None:
     """Raise ValueError for a read-only array."""
     if not array.flags.writeable:
         raise ValueError(f"{name} is read-only; pass an array that can be written")
-
-
-def require_apart(arrays: VarlenArrays | CacheArrays, written: tuple[str, ...]) -> None:
-    """Raise ValueError if an array that is written overlaps another, for NumPy arrays."""
-    addresses = [0 if array is None else address_of(array) for array in arrays]
-    Apart(arrays, written).check(arrays, addresses)

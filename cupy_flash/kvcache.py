@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 from cupy_flash import cpu, cpu_sequences, launch_sequences
+from cupy_flash.arrays import require_mutable
 from cupy_flash.backends import require_backend, require_gpu_backend
 from cupy_flash.device import device_for_id
 from cupy_flash.host_calls import (
     all_cupy,
     new_lse,
     requested_tile,
-    require_apart,
     require_writable,
     runs_on_gpu,
 )
+from cupy_flash.options import plain_options
+from cupy_flash.overlap import require_apart
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import Problem
 from cupy_flash.sequence_arrays import (
@@ -101,7 +103,8 @@ def flash_attention_with_kvcache(
         Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
         append: the last query sees every key.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim).
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
     num_splits : int
         Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
         the planner. The CPU backend has no use for it.
@@ -181,15 +184,17 @@ def flash_attention_with_kvcache(
     >>> out.shape, float(k_cache[0, 5, 0, 0])
     ((1, 1, 2, 8), 1.0)
     """
-    options = CacheOptions(
-        causal,
-        softmax_scale,
-        return_lse,
-        num_splits,
-        batch_invariant,
-        family,
-        freeze_tile(tile),
-        rotary_interleaved,
+    options = plain_options(
+        CacheOptions(
+            causal,
+            softmax_scale,
+            return_lse,
+            num_splits,
+            batch_invariant,
+            family,
+            freeze_tile(tile),
+            rotary_interleaved,
+        )
     )
     keys = 0
     lengths = cache_seqlens
@@ -218,7 +223,8 @@ def flash_attention_with_kvcache(
         raise _no_lengths(lengths)
     require_backend(backend)
     if k is not None:
-        _require_mutable(k_cache, v_cache)
+        require_mutable("k_cache", k_cache)
+        require_mutable("v_cache", v_cache)
     arrays, convert = normalized(arrays)
     if isinstance(arrays.q, np.ndarray):
         result, lse = _from_host(arrays, keys, options, backend)
@@ -235,15 +241,6 @@ def _no_lengths(cache_seqlens: Any) -> TypeError:
         f"cache_seqlens is {cache_seqlens!r}; expected an integer or an int32 array of shape "
         "(batch,)"
     )
-
-
-def _require_mutable(k_cache: Any, v_cache: Any) -> None:
-    for name, array in zip(CACHES, (k_cache, v_cache), strict=True):
-        if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):
-            raise TypeError(
-                f"{name} is a JAX array, which cannot be appended to in place; pass a CuPy array "
-                "over a copy of it"
-            )
 
 
 def _from_host(
@@ -266,7 +263,7 @@ def _from_host(
     if appends:
         require_writable("k_cache", arrays.k_cache)
         require_writable("v_cache", arrays.v_cache)
-    require_apart(arrays, (*CACHES, "out") if appends else ("out",))
+    require_apart(arrays._fields, arrays, (*CACHES, "out") if appends else ("out",))
     # Nothing may be refused once the cache is written.
     on_gpu = runs_on_gpu(problem, options, backend)
     tile = None if on_gpu else requested_tile(problem, options)

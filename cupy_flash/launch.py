@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupy_flash import tuning
@@ -10,42 +9,28 @@ from cupy_flash.arrays import (
     address_of,
     dtype_name,
     is_readable_in_place,
-    kind_of,
-    overlap,
     readable_in_place,
     require_4d,
     require_float,
+    require_in_place,
+    require_layout,
     spec_of,
     to_bshd,
 )
-from cupy_flash.counters import zeroed
+from cupy_flash.counters import shared
 from cupy_flash.device import device_for_id
-from cupy_flash.gpu_calls import (
-    LoadedLaunch,
-    array_key,
-    cupy_module,
-    loaded_launches,
-    require_device,
-)
-from cupy_flash.params import PackedParams, PackedSequences
+from cupy_flash.gpu_calls import Attention, cupy_module, facts_of, remember, require_device
+from cupy_flash.overlap import OverlapCheck
 from cupy_flash.planner import make_plan
-from cupy_flash.problem import (
-    MAX_ALIGNMENT,
-    ArraySpec,
-    Problem,
-    check_bool,
-    contiguous_strides,
-    make_problem,
-)
-from cupy_flash.tensor_map import TensorMaps
+from cupy_flash.problem import ArraySpec, Problem, check_bool, contiguous_strides, make_problem
 from cupy_flash.tile import FrozenTile
+from cupy_flash.torch_arrays import as_cupy
 
-# Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
-_MAX_CALLS = 4096
+_NAMES = ("q", "k", "v", "out")
 
 
 class Options(NamedTuple):
-    """What a call asks for besides its arrays; hashable, as part of the call's key."""
+    """What a call asks for besides its arrays; plain values, as part of the call's key."""
 
     causal: bool = False
     softmax_scale: float | None = None
@@ -56,22 +41,7 @@ class Options(NamedTuple):
     tile: FrozenTile = None
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Everything about a call that does not change while its key stays the same."""
-
-    workspace: int
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, int, int]
-    lse_dtype: str
-    params: PackedParams
-    tensor_maps: TensorMaps | None
-    sequences: PackedSequences | None
-    counters: int
-    kernels: tuple[LoadedLaunch, ...]
-
-
-_calls: dict[tuple[Any, ...], _Call] = {}
+_calls: dict[tuple[Any, ...], Attention] = {}
 
 
 def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[Any, Any | None]:
@@ -84,111 +54,72 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     out
         Where to write, or None for a new array.
     options
-        The rest of the call.
+        The rest of the call, see `plain_options`.
 
     Returns
     -------
     out, lse
         lse is None unless asked for.
     """
-    cupy = cupy_module()
-    device_id = cupy.cuda.runtime.getDevice()
-    q_data, k_data, v_data = q.data, k.data, v.data
-    q_address, k_address, v_address = q_data.ptr, k_data.ptr, v_data.ptr
-    q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
-    # Everything that the plan and the checks depend on. dtype.num, not dtype: hashing a dtype takes
-    # a microsecond.
-    key = (
-        device_id,
-        q_data.device_id,
-        k_data.device_id,
-        v_data.device_id,
-        q.shape,
-        q.strides,
-        k.shape,
-        k.strides,
-        v.shape,
-        v.strides,
-        q_dtype.num,
-        k_dtype.num,
-        v_dtype.num,
-        # Of both byte orders there is one number.
-        q_dtype.isnative and k_dtype.isnative and v_dtype.isnative,
-        (q_address | k_address | v_address) & (MAX_ALIGNMENT - 1),
-        options,
-        # 1 and True are one key, and only one of them is a right value.
-        options.causal.__class__,
-        options.softmax_scale.__class__,
-        options.q_offset.__class__,
-        options.return_lse.__class__,
-        None if out is None else array_key(out),
-        tuning.generation(),
-    )
-    try:
-        call = _calls.get(key)
-    except TypeError:
-        # An option of a kind that cannot be part of a key: the checks say which, and what to pass.
-        problem = problem_of(q, k, v, out, options)
-        if options.family is not None and not isinstance(options.family, str):
-            raise TypeError(f"family is {kind_of(options.family)}; expected a name") from None
-        # A scale that is an array of one number.
-        return forward(q, k, v, out, options._replace(softmax_scale=problem.softmax_scale))
+    device_id = cupy_module().cuda.runtime.getDevice()
+    facts, addresses = facts_of((q, k, v, out))
+    # Everything that the plan and the checks depend on.
+    key = (device_id, facts, options, tuning.generation())
+    call = _calls.get(key)
     if call is None:
         require_device(device_id, q=q, k=k, v=v, out=out)
         if not all(map(is_readable_in_place, (q, k, v))):
             q, k, v = map(readable_in_place, (q, k, v))
             return forward(q, k, v, out, options)
-        call = _prepare(q, k, v, out, options, device_id)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
+        prepared = _prepare(*map(as_cupy, (q, k, v, out)), options=options, device_id=device_id)
+        call = remember(_calls, key, prepared)
+    return _run(call, addresses, q, out, options)
 
-    if out is None:
-        out = cupy.ndarray(call.out_shape, q.dtype)
-    else:
-        _require_apart(out, q, k, v)
-    lse = cupy.ndarray(call.lse_shape, call.lse_dtype) if options.return_lse else None
+
+def forward_packed(qkv: Any, out: Any | None, options: Options) -> tuple[Any, Any | None]:
+    """`forward` of the parts of a CuPy array (batch, seqlen, 3, heads, head_dim)."""
+    device_id = cupy_module().cuda.runtime.getDevice()
+    # Slices would take 3 us each.
+    facts, (q_address, out_address) = facts_of((qkv, out))
+    key = (device_id, facts, options, tuning.generation())
+    call = _calls.get(key)
+    if call is None:
+        require_device(device_id, qkv=qkv, out=out)
+        if not is_readable_in_place(qkv):
+            return forward_packed(readable_in_place(qkv), out, options)
+        packed = as_cupy(qkv)
+        q, k, v = (packed[:, :, i] for i in range(3))
+        prepared = _prepare(q, k, v, as_cupy(out), options=options, device_id=device_id)
+        call = remember(_calls, key, prepared)
+    step = qkv.strides[2]
+    addresses = (q_address, q_address + step, q_address + 2 * step, out_address)
+    return _run(call, addresses, qkv, out, options)
+
+
+def _run(
+    call: Attention, addresses: tuple[int, ...], like: Any, out: Any | None, options: Options
+) -> tuple[Any, Any | None]:
+    call.apart.check(addresses)
+    out, lse = call.results(like, out, options.return_lse)
     if call.kernels:
-        workspace = cupy.cuda.alloc(call.workspace) if call.workspace else None
-        params = call.params.with_pointers(
-            q_address,
-            k_address,
-            v_address,
-            out.data.ptr,
-            0 if lse is None else lse.data.ptr,
-            0 if workspace is None else workspace.ptr,
-        )
-        # A kernel is given only what it has parameters for.
-        arguments: tuple[Any, ...] = (params,)
-        if call.tensor_maps is not None:
-            arguments = (params, call.tensor_maps.at((q_address, k_address, v_address)))
-        elif call.sequences is not None:
-            counters = zeroed(call.counters) if call.counters else 0
-            arguments = (params, call.sequences.with_pointers(0, 0, 0, 0, 0, counters, 0))
-        for kernel, grid, block, shared_memory in call.kernels:
-            kernel(grid, block, arguments, shared_memory)
+        stream = shared(call.counters) if call.counters or call.workspace else None
+        # Named until the launches are made: then the pool may hand it on, to what runs later.
+        memory = cupy_module().cuda.alloc(call.workspace) if call.workspace else None
+        workspace = 0 if memory is None else memory.ptr
+        call.launch(addresses[:3], out, lse, workspace, 0 if stream is None else stream.address)
+        if stream is not None:
+            stream.launched()
     return out, lse
 
 
-def _prepare(q: Any, k: Any, v: Any, out: Any | None, options: Options, device_id: int) -> _Call:
+def _prepare(
+    q: Any, k: Any, v: Any, out: Any | None, *, options: Options, device_id: int
+) -> Attention:
     problem = problem_of(q, k, v, out, options)
-    device = device_for_id(device_id)
-    plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    return _Call(
-        workspace=plan.workspace,
-        out_shape=out_shape(q, v),
-        lse_shape=(problem.batch, problem.heads_q, problem.seqlen_q),
-        lse_dtype="float64" if problem.dtype == "float64" else "float32",
-        params=PackedParams(
-            problem,
-            num_splits=plan.num_splits,
-            section_heads=plan.section_heads,
-        ),
-        tensor_maps=TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
-        sequences=PackedSequences(problem) if plan.takes_sequences else None,
-        counters=plan.counters,
-        kernels=loaded_launches(plan),
-    )
+    plan = make_plan(problem, device_for_id(device_id), family=options.family, tile=options.tile)
+    lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
+    apart = OverlapCheck(_NAMES, (q, k, v, out), ("out",))
+    return Attention.of(plan, q.dtype, out_shape(q, v), lse_shape, apart)
 
 
 def problem_of(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Problem:
@@ -199,13 +130,14 @@ def problem_of(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Pro
     TypeError, ValueError
         For what no kernel computes; the message names the argument.
     """
+    require_layout(options.layout)
     check_bool("return_lse", options.return_lse)
     arrays = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
     for name, array in arrays.items():
         require_4d(name, array)
         require_float(name, array)
-    if out is not None and not is_readable_in_place(out):
-        raise ValueError(f"out has strides {out.strides}; expected a contiguous last axis")
+    if out is not None:
+        require_in_place("out", out)
     specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
     if out is None:
         shape = out_shape(q, v)
@@ -227,9 +159,3 @@ def problem_of(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Pro
 def out_shape(q: Any, v: Any) -> tuple[int, int, int, int]:
     """Shape of the output, in the layout of the inputs."""
     return (*q.shape[:3], v.shape[3])
-
-
-def _require_apart(out: Any, *inputs: Any) -> None:
-    for name, array in zip("qkv", inputs, strict=True):
-        if overlap(out, array):
-            raise ValueError(f"out overlaps {name}; pass memory of its own")

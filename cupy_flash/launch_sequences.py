@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash import append, tuning
-from cupy_flash.arrays import address_of, dtype_name, kind_of, readable_in_place, spec_of
-from cupy_flash.counters import zeroed
+from cupy_flash.arrays import address_of, dtype_name, readable_in_place, spec_of
+from cupy_flash.counters import shared
 from cupy_flash.device import Device, device_for_id
-from cupy_flash.gpu_calls import LoadedLaunch, cupy_module, loaded_launches, require_device
-from cupy_flash.params import PackedParams, PackedSequences
+from cupy_flash.gpu_calls import (
+    Attention,
+    cupy_module,
+    facts_of,
+    remember,
+    require_device,
+    require_given,
+)
+from cupy_flash.overlap import OverlapCheck
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import MAX_ALIGNMENT, Problem
 from cupy_flash.sequence_arrays import (
     CACHES,
-    Apart,
     CacheArrays,
     CacheOptions,
     LengthLimit,
@@ -28,10 +34,8 @@ from cupy_flash.sequence_arrays import (
     require_length,
     varlen_problem,
 )
-from cupy_flash.tensor_map import TensorMaps
+from cupy_flash.torch_arrays import as_cupy
 
-# Calls kept for reuse, as in `launch`.
-_MAX_CALLS = 4096
 # Where rotated queries begin behind the workspace: as a new allocation would.
 _SCRATCH_ALIGNMENT = 512
 
@@ -40,15 +44,7 @@ _SCRATCH_ALIGNMENT = 512
 class _Call:
     """Everything about a call that does not change while its key stays the same."""
 
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    lse_dtype: str
-    apart: Apart
-    params: PackedParams
-    tensor_maps: TensorMaps | None
-    sequences: PackedSequences
-    counters: int
-    kernels: tuple[LoadedLaunch, ...]
+    attention: Attention
     # The plan's workspace, and behind it the rotated queries, if there are any.
     scratch: int
     rotated_at: int | None = None
@@ -70,24 +66,26 @@ def varlen(arrays: VarlenArrays, options: VarlenOptions) -> tuple[Any, Any | Non
     out, lse
         lse is None unless asked for.
     """
-    call, arrays = _find(arrays, options, varlen_problem, _prepare_varlen)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out = addresses = [
-        0 if array is None else array.data.ptr for array in arrays
-    ]
-    call.apart.check(arrays, addresses)
-    result, lse = _results(call, arrays, options)
-    if call.kernels:
-        scratch = cupy_module().cuda.alloc(call.scratch) if call.scratch else None
-        _attend(
-            call,
+    call, arrays, addresses = _find(arrays, options, varlen_problem, _prepare_varlen)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, _ = addresses
+    attention = call.attention
+    attention.apart.check(addresses)
+    out, lse = attention.results(arrays.q, arrays.out, options.return_lse)
+    if attention.kernels:
+        stream = shared(attention.counters) if attention.counters or call.scratch else None
+        # Named until the launches are made: then the pool may hand it on, to what runs later.
+        memory = cupy_module().cuda.alloc(call.scratch) if call.scratch else None
+        attention.launch(
             (q, k, v),
-            out or result.data.ptr,
+            out,
             lse,
-            0 if scratch is None else scratch.ptr,
+            0 if memory is None else memory.ptr,
+            0 if stream is None else stream.address,
             (cu_seqlens_q, cu_seqlens_k, seqused_k, 0, block_table),
-            0,
         )
-    return result, lse
+        if stream is not None:
+            stream.launched()
+    return out, lse
 
 
 def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple[Any, Any | None]:
@@ -105,23 +103,19 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
     out, lse
         lse is None unless asked for.
     """
-    call, arrays = _find(arrays, options, cache_problem, _prepare_cache)
-    addresses = [0 if array is None else array.data.ptr for array in arrays]
-    q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, cos, sin, out = (
-        addresses
-    )
+    call, arrays, addresses = _find(arrays, options, cache_problem, _prepare_cache)
+    q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, cos, sin, _ = addresses
+    attention = call.attention
     if not 0 <= keys <= call.most_keys:
         require_length("cache_seqlens", keys, call.length_limits)
-    call.apart.check(arrays, addresses)
-    result, lse = _results(call, arrays, options)
-    scratch = 0
-    if call.scratch:
-        # Named until the launches are made: then the pool may hand it on, to what runs later.
-        memory = cupy_module().cuda.alloc(call.scratch)
-        scratch = memory.ptr
+    attention.apart.check(addresses)
+    out, lse = attention.results(arrays.q, arrays.out, options.return_lse)
+    stream = shared(attention.counters) if attention.counters or call.scratch else None
+    memory = cupy_module().cuda.alloc(call.scratch) if call.scratch else None
+    scratch = 0 if memory is None else memory.ptr
     if call.append is not None:
         rotated = 0 if call.rotated_at is None else scratch + call.rotated_at
-        params = call.append.params.with_pointers(
+        call.append.run(
             q=q,
             q_rotated=rotated,
             k=k,
@@ -135,46 +129,24 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
             cos=cos,
             sin=sin,
         )
-        call.append.run(params)
         q = rotated or q
     if call.has_no_keys:
-        result.fill(0)
+        out.fill(0)
         if lse is not None:
             lse.fill(-math.inf)
-    elif call.kernels:
-        _attend(
-            call,
+    elif attention.kernels:
+        attention.launch(
             (q, k_cache, v_cache),
-            out or result.data.ptr,
+            out,
             lse,
             scratch,
+            0 if stream is None else stream.address,
             (0, 0, cache_seqlens, cache_batch_idx, block_table),
             keys,
         )
-    return result, lse
-
-
-def _key(arrays: Any) -> tuple[Any, ...]:
-    """What the plan and the checks depend on. dtype.num, as hashing a dtype takes a microsecond."""
-    facts: list[Any] = []
-    # A loop, as a function for each array would cost half a microsecond a call.
-    for array in arrays:
-        if array is None:
-            facts.append(None)
-            continue
-        data, dtype = array.data, array.dtype
-        facts.append(
-            (
-                array.shape,
-                array.strides,
-                dtype.num,
-                # Of both byte orders there is one number.
-                dtype.isnative,
-                data.device_id,
-                data.ptr & (MAX_ALIGNMENT - 1),
-            )
-        )
-    return tuple(facts)
+    if stream is not None:
+        stream.launched()
+    return out, lse
 
 
 def _find(
@@ -182,45 +154,23 @@ def _find(
     options: Any,
     problem_of: Callable[[Any, Any], Problem],
     prepare: Callable[[Any, Problem, Any, Device], _Call],
-) -> tuple[_Call, Any]:
-    """The call, prepared if it is new; and its arrays, copied where they had to be."""
+) -> tuple[_Call, Any, tuple[int, ...]]:
+    """The call, prepared if it is new; its arrays, copied where they had to be; their addresses."""
     device_id = cupy_module().cuda.runtime.getDevice()
-    key = (
-        device_id,
-        _key(arrays),
-        options,
-        # 1 and True are one key, and only one of them may be a right value.
-        tuple(map(type, options)),
-        tuning.generation(),
-    )
-    try:
-        call = _calls.get(key)
-    except TypeError:
-        # An option that cannot be part of a key: the checks say which, and what to pass.
-        options = _hashable(options, problem_of(arrays, options))
-        return _find(arrays, options, problem_of, prepare)
+    facts, addresses = facts_of(arrays)
+    key = (device_id, facts, options, tuning.generation())
+    call = _calls.get(key)
     if call is None:
+        require_given(arrays)
         require_device(device_id, **arrays._asdict())
         readable = _readable(arrays)
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
             return _find(readable, options, problem_of, prepare)
-        problem = problem_of(arrays, options)
-        call = prepare(arrays, problem, options, device_for_id(device_id))
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call, arrays
-
-
-def _hashable(options: Any, problem: Problem) -> Any:
-    # A scale may be an array of one number.
-    options = options._replace(softmax_scale=problem.softmax_scale)
-    for name, value in zip(options._fields, options, strict=True):
-        try:
-            hash(value)
-        except TypeError:
-            raise TypeError(f"{name} is {kind_of(value)}; expected a plain value") from None
-    return options
+        plain = type(arrays)(*map(as_cupy, arrays))
+        problem = problem_of(plain, options)
+        call = prepare(plain, problem, options, device_for_id(device_id))
+        remember(_calls, key, call)
+    return call, arrays, addresses
 
 
 def _readable(arrays: Any) -> Any:
@@ -242,30 +192,40 @@ def _prepare_varlen(
     arrays: VarlenArrays, problem: Problem, options: VarlenOptions, device: Device
 ) -> _Call:
     q = arrays.q
-    plan = _plan_fields(problem, options, device)
-    return _Call(
+    attention = _attention(
+        arrays,
+        problem,
+        options,
+        device,
         out_shape=(*q.shape[:2], problem.head_dim_v),
         lse_shape=(problem.heads_q, q.shape[0]),
-        apart=Apart(arrays, ("out",)),
-        **plan,
+        written=("out",),
     )
+    return _Call(attention, attention.workspace)
 
 
 def _prepare_cache(
     arrays: CacheArrays, problem: Problem, options: CacheOptions, device: Device
 ) -> _Call:
     assert problem.sequences is not None
-    plan = _plan_fields(problem, options, device)
     limits = length_limits(arrays, problem)
-    rotated_at = None
-    if arrays.rotary_cos is not None:
-        rotated_at = -(-plan["scratch"] // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
-        plan["scratch"] = rotated_at + arrays.q.size * arrays.q.itemsize
     writes_cache = problem.sequences.new_keys > 0
-    return _Call(
+    attention = _attention(
+        arrays,
+        problem,
+        options,
+        device,
         out_shape=(*arrays.q.shape[:3], problem.head_dim_v),
         lse_shape=(problem.batch, problem.heads_q, problem.seqlen_q),
-        apart=Apart(arrays, (*CACHES, "out") if writes_cache else ("out",)),
+        written=(*CACHES, "out") if writes_cache else ("out",),
+    )
+    scratch, rotated_at = attention.workspace, None
+    if arrays.rotary_cos is not None:
+        rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        scratch = rotated_at + arrays.q.size * arrays.q.itemsize
+    return _Call(
+        attention,
+        scratch,
         rotated_at=rotated_at,
         append=(
             append.prepare(append_spec(arrays, problem, options), device)
@@ -275,24 +235,24 @@ def _prepare_cache(
         most_keys=min(limit.most for limit in limits),
         length_limits=limits,
         has_no_keys=problem.seqlen_k == 0 and not problem.is_empty,
-        **plan,
     )
 
 
-def _plan_fields(problem: Problem, options: Any, device: Device) -> dict[str, Any]:
-    """The fields of a `_Call` that come from its plan."""
+def _attention(
+    arrays: Any,
+    problem: Problem,
+    options: Any,
+    device: Device,
+    *,
+    out_shape: tuple[int, ...],
+    lse_shape: tuple[int, ...],
+    written: tuple[str, ...],
+) -> Attention:
+    apart = OverlapCheck(arrays._fields, arrays, written)
+    # Before anything is compiled.
+    apart.check(tuple(0 if array is None else address_of(array) for array in arrays))
     plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    return {
-        "lse_dtype": "float64" if problem.dtype == "float64" else "float32",
-        "params": PackedParams(
-            problem, num_splits=plan.num_splits, section_heads=plan.section_heads
-        ),
-        "tensor_maps": TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
-        "sequences": PackedSequences(problem),
-        "counters": plan.counters,
-        "kernels": loaded_launches(plan),
-        "scratch": plan.workspace,
-    }
+    return Attention.of(plan, arrays.q.dtype, out_shape, lse_shape, apart)
 
 
 def append_spec(arrays: CacheArrays, problem: Problem, options: CacheOptions) -> append.AppendSpec:
@@ -340,28 +300,3 @@ def _rotary_alignment(table: Any) -> int:
         table.strides[0] if table.shape[0] > 1 else 0,
         MAX_ALIGNMENT,
     )
-
-
-def _results(call: _Call, arrays: Any, options: Any) -> tuple[Any, Any | None]:
-    ndarray = cupy_module().ndarray
-    out = ndarray(call.out_shape, arrays.q.dtype) if arrays.out is None else arrays.out
-    return out, ndarray(call.lse_shape, call.lse_dtype) if options.return_lse else None
-
-
-def _attend(
-    call: _Call,
-    inputs: tuple[int, int, int],
-    out: int,
-    lse: Any | None,
-    workspace: int,
-    places: tuple[int, int, int, int, int],
-    keys: int,
-) -> None:
-    params = call.params.with_pointers(*inputs, out, 0 if lse is None else lse.data.ptr, workspace)
-    counters = zeroed(call.counters) if call.counters else 0
-    sequences = call.sequences.with_pointers(*places, counters, keys)
-    arguments: tuple[Any, ...] = (params, sequences)
-    if call.tensor_maps is not None:
-        arguments = (params, call.tensor_maps.at(inputs), sequences)
-    for kernel, grid, block, shared_memory in call.kernels:
-        kernel(grid, block, arguments, shared_memory)

@@ -97,11 +97,22 @@ class PackedParams:
             section_heads,
         )
 
-    def with_pointers(self, q: int, k: int, v: int, out: int, lse: int, workspace: int) -> np.void:
-        """The struct for these device addresses, as a scalar that CuPy passes by value."""
+    def pack_into(
+        self,
+        memory: bytearray,
+        offset: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        workspace: int,
+    ) -> None:
+        """Write the struct for these device addresses."""
         sq, sk, sv, so = self._strides
-        data = self._struct.pack(q, *sq, k, *sk, v, *sv, out, *so, lse, workspace, *self._tail)
-        return np.frombuffer(bytearray(data), PARAMS_DTYPE)[0]
+        self._struct.pack_into(
+            memory, offset, q, *sq, k, *sk, v, *sv, out, *so, lse, workspace, *self._tail
+        )
 
 
 class PackedSequences:
@@ -117,8 +128,10 @@ class PackedSequences:
         self._head = (s.total_q, s.total_k, s.caches, s.pages, s.max_pages)
         self._tail = (s.new_keys, s.num_splits)
 
-    def with_pointers(
+    def pack_into(
         self,
+        memory: bytearray,
+        offset: int,
         cu_seqlens_q: int,
         cu_seqlens_k: int,
         seqused_k: int,
@@ -126,11 +139,12 @@ class PackedSequences:
         block_table: int,
         counters: int,
         keys: int,
-    ) -> np.void:
-        """The struct for these device addresses, as a scalar that CuPy passes by value."""
+    ) -> None:
+        """Write the struct for these device addresses."""
         pointers = (cu_seqlens_q, cu_seqlens_k, seqused_k, cache_batch_idx, block_table, counters)
-        data = self._struct.pack(*pointers, self._stride, *self._head, keys, *self._tail)
-        return np.frombuffer(bytearray(data), SEQUENCES_DTYPE)[0]
+        self._struct.pack_into(
+            memory, offset, *pointers, self._stride, *self._head, keys, *self._tail
+        )
 
 
 def sequences_assertions() -> str:

@@ -215,7 +215,7 @@ def make_problem(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         causal=bool(causal),
-        q_offset=max(-seqlen_q, min(_integer("q_offset", q_offset), seqlen_k)) if causal else 0,
+        q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
         softmax_scale=_scale(softmax_scale, q.dtype),
         q_strides=q.strides,
         k_strides=k.strides,
@@ -378,7 +378,7 @@ def _strides_of(spec: ArraySpec, is_packed: bool) -> Strides:
 
 
 def _splits(num_splits: int, batch_invariant: bool) -> int:
-    number = _integer("num_splits", num_splits)
+    number = integer("num_splits", num_splits)
     if not 0 <= number <= MAX_SPLITS:
         raise ValueError(
             f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
@@ -395,13 +395,14 @@ def _splits(num_splits: int, batch_invariant: bool) -> int:
 def _count(name: str, value: int | None) -> int:
     if value is None:
         raise TypeError(f"{name} is None; expected an integer")
-    number = _integer(name, value)
+    number = integer(name, value)
     if number < 0:
         raise ValueError(f"{name} is {number}; expected at least 0")
     return number
 
 
-def _integer(name: str, value: int) -> int:
+def integer(name: str, value: int) -> int:
+    """A value that can be an index as an int; TypeError, naming the option, for any other."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -411,17 +412,18 @@ def _integer(name: str, value: int) -> int:
 
 
 def _scale(value: float, dtype: str) -> float:
-    scale = _finite("softmax_scale", value)
+    scale = finite("softmax_scale", value)
     low, high = _SCALES["float64" if dtype == "float64" else "float32"]
     if scale and not low <= abs(scale) <= high:
         raise ValueError(
-            f"softmax_scale is {scale:g}; expected 0, or a magnitude of {low:.3g} to {high:.3g} for "
-            f"{dtype} arrays"
+            f"softmax_scale is {scale:g}; expected 0, or a magnitude of {low:.3g} to {high:.3g} "
+            f"for {dtype} arrays"
         )
     return scale
 
 
-def _finite(name: str, value: float) -> float:
+def finite(name: str, value: float) -> float:
+    """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
     try:
         is_finite = math.isfinite(value)
     except OverflowError:

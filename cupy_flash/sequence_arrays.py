@@ -14,12 +14,12 @@ import numpy as np
 from cupy_flash.arrays import (
     address_of,
     dtype_name,
-    is_readable_in_place,
     normalize,
     normalize_int32,
-    overlap,
+    normalize_out,
     require_axes,
     require_float,
+    require_in_place,
     require_int32,
     require_shape,
     spec_of,
@@ -104,7 +104,6 @@ _INT32 = frozenset(
 )
 # Read in place or not at all: a copy of a cache would cost more than the call.
 CACHES = ("k_cache", "v_cache")
-_TABLES = ("rotary_cos", "rotary_sin")
 
 _Arrays = TypeVar("_Arrays", VarlenArrays, CacheArrays)
 
@@ -127,7 +126,8 @@ def normalized(given: _Arrays) -> tuple[_Arrays, Callable[[Any], Any]]:
         elif name in _INT32:
             found.append(normalize_int32(name, array, on_host=on_host))
         else:
-            normal = q if name == "q" else normalize(name, array)
+            read = normalize_out if name == "out" else normalize
+            normal = q if name == "q" else read(name, array)
             if isinstance(normal, np.ndarray) != on_host:
                 host, device = ("q", name) if on_host else (name, "q")
                 raise TypeError(
@@ -197,11 +197,7 @@ def cache_problem(arrays: CacheArrays, options: CacheOptions) -> Problem:
     first = "caches, seqlen" if arrays.block_table is None else "pages, page_size"
     for name, array in (("k_cache", k_cache), ("v_cache", v_cache)):
         require_axes(name, array, 4, f"{first}, heads and head_dim")
-        if not is_readable_in_place(array):
-            raise ValueError(
-                f"{name} has strides {array.strides}; expected a contiguous last axis: a cache is "
-                "not copied"
-            )
+        require_in_place(name, array, ": a cache is not copied")
     if arrays.out is not None:
         require_axes("out", arrays.out, 4, "batch, seqlen, heads and head_dim")
     for name, array, meaning in (
@@ -250,8 +246,8 @@ def _specs(
     for name, array in (("q", q), (names[0], k), (names[1], v), ("out", out)):
         if array is not None:
             require_float(name, array)
-    if out is not None and not is_readable_in_place(out):
-        raise ValueError(f"out has strides {out.strides}; expected a contiguous last axis")
+    if out is not None:
+        require_in_place("out", out)
     q_spec, k_spec, v_spec = (spec_of(array, address_of(array)) for array in (q, k, v))
     return q_spec, k_spec, v_spec, None if out is None else spec_of(out, address_of(out))
 
@@ -469,60 +465,3 @@ def _check_pages(block_table: np.ndarray, name: str, lengths: np.ndarray, proble
         raise ValueError(
             f"{entry}; expected 0 to {sequences.pages - 1}, as there are {sequences.pages} pages"
         )
-
-
-class Apart:
-    """Checks that what a call writes overlaps nothing else, at a few comparisons a call.
-
-    Made for arrays of certain shapes and strides, which may lie elsewhere in each call. Lengths,
-    places and a cache's rotary tables are looked at but once, here, which raises ValueError.
-    """
-
-    # Distances of interleaved arrays that are remembered, as those of a cache's keys and values.
-    _MAX_KNOWN = 64
-
-    def __init__(self, arrays: VarlenArrays | CacheArrays, written: tuple[str, ...]) -> None:
-        self._names = arrays._fields
-        # Indices of two arrays, and between which distances of their addresses their ranges meet.
-        self._pairs: list[tuple[int, int, int, int]] = []
-        once: list[tuple[int, int, int, int]] = []
-        self._known: set[tuple[int, int, int]] = set()
-        extents = {
-            name: _extent(array)
-            for name, array in zip(arrays._fields, arrays, strict=True)
-            if array is not None and array.size
-        }
-        done: set[str] = set()
-        for name in (name for name in written if name in extents):
-            done.add(name)
-            for other in (other for other in extents if other not in done):
-                (low, high), (other_low, other_high) = extents[name], extents[other]
-                i, j = self._names.index(name), self._names.index(other)
-                # A pair costs time in each call; these share memory only by a mistake in a program,
-                # which its first call shows.
-                is_unlikely = other in _INT32 or (name in CACHES and other in _TABLES)
-                pairs = once if is_unlikely else self._pairs
-                pairs.append((i, j, low - other_high, high - other_low))
-        each_call, self._pairs = self._pairs, once
-        self.check(arrays, [0 if array is None else address_of(array) for array in arrays])
-        self._pairs = each_call
-
-    def check(self, arrays: VarlenArrays | CacheArrays, addresses: list[int]) -> None:
-        """Raise ValueError if they overlap, at these addresses."""
-        for i, j, low, high in self._pairs:
-            distance = addresses[j] - addresses[i]
-            if low < distance < high and (i, j, distance) not in self._known:
-                if overlap(arrays[i], arrays[j]):
-                    raise ValueError(
-                        f"{self._names[i]} overlaps {self._names[j]}; pass memory of its own"
-                    )
-                if len(self._known) >= self._MAX_KNOWN:
-                    self._known.clear()
-                self._known.add((i, j, distance))
-
-
-def _extent(array: Any) -> tuple[int, int]:
-    """Where an array's bytes begin and end, counted from the address of its first element."""
-    steps = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
-    low = sum(step for step in steps if step < 0)
-    return low, sum(step for step in steps if step > 0) + array.itemsize

@@ -6,9 +6,7 @@ CUDA driver API, "Tensor Map Object Management".
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.by_value import ByValue
+from cupy_flash.driver import driver_function
 from cupy_flash.errors import DriverError
 
 # Strides must be multiples of 16 bytes below 2^40.
@@ -61,17 +61,6 @@ class TensorMapSpec:
     box: tuple[int, int]
 
 
-@functools.cache
-def _encode_tiled() -> Any:
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    try:
-        function = ctypes.CDLL(name).cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise DriverError(f"{name} has no cuTensorMapEncodeTiled: {error}") from error
-    function.restype = ctypes.c_int
-    return function
-
-
 class TensorMaps:
     """The tensor maps of a call's arrays, encoded once for each set of addresses."""
 
@@ -83,16 +72,15 @@ class TensorMaps:
         self._target = buffer[start : start + size]
         address = self._target.ctypes.data
         self._requests = [_request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs)]
-        self._record = np.dtype([("maps", np.uint64, size // 8)])
         # First word and the rest of each map, in turns.
         self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
         self._parts: list[Any] = []
         self._only_address_changes: bool | None = None
-        self._encoded: dict[tuple[int, ...], np.void] = {}
+        self._encoded: dict[tuple[int, ...], ByValue] = {}
         self._lock = threading.Lock()
 
-    def at(self, addresses: tuple[int, ...]) -> np.void:
-        """The maps, one after another, as a scalar that CuPy passes by value.
+    def at(self, addresses: tuple[int, ...]) -> ByValue:
+        """The maps, one after another.
 
         Parameters
         ----------
@@ -102,7 +90,7 @@ class TensorMaps:
         maps = self._encoded.get(addresses)
         if maps is None:
             with self._lock:
-                maps = np.frombuffer(bytearray(self._encode(addresses)), self._record)[0]
+                maps = ByValue(bytearray(self._encode(addresses)))
                 if len(self._encoded) >= _MAX_SETS:
                     self._encoded.clear()
                 self._encoded[addresses] = maps
@@ -137,7 +125,7 @@ class TensorMaps:
         return True
 
     def _ask_driver(self, addresses: tuple[int, ...]) -> None:
-        encode = _encode_tiled()
+        encode = driver_function("cuTensorMapEncodeTiled")
         for (pointer, arguments), address in zip(self._requests, addresses, strict=True):
             pointer.value = address
             status = encode(*arguments)

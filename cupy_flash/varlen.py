@@ -12,10 +12,11 @@ from cupy_flash.host_calls import (
     all_cupy,
     new_lse,
     requested_tile,
-    require_apart,
     require_writable,
     runs_on_gpu,
 )
+from cupy_flash.options import plain_options
+from cupy_flash.overlap import require_apart
 from cupy_flash.sequence_arrays import (
     VarlenArrays,
     VarlenOptions,
@@ -77,7 +78,8 @@ def flash_attention_varlen(
         Each sequence has a mask of its own, aligned bottom right: query i sees the keys j <= i +
         seqlen_k - seqlen_q.
     softmax_scale : float, optional
-        Factor on the scores, by default 1 / sqrt(head_dim).
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
     seqused_k : array of int32, shape (batch,), optional
         Number of keys of each sequence, instead of the differences in cu_seqlens_k. Arrays of
         integers may all be lists where q is NumPy's.
@@ -156,16 +158,18 @@ def flash_attention_varlen(
     >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
     (7, 2, 8)
     """
-    options = VarlenOptions(
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        softmax_scale,
-        return_lse,
-        num_splits,
-        batch_invariant,
-        family,
-        freeze_tile(tile),
+    options = plain_options(
+        VarlenOptions(
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+            softmax_scale,
+            return_lse,
+            num_splits,
+            batch_invariant,
+            family,
+            freeze_tile(tile),
+        )
     )
     arrays = VarlenArrays(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out)
     if backend == "auto" and all_cupy(arrays):
@@ -194,7 +198,7 @@ def _from_host(
         out = np.empty((*q.shape[:2], problem.head_dim_v), q.dtype)
     else:
         require_writable("out", out)
-        require_apart(arrays, ("out",))
+        require_apart(arrays._fields, arrays, ("out",))
     if runs_on_gpu(problem, options, backend):
         import cupy
 

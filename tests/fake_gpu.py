@@ -19,7 +19,11 @@ from cupy_flash import (
     launch,
     launch_sequences,
 )
+from cupy_flash.append import APPEND_DTYPE, ENTRY
+from cupy_flash.by_value import SLOT
+from cupy_flash.counters import Shared
 from cupy_flash.device import device_for_arch
+from cupy_flash.params import PARAMS_DTYPE, SEQUENCES_DTYPE
 from cupy_flash.sequence_arrays import CacheArrays, CacheOptions, VarlenArrays, VarlenOptions
 from cupy_flash.tensor_map import TensorMapSpec
 
@@ -34,16 +38,17 @@ class FakeArray:
         self,
         shape: tuple[int, ...],
         dtype: Any,
-        *,
-        address: int,
-        device: int = 0,
+        data: Any = None,
         strides: tuple[int, ...] | None = None,
+        *,
+        address: int = 0,
+        device: int = 0,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self.shape = tuple(shape)
         steps = np.cumprod([self.itemsize, *self.shape[:0:-1]]).tolist()[::-1] if shape else []
         self.strides = tuple(steps) if strides is None else strides
-        self.data = SimpleNamespace(ptr=address, device_id=device)
+        self.data = data or SimpleNamespace(ptr=address, device_id=device)
         self.filled: float | None = None
 
     @property
@@ -60,7 +65,9 @@ class FakeArray:
 
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
-        return FakeArray(self.shape, self.dtype, address=self.data.ptr + _APART // 2)
+        # As new memory is, it is aligned.
+        address = self.data.ptr // 512 * 512 + _APART // 2
+        return FakeArray(self.shape, self.dtype, address=address)
 
     def fill(self, value: float) -> None:
         self.filled = value
@@ -76,8 +83,21 @@ class FakeTensorMaps:
     def __init__(self, specs: tuple[TensorMapSpec, ...]) -> None:
         self._specs = specs
 
-    def at(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        return (self._specs, addresses)
+    def at(self, addresses: tuple[int, ...]) -> SimpleNamespace:
+        return SimpleNamespace(pointers=((self._specs, addresses),))
+
+
+class FakeArguments:
+    """Where structs are written for a launch, and what kernels are given for them: their slots."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(2 * SLOT)
+        self.pointers = (0, 1)
+
+    def struct(self, slot: int, entry: str) -> Any:
+        """The struct that lies in a slot as a kernel is launched."""
+        dtype = SEQUENCES_DTYPE if slot else APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
+        return np.frombuffer(bytes(self.memory), dtype, 1, slot * SLOT)[0]
 
 
 class FakeGpu:
@@ -98,6 +118,7 @@ class FakeGpu:
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
         self.counters: list[int] = []
+        self.arguments = FakeArguments()
         self.device = 0
         self._next = _FIRST
 
@@ -115,9 +136,10 @@ class FakeGpu:
         self.allocations.append((self.address(), size))
         return SimpleNamespace(ptr=self.allocations[-1][0])
 
-    def zeroed(self, count: int) -> int:
-        self.counters.append(count)
-        return 0xC0DE00
+    def shared(self, count: int) -> Shared:
+        if count:
+            self.counters.append(count)
+        return Shared(0xC0DE00)
 
     def get(self, unit: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
         self.compiled.append(unit.title)
@@ -126,7 +148,10 @@ class FakeGpu:
     def _kernel(self, entry: str) -> Any:
         def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
             assert min(*grid, *block) > 0
-            self.launches.append((entry, arguments))
+            structs = [
+                self.arguments.struct(x, entry) if isinstance(x, int) else x for x in arguments
+            ]
+            self.launches.append((entry, tuple(structs)))
 
         return launch
 
@@ -149,9 +174,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
         monkeypatch.setattr(module, "_calls", {})
         monkeypatch.setattr(module, "device_for_id", lambda _: device_for_arch("sm_90"))
-        monkeypatch.setattr(module, "zeroed", gpu.zeroed)
-        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
+        monkeypatch.setattr(module, "shared", gpu.shared)
+    monkeypatch.setattr(gpu_calls, "cupy_module", lambda: fake)
+    monkeypatch.setattr(gpu_calls, "TensorMaps", FakeTensorMaps)
     for module in (gpu_calls, append):
+        monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 

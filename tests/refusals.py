@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign import Foreign
 
 from cupy_flash import UnsupportedError
 
@@ -36,3 +37,13 @@ def assert_refused(
     assert re.search(message, str(caught.value)), str(caught.value)
     assert type(caught.value) in (TypeError, ValueError, UnsupportedError)
     assert [x.tobytes() for x in arrays] == before
+
+
+def jax_array(array: np.ndarray) -> Any:
+    """What is known of an array of JAX: where its type comes from, and DLPack."""
+
+    class Immutable(Foreign):
+        pass
+
+    Immutable.__module__ = "jaxlib.xla_extension"
+    return Immutable(array)

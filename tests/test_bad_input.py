@@ -5,6 +5,9 @@ And harms nothing: the inputs, and `out` where one is given, stay as they were.
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import fake_gpu
 import ml_dtypes
 import numpy as np
@@ -18,6 +21,7 @@ from cupy_flash import (
     backends,
     flash_attention,
     flash_attention_qkvpacked,
+    launch,
     plan,
     tuning,
 )
@@ -154,6 +158,133 @@ def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(right, 
     assert len(gpu.launches) == 1
 
 
+class Changing:
+    """A number that changes in place, as a parameter of torch does."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __float__(self):
+        return float(self.value)
+
+    def __index__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "q_offset"])
+def test_an_option_that_was_changed_in_place_counts_by_its_present_value(name, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+    option = Changing(2)
+    for option.value in (2, 3, 5):
+        flash_attention(**arguments, causal=True, family="simt", **{name: option})
+    # More than one kernel a call, as keys are split.
+    assert list(dict.fromkeys(struct[name] for _, (struct, *_) in gpu.launches)) == [2, 3, 5]
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "q_offset"])
+def test_an_option_is_not_kept_alive(name, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+    option = Changing(2)
+    flash_attention(**arguments, causal=True, **{name: option})
+    gone = weakref.ref(option)
+    del option
+    gc.collect()
+    assert gone() is None
+
+
+MISALIGNED = [(np.float32, 2), (np.float16, 1), (np.float64, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_input_at_an_address_that_no_load_can_use_is_copied(name, dtype, offset, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arrays = {key: gpu.array(*good()[key].shape, dtype=dtype) for key in "qkv"}
+    flash_attention(**arrays)
+    shifted = gpu.array(*arrays[name].shape, dtype=dtype, address=gpu.address() + offset)
+    for _ in range(2):
+        flash_attention(**(arrays | {name: shifted}))
+    for _, (struct, *_) in gpu.launches:
+        assert struct[name]["data"] % 16 == 0
+        assert struct[name]["data"] not in (0, shifted.data.ptr)
+    assert len(launch._calls) == 1
+
+
+@pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
+def test_an_out_at_an_address_that_no_store_can_use_is_refused(dtype, offset, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arrays = {key: gpu.array(*array.shape, dtype=dtype) for key, array in good().items()}
+    flash_attention(**arrays)
+    launched = len(gpu.launches)
+    shape, size = arrays["out"].shape, np.dtype(dtype).itemsize
+    shifted = gpu.array(*shape, dtype=dtype, address=gpu.address() + offset)
+    message = rf"out lies at address {shifted.data.ptr:#x}; expected a multiple of {size}, the size"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(**(arrays | {"out": shifted}))
+    assert len(gpu.launches) == launched
+
+
+def misaligned(array):
+    """A copy that begins one byte beside where its elements should."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)[1:]
+    copy = memory.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    assert not copy.flags.aligned
+    return copy
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_host_arrays_may_lie_at_any_address(dtype, rng):
+    arrays = {name: rng.standard_normal(x.shape).astype(dtype) for name, x in good().items()}
+    expected = flash_attention(**arrays, backend="cpu").copy()
+    beside = {name: misaligned(array) for name, array in arrays.items()}
+    out = flash_attention(**beside, backend="cpu")
+    assert out is beside["out"]
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_out_that_overlaps_an_input_on_a_gpu_is_refused_in_every_call(name, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    arguments = {key: gpu.array(*array.shape) for key, array in good().items()}
+    for _ in range(2):
+        flash_attention(**arguments)
+    within = gpu.array(*arguments["out"].shape, address=arguments[name].data.ptr + 64)
+    with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
+        flash_attention(**(arguments | {"out": within}))
+    assert len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(index, monkeypatch):
+    gpu = fake_gpu.install(monkeypatch)
+    qkv = PackedFake((2, 113, 3, 4, 40), np.float16, address=gpu.address())
+    for out in (None, gpu.array(2, 113, 4, 40)):
+        for _ in range(2):
+            flash_attention_qkvpacked(qkv, out=out)
+    for _, (struct, *_) in gpu.launches:
+        assert struct["qkv"[index]]["data"] == qkv.data.ptr + index * 4 * 40 * 2
+        assert struct["qkv"[index]]["row_stride"] == 3 * 4 * 40
+    assert len(launch._calls) == 2
+    within = gpu.array(2, 113, 4, 40, address=qkv.data.ptr + 2 * index * 4 * 40)
+    with pytest.raises(ValueError, match="out overlaps q; pass memory of its own"):
+        flash_attention_qkvpacked(qkv, out=within)
+
+
+class PackedFake(fake_gpu.FakeArray):
+    """One that can be cut along its third axis, while it is not yet known how."""
+
+    def __getitem__(self, index):
+        *_, part = index
+        assert index == (slice(None), slice(None), part)
+        shape = (*self.shape[:2], *self.shape[3:])
+        strides = (*self.strides[:2], *self.strides[3:])
+        address = self.data.ptr + part * self.strides[2]
+        return fake_gpu.FakeArray(shape, self.dtype, strides=strides, address=address)
+
+
 @pytest.mark.parametrize("array", [None, 1.0, "q", [[1.0]], {"q": 1}])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_array_is_refused(name, array):
@@ -162,6 +293,21 @@ def test_what_is_no_array_is_refused(name, array):
 
 def test_an_out_that_is_no_array_is_refused():
     assert_refused(TypeError, "out is a list; expected a NumPy or CuPy array", out=[1.0])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_masked_array_is_refused_as_its_mask_would_be_lost(name):
+    masked = np.ma.masked_array(good()[name], mask=False)
+    message = rf"{name} is a masked array, .*; pass {name}\.filled\(...\) or {name}\.data"
+    assert_refused(TypeError, message, **{name: masked})
+
+
+def test_an_out_of_jax_is_refused_as_it_is_immutable():
+    assert_refused(
+        TypeError,
+        "out is a JAX array, which is immutable and cannot be written in place",
+        out=refusals.jax_array(good()["out"]),
+    )
 
 
 def test_an_out_of_another_shape_is_refused():

@@ -214,7 +214,7 @@ class Run:
 
     def __call__(self) -> None:
         names = ("q", "k", "v", "k_cache", "v_cache", "cos", "sin")
-        params = self.append.params.with_pointers(
+        self.append.run(
             **{name: self.arrays.address(name) for name in names},
             q_rotated=address_of(self.arrays.q_rotated),
             cache_seqlens=address_of(self.lengths),
@@ -222,7 +222,6 @@ class Run:
             cache_batch_idx=address_of(self.rows),
             block_table=address_of(self.table),
         )
-        self.append.run(params)
 
 
 def check(arrays: Arrays, places: Places) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 from gpu_support import Case, Truth, random_values
 
-from cupy_flash import UnsupportedError, flash_attention, flash_attention_qkvpacked
+from cupy_flash import (
+    UnsupportedError,
+    combine,
+    flash_attention,
+    flash_attention_qkvpacked,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -193,6 +201,117 @@ def test_out_may_not_overlap_an_input(name: str, offset: int, qkv: list[Any]) ->
     with pytest.raises(ValueError, match=f"out overlaps {name}"):
         flash_attention(*inputs, out=out)
     assert buffer.get().tobytes() == before
+
+
+MISALIGNED = [("float32", 2), ("float16", 1), ("bfloat16", 1), ("float64", 4)]
+
+
+def beside(array: np.ndarray, offset: int) -> Any:
+    """The array on the GPU, so many bytes from where its elements should begin."""
+    import cupy
+
+    memory = cupy.asarray(np.zeros(array.nbytes + 16, np.uint8))
+    moved = cupy.ndarray(array.shape, array.dtype, memory.data + offset)
+    whole = np.zeros(memory.nbytes, np.uint8)
+    whole[offset : offset + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    memory.set(whole)
+    return moved
+
+
+@pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_an_input_at_an_address_that_no_load_can_use_is_copied(
+    name: str, dtype: str, offset: int, qkv: list[Any]
+) -> None:
+    values = random_values(dataclasses.replace(CASE, dtype=dtype))
+    arrays = [gpu(array) for array in values]
+    index = "qkv".index(name)
+    arrays[index] = beside(values[index], offset)
+    for _ in range(2):
+        out, lse = flash_attention(*arrays, return_lse=True)
+        Truth.of(values).check(out.get(), lse.get())
+
+
+@pytest.mark.parametrize("axes", ["every other row", "every other column"])
+def test_a_part_of_an_array_at_such_an_address_is_copied(axes: str, qkv: list[Any]) -> None:
+    values = list(random_values(dataclasses.replace(CASE, dtype="float32")))
+    q = values[0]
+    if axes == "every other row":
+        values[0] = q[:, ::2]
+        moved = beside(q, 2)[:, ::2]
+    else:
+        values[0], values[1] = q[..., ::2], values[1][..., ::2]
+        moved = beside(q, 2)[..., ::2]
+    out = flash_attention(moved, gpu(values[1]), gpu(values[2]))
+    Truth.of(tuple(np.ascontiguousarray(x) for x in values)).check(out.get())
+
+
+@pytest.mark.parametrize(("dtype", "offset"), MISALIGNED)
+def test_an_out_at_an_address_that_no_store_can_use_is_refused(
+    dtype: str, offset: int, qkv: list[Any]
+) -> None:
+    case = dataclasses.replace(CASE, dtype=dtype)
+    values = random_values(case)
+    out = beside(np.zeros(case.shape("out"), values[0].dtype), offset)
+    with pytest.raises(ValueError, match=f"out lies at address {out.data.ptr:#x}; expected a mult"):
+        flash_attention(*map(gpu, values), out=out)
+
+
+def test_lengths_at_an_address_that_no_load_can_use_are_copied(qkv: list[Any]) -> None:
+    q, k, v = (array.reshape(-1, *array.shape[2:]) for array in qkv)
+    starts = [np.array([0, rows, 2 * rows], np.int32) for rows in (CASE.seqlen_q, CASE.seqlen_k)]
+    most = (CASE.seqlen_q, CASE.seqlen_k)
+    expected = flash_attention_varlen(q, k, v, *map(gpu, starts), *most)
+    out = flash_attention_varlen(q, k, v, *(beside(x, 2) for x in starts), *most)
+    np.testing.assert_array_equal(out.get(), expected.get())
+
+
+def test_a_cache_at_an_address_that_no_load_can_use_is_refused(qkv: list[Any]) -> None:
+    q, k, v = qkv
+    moved = beside(k.get(), 1)
+    with pytest.raises(ValueError, match=f"k_cache lies at address {moved.data.ptr:#x}"):
+        flash_attention_with_kvcache(q, moved, v, cache_seqlens=5)
+
+
+def test_partial_results_at_addresses_that_no_load_can_use_are_copied(qkv: list[Any]) -> None:
+    parts = [flash_attention(qkv[0], k, v, return_lse=True) for k, v in halves(*qkv[1:])]
+    outs, lses = (np.stack([part[i].get() for part in parts]) for i in (0, 1))
+    expected, expected_lse = combine(gpu(outs), gpu(lses))
+    for moved in ((beside(outs, 1), gpu(lses)), (gpu(outs), beside(lses, 2))):
+        out, lse = combine(*moved)
+        np.testing.assert_array_equal(out.get(), expected.get())
+        np.testing.assert_array_equal(lse.get(), expected_lse.get())
+    with pytest.raises(ValueError, match="out lies at address"):
+        combine(gpu(outs), gpu(lses), out=beside(outs[0], 1))
+
+
+def halves(k: Any, v: Any) -> list[tuple[Any, Any]]:
+    middle = k.shape[1] // 2
+    return [(k[:, :middle], v[:, :middle]), (k[:, middle:], v[:, middle:])]
+
+
+def test_an_array_that_is_missing_is_a_type_error(qkv: list[Any]) -> None:
+    _, k, v = qkv
+    with pytest.raises(TypeError, match="q is a NoneType; expected a NumPy or CuPy array"):
+        flash_attention(None, k, v)
+    packed = (array.reshape(-1, *array.shape[2:]) for array in qkv)
+    starts = gpu(np.array([0, CASE.seqlen_q, 2 * CASE.seqlen_q], np.int32))
+    with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType; expected a CuPy array"):
+        flash_attention_varlen(*packed, starts, None, CASE.seqlen_q, CASE.seqlen_k)
+    with pytest.raises(TypeError, match="q is a NoneType; expected a CuPy array"):
+        flash_attention_with_kvcache(None, k, v, cache_seqlens=5)
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_out_of_jax_is_refused(qkv: list[Any]) -> None:
+    jax = pytest.importorskip("jax")
+    if all(device.platform != "gpu" for device in jax.devices()):
+        pytest.skip("this JAX has no GPU")
+    arrays = [jax.numpy.asarray(array.get()) for array in qkv]
+    out = jax.numpy.zeros(SHAPE_Q, np.float16)
+    with pytest.raises(TypeError, match="out is a JAX array, which is immutable"):
+        flash_attention(*arrays, out=out)
+    assert not np.asarray(out).any()
 
 
 def even_and_odd_heads(array: Any) -> tuple[Any, Any]:

@@ -452,12 +452,12 @@ def test_what_is_written_may_not_overlap_lengths_pages_and_tables(written, other
 
 
 def test_a_jax_cache_is_not_appended_to():
-    class Immutable(Foreign):
-        pass
-
-    Immutable.__module__ = "jaxlib.xla_extension"
-    arguments = good() | {"k_cache": Immutable(good()["k_cache"])}
-    assert_refused(TypeError, "k_cache is a JAX array, which cannot be appended to", arguments)
+    arguments = good() | {"k_cache": refusals.jax_array(good()["k_cache"])}
+    assert_refused(
+        TypeError,
+        "k_cache is a JAX array, which is immutable and cannot be written in place",
+        arguments,
+    )
 
 
 @pytest.mark.skipif(gpu_unavailable() is None, reason="there is a GPU")
@@ -550,7 +550,7 @@ def test_the_kernel_that_merges_splits_is_told_the_same(gpu):
     flash_attention_with_kvcache(**on(gpu), num_splits=3, family="mma")
     (first, told), (second, told_again) = gpu.launches
     assert (first, second) == ("attention", "combine")
-    assert told is told_again
+    assert told == told_again
     assert told[0]["num_splits"] == told[1]["num_splits"] == 3
     assert gpu.counters == []
 
@@ -562,7 +562,7 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         flash_attention_with_kvcache(**arguments, family="hopper")
         (_, (new,)), (prepare, told), (attention, told_again) = gpu.launches[-3:]
         assert (prepare, attention) == ("prepare", "attention")
-        assert told is told_again
+        assert told == told_again
         params, (specs, addresses), sequences = told
         caches = [arguments[name].data.ptr for name in ("k_cache", "v_cache")]
         assert addresses == (new["q_rotated"], *caches)
@@ -716,15 +716,86 @@ def test_a_cache_on_the_gpu_that_overlaps_another_array_is_not_appended_to(gpu):
 
 @pytest.mark.parametrize("other", ["cache_seqlens", "rotary_cos", "rotary_sin"])
 @pytest.mark.parametrize("written", ["v_cache", "out"])
-def test_lengths_and_tables_on_the_gpu_in_what_is_written_are_told_by_the_first_call(
+def test_lengths_and_tables_on_the_gpu_in_what_is_written_are_told_in_every_call(
     gpu, written, other
 ):
     arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
     shape, dtype = arguments[other].shape, arguments[other].dtype
     inside = gpu.array(*shape, dtype=dtype, address=arguments[written].data.ptr + 16)
-    with pytest.raises(ValueError, match=f"{written} overlaps {other}; pass memory of its own"):
+    message = f"{written} overlaps {other}; pass memory of its own"
+    with pytest.raises(ValueError, match=message):
         flash_attention_with_kvcache(**(arguments | {other: inside}))
     assert gpu.launches == []
+    flash_attention_with_kvcache(**arguments)
+    with pytest.raises(ValueError, match=message):
+        flash_attention_with_kvcache(**(arguments | {other: inside}))
+    assert len(gpu.launches) == 2
+
+
+def test_an_out_over_the_pages_of_a_cache_is_refused_in_every_call(gpu):
+    caches = {"k_cache": gpu.array(31, 16, 3, 40), "v_cache": gpu.array(31, 16, 3, 72)}
+    arguments = on(gpu, **caches, block_table=gpu.lengths(3, 7), out=gpu.array(3, 1, 6, 72))
+    flash_attention_with_kvcache(**arguments)
+    over = gpu.array(3, 1, 6, 72, address=arguments["block_table"].data.ptr)
+    with pytest.raises(ValueError, match="out overlaps block_table; pass memory of its own"):
+        flash_attention_with_kvcache(**(arguments | {"out": over}))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+        flash_attention_with_kvcache(**on(gpu, **{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "field"),
+    [
+        ("q", 1, None),
+        ("k", 1, "k"),
+        ("v", 1, "v"),
+        ("cache_seqlens", 2, "cache_seqlens"),
+        ("cache_batch_idx", 2, "cache_batch_idx"),
+        ("rotary_cos", 1, "cos"),
+        ("rotary_sin", 1, "sin"),
+    ],
+)
+def test_what_is_read_at_an_address_that_no_load_can_use_is_copied(gpu, name, offset, field):
+    arguments = appending(gpu, cache_batch_idx=gpu.lengths(3))
+    whole = arguments[name]
+    shifted = gpu.array(*whole.shape, dtype=whole.dtype, address=gpu.address() + offset)
+    flash_attention_with_kvcache(**(arguments | {name: shifted}))
+    _, (new,) = gpu.launches[0]
+    place = new[field or name]
+    place = place["data"] if field in (None, "k", "v") else place
+    assert place % 16 == 0
+    assert place not in (0, shifted.data.ptr)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "out"])
+def test_what_is_written_at_an_address_that_no_store_can_use_is_refused(gpu, name):
+    arguments = appending(gpu, out=gpu.array(3, 1, 6, 72))
+    flash_attention_with_kvcache(**arguments)
+    shifted = gpu.array(*arguments[name].shape, address=gpu.address() + 1)
+    message = f"{name} lies at address {shifted.data.ptr:#x}; expected a multiple of 2, the size"
+    with pytest.raises(ValueError, match=message):
+        flash_attention_with_kvcache(**(arguments | {name: shifted}))
+    assert len(gpu.launches) == 2
+
+
+def test_a_scale_that_was_changed_in_place_counts_by_its_present_value(gpu):
+    scale = np.array(0.5)
+    for value in (0.5, 0.25, 0.125):
+        scale[...] = value
+        flash_attention_with_kvcache(**on(gpu), softmax_scale=scale)
+    assert [params["softmax_scale"] for _, (params, _) in gpu.launches] == [0.5, 0.25, 0.125]
+
+
+def test_splits_that_were_changed_in_place_count_by_their_present_value(gpu):
+    splits = np.array(2)
+    for value in (2, 3, 5):
+        splits[...] = value
+        flash_attention_with_kvcache(**on(gpu), num_splits=splits, family="decode")
+    assert [params["num_splits"] for _, (params, _) in gpu.launches] == [2, 3, 5]
 
 
 def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monkeypatch):
@@ -741,7 +812,7 @@ def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monke
         }
 
     flash_attention_with_kvcache(**appending(gpu, **caches()))
-    monkeypatch.setattr("cupy_flash.sequence_arrays.overlap", None)
+    monkeypatch.setattr("cupy_flash.overlap._share_memory", None)
     flash_attention_with_kvcache(**appending(gpu, **caches()))
     assert len(gpu.launches) == 4
 

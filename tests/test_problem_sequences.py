@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cupy_flash.params import PackedParams, PackedSequences
+from cupy_flash.params import PARAMS_DTYPE, SEQUENCES_DTYPE, PackedParams, PackedSequences
 from cupy_flash.problem import (
     MAX_COUNT,
     MAX_SEQLEN,
@@ -198,10 +198,13 @@ def test_what_does_not_go_together_is_refused(make, changes, message):
 )
 def test_what_32_bits_count_can_be_packed_for_the_kernels(make, changes):
     p = make(**changes)
-    struct = PackedSequences(p).with_pointers(0, 0, 0, 0, 0, 0, 0)
+    memory = bytearray(SEQUENCES_DTYPE.itemsize)
+    PackedSequences(p).pack_into(memory, 0, 0, 0, 0, 0, 0, 0, 0)
+    struct = np.frombuffer(memory, SEQUENCES_DTYPE)[0]
     assert (struct["caches"], struct["pages"]) == (p.sequences.caches, p.sequences.pages)
-    params = PackedParams(p, num_splits=1, section_heads=1).with_pointers(0, 0, 0, 0, 0, 0)
-    assert params["batch"] == p.batch
+    memory = bytearray(PARAMS_DTYPE.itemsize)
+    PackedParams(p, num_splits=1, section_heads=1).pack_into(memory, 0, 0, 0, 0, 0, 0, 0)
+    assert np.frombuffer(memory, PARAMS_DTYPE)[0]["batch"] == p.batch
 
 
 @pytest.mark.parametrize(

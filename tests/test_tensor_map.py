@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cupy.cuda.function import CPointer
 
 from cupy_flash import tensor_map
+from cupy_flash.by_value import ByValue
 from cupy_flash.errors import DriverError
 from cupy_flash.tensor_map import TensorMaps, TensorMapSpec
 
@@ -51,13 +53,18 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
     return fake
 
 
-def addresses_of(maps: np.void) -> list[int]:
+def words_of(maps: ByValue) -> np.ndarray:
+    """A row of 64-bit words for each map."""
+    return np.frombuffer(bytes(maps.memory), np.uint64).reshape(-1, MAP_BYTES // 8)
+
+
+def addresses_of(maps: ByValue) -> list[int]:
     """The address that the fake driver wrote into each map."""
-    return [int(words[0]) for words in maps["maps"].reshape(-1, MAP_BYTES // 8)]
+    return [int(words[0]) for words in words_of(maps)]
 
 
 def addresses(call: int) -> tuple[int, int, int]:
@@ -91,8 +98,9 @@ def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
 
 def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
     maps = TensorMaps(SPECS).at(addresses(0))
-    assert isinstance(maps, np.void)
-    assert maps.nbytes == len(SPECS) * MAP_BYTES
+    (pointer,) = maps.pointers
+    assert isinstance(pointer, CPointer)
+    assert len(maps.memory) == len(SPECS) * MAP_BYTES
 
 
 def test_the_same_addresses_are_encoded_once(driver):
@@ -178,7 +186,7 @@ class PlainDriver(Driver):
 @pytest.fixture
 def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
     fake = PlainDriver()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: fake)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
     return fake
 
 
@@ -189,8 +197,7 @@ def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver)
     for call in range(1, 20):
         found = maps.at(addresses(call))
         assert addresses_of(found) == list(addresses(call))
-        rest = found["maps"].reshape(len(SPECS), -1)[:, 1:]
-        assert np.array_equal(rest, first["maps"].reshape(len(SPECS), -1)[:, 1:])
+        assert np.array_equal(words_of(found)[:, 1:], words_of(first)[:, 1:])
     assert not plain_driver.requests
     assert addresses_of(first) == list(addresses(0))
 
@@ -223,7 +230,7 @@ def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypa
             return status
 
     odd = Odd()
-    monkeypatch.setattr(tensor_map, "_encode_tiled", lambda: odd)
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: odd)
     maps = TensorMaps(SPECS)
     maps.at(addresses(0))
     odd.requests.clear()

@@ -328,7 +328,7 @@ def test_tensor_maps_are_of_the_packed_arrays(gpu):
     flash_attention_varlen(**arguments, family="hopper")
     (prepare, told), (attention, told_again) = gpu.launches
     assert (prepare, attention) == ("prepare", "attention")
-    assert told is told_again
+    assert told == told_again
     params, (specs, addresses), sequences = told
     assert addresses == tuple(arguments[name].data.ptr for name in ("q", "k", "v"))
     assert [spec.shape for spec in specs] == [(40, 113, 6, 1), (40, 203, 3, 1), (72, 203, 3, 1)]
@@ -402,7 +402,7 @@ def test_a_scale_may_be_an_array_of_one_number_and_a_family_may_not_be_a_list(gp
     flash_attention_varlen(**on(gpu), softmax_scale=np.array(0.25))
     ((_, (params, _)),) = gpu.launches
     assert params["softmax_scale"] == 0.25
-    with pytest.raises(TypeError, match="family is a list; expected a plain value"):
+    with pytest.raises(TypeError, match="family is a list; expected a name"):
         flash_attention_varlen(**on(gpu), family=["mma"])
 
 
@@ -432,6 +432,58 @@ def test_an_out_that_overlaps_an_input_on_the_gpu_is_refused_in_every_call(gpu, 
     with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
         flash_attention_varlen(**(arguments | {"out": within}))
     assert len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("other", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
+def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
+    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
+    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
+    arguments = on(gpu, out=gpu.array(113, 6, 72), **pages, **tables)
+    flash_attention_varlen(**arguments)
+    over = gpu.array(113, 6, 72, address=arguments[other].data.ptr - 16)
+    with pytest.raises(ValueError, match=f"out overlaps {other}; pass memory of its own"):
+        flash_attention_varlen(**(arguments | {"out": over}))
+    assert len(gpu.launches) == 1
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
+def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+        flash_attention_varlen(**on(gpu, **{name: None}))
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"])
+def test_lengths_and_pages_at_an_address_that_no_load_can_use_are_copied(gpu, name):
+    pages = {"k": gpu.array(31, 16, 3, 40), "v": gpu.array(31, 16, 3, 72)}
+    tables = {"seqused_k": gpu.lengths(3), "block_table": gpu.lengths(3, 7)}
+    arguments = on(gpu, **pages, **tables)
+    shifted = gpu.lengths(*arguments[name].shape, address=gpu.address() + 2)
+    for _ in range(2):
+        flash_attention_varlen(**(arguments | {name: shifted}))
+    for _, (_, sequences) in gpu.launches:
+        assert sequences[name] % 4 == 0
+        assert sequences[name] not in (0, shifted.data.ptr)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("max_seqlen_q", "seqlen_q"), ("max_seqlen_k", "seqlen_k")]
+)
+def test_an_option_that_was_changed_in_place_counts_by_its_present_value(gpu, name, field):
+    option = np.array(7)
+    for value in (7, 9, 11):
+        option[...] = value
+        flash_attention_varlen(**on(gpu, **{name: option}))
+    assert [params[field] for _, (params, _) in gpu.launches] == [7, 9, 11]
+
+
+def test_masked_lengths_are_refused():
+    masked = np.ma.masked_array(good()["cu_seqlens_q"], mask=False)
+    assert_refused(TypeError, "cu_seqlens_q is a masked array", good() | {"cu_seqlens_q": masked})
+
+
+def test_an_out_of_jax_is_refused():
+    out = refusals.jax_array(np.zeros((113, 6, 72), np.float32))
+    assert_refused(TypeError, "out is a JAX array, which is immutable", good() | {"out": out})
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from cupy_flash.families import TranslationUnit
 from cupy_flash.planner import Plan
 
 from .environment import available_cpus
+from .report import write_whole
 
 # A worker on a GPU holds a CUDA context of some hundred MB.
 _MOST_WORKERS = 16
@@ -175,5 +176,6 @@ def build(
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
     """Write machine code under the name that `CUPY_FLASH_CUBINS` finds it by."""
     path = folder / prebuilt_name(job.unit, job.device)
-    path.write_bytes(cubin.image)
+    # Half a cubin would be loaded, and fail.
+    write_whole(path, cubin.image)
     return path

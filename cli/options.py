@@ -434,11 +434,34 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
         name = repr(str(path)) if path.name else "an empty name"
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
+    make_folder(path.parent)
+    _probe(path)
+    return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that is not there, for `--output`.
+
+    Raises
+    ------
+    click.BadParameter
+        If it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _probe(path: Path) -> None:
     existed = path.exists()
     try:
         path.open("ab").close()
     except OSError as error:
-        raise click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        raise _unwritable(path, error) from error
     if not existed:
         path.unlink()
-    return path
+
+
+def _unwritable(path: Path, error: OSError) -> click.BadParameter:
+    return click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}")

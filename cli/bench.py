@@ -17,7 +17,7 @@ from . import copy_rate, environment, presets, providers, records, report
 from .bench_table import outcome_text, print_cells, print_memory, record_row, timing_text
 from .cases import Case, describe
 from .check import Coverage
-from .gpu_state import CpuWatch, watched
+from .gpu_state import watched
 from .inputs import InputFile, Inputs, random_inputs
 from .options import (
     SIZES,
@@ -125,7 +125,7 @@ def _provider_names(
 
 
 @click.command()
-@shape_options
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @click.option(
     "--seed",
@@ -270,7 +270,7 @@ def bench(
             print_memory(table)
 
     keeping = report.kept(output, rows, head, show)
-    watching = watched(_bus_id()) if on_gpu else contextlib.nullcontext(CpuWatch())
+    watching = watched(_bus_id() if on_gpu else None)
     with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
         for case, label in zip(cases, describe(cases)[1], strict=True):
             advance(label)

@@ -15,14 +15,13 @@ import click
 
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.planner import Plan
-from cupy_flash.problem import DTYPES
 
 from . import environment, providers, report
 from .cases import Case, describe, sweep
 from .errors import library_errors_as_usage
 from .figures import COLOURS, figure, plot_option
 from .inputs import Inputs, random_inputs
-from .options import FLAGS, HEADS, names_list, output_option
+from .options import DTYPE_LIST, FLAGS, HEADS, output_option
 from .providers import Prepared, Provider
 from .runner import first_line, too_large
 from .timing import GpuTimer, Spread, Timed, Timer, spread, take_turns
@@ -369,9 +368,7 @@ class _WholeNumber(click.IntRange):
 @click.option("--head-dim", type=HEADS, default="32,64,128,256", show_default=True)
 @click.option("--heads", type=_WholeNumber(1), default=16, show_default=True)
 @click.option("--batch", type=_WholeNumber(1), default=1, show_default=True)
-@click.option(
-    "--dtype", type=names_list(DTYPES, "a dtype"), default="float32,bfloat16", show_default=True
-)
+@click.option("--dtype", type=DTYPE_LIST, default="float32,bfloat16", show_default=True)
 @click.option("--causal", type=FLAGS, default="no,yes", show_default=True)
 @click.option(
     "--seqlen",

@@ -171,16 +171,19 @@ class GpuWatch:
 
 
 @contextlib.contextmanager
-def watched(bus_id: str | None) -> Iterator[GpuWatch]:
-    """Watch a GPU while the block runs; without nvidia-smi the state stays empty.
+def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
+    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state stays empty.
 
     Parameters
     ----------
     bus_id
-        The GPU's PCI bus id; None to watch nothing.
+        The GPU's PCI bus id; None for the CPUs.
     """
+    if bus_id is None:
+        yield CpuWatch()
+        return
     watch = GpuWatch()
-    program = shutil.which("nvidia-smi") if bus_id else None
+    program = shutil.which("nvidia-smi")
     if program is None:
         yield watch
         return

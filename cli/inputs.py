@@ -163,6 +163,11 @@ class InputFile:
                     f"{name} in {path} is {array.dtype} of shape {array.shape}; expected a float "
                     "array of shape (batch, seqlen, heads, head_dim)"
                 )
+        dtypes = [array.dtype.name for array in arrays]
+        if len(set(dtypes)) > 1:
+            raise click.UsageError(
+                f"q, k and v in {path} are {', '.join(dtypes)}; expected one dtype"
+            )
         return cls(*arrays)
 
     def case(self, **flags: Any) -> Case:

@@ -336,7 +336,7 @@ def _field_names(tile_type: type[Tile]) -> list[str]:
 
 
 @click.command()
-@shape_options
+@shape_options(_DEFAULTS)
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
 )

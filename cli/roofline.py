@@ -17,6 +17,7 @@ from cupy_flash.device import Device, gpu_unavailable
 from cupy_flash.planner import Plan, make_plan
 
 from . import environment, gpus, providers, report
+from .articles import all_rows, print_articles
 from .cases import Case, describe
 from .errors import library_errors_as_usage
 from .figures import COLOURS, figure, plot_option
@@ -32,7 +33,6 @@ from .options import (
     split_shape,
 )
 from .report import Column
-from .roofline_seeds import all_rows, print_seeds
 from .runner import too_large
 from .timing import GpuTimer, spread
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
@@ -83,7 +83,7 @@ class Measured:
 
 
 @click.command()
-@shape_options
+@shape_options(_DEFAULTS)
 @click.option(
     "--gpu",
     "asked",
@@ -96,16 +96,16 @@ class Measured:
     help="Also time the library; by default where the GPU is the present one.",
 )
 @click.option(
-    "--seeds",
+    "--articles",
     is_flag=True,
-    help="Recompute the roofline figures of the two articles that this project grew from.",
+    help="Recompute the roofline figures of two articles.",
 )
 @output_option
 @plot_option("the rooflines with the algorithms on them")
 def roofline(
     asked: tuple[str, ...] | None,
     measure: bool | None,
-    seeds: bool,
+    articles: bool,
     output: Path | None,
     plot: Path | None,
     **options: Any,
@@ -115,12 +115,12 @@ def roofline(
     Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
     """
     shape = split_shape(options)
-    if seeds:
-        refuse(shape, SHAPE_NAMES, "--seeds, which has shapes of its own")
+    if articles:
+        refuse(shape, SHAPE_NAMES, "--articles, which has shapes of its own")
         if asked or measure is not None or plot:
-            raise click.UsageError("--seeds goes with --output only")
+            raise click.UsageError("--articles goes with --output only")
         found = report.Record(environment.metadata("published figures"), all_rows())
-        report.keep(output, found, lambda: print_seeds(report.console()))
+        report.keep(output, found, lambda: print_articles(report.console()))
         return
     targets = _targets(asked)
     cases = cases_from(shape, _DEFAULTS)

@@ -113,7 +113,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 
 
 @click.command()
-@shape_options
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
 @click.option(
@@ -215,9 +215,10 @@ def tune(
     with library_errors_as_usage():
         # All groups first: a wrong option shows before anything is compiled.
         sweeps = plan_sweeps(groups, device, family, limits)
-    if (br or bc) and all(len(sweep.candidates) == 1 for sweep in sweeps):
+    if (br or bc) and not any(_has_size(sweep, br, bc) for sweep in sweeps):
         everything = plan_sweeps(groups[:1], device, family, Limits())[0]
-        raise click.UsageError(_no_such_size(everything, br, bc))
+        if not _has_size(everything, br, bc):
+            raise click.UsageError(_no_such_size(everything, br, bc))
     if plot and len(sweeps) > 1:
         raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
     if arch is not None:
@@ -326,17 +327,25 @@ def _refuse_given(ctx: click.Context, names: set[str], because: str) -> None:
             raise click.UsageError(f"{parameter.opts[0]} does not go with {because}")
 
 
+def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> bool:
+    tiles = [candidate.tile for candidate in sweep.candidates]
+    return any((not br or t.Br in br) and (not bc or t.Bc in bc) for t in tiles)
+
+
 def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
+    """What was asked for and what there is; of Bc, beside the Br that was asked for."""
     tiles = [candidate.tile for candidate in everything.candidates]
+    of_br = [tile for tile in tiles if not br or tile.Br in br]
     parts = []
     for option, given, sizes in (
         ("--br", br, {tile.Br for tile in tiles}),
-        ("--bc", bc, {tile.Bc for tile in tiles}),
+        ("--bc", bc, {tile.Bc for tile in of_br or tiles}),
     ):
-        if given is not None:
+        if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    return f"no tile of {everything.family} is that size; " + "; ".join(parts)
+    beside = f" beside --br {', '.join(map(str, br))}" if br and of_br else ""
+    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
 
 
 def _require_writable(table: Path | None) -> None:

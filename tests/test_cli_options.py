@@ -163,7 +163,8 @@ def test_a_wrong_option_gets_one_line_that_says_what_would_be_right(
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
     tmp_path: Path,
 ) -> None:
-    result = run("bench", "--output", str(tmp_path / "missing" / "rows.json"))
+    (tmp_path / "file").touch()
+    result = run("bench", "--output", str(tmp_path / "file" / "rows.json"))
 
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr

@@ -14,7 +14,7 @@ from cupy_flash.cli import gpus, providers
 from cupy_flash.cli import roofline as roofline_module
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.roofline import Measured, Target, case_rows, roofline
-from cupy_flash.cli.roofline_seeds import claim_rows, intensity_rows, ridge_rows
+from cupy_flash.cli.articles import claim_rows, intensity_rows, ridge_rows
 from cupy_flash.device import gpu_unavailable
 
 RAGGED = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2")
@@ -202,8 +202,8 @@ def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
         (("--gpu", "H100", "--measure"), "--measure times the present GPU"),
         (("--gpu", "L4", "--dtype", "float64"), "states no float64 rate for L4"),
         (("--gpu", "L4", "--head-dim", "999"), "head_dim of q and k is 999"),
-        (("--seeds", "--gpu", "H100"), "--seeds goes with --output only"),
-        (("--seeds", "--batch", "2"), "--batch does not go with --seeds"),
+        (("--articles", "--gpu", "H100"), "--articles goes with --output only"),
+        (("--articles", "--batch", "2"), "--batch does not go with --articles"),
         (("--gpu", "H100", "--output", "x.txt"), "expected one of .json, .csv, .md"),
         (("--gpu", "H100", "--plot", "x.pdf"), "expected one of .png, .svg"),
     ],
@@ -297,18 +297,18 @@ def test_seed_004s_intensities_do_not_follow_from_its_byte_counts() -> None:
     assert rows["bound at 89 and 102 FLOP/byte"] == ("compute", "memory")
 
 
-def test_the_seeds_need_no_gpu_and_fit_80_columns(
+def test_the_articles_need_no_gpu_and_fit_80_columns(
     no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "seeds.json"
-    result = run("--seeds", "--output", str(path))
+    path = tmp_path / "articles.json"
+    result = run("--articles", "--output", str(path))
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "with sparsity" in result.stdout
-    assert {row["table"].split(",")[0] for row in rows} == {"seed 000", "seed 004"}
+    assert {row["table"].split(",")[0] for row in rows} == {"CobraML", "traffic article"}
 
 
 @pytest.mark.gpu

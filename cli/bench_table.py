@@ -15,7 +15,7 @@ from .cases import Case, describe
 from .check import Coverage
 from .memory import output_bytes
 from .presets import Preset
-from .published import STANDARD_PROVIDERS, Published, Source
+from .published_figures import STANDARD_PROVIDERS, Published, Source
 from .records import sequence_fields
 from .runner import Cell, Settings
 from .sequences import repeatable

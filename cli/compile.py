@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir
+from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir, prepare_cupy_cache
 from cupy_flash.device import ARCHITECTURES, Device, device_for_arch, gpu_unavailable
 from cupy_flash.planner import Plan
 
@@ -99,7 +99,9 @@ def compile_kernels(
             written = sum(built.cubin is not None for built in results.values())
             click.echo(f"{written} cubins in {output}; use them with {CUBINS_VARIABLE}={output}")
         elif load:
-            click.echo(f"Kept in {kernel_cache_dir()}")
+            refused = prepare_cupy_cache()
+            not_kept = f"Not kept: {kernel_cache_dir()} cannot be written ({refused})"
+            click.echo(not_kept if refused else f"Kept in {kernel_cache_dir()}")
         else:
             click.echo("Not kept: --output DIR writes the cubins.")
 

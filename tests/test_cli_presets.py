@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash.cli import presets, providers, published
+from cupy_flash.cli import presets, providers, published_figures
 from cupy_flash.cli.bench_table import print_cells, record_row
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.main import main
+from cupy_flash.cli.published_figures import Published, Source, square
 from cupy_flash.cli.runner import Cell, Settings, set_speedups
-from cupy_flash.cli.published import Published, Source, square
 from cupy_flash.cli.timing import Spread
 from cupy_flash.device import device_for_arch
 from cupy_flash.planner import make_plan
 from cupy_flash.tile import freeze_tile
 
 SOURCES = (
-    published.COBRAML_PYTHON,
-    published.COBRAML_CPP,
-    published.THREE_KERNEL,
-    published.ROOFLINE_ARTICLE,
+    published_figures.COBRAML_PYTHON,
+    published_figures.COBRAML_CPP,
+    published_figures.THREE_KERNEL,
+    published_figures.ROOFLINE_ARTICLE,
 )
 FIGURES = [figure for source in SOURCES for figure in source.figures]
 BAD_ROW = (0.034, 3973)
@@ -50,7 +50,7 @@ def figure(source: Source, label: str, case: Case) -> Published:
 def test_cobramls_python_table_is_16_heads_of_64_against_eager_pytorch(
     batch: int, seqlen: int, causal: bool, cobraml: float, pytorch: float, speedup: float
 ) -> None:
-    source = published.COBRAML_PYTHON
+    source = published_figures.COBRAML_PYTHON
     case = square("float32", batch, 16, seqlen, 64, causal)
     fused, eager = (figure(source, label, case) for label in ("CobraML", "PyTorch"))
 
@@ -75,7 +75,7 @@ def test_cobramls_cpp_table_is_16_heads(
     head_dim: int, batch: int, seqlen: int, causal: bool, ms: float, gflops: float
 ) -> None:
     case = square("float32", batch, 16, seqlen, head_dim, causal)
-    published = figure(published.COBRAML_CPP, "CobraML", case)
+    published = figure(published_figures.COBRAML_CPP, "CobraML", case)
 
     assert case in presets.preset("cobraml-cpp").cases
     assert (published.ms, published.gflops) == (ms, gflops)
@@ -230,7 +230,7 @@ def test_the_row_of_0034_ms_at_3973_gflops_alone_is_marked() -> None:
 
 
 def test_cobramls_causal_rates_are_halved_for_it_counts_hidden_pairs() -> None:
-    for published in published.COBRAML_CPP.figures:
+    for published in published_figures.COBRAML_CPP.figures:
         assert published.gflops is not None
         share = 0.5 if published.case.causal else 1.0
         assert published.tflops == pytest.approx(share * published.gflops / 1e3)
@@ -266,7 +266,7 @@ def test_either_count_of_a_causal_shape_adds_up(counts_masked: bool, gflops: flo
 def test_a_provider_is_compared_with_the_best_figure_of_its_own_algorithm(
     provider: str, label: str
 ) -> None:
-    source = published.ROOFLINE_ARTICLE
+    source = published_figures.ROOFLINE_ARTICLE
     answer = source.answering(source.cases[0], provider)
 
     assert answer is not None
@@ -274,7 +274,7 @@ def test_a_provider_is_compared_with_the_best_figure_of_its_own_algorithm(
 
 
 def test_every_standard_provider_exists() -> None:
-    assert set(providers.names()) >= published.STANDARD_PROVIDERS
+    assert set(providers.names()) >= published_figures.STANDARD_PROVIDERS
 
 
 def _cells(preset: presets.Preset) -> list[list[Cell]]:

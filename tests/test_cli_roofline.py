@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli import gpus, providers
 from cupy_flash.cli import roofline as roofline_module
+from cupy_flash.cli.articles import claim_rows, intensity_rows, ridge_rows
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.roofline import Measured, Target, case_rows, roofline
-from cupy_flash.cli.articles import claim_rows, intensity_rows, ridge_rows
 from cupy_flash.device import gpu_unavailable
 
 RAGGED = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import click
@@ -48,6 +49,9 @@ class OneLineErrors(NamedCommands):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
+        # Python has none where the shell closed it.
+        sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+        sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
         code: Any = 0
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
@@ -57,6 +61,9 @@ class OneLineErrors(NamedCommands):
             code = _told(error.format_message(), error.exit_code)
         except (CompileError, TableError) as error:
             code = _told(str(error), 1)
+        except BrokenProcessPool:
+            text = "a process that compiles was ended, perhaps for want of memory; try --workers 1"
+            code = _told(f"cupy-flash: {text}", 1)
         except click.Abort as error:
             # Click takes the end of a file for an interrupt.
             is_end = isinstance(error.__cause__, EOFError)
@@ -82,8 +89,10 @@ _INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13
 
 def _told(text: str, code: int) -> int:
     """Say on stderr, if anybody listens, why the command ends with this code."""
-    with contextlib.suppress(BrokenPipeError):
+    try:
         click.echo(text, err=True)
+    except OSError:
+        _forget_unwritten_output()
     return code
 
 

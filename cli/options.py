@@ -456,7 +456,13 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
     make_folder(path.parent)
-    _probe(path)
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
     return path
 
 
@@ -472,16 +478,6 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(path, error) from error
-
-
-def _probe(path: Path) -> None:
-    existed = path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    if not existed:
-        path.unlink()
 
 
 def _unwritable(path: Path, error: OSError) -> click.BadParameter:

@@ -319,7 +319,7 @@ def kept(
     def save() -> None:
         nonlocal due
         start = time.monotonic()
-        if path is None or start < due:
+        if path is None or not rows or start < due:
             return
         # A full disk is no reason to stop measuring; at the end it is told.
         with contextlib.suppress(click.ClickException):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,8 +51,8 @@ class OneLineErrors(NamedCommands):
         **extra: Any,
     ) -> Any:
         # Python has none where the shell closed it.
-        sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")
-        sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+        sys.stdout = sys.stdout or io.StringIO()
+        sys.stderr = sys.stderr or io.StringIO()
         code: Any = 0
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)

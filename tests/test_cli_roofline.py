@@ -260,25 +260,25 @@ def test_a_picture_of_nothing_but_empty_problems_is_drawn(no_gpu: None, tmp_path
     assert path.exists()
 
 
-def test_the_ridge_points_of_seed_000_are_reproduced_to_their_digits() -> None:
+def test_the_ridge_points_of_cobraml_are_reproduced_to_their_digits() -> None:
     rows = ridge_rows()
 
     assert [f"{row['recomputed']:.1f}" for row in rows] == ["156.0", "295.5", "206.2", "562.5"]
     assert [f"{row['recomputed']:.1f}" for row in rows] == [f"{row['published']}" for row in rows]
 
 
-def test_seed_000s_b200_is_twice_its_dense_ridge_point() -> None:
+def test_cobramls_b200_is_twice_its_dense_ridge_point() -> None:
     ratios = [row["published"] / row["datasheet"] for row in ridge_rows()]
 
     assert ratios[:3] == pytest.approx([1, 1, 1], rel=0.02)
     assert ratios[3] == 2.0
 
 
-def test_the_intensities_of_seed_000_are_reproduced_to_their_digits() -> None:
+def test_the_intensities_of_cobraml_are_reproduced_to_their_digits() -> None:
     assert [f"{row['recomputed']:.1f}" for row in intensity_rows()] == ["32.1", "62.7", "228.1"]
 
 
-def test_seed_000s_intensity_is_the_models_and_five_operations_per_score() -> None:
+def test_cobramls_intensity_is_the_models_and_five_operations_per_score() -> None:
     gpu = gpus.find("A100")
     case = Case("bfloat16", 1, 4096, 4096, 1, 1, 128, 128)
     standard = case_rows(Target(gpu, gpu.device(), False), case, None)[0]
@@ -287,7 +287,7 @@ def test_seed_000s_intensity_is_the_models_and_five_operations_per_score() -> No
     assert row["matrix_only"] == pytest.approx(standard["intensity"])
 
 
-def test_seed_004s_intensities_do_not_follow_from_its_byte_counts() -> None:
+def test_the_traffic_articles_intensities_do_not_follow_from_its_byte_counts() -> None:
     rows = {row["what"]: (row["published"], row["recomputed"]) for row in claim_rows()}
     flops = 4 * 4096 * 4096 * 128
     megabyte = 1e6
@@ -323,3 +323,23 @@ def test_the_present_gpus_rate_stays_below_what_is_attainable(tmp_path: Path) ->
 
     assert fused["reason"] is None
     assert 0 < fused["share"] < 1.0
+
+
+def test_an_interrupt_leaves_what_was_measured(
+    an_h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(case: Case) -> Measured:
+        if case.seqlen_q == 2048:
+            raise KeyboardInterrupt
+        return Measured(600e12)
+
+    monkeypatch.setattr(roofline_module, "measure_rate", interrupted)
+    path = tmp_path / "rows.json"
+    with pytest.raises(KeyboardInterrupt):
+        roofline.main(
+            ["--seqlen-q", "1024,2048", "--output", str(path)],
+            standalone_mode=False,
+        )
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    assert {row["seqlen_q"] for row in rows} == {1024}

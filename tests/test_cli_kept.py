@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -316,19 +317,13 @@ def test_an_interrupted_compilation_shows_the_kernels_that_were_built(
 
 @needs_compiler
 def test_what_ends_a_command_ends_its_compilers_too() -> None:
-    def ends(builder: Builder) -> None:
-        for plan in small_plans(device_for_arch("sm_90")):
-            futures.append(builder.submit(Job.of(plan)))
+    (job,) = map(Job.of, small_plans(device_for_arch("sm_90"))[:1])
+    with pytest.raises(KeyboardInterrupt), Builder(1) as builder:
+        building = builder.submit(job)
         raise KeyboardInterrupt
 
-    futures: list[Any] = []
-    with pytest.raises(KeyboardInterrupt), Builder(1) as builder:
-        ends(builder)
-
-    assert not any(
-        future.done() and not future.cancelled() and future.exception() is None
-        for future in futures
-    )
+    # Its process takes longer to start than we to give up.
+    assert building.cancelled() or isinstance(building.exception(), BrokenProcessPool)
 
 
 @needs_compiler

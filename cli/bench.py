@@ -243,7 +243,7 @@ def bench(
     runner = Runner(settings)
     done: list[tuple[list[Cell], Coverage | None, list[dict[str, Any]]]] = []
     rows: list[dict[str, Any]] = []
-    copied = _copy_rate() if on_gpu and any(case.is_cached for case in cases) else None
+    copied: float | None = None
     source = named.source if named else None
 
     def head() -> dict[str, Any]:
@@ -272,6 +272,8 @@ def bench(
     keeping = report.kept(output, rows, head, show)
     watching = watched(_bus_id() if on_gpu else None)
     with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
+        if on_gpu and any(case.is_cached for case in cases):
+            copied = _copy_rate()
         for case, label in zip(cases, describe(cases)[1], strict=True):
             advance(label)
             draw = functools.partial(_inputs, case, file, seed, on_gpu=on_gpu)
@@ -302,6 +304,9 @@ def _copy_rate() -> float | None:
     except (RuntimeError, MemoryError) as error:
         click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
         return None
+    finally:
+        with contextlib.suppress(RuntimeError):
+            providers.release_memory()
 
 
 def _bus_id() -> str:

@@ -89,14 +89,13 @@ def compile_kernels(
     if output is not None:
         make_folder(output)
     jobs = [kernel.job for kernel in kernels]
-    results: dict[int, Built] = {}
     rows: list[dict[str, Any]] = []
+    failed: list[str] = []
 
     def show() -> None:
-        order = sorted(results)
-        _print([rows[list(results).index(index)] for index in order], devices)
+        _print(sorted(rows, key=lambda row: row["place"]), devices)
         if output is not None:
-            written = sum(built.cubin is not None for built in results.values())
+            written = len(rows) - len(failed)
             click.echo(f"{written} cubins in {output}; use them with {CUBINS_VARIABLE}={output}")
         elif load:
             refused = prepare_cupy_cache()
@@ -111,9 +110,9 @@ def compile_kernels(
             advance(kernels[index].title)
             if output is not None and built.cubin is not None:
                 write_cubin(output, jobs[index], built.cubin)
-            results[index] = built
-            rows.append(_row(kernels[index], built))
-    failed = [built.error for built in results.values() if built.error]
+            if built.error:
+                failed.append(built.error)
+            rows.append(_row(kernels[index], built) | {"place": index})
     for error in failed:
         click.echo(f"\n{error}", err=True)
     if failed:

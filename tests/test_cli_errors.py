@@ -298,7 +298,7 @@ def test_an_error_of_cuda_is_told_in_one_line() -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="the shell closes it")
+@needs_full_device
 @pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 0), ("2>/dev/full", 1)])
 def test_streams_that_are_closed_or_full_cost_no_traceback(closed: str, code: int) -> None:
     command = " ".join(["-m cupy_flash bench --seqlen-q 8,9", *QUICK[2:], closed])

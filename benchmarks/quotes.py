@@ -14,8 +14,9 @@ comment below its paragraph or list item, a line for each:
 
 A line reads `NUMBER UNIT: STATISTIC WHAT [where FIELD=VALUE, ...] in RECORD, ...`. WHAT is a field
 of the rows, a provider and a field (`cupy_flash host_us`), or `A / B` or `A / B | C`: how many
-times as fast A is as B, or as the best of B and C, on each case that they share. The value must
-round to the number. Prose alone is looked at, not code blocks.
+times as fast A is as B, or as the best of B and C, on each case that they share. The records of a
+line are of one device. The value must round to the number. Prose alone is looked at, not code
+blocks.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ class Source:
         """What the records hold, in the unit of the quoted number; ValueError if they do not."""
         if self.statistic not in _STATISTICS:
             raise ValueError(f"{self.statistic!r} is none of {', '.join(_STATISTICS)}")
-        values = [value for path in self._paths(results) for value in self._values(path)]
+        paths = self._paths(results)
+        if len(devices := {str(records.read(path).metadata.get("device")) for path in paths}) > 1:
+            raise ValueError(f"records of {len(devices)} devices: {', '.join(sorted(devices))}")
+        values = [value for path in paths for value in self._values(path)]
         if not values:
             raise ValueError("no such rows")
         return _STATISTICS[self.statistic](values) * self._scale()

@@ -67,7 +67,7 @@ def section(path: Path) -> str:
     if not rows:
         return "\n".join([*lines, "", "The record has no rows.", ""])
     if records.bench_fault(rows) is None:
-        lines += sources(rows)
+        lines += sources(record)
         if head.get("published_by"):
             lines += [f"- published figures, not measured here: {head['published_by']}"]
         if copy_rate := head.get("copy_tb_per_s"):
@@ -76,9 +76,9 @@ def section(path: Path) -> str:
             lines += ["", f"![Rates by sequence length, {path.stem}]({FIGURES}/{path.stem}.svg)"]
         lines += ["", *bench_tables(rows, head.get("baseline") or [])]
     elif "default_tflops" in rows[0]:
-        lines += [*sources(rows), "", *tune_table(rows)]
+        lines += [*sources(record), "", *tune_table(rows)]
     else:
-        lines += [*sources(rows), "", *plain_table(rows)]
+        lines += [*sources(record), "", *plain_table(rows)]
     return "\n".join([*lines, ""])
 
 
@@ -96,13 +96,12 @@ def reads_caches(rows: Sequence[Row]) -> bool:
     return any(row.get("kv_tb_per_s") is not None for row in rows)
 
 
-def sources(rows: Sequence[Row]) -> list[str]:
+def sources(record: Record) -> list[str]:
     """Which kernels ran, by the digest of their sources, and which of these have changed since."""
-    found = {(row["family"], row["kernel_digest"]) for row in rows if row.get("kernel_digest")}
     texts = [
         f"{family} `{digest}`"
         + ("" if digest == digest_of(family) else ", which has changed since")
-        for family, digest in sorted(found)
+        for family, digest in sorted(records.kernels(record))
     ]
     return [f"- kernel sources: {'; '.join(texts)}"] if texts else []
 

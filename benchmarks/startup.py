@@ -21,6 +21,7 @@ import click
 
 from cupy_flash.cli.environment import metadata
 from cupy_flash.device import device_for_id
+from cupy_flash.families import FAMILIES
 
 _CALL = """
 import json, sys, time
@@ -34,6 +35,8 @@ cupy.cuda.Device().synchronize()
 print(json.dumps(time.perf_counter() - start))
 """
 
+# Those that compute the cases on an H100 or H200.
+_FAMILIES = ("hopper", "mma")
 _CASES = (("float16", 64), ("float16", 128), ("float32", 64))
 
 
@@ -79,7 +82,8 @@ def main(rounds: int, output: Path | None) -> None:
             f"from the cache {row['warm_first_call_s']:.3f} s"
         )
     if output:
-        record = {"metadata": metadata(device_for_id(0).name), "rows": rows}
+        digests = {f"{name}_digest": FAMILIES[name].digest() for name in _FAMILIES}
+        record = {"metadata": metadata(device_for_id(0).name) | digests, "rows": rows}
         output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

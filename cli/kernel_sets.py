@@ -97,14 +97,22 @@ def all_plans(device: Device) -> list[Plan]:
     ]
     problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]
     problems += _sequence_problems()
-    defaults = (
-        make_plan(problem, device, family=name)
+    served = [
+        (problem, family)
         for problem in problems
-        for name, family in FAMILIES.items()
+        for family in FAMILIES.values()
         if family.why_not(problem, device) is None
         and (problem.sequences is None or family.serves_sequences)
+    ]
+    chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
+    # For GPUs that this one's tuned table is not for.
+    defaults = (
+        plan_tile(
+            family, problem, device, family.default_tile(problem, device), reason="default tile"
+        )
+        for problem, family in served
     )
-    return _distinct(itertools.chain(defaults, tuned_plans(device)))
+    return _distinct(itertools.chain(chosen, defaults, tuned_plans(device)))
 
 
 def _sequence_problems() -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from cupy_flash.families import FAMILIES
 from cupy_flash.problem import DTYPES
 
 from .cases import KINDS, Case, describe
@@ -77,6 +78,15 @@ def read(path: Path) -> Record:
         if not isinstance(row, dict):
             raise click.UsageError(f"{path}: row {index} is {reprlib.repr(row)}; {expected}")
     return Record(head, rows)
+
+
+def kernels(record: Record) -> set[tuple[str, str]]:
+    """Kernel families whose times a record holds, each with the digest of its sources then."""
+    head = record.metadata
+    named = {(part.get("family"), part.get("kernel_digest")) for part in (head, *record.rows)}
+    # As the scripts under benchmarks/ name them.
+    named |= {(name, head.get(f"{name}_digest")) for name in FAMILIES}
+    return {(family, digest) for family, digest in named if family and digest}
 
 
 def read_bench(path: Path) -> Record:

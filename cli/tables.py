@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from cupy_flash import tuning
-from cupy_flash.device import gpu_unavailable
+from cupy_flash import cpu, tuning
+from cupy_flash.device import device_for_arch
+from cupy_flash.families import FAMILIES
+from cupy_flash.tile import Tile
 from cupy_flash.tuning import Entry
 
 from . import environment, report
 from .errors import NamedCommands
+from .kernel_sets import problem_of_class
 from .options import writable_path
-from .providers import current_device
-from .tune_table import digest_of
+from .tune_table import is_stale
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -35,8 +39,13 @@ def list_entries(files: tuple[Path, ...], shipped: bool) -> None:
     """Show the entries of table files, by default of the user's own table."""
     if shipped and files:
         raise click.UsageError("--shipped names files of its own; leave the others out")
-    paths = sorted(tuning.SHIPPED_DIR.glob("*.json")) if shipped else list(files)
-    for path in paths or [tuning.user_table_path()]:
+    if shipped:
+        paths = sorted(tuning.SHIPPED_DIR.glob("*.json"))
+        if not paths:
+            click.echo("No tables came with the library")
+    else:
+        paths = list(files) or [tuning.user_table_path()]
+    for path in paths:
         _show(path, _read(path) if files else tuning.read_table(path))
 
 
@@ -47,7 +56,7 @@ def export(file: Path) -> None:
 
     Entries for other kernel sources than this version's are left out.
     """
-    entries = [entry for entry in tuning.entries() if not _is_stale(entry)]
+    entries = [entry for entry in tuning.entries() if not is_stale(entry)]
     _write(file, entries, "cupy-flash tables export")
 
 
@@ -66,20 +75,21 @@ def merge(files: tuple[Path, ...], output: Path) -> None:
 
 @tables.command("import")
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--gpu", help="Name of the GPU to import for, where it is not in this machine.")
-def import_entries(file: Path, gpu: str | None) -> None:
-    """Take a table file's entries into the user's table, over what is there."""
+def import_entries(file: Path) -> None:
+    """Take a table file's entries into the user's table, over what is there.
+
+    Entries of every GPU are taken; each serves its own, and those near it that have no table.
+    """
     entries = _read(file)
-    name = gpu or _present_gpu()
-    if foreign := [entry for entry in entries if entry.gpu not in (name, "cpu")]:
-        made_for = ", ".join(sorted({entry.gpu for entry in foreign}))
-        raise click.UsageError(
-            f"{file} was made for {made_for}, and tiles of one GPU are not another's; this is "
-            f"{name or 'a machine without one'} (--gpu NAME imports for another machine)"
-        )
-    fresh = [entry for entry in entries if not _is_stale(entry)]
+    fresh = [entry for entry in entries if not is_stale(entry)]
+    for entry in fresh:
+        if fault := why_not(entry):
+            where = f"{entry.gpu}, {entry.family} {entry.problem_class}"
+            raise click.UsageError(f"{file}, entry of {where}: {fault}; nothing was imported")
     tuning.change(tuning.user_table_path(), lambda old: tuning.merged(old, fresh))
-    click.echo(f"{len(fresh)} entries imported into {tuning.user_table_path()}")
+    counts = Counter(entry.gpu for entry in fresh)
+    whose = ": " + ", ".join(f"{n} of {gpu}" for gpu, n in counts.items()) if counts else ""
+    click.echo(f"{_entries(len(fresh))} imported into {tuning.user_table_path()}{whose}")
     if len(fresh) < len(entries):
         click.echo(f"{len(entries) - len(fresh)} left out: tuned on other kernel sources")
 
@@ -87,12 +97,34 @@ def import_entries(file: Path, gpu: str | None) -> None:
 @tables.command()
 def clear() -> None:
     """Remove the user's own table."""
-    count = tuning.clear()
-    click.echo(f"{count} {'entry' if count == 1 else 'entries'} removed")
+    click.echo(f"{_entries(tuning.clear())} removed")
 
 
-def _present_gpu() -> str | None:
-    return None if gpu_unavailable() else current_device().name
+def why_not(entry: Entry) -> str | None:
+    """Why an entry's tile cannot serve its class on its GPU, or None if it can."""
+    if (entry.family == "cpu") != (entry.gpu == tuning.CPU):
+        return f"family {entry.family!r} does not run there"
+    tile_type = Tile if entry.family == "cpu" else FAMILIES[entry.family].tile_type
+    names = [field.name for field in dataclasses.fields(tile_type)]
+    if set(names) != set(entry.tile):
+        return f"its tile has {', '.join(entry.tile) or 'no fields'}; expected {', '.join(names)}"
+    problem = problem_of_class(entry.problem_class)
+    try:
+        tile = tile_type(**entry.tile)
+        if entry.family == "cpu":
+            if problem and cpu.scratch_bytes(problem, tile) > cpu.SCRATCH_LIMIT:
+                return f"tile {tile} needs too much memory"
+            return None
+        usual = device_for_arch(entry.arch)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    if entry.sm_count < 1:
+        return f"sm_count is {entry.sm_count}; expected at least 1"
+    if problem is None:
+        return None
+    device = dataclasses.replace(usual, name=entry.gpu, sm_count=entry.sm_count)
+    family = FAMILIES[entry.family]
+    return family.why_not(problem, device) or family.why_not_tile(problem, device, tile)
 
 
 def _read(path: Path) -> list[Entry]:
@@ -102,8 +134,8 @@ def _read(path: Path) -> list[Entry]:
         raise click.UsageError(str(error)) from error
 
 
-def _is_stale(entry: Entry) -> bool:
-    return entry.digest != digest_of(entry.family)
+def _entries(count: int) -> str:
+    return f"{count} {'entry' if count == 1 else 'entries'}"
 
 
 def _faster_of(first: Sequence[Entry], second: Sequence[Entry]) -> list[Entry]:
@@ -114,7 +146,7 @@ def _write(path: Path, entries: Sequence[Entry], command: str) -> None:
     writable_path(path, (".json",))
     made_by = environment.metadata(environment.cpu_name()) | {"command": command}
     tuning.write_table(path, entries, made_by)
-    click.echo(f"{len(entries)} entries written to {path}")
+    click.echo(f"{_entries(len(entries))} written to {path}")
 
 
 def _show(path: Path, entries: Sequence[Entry]) -> None:
@@ -128,7 +160,7 @@ def _show(path: Path, entries: Sequence[Entry]) -> None:
             "class": entry.problem_class,
             "tile": " ".join(f"{name}={value}" for name, value in entry.tile.items()),
             "tflops": entry.tflops,
-            "stale": "stale" if _is_stale(entry) else "",
+            "stale": "stale" if is_stale(entry) else "",
         }
         for entry in sorted(entries, key=lambda entry: entry.key)
     ]

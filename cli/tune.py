@@ -230,7 +230,7 @@ def tune(
     saver = None
     if not dry_run:
         _require_writable(table)
-        saver = _Saver(table, device.name if device else "cpu", limits.exclude_nothing, _command())
+        saver = _Saver(table, device, limits.exclude_nothing, _command())
     sweeps = _that_fit(sweeps)
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
@@ -354,10 +354,8 @@ def _require_writable(table: Path | None) -> None:
     path = tuning.user_table_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        path.open("ab").close()
-        if not existed:
-            path.unlink()
+        # Not the table itself: another process may be reading or replacing it.
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise click.UsageError(
             f"{path} cannot be written: {error.strerror}; --dry-run saves nothing"
@@ -372,8 +370,8 @@ class _Saver:
     ----------
     table
         The file; the user's table if None.
-    gpu
-        Whose tiles they are; "cpu" for the CPU backend's.
+    device
+        Whose tiles they are; None for the CPU backend.
     removes
         Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
     command
@@ -383,7 +381,7 @@ class _Saver:
     """
 
     table: Path | None
-    gpu: str
+    device: Device | None
     removes: bool
     command: str
     removed: int = 0
@@ -392,20 +390,35 @@ class _Saver:
         """Save the findings; return what was done, as text."""
         path = self.table or tuning.user_table_path()
         usable = [finding for finding in found if finding["best_tile"] is not None]
-        entries = [entry_of(finding, self.gpu) for finding in usable if finding["stored"]]
-        losers = {entry_of(f, self.gpu).key for f in usable if self.removes and not f["stored"]}
-        self.removed += sum(entry.key in losers for entry in tuning.read_table(path))
-        tuning.change(
-            path,
-            lambda old: tuning.merged([e for e in old if e.key not in losers], entries),
-            made_by=environment.metadata(self.gpu) | {"command": self.command}
-            if self.table
-            else None,
-        )
-        texts = [f"{len(entries)} saved in {path}" if entries else "Nothing saved."]
+        won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
+        lost = [f for f in usable if self.removes and not f["stored"]]
+        kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
+        losers = {entry_of(f, self.device).key for f in lost} - {entry.key for entry in kept}
+
+        def changed(old: list[tuning.Entry]) -> list[tuning.Entry]:
+            staying = [entry for entry in old if entry.key not in losers]
+            self.removed += len(old) - len(staying)
+            return tuning.merged(staying, won + kept)
+
+        name = self.device.name if self.device else tuning.CPU
+        made_by = environment.metadata(name) | {"command": self.command} if self.table else None
+        tuning.change(path, changed, made_by=made_by)
+        texts = [f"{len(won)} saved in {path}"] if won else []
+        if kept:
+            defaults = "1 default" if len(kept) == 1 else f"{len(kept)} defaults"
+            texts.append(f"{defaults} saved over another table's tile.")
+        texts = texts or ["Nothing saved."]
         if self.removed:
             texts.append(f"{self.removed} removed, where the default is the best now.")
         return "\n".join(texts)
+
+    def _is_overruled(self, finding: Finding) -> bool:
+        """Whether a class without an entry in the user's table would not get the default tile."""
+        if self.table:
+            return False
+        key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
+        other = tuning.lookup_class(self.device, *key, but_own=True)
+        return other is not None and other.tile != finding["default_tile"]
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cupy_flash import cpu, tuning
+from cupy_flash.device import Device
 from cupy_flash.families import FAMILIES
 from cupy_flash.problem import MAX_ALIGNMENT
 
@@ -147,16 +148,33 @@ def gain_percent(best: Candidate, default: Candidate) -> float | None:
     return round(100 * (default.cost_ms / best.cost_ms - 1), 2)
 
 
-def entry_of(finding: Finding, gpu: str) -> tuning.Entry:
-    """The table entry that a finding makes."""
+def entry_of(finding: Finding, device: Device | None, which: str = "best") -> tuning.Entry:
+    """The table entry that a finding makes, of its best tile or of its default.
+
+    Parameters
+    ----------
+    finding
+        What a sweep found.
+    device
+        The GPU that it ran on; None for the CPU backend.
+    which
+        "best" or "default".
+    """
     return tuning.Entry(
-        gpu=gpu,
+        gpu=device.name if device else tuning.CPU,
+        arch=device.arch if device else 0,
+        sm_count=device.sm_count if device else 0,
         family=finding["family"],
         digest=finding["kernel_digest"],
         problem_class=finding["problem_class"],
-        tile=finding["best_tile"],
-        tflops=finding["best_tflops"],
+        tile=finding[f"{which}_tile"],
+        tflops=finding[f"{which}_tflops"],
     )
+
+
+def is_stale(entry: tuning.Entry) -> bool:
+    """Whether an entry was tuned on other kernel sources than the present ones."""
+    return entry.digest != digest_of(entry.family)
 
 
 def outcome_text(finding: Finding, saves: bool) -> str:

@@ -85,7 +85,8 @@ class PackedParams:
             problem.out_strides,
         )
         self._tail = (
-            abs(problem.softmax_scale),
+            # Its sign is compiled in; of a scale of 0, all that there is.
+            abs(problem.softmax_scale) or 1.0,
             problem.batch,
             problem.seqlen_q,
             problem.seqlen_k,

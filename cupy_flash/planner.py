@@ -251,12 +251,19 @@ def _choose_tile(
 ) -> tuple[Tile, str]:
     if request is not None:
         return _requested_tile(family, problem, device, request), "tile asked for"
-    entry = tuning.lookup(device.name, family.name, family.digest(), problem)
+    entry = tuning.lookup(device, family.name, family.digest(), problem)
     if entry is not None:
         tile = _tuned_tile(family.tile_type, entry.tile)
         if tile is not None and family.why_not_tile(problem, device, tile) is None:
-            return tile, f"tile from the tuned table ({entry.tflops:.0f} TFLOP/s)"
+            return tile, _tuned_reason(entry, device)
     return family.default_tile(problem, device), "default tile"
+
+
+def _tuned_reason(entry: tuning.Entry, device: Device) -> str:
+    if entry.gpu == device.name:
+        return f"tile from the tuned table ({entry.tflops:.0f} TFLOP/s)"
+    rate = f"{entry.tflops:.0f} TFLOP/s there"
+    return f"tile tuned on {entry.gpu}, the nearest GPU with a table ({rate})"
 
 
 def _tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
@@ -326,7 +333,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
     default = cpu.default_tile(problem)
     if request is not None:
         return dataclasses.replace(default, **tile_fields(type(default), request))
-    entry = tuning.lookup("cpu", "cpu", cpu.digest(), problem)
+    entry = tuning.lookup(None, "cpu", cpu.digest(), problem)
     tile = _tuned_tile(Tile, entry.tile) if entry else None
     fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
     return tile if tile is not None and fits else default

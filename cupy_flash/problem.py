@@ -20,6 +20,10 @@ MAX_COUNT = 2**31 - 1
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 
+# What a scale's magnitude may be, besides 0: with the factor log2(e) that kernels give it, it is a
+# normal number of the type that scores are kept in.
+_SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
+
 # More thread blocks for a sequence's keys than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
 
@@ -212,7 +216,7 @@ def make_problem(
         head_dim_v=head_dim_v,
         causal=bool(causal),
         q_offset=max(-seqlen_q, min(_integer("q_offset", q_offset), seqlen_k)) if causal else 0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        softmax_scale=_scale(softmax_scale, q.dtype),
         q_strides=q.strides,
         k_strides=k.strides,
         v_strides=v.strides,
@@ -345,7 +349,7 @@ def make_sequences_problem(
         head_dim_v=v.shape[3],
         causal=bool(causal),
         q_offset=0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        softmax_scale=_scale(softmax_scale, q.dtype),
         q_strides=_strides_of(q, is_packed),
         k_strides=_strides_of(k, packed_k),
         v_strides=_strides_of(v, packed_k),
@@ -404,6 +408,17 @@ def _integer(name: str, value: int) -> int:
     except TypeError:
         pass
     raise TypeError(f"{name} is {value!r}; expected an integer")
+
+
+def _scale(value: float, dtype: str) -> float:
+    scale = _finite("softmax_scale", value)
+    low, high = _SCALES["float64" if dtype == "float64" else "float32"]
+    if scale and not low <= abs(scale) <= high:
+        raise ValueError(
+            f"softmax_scale is {scale:g}; expected 0, or a magnitude of {low:.3g} to {high:.3g} for "
+            f"{dtype} arrays"
+        )
+    return scale
 
 
 def _finite(name: str, value: float) -> float:

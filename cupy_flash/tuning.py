@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import logging
+import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cupy_flash.device import Device
 from cupy_flash.problem import Problem
 from cupy_flash.sequences import Sequences
 
 logger = logging.getLogger("cupy_flash")
 
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 SHIPPED_DIR = Path(__file__).resolve().parent / "tuned"
 HOME_VARIABLE = "CUPY_FLASH_HOME"
 # Longer sequences, and more query rows over the batch and all heads, are tuned alike.
 MOST_POSITIONS = 16384
 MOST_ROWS = 65536
+# What the CPU backend's entries have for a GPU's name.
+CPU = "cpu"
+# A change of a table takes milliseconds: who waits longer waits for something that hangs.
+LOCK_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,9 @@ class Entry:
     Attributes
     ----------
     gpu
-        Device name, or ``"cpu"``.
+        Device name, or `CPU`.
+    arch, sm_count
+        Of that GPU, as in `Device`; 0 for the CPU.
     family, digest
         Kernel family and the digest of its sources when it was tuned.
     problem_class
@@ -44,6 +54,8 @@ class Entry:
     """
 
     gpu: str
+    arch: int
+    sm_count: int
     family: str
     digest: str
     problem_class: str
@@ -113,10 +125,15 @@ def read_table(path: Path) -> list[Entry]:
     TableError
         If the file is there and is not a table of this version.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Entry], dict[str, Any]]:
+    """A table file's entries, and the notes on where it comes from."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return []
+        return [], {}
     except (OSError, ValueError, RecursionError) as error:
         # The text of an OSError names the file once more.
         why = getattr(error, "strerror", None) or error
@@ -124,12 +141,13 @@ def read_table(path: Path) -> list[Entry]:
     try:
         if data["version"] != TABLE_VERSION:
             raise TableError(f"{path} has version {data['version']}; expected {TABLE_VERSION}")
-        return [_entry(item) for item in data["entries"]]
+        return [_entry(item) for item in data["entries"]], dict(data.get("made_by") or {})
     except TableError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        what = f": {error}" if isinstance(error, ValueError) else ""
         raise TableError(
-            f"{path} is not a tuned table; expected what 'cupy-flash tables export' writes"
+            f"{path} is not a tuned table{what}; expected what 'cupy-flash tables export' writes"
         ) from error
 
 
@@ -138,7 +156,12 @@ def _entry(item: dict[str, Any]) -> Entry:
     texts = {name: item[name] for name in ("gpu", "family", "digest", "problem_class")}
     if not all(isinstance(text, str) for text in texts.values()):
         raise TypeError("a name is no text")
-    return Entry(**texts, tile=tile, tflops=float(item["tflops"]))
+    arch, sm_count = operator.index(item["arch"]), operator.index(item["sm_count"])
+    tflops = float(item["tflops"])
+    for name, value in (("arch", arch), ("sm_count", sm_count), ("tflops", tflops)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}, not a number from 0")
+    return Entry(**texts, arch=arch, sm_count=sm_count, tile=tile, tflops=tflops)
 
 
 def write_table(
@@ -183,7 +206,7 @@ def change(
     changed: Callable[[list[Entry]], list[Entry]],
     made_by: Mapping[str, Any] | None = None,
 ) -> None:
-    """Rewrite a table file; one that cannot be read is set aside.
+    """Rewrite a table file while no other process does; one that cannot be read is set aside.
 
     Parameters
     ----------
@@ -192,16 +215,36 @@ def change(
     changed
         The new entries, given the old.
     made_by
-        See `write_table`.
+        See `write_table`; None for what the file says.
     """
-    try:
-        entries = read_table(path)
-    except TableError as error:
-        entries = []
-        logger.warning("%s; kept as %s, a new table begins", error, set_aside(path))
-    if (new := changed(entries)) != entries:
-        write_table(path, new, made_by)
-        reload()
+    with locked(path):
+        try:
+            entries, said = _read(path)
+        except TableError as error:
+            entries, said = [], {}
+            logger.warning("%s; kept as %s, a new table begins", error, set_aside(path))
+        if (new := changed(entries)) != entries:
+            write_table(path, new, said if made_by is None else made_by)
+            reload()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep everybody else from changing a table file; its folder is made.
+
+    The lock is a file beside it, which stays: who removed it could remove what another waits for.
+
+    Raises
+    ------
+    OSError
+        If the folder cannot be written, or another process keeps the lock for `LOCK_SECONDS`.
+    """
+    # Here, since only those who save need it.
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
+        yield
 
 
 def set_aside(path: Path) -> Path:
@@ -220,35 +263,42 @@ def clear() -> int:
         If it cannot be read.
     """
     path = user_table_path()
-    count = len(read_table(path))
-    path.unlink(missing_ok=True)
+    if not path.exists():
+        return 0
+    with locked(path):
+        count = len(read_table(path))
+        path.unlink(missing_ok=True)
     reload()
     return count
 
 
 @functools.cache
-def _merged() -> dict[tuple[str, str, str, str], Entry]:
-    table = {}
-    for path in [*sorted(SHIPPED_DIR.glob("*.json")), user_table_path()]:
+def _in_effect() -> tuple[list[Entry], list[Entry]]:
+    """The user's entries, and the shipped ones."""
+
+    def read(path: Path) -> list[Entry]:
         try:
-            entries = read_table(path)
+            return read_table(path)
         except TableError as error:
             logger.warning("%s; it is ignored", error)
-            continue
-        table.update({entry.key: entry for entry in entries})
-    return table
+            return []
+
+    shipped = [entry for path in sorted(SHIPPED_DIR.glob("*.json")) for entry in read(path)]
+    return read(user_table_path()), merged((), shipped)
 
 
 def entries() -> list[Entry]:
     """All entries in effect: the shipped ones, overlaid by the user's."""
-    return list(_merged().values())
+    user, shipped = _in_effect()
+    return merged(shipped, user)
 
 
 def reload() -> None:
     """Forget what was read, so that the next lookup reads the files again."""
     global _generation
     _generation += 1
-    _merged.cache_clear()
+    _in_effect.cache_clear()
+    _nearest_first.cache_clear()
 
 
 # Counts reloads: what was planned under an older table is planned again.
@@ -260,11 +310,75 @@ def generation() -> int:
     return _generation
 
 
-def lookup(gpu: str, family: str, digest: str, problem: Problem) -> Entry | None:
-    """The entry for a problem's class, if the family's sources are still those it was tuned on.
+def lookup(device: Device | None, family: str, digest: str, problem: Problem) -> Entry | None:
+    """The entry for a problem, if the family's sources are still those it was tuned on.
 
     None for a batch-invariant problem, whose tile goes by nothing that a class goes by.
+
+    Parameters
+    ----------
+    device
+        The GPU, or None for the CPU backend.
+    family, digest
+        The kernel family and the digest of its sources.
+    problem
+        What is computed.
     """
     if problem.is_batch_invariant:
         return None
-    return _merged().get((gpu, family, digest, problem_class(problem)))
+    return lookup_class(device, family, digest, problem_class(problem))
+
+
+def lookup_class(
+    device: Device | None, family: str, digest: str, wanted: str, *, but_own: bool = False
+) -> Entry | None:
+    """The entry for a class of problems, as `lookup` finds it.
+
+    Those of the GPU come first, then those of other GPUs of its compute capability: the nearest
+    number of SMs first, then the name that begins most alike. The user's go before the shipped
+    ones. The search ends at a shipped table: what was swept for it and is not in it does best with
+    the default tile.
+
+    Parameters
+    ----------
+    device, family, digest
+        See `lookup`.
+    wanted
+        The class.
+    but_own
+        Whether to pass over the user's entries of this very GPU.
+    """
+    place = (device.name, device.arch, device.sm_count) if device else (CPU, 0, 0)
+    for is_shipped, tiles in _nearest_first(*place, family, digest):
+        entry = tiles.get(wanted)
+        if is_shipped or (entry and not (but_own and entry.gpu == place[0])):
+            return entry
+    return None
+
+
+@functools.cache
+def _nearest_first(
+    name: str, arch: int, sm_count: int, family: str, digest: str
+) -> list[tuple[bool, dict[str, Entry]]]:
+    """The tables that may serve a processor: whether each is shipped, and its entries by class."""
+
+    def distance(item: tuple[bool, Entry]) -> tuple[bool, int, int, bool, str]:
+        is_shipped, entry = item
+        # Of one number of SMs there are several: an H200 NVL is nearer to an H200 than to an H100.
+        letters = zip(entry.gpu, name, strict=False)
+        alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], letters))
+        sms = abs(entry.sm_count - sm_count)
+        return entry.gpu != name, sms, -alike, is_shipped, entry.gpu
+
+    found = [
+        (is_shipped, entry)
+        for is_shipped, table in zip((False, True), _in_effect(), strict=True)
+        for entry in table
+        if (entry.family, entry.digest) == (family, digest)
+        and (entry.gpu == name or (name != CPU and entry.arch == arch))
+    ]
+    groups = itertools.groupby(sorted(found, key=distance), distance)
+    return [
+        (is_shipped, {entry.problem_class: entry for _, entry in group})
+        for (*_, is_shipped, _), group in groups
+    ]

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "few_seen.cuh"
 #include "hopper_cta.cuh"
 #include "lagging_softmax.cuh"
 #include "mask.cuh"
@@ -22,15 +23,17 @@ struct HopperConsumer {
   using QueryTile = typename Cta::QueryTile;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
+  using SoftmaxRow = LaggingSoftmaxRow<Element>;
+  using Bits = OrderedBits<(SoftmaxRow::highest < 0)>;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
-  // Scores that are not negative compare as integers do, of which one instruction finds the largest
-  // of three: 4% faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block
-  // then costs more, which with two consumers at head_dim 64, the choice for short causal
-  // sequences, is a loss of 1 to 2%.
+  // Scores are compared by their bits, of which one instruction finds the largest of three: 4%
+  // faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block then costs
+  // more, which with two consumers at head_dim 64, the choice for short causal sequences, is a loss
+  // of 1 to 2%.
   static constexpr bool integer_maxima = consumers == 3 || k_steps > 4;
 
   static_assert(Config::guesses >= 1 && Config::guesses <= Bc / 2, "of a lane's scores");
@@ -55,7 +58,7 @@ struct HopperConsumer {
   unsigned probabilities[Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
-  LaggingSoftmaxRow softmax[2];
+  SoftmaxRow softmax[2];
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta), consumer(consumer), scale_log2(scale_to_log2<float>(cta.p.softmax_scale)) {}
@@ -89,7 +92,7 @@ struct HopperConsumer {
 
       ptx::wgmma_wait_group<1>();
       leave_scores(slot_before(2), tile_ends);
-      const LaggingSoftmaxRow finished[2] = {softmax[0], softmax[1]};
+      const SoftmaxRow finished[2] = {softmax[0], softmax[1]};
       if (tile_ends) reset_softmax();
       const bool rescales = take_softmax(rescale);
       float normalizer[2];
@@ -234,9 +237,9 @@ struct HopperConsumer {
   // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
   // that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
-    if (Config::negate_scores) {
+    if constexpr (Config::score_sign != 1) {
 #pragma unroll
-      for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
+      for (int i = 0; i < Bc / 2; ++i) scores[i] *= Config::score_sign;
     }
     if (block >= first_masked_block()) apply_mask();
 
@@ -286,24 +289,24 @@ struct HopperConsumer {
   // Whether a row's base must change for all that this lane can tell: it may say so in vain.
   __device__ bool may_change(int half) const {
     if constexpr (integer_maxima) {
-      const int largest = largest_bits(half);
-      return largest > __float_as_int(LaggingSoftmaxRow::slack) ||
-             (softmax[half].is_fresh() && largest < 0);
+      return Bits::is_outside(largest_bits(half), softmax[half].is_fresh(), SoftmaxRow::lowest,
+                              SoftmaxRow::highest);
     } else {
       return softmax[half].must_change(lane_maximum(half));
     }
   }
 
-  // Of this lane's part of a row; right unless negative, when it is some negative number.
-  __device__ int largest_bits(int half) const {
-    int max[2];
+  // Of this lane's part of a row, to be compared with the bounds only.
+  __device__ typename Bits::type largest_bits(int half) const {
+    typename Bits::type max[2];
 #pragma unroll
     for (int j = 0; j < Bc / 8; ++j) {
-      const int first = __float_as_int(scores[4 * j + 2 * half]);
-      const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
-      max[j % 2] = j < 2 ? ::max(first, second) : ::max(::max(first, second), max[j % 2]);
+      const auto first = Bits::of(scores[4 * j + 2 * half]);
+      const auto second = Bits::of(scores[4 * j + 2 * half + 1]);
+      max[j % 2] =
+          j < 2 ? Bits::max(first, second) : Bits::max(Bits::max(first, second), max[j % 2]);
     }
-    return ::max(max[0], max[1]);
+    return Bits::max(max[0], max[1]);
   }
 
   // Of this lane's part of a row, in four chains for the latency's sake.
@@ -345,10 +348,9 @@ struct HopperConsumer {
   __device__ void scale_output(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < columns_v / 2; ++i) {
-      // A row is also multiplied by 1 for another's sake. Nothing may be flushed to zero by that
-      // where its bits must not depend on others.
-      out[i] =
-          Config::sequences ? ptx::mul_rn(out[i], factor[i / 2 % 2]) : out[i] * factor[i / 2 % 2];
+      // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
+      // nothing may be flushed to zero.
+      out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
     }
   }
 
@@ -363,9 +365,8 @@ struct HopperConsumer {
   // ---- The end of a query tile.
 
   // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
-  __device__ void finish_softmax(const LaggingSoftmaxRow (&finished)[2],
-                                 float (&normalizer)[2]) const {
-    LaggingSoftmaxRow state[2] = {finished[0], finished[1]};
+  __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
+    SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state[half].sum += __shfl_xor_sync(~0u, state[half].sum, 1);
@@ -390,6 +391,27 @@ struct HopperConsumer {
       write_partial(visit.work);
     } else {
       write_rows(visit);
+    }
+    settle_few_seen(visit);
+  }
+
+  __device__ void settle_few_seen(const Visit& visit) const {
+    const Sequence& sequence = visit.sequence(cta.p);
+    const auto mask = visit.template mask<Config::causal>(cta.p);
+    const int first = first_row_of(visit.work) + threadIdx.x / 32 % 4 * 16;
+    const int end = min(first + 16, sequence.seqlen_q);
+    const auto visible_end = [&](int row) { return mask.visible_end(row); };
+    const Params& p = cta.p;
+    const Element* value = p.v.head<const Element>(sequence.k_batch, visit.work.head_kv) +
+                           sequence.k_first * p.v.row_stride;
+    if constexpr (Config::split_keys) {
+      const auto out_row = [&](int row) { return cta.partial_row(visit.work, row); };
+      ::settle_few_seen<Config::head_dim_v, float>(first, end, visit.keys.begin * Bc, visible_end,
+                                                   out_row, {value, true});
+    } else {
+      const auto out_row = [&](int row) { return cta.output_row(visit, row); };
+      ::settle_few_seen<Config::head_dim_v, Element>(first, end, 0, visible_end, out_row,
+                                                     {value, true});
     }
   }
 

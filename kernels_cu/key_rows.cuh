@@ -24,7 +24,7 @@ struct WarpCopy {
   __device__ static int first_row() { return threadIdx.x % 32 / lanes; }
   __device__ static int first_column() { return threadIdx.x % 32 % lanes * Block::copy_elements; }
 
-  // next_row(row, is_inside) gives the address of this lane's first_column() in its next row, and
+  // A policy of 0 is none. next_row(row, is_inside) gives the address of this lane's first_column() in its next row, and
   // whether to read it: else the row becomes zeros. All lanes take part in it.
   template <class NextRow>
   __device__ static void start(unsigned shared, unsigned long long policy, NextRow next_row) {
@@ -56,7 +56,12 @@ struct WarpCopy {
   __device__ static void copy_one(unsigned target, const Element* source, int elements,
                                   unsigned long long policy) {
     if constexpr (Alignment >= 4) {
-      ptx::cp_async<Block::copy_bytes>(target, source, elements * int(sizeof(Element)), policy);
+      const int bytes = elements * int(sizeof(Element));
+      if (policy != 0) {
+        ptx::cp_async<Block::copy_bytes>(target, source, bytes, policy);
+      } else {
+        ptx::cp_async<Block::copy_bytes>(target, source, bytes);
+      }
     } else {
       Block::copy_one(target, source, elements);
     }

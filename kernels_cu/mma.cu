@@ -45,7 +45,7 @@ struct MmaForward {
   using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
-  using Softmax = WarpSoftmax<row_tiles, Bc, Products::columns_v>;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
@@ -215,7 +215,7 @@ struct MmaForward {
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
-    if (Config::negate_scores) softmax.negate(scores);
+    softmax.template apply_sign<Config::score_sign>(scores);
     if (Edge) apply_mask(tile * Bc);
     softmax.update_maxima(scores, out, scale_log2);
 
@@ -242,9 +242,8 @@ struct MmaForward {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
     // Else the rows' queries would be found ahead of the loop and kept.
     const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
-    softmax.mask(scores, [&](int i, int half) {
-      return tile_mask.visible_end(row_of(first_row, i, half));
-    });
+    softmax.mask(
+        scores, [&](int i, int half) { return tile_mask.visible_end(row_of(first_row, i, half)); });
   }
 
   // Divides by the row sums and writes the output and the log-sum-exp.
@@ -268,16 +267,19 @@ struct MmaForward {
         const float normalizer = state.normalizer();
 #pragma unroll
         for (int j = 0; j < Products::columns_v / 8; ++j) {
-          out[i][j][2 * half] *= normalizer;
-          out[i][j][2 * half + 1] *= normalizer;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& element = out[i][j][2 * half + c];
+            element = ptx::mul_rn(element, normalizer);
+          }
         }
         const int row = row_of(first_row_of(work), i, half);
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
           if (Config::split_keys) {
-            *partials.lse_row(work.split, index) = state.log_sum_exp(scale_log2);
+            *partials.lse_row(work.split, index) = log_sum_exp(state);
           } else if (p.lse != nullptr) {
-            static_cast<float*>(p.lse)[index] = state.log_sum_exp(scale_log2);
+            static_cast<float*>(p.lse)[index] = log_sum_exp(state);
           }
         }
       }
@@ -287,6 +289,12 @@ struct MmaForward {
     } else {
       write_output(p, work, place);
     }
+    const int first_row = work.q_begin + warp * warp_rows;
+    settle_few_seen<Config>(p, work, place, first_row, min(first_row + warp_rows, p.seqlen_q));
+  }
+
+  __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
+    return state.template log_sum_exp<Softmax::headroom>(scale_log2);
   }
 
   __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,

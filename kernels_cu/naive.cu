@@ -68,7 +68,7 @@ __device__ void scores(const Params& p) {
     __syncthreads();
   }
   if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
-  if (Config::negate_scores) sum = -sum;
+  if constexpr (Config::score_sign != 1) sum *= Config::score_sign;
   const bool seen = at.column() < Mask<Config::causal>(p).visible_end(at.row());
   score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
 }
@@ -100,8 +100,10 @@ __device__ void softmax(const Params& p) {
   for (int bit = 1; bit < 32; bit *= 2) {
     state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
   }
-  const T normalizer = state.normalizer();
-  for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
+  // A quotient, of which that of a row's only key is 1.
+  for (int key = lane; key < p.seqlen_k; key += 32) {
+    row[key] = state.saw_nothing() ? T(0) : row[key] / state.sum;
+  }
   if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
 }
 
@@ -133,7 +135,8 @@ __device__ void output(const Params& p) {
   }
   if (at.row() >= p.seqlen_q || at.column() >= dim) return;
   Element* out = p.out.head<Element>(batch, head) + at.row() * p.out.row_stride;
-  out[at.column()] = narrow<Element>(sum);
+  const bool sees_keys = Mask<Config::causal>(p).visible_end(at.row()) > 0;
+  out[at.column()] = narrow<Element>(sees_keys ? sum : T(0));
 }
 
 }  // namespace naive

@@ -3,6 +3,8 @@
 // values, 0 where they are not paged) and group (the query heads in a tile, see find_work()).
 #pragma once
 
+#include "few_seen.cuh"
+#include "mask.cuh"
 #include "pages.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
@@ -99,6 +101,17 @@ __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>
   }
 }
 
+// The value of the first key, for the heads of a tile.
+template <class Config>
+__device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
+                                                     const Place<Config>* place) {
+  if constexpr (Config::page_size > 0) {
+    return place->pages(place->p.v).at(0);
+  } else {
+    return {p.v.head<const typename Config::Element>(work.batch, work.head_kv), true};
+  }
+}
+
 // `head` is where the head's first row of the output begins.
 template <class Config>
 __device__ typename Config::Element* out_row(typename Config::Element* head, const Params& p,
@@ -107,5 +120,30 @@ __device__ typename Config::Element* out_row(typename Config::Element* head, con
     return place->out(row) + column;
   } else {
     return head + row * p.out.row_stride + column;
+  }
+}
+
+// settle_few_seen() for the rows [first, end) of a tile.
+template <class Config>
+__device__ void settle_few_seen(const Params& p, const Work& work, const Place<Config>* place,
+                                int first, int end) {
+  using Element = typename Config::Element;
+  const Mask<Config::causal, Config::group> mask(p);
+  const auto visible_end = [&](int row) { return mask.visible_end(row); };
+  const Row<Element> value = first_value(p, work, place);
+  if constexpr (Config::split_keys) {
+    const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
+    const KeyTiles split =
+        find_key_tiles<Config::Bc, true>(mask, work.q_begin, q_end, work.split, p.num_splits);
+    const int begin = split.begin < split.end ? split.begin * Config::Bc : 0;
+    const auto partials = partials_of(p, place);
+    settle_few_seen<Config::head_dim_v, Accumulator<Element>>(
+        first, end, begin, visible_end,
+        [&](int row) { return partials.out_row(work.split, index_of(p, work, place, row)); },
+        value);
+  } else {
+    Element* head = p.out.head<Element>(work.batch, work.head);
+    settle_few_seen<Config::head_dim_v, Element>(
+        first, end, 0, visible_end, [&](int row) { return out_row(head, p, place, row); }, value);
   }
 }

@@ -26,6 +26,12 @@ struct SplitFloat {
     const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
+
+  // Of an infinity it makes NaN.
+  __device__ static SplitFloat of_finite(float x) {
+    const unsigned big = ptx::cvt_tf32_f32(x);
+    return {big, __float_as_uint(x - __uint_as_float(big))};
+  }
 };
 
 // The same shared-memory operands and accumulator fragments as Products16Bit, but with the output's
@@ -150,10 +156,10 @@ struct ProductsTf32x3 {
         for (int i = 0; i < row_tiles; ++i) {
           if (group == 0) exponentiate(i, step);
           const float(&p)[4] = scores[i][step];
-          probabilities[i][0] = SplitFloat::of(p[0]);
-          probabilities[i][1] = SplitFloat::of(p[2]);
-          probabilities[i][2] = SplitFloat::of(p[1]);
-          probabilities[i][3] = SplitFloat::of(p[3]);
+          probabilities[i][0] = SplitFloat::of_finite(p[0]);
+          probabilities[i][1] = SplitFloat::of_finite(p[2]);
+          probabilities[i][2] = SplitFloat::of_finite(p[1]);
+          probabilities[i][3] = SplitFloat::of_finite(p[3]);
         }
         multiply<4>(sums, probabilities, values);
       }

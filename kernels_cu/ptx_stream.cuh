@@ -15,13 +15,6 @@ __device__ inline unsigned long long l2_evict_first_policy() {
   return policy;
 }
 
-// createpolicy.fractional.L2::evict_normal, of all accesses.
-__device__ inline unsigned long long l2_evict_normal_policy() {
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // cp.async with a cache policy: otherwise as without.
 template <int Bytes>
 __device__ inline void cp_async(unsigned shared, const void* global, int source_bytes,

@@ -31,6 +31,7 @@ struct Layout {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
 
+  static constexpr int headroom = ::headroom<Element>;
   static constexpr int width = 16 / sizeof(T);  // of a 128-bit shared access
   using Vec = Vector<T, width>;
 
@@ -250,11 +251,11 @@ struct Rows {
         }
       }
     }
-    if constexpr (Config::negate_scores) {
+    if constexpr (Config::score_sign != 1) {
 #pragma unroll
       for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
-        for (int j = 0; j < L::keys; ++j) scores[i][j] = -scores[i][j];
+        for (int j = 0; j < L::keys; ++j) scores[i][j] *= Config::score_sign;
       }
     }
   }
@@ -294,7 +295,10 @@ struct Rows {
       const T base = softmax[i].base(scale_log2);
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
-        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base);
+        // Of 32 bits and more, a power of two costs no precision where the sum of the exponents
+        // would.
+        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base) *
+                              T(power_of_half(L::headroom));
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;
       }
@@ -402,9 +406,12 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
       rows.template store<unit>(out_row(head, p, place, row), i);
     }
     if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
-      *lse = rows.softmax[i].log_sum_exp(scale_log2);
+      *lse = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
     }
   }
+  constexpr int warp_rows = L::warp_rows * L::rows;
+  const int first_row = work.q_begin + threadIdx.x / 32 * warp_rows;
+  settle_few_seen<Config>(p, work, place, first_row, min(first_row + warp_rows, p.seqlen_q));
 }
 
 // The place of a kernel's sequence. Null needs no member: even one that nobody reads changes what

@@ -3,6 +3,7 @@
 // running maximum, and the division by the sum waits until the end.
 #pragma once
 
+#include "element.cuh"
 #include "ptx.cuh"
 
 template <class T>
@@ -12,8 +13,6 @@ template <>
 struct SoftmaxMath<float> {
   static constexpr float log2_e = 1.4426950408889634f;
   static constexpr float ln_2 = 0.6931471805599453f;
-  // With a scale of zero every score counts the same, but 0 * -inf of a masked one would be NaN.
-  static constexpr float smallest_scale = 1e-30f;
   static __device__ float infinity() { return __int_as_float(0x7f800000); }
   // Never fused into a multiply-add, so that the same maximum always gives the same base.
   static __device__ float multiply(float x, float y) { return __fmul_rn(x, y); }
@@ -25,7 +24,6 @@ template <>
 struct SoftmaxMath<double> {
   static constexpr double log2_e = 1.4426950408889634;
   static constexpr double ln_2 = 0.6931471805599453;
-  static constexpr double smallest_scale = 1e-290;
   static __device__ double infinity() { return __longlong_as_double(0x7ff0000000000000LL); }
   static __device__ double multiply(double x, double y) { return __dmul_rn(x, y); }
   static __device__ double exp2(double x) { return ::exp2(x); }
@@ -35,8 +33,22 @@ struct SoftmaxMath<double> {
 // softmax_scale with the change of base folded in, so that exp(scale * s) is one exp2.
 template <class T>
 __device__ T scale_to_log2(double softmax_scale) {
-  using Math = SoftmaxMath<T>;
-  return T(fmax(softmax_scale * 1.4426950408889634, double(Math::smallest_scale)));
+  return T(softmax_scale * SoftmaxMath<double>::log2_e);
+}
+
+// A probability of 1 counts as 2^-headroom until the division by the sum, which goes by the same
+// measure: so 2^16 values as large as their type has them may be summed up and stay finite. float16
+// has neither such values nor such small numbers, and float64 the range for both.
+template <class Element>
+constexpr int headroom = 16;
+template <>
+constexpr int headroom<half_t> = 0;
+template <>
+constexpr int headroom<double> = 0;
+
+// 2^-exponent, of exponents that a float can hold.
+constexpr float power_of_half(int exponent) {
+  return exponent == 0 ? 1.0f : power_of_half(exponent - 1) / 2;
 }
 
 template <class T>
@@ -51,9 +63,12 @@ struct SoftmaxRow {
     sum = 0;
   }
 
-  // Computed for each tile anew: kept, it would take a register for each row all the time.
+  // Computed for each tile anew: kept, it would take a register for each row all the time. With
+  // headroom to a relative 2^-20, which is good enough for p of 16 bits.
+  template <int Headroom = 0>
   __device__ T base(T scale_log2) const {
-    return max == -Math::infinity() ? T(0) : Math::multiply(max, scale_log2);
+    if (max == -Math::infinity()) return T(0);
+    return Headroom ? fma(max, scale_log2, T(Headroom)) : Math::multiply(max, scale_log2);
   }
 
   // Whether a tile's maximum passes the running one by more than a factor of 2^slack in p. The
@@ -80,11 +95,17 @@ struct SoftmaxRow {
     return Math::exp2(fma(score, scale_log2, -base));
   }
 
-  // 1 / sum, or 0 for a row that saw no key. A NaN in the sum stays.
-  __device__ T normalizer() const { return sum == T(0) ? T(0) : T(1) / sum; }
+  // No key, or none of a score above -inf. A NaN is something.
+  __device__ bool saw_nothing() const { return sum == T(0) && max == -Math::infinity(); }
 
-  // log(sum(exp(scale * s))), natural.
+  // What the output is to be multiplied by. Where a score times the scale is beyond T, the sum is
+  // 0 although there was something, and 0 / 0 the NaN that the formula gives.
+  __device__ T normalizer() const { return saw_nothing() ? T(0) : T(1) / sum; }
+
+  // log(sum(exp(scale * s))), natural, of a sum in units of 2^-Headroom.
+  template <int Headroom = 0>
   __device__ T log_sum_exp(T scale_log2) const {
-    return sum == T(0) ? -Math::infinity() : (base(scale_log2) + Math::log2(sum)) * Math::ln_2;
+    if (saw_nothing()) return -Math::infinity();
+    return (base(scale_log2) + Math::log2(sum / power_of_half(Headroom))) * Math::ln_2;
   }
 };

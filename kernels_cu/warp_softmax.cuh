@@ -5,13 +5,20 @@
 #include "ptx.cuh"
 #include "softmax.cuh"
 
-template <int row_tiles, int Bc, int columns_v>
+template <class Element, int row_tiles, int Bc, int columns_v>
 struct WarpSoftmax {
+  // The running maximum may lag behind until p has grown by 2^slack, far inside float16's range.
+  static constexpr int slack = 8;
+  static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
+  // Where the sum of an exponent and the headroom, with its rounding, is as good as p is.
+  static constexpr bool adds_headroom = sizeof(Element) == 2;
+
   using Scores = float[row_tiles][Bc / 8][4];
   using Output = float[row_tiles][columns_v / 8][4];
   using PerRow = float[row_tiles][2];
 
-  SoftmaxRow<float> rows[row_tiles][2];  // their sums are of this lane's keys only
+  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-headroom, are of this lane's
+                                         // keys only
 
   __device__ void reset() {
 #pragma unroll
@@ -21,13 +28,16 @@ struct WarpSoftmax {
     }
   }
 
-  __device__ static void negate(Scores& scores) {
+  // By the sign of the scale; by 0 what is no number becomes NaN, as in the formula.
+  template <int Sign>
+  __device__ static void apply_sign(Scores& scores) {
+    if constexpr (Sign == 1) return;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] = -scores[i][j][c];
+        for (int c = 0; c < 4; ++c) scores[i][j][c] *= Sign;
       }
     }
   }
@@ -59,8 +69,6 @@ struct WarpSoftmax {
   // row does not depend on the others: one that is multiplied by 1 for another's sake keeps its
   // bits, denormal ones too.
   __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
-    // p can grow to 2^8, far inside float16's range.
-    constexpr float slack = 8;
     PerRow tile_max;
     bool outgrown = false;
 #pragma unroll
@@ -100,8 +108,10 @@ struct WarpSoftmax {
   __device__ void bases(PerRow& base, float scale_log2) const {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
-      base[i][0] = rows[i][0].base(scale_log2);
-      base[i][1] = rows[i][1].base(scale_log2);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        base[i][half] = rows[i][half].template base<adds_headroom ? headroom : 0>(scale_log2);
+      }
     }
   }
 
@@ -111,6 +121,7 @@ struct WarpSoftmax {
     for (int c = 0; c < 4; ++c) {
       float& score = scores[i][j][c];
       score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
+      if (!adds_headroom) score *= power_of_half(headroom);
       rows[i][c / 2].sum += score;
     }
   }

@@ -50,11 +50,15 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty `CUPY_FLASH_HOME` for each test, and no prebuilt kernels: the user has none."""
+    """An empty `CUPY_FLASH_HOME` for each test, no prebuilt kernels, and no shipped tables.
+
+    What is tested does not depend on what was tuned; the tables have tests of their own.
+    """
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(tuning.HOME_VARIABLE, str(folder))
         patch.delenv(compiler.CUBINS_VARIABLE, raising=False)
+        patch.setattr(tuning, "SHIPPED_DIR", folder / "shipped")
         tuning.reload()
         yield folder
     tuning.reload()

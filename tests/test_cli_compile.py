@@ -258,6 +258,8 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     tile = list(family.tiles(problem, device))[-1]
     entry = tuning.Entry(
         "some GPU",
+        90,
+        132,
         "simt",
         family.digest(),
         tuning.problem_class(problem),
@@ -268,6 +270,21 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuning, "entries", lambda: [entry, stale])
 
     assert [plan.tile for plan in kernel_sets.tuned_plans(device)] == [tile]
+
+
+def test_everything_holds_the_default_tile_where_another_is_tuned_too() -> None:
+    device, family = device_for_arch("sm_90"), FAMILIES["mma"]
+
+    def of_bfloat16(plans: list[Plan]) -> list[Plan]:
+        return [p for p in plans if (p.family, p.problem.dtype) == ("mma", "bfloat16")]
+
+    untuned = of_bfloat16(kernel_sets.all_plans(device))
+    tile = dataclasses.asdict(next(family.tiles(small_problem(), device)))
+    for name in {tuning.problem_class(plan.problem) for plan in untuned}:
+        tuning.save(tuning.Entry("another", 90, 132, "mma", family.digest(), name, tile, 1.0))
+    tuned = {plan.unit.text for plan in of_bfloat16(kernel_sets.all_plans(device)) if plan.unit}
+
+    assert {plan.unit.text for plan in untuned if plan.unit} < tuned
 
 
 def test_a_problem_class_gives_a_problem_of_that_class() -> None:

@@ -175,6 +175,24 @@ def test_a_record_without_providers_is_a_plain_table(render: ModuleType, tmp_pat
     assert "| 1 | Br=64 Bc=32 |" in render.render(tmp_path)
 
 
+def test_each_gpus_records_have_sections_that_name_it(render: ModuleType, tmp_path: Path) -> None:
+    for name in ("h100", "h200"):
+        rows = [row("cupy_flash", 512, 1.0)]
+        write(tmp_path / f"{name}_grid.json", rows, device=f"NVIDIA {name}")
+    first, second = render.render(tmp_path).split("\n## ")[1:]
+
+    assert first.startswith("h100_grid\n")
+    assert "- device: NVIDIA h100\n" in first
+    assert second.startswith("h200_grid\n")
+    assert "- device: NVIDIA h200\n" in second
+
+
+def test_kernels_that_only_the_head_names_are_named_too(render: ModuleType, tmp_path: Path) -> None:
+    write(tmp_path / "limits.json", [{"share": 0.9}], hopper_digest="0" * 16)
+
+    assert "kernel sources: hopper `0000000000000000`, which has" in render.render(tmp_path)
+
+
 def test_an_empty_folder_gives_a_page_that_says_so(render: ModuleType, tmp_path: Path) -> None:
     assert "No results are recorded yet" in render.render(tmp_path)
 

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cupy_flash import cpu, tuning
-from cupy_flash.cli import tables as tables_module
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.main import main
 from cupy_flash.families import FAMILIES
@@ -19,13 +18,12 @@ from cupy_flash.tuning import Entry, problem_class, read_table, write_table
 
 CLASS = problem_class(Case("bfloat16", 4, 4096, 4096, 16, 16, 128, 128).problem())
 GPU = "NVIDIA GPU of the tests"
+TILE = {"Br": 128, "Bc": 64, "warps": 8, "stages": 2, "q_in_registers": 0, "min_blocks": 1}
 
 
 @pytest.fixture(autouse=True)
-def no_gpu_and_nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables_module, "gpu_unavailable", lambda: "the tests have none")
-    monkeypatch.setattr(tuning, "SHIPPED_DIR", tmp_path / "shipped")
-    monkeypatch.setenv("COLUMNS", "160")
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def tables(*arguments: str | Path) -> Result:
@@ -44,16 +42,26 @@ def test_without_a_command_its_help_is_shown_and_a_wrong_one_is_told_the_right_o
 def entry(**changes: Any) -> Entry:
     fields: dict[str, Any] = {
         "gpu": GPU,
+        "arch": 90,
+        "sm_count": 132,
         "family": "mma",
         "digest": FAMILIES["mma"].digest(),
         "problem_class": CLASS,
-        "tile": {"Br": 128, "Bc": 64},
+        "tile": TILE,
         "tflops": 500.0,
     }
     return Entry(**(fields | changes))
 
 
-ON_CPU = entry(gpu="cpu", family="cpu", digest=cpu.digest(), tflops=0.05)
+ON_CPU = entry(
+    gpu="cpu",
+    arch=0,
+    sm_count=0,
+    family="cpu",
+    digest=cpu.digest(),
+    tile={"Br": 128, "Bc": 64},
+    tflops=0.05,
+)
 STALE = entry(digest="0" * 16)
 
 
@@ -125,9 +133,15 @@ def test_the_shipped_tables_can_be_listed() -> None:
     assert "leave the others out" in one_line(tables("list", "--shipped", __file__), 2)
 
 
+def test_where_none_is_shipped_the_users_table_is_not_shown_instead(home: Path) -> None:
+    table(home / "tuned.json", entry())
+
+    assert tables("list", "--shipped").stdout == "No tables came with the library\n"
+
+
 NO_TABLES = {
     "no JSON": ("{", "cannot be read as a tuned table"),
-    "another version": ('{"version": 1, "entries": []}', "has version 1; expected 2"),
+    "another version": ('{"version": 2, "entries": []}', "has version 2; expected 3"),
     "another record": ('{"metadata": {}, "rows": []}', "is not a tuned table"),
 }
 
@@ -182,55 +196,76 @@ def test_of_merged_tables_the_faster_entry_of_each_key_stays(tmp_path: Path) -> 
     }
 
 
-def test_a_table_of_another_gpu_is_refused_with_the_reason(tmp_path: Path, home: Path) -> None:
-    path = table(tmp_path / "t.json", entry(), ON_CPU)
-    said = one_line(tables("import", path), 2)
+def test_entries_of_every_gpu_are_taken_in_each_for_its_own(tmp_path: Path, home: Path) -> None:
+    foreign = entry(gpu="another", arch=80, sm_count=108)
+    result = tables("import", table(tmp_path / "t.json", entry(), foreign, ON_CPU))
 
-    assert f"was made for {GPU}" in said
-    assert "tiles of one GPU are not another's" in said
-    assert "--gpu NAME" in said
-    assert not (home / "tuned.json").exists()
-
-
-def test_a_table_of_the_gpu_that_is_there_is_taken_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @dataclasses.dataclass
-    class Present:
-        name: str = GPU
-
-    monkeypatch.setattr(tables_module, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(tables_module, "current_device", Present)
-    foreign = entry(gpu="another")
-
-    assert tables("import", table(tmp_path / "a.json", entry(), ON_CPU)).exit_code == 0
-    assert f"this is {GPU}" in tables("import", table(tmp_path / "b.json", foreign)).stderr
-    assert read_table(tuning.user_table_path()) == [entry(), ON_CPU]
+    assert result.exit_code == 0, result.stderr
+    path = home / "tuned.json"
+    assert result.stdout == f"3 entries imported into {path}: 1 of {GPU}, 1 of another, 1 of cpu\n"
+    assert read_table(path) == [entry(), foreign, ON_CPU]
 
 
-def test_a_table_can_be_taken_in_for_a_gpu_of_another_machine(tmp_path: Path) -> None:
-    path = table(tmp_path / "t.json", entry())
-    result = tables("import", path, "--gpu", GPU)
+def test_what_is_exported_is_taken_in_on_the_same_machine(tmp_path: Path, home: Path) -> None:
+    table(tuning.SHIPPED_DIR / "gpu.json", entry())
+    table(home / "tuned.json", ON_CPU)
+    tuning.reload()
+    tables("export", tmp_path / "mine.json")
+    before = tuning.entries()
+    result = tables("import", tmp_path / "mine.json")
 
-    assert result.exit_code == 0
-    assert read_table(tuning.user_table_path()) == [entry()]
-    assert "another" in one_line(tables("import", path, "--gpu", "another"), 2)
+    assert result.exit_code == 0, result.stderr
+    assert "2 entries imported" in result.stdout
+    assert sorted(tuning.entries(), key=str) == sorted(before, key=str)
 
 
 def test_imported_entries_go_over_those_that_are_there(tmp_path: Path, home: Path) -> None:
     table(home / "tuned.json", entry(tflops=900.0), ON_CPU)
-    tables("import", table(tmp_path / "t.json", entry(tflops=1.0)), "--gpu", GPU)
+    tables("import", table(tmp_path / "t.json", entry(tflops=1.0)))
 
     assert read_table(home / "tuned.json") == [entry(tflops=1.0), ON_CPU]
 
 
 def test_stale_entries_are_not_imported_and_are_counted(tmp_path: Path, home: Path) -> None:
     unknown = entry(family="of the future")
-    result = tables("import", table(tmp_path / "t.json", STALE, ON_CPU, unknown), "--gpu", GPU)
+    result = tables("import", table(tmp_path / "t.json", STALE, ON_CPU, unknown))
 
-    assert "1 entries imported" in result.stdout
+    assert "1 entry imported" in result.stdout
     assert "2 left out: tuned on other kernel sources" in result.stdout
     assert read_table(home / "tuned.json") == [ON_CPU]
+
+
+WRONG_ENTRIES = {
+    "below zero": (entry(tile=TILE | {"Br": -5}), "Br is -5; expected a positive number"),
+    "not legal": (entry(tile=TILE | {"Bc": 40}), "Bc is 40; expected a multiple of 16"),
+    "too large": (entry(tile=TILE | {"Bc": 1024}), "shared memory"),
+    "a field short": (entry(tile={"Br": 128, "Bc": 64}), "its tile has Br, Bc; expected Br, Bc,"),
+    "a field more": (entry(tile=TILE | {"colour": 3}), "colour; expected Br, Bc, warps"),
+    "no tile at all": (entry(tile={}), "its tile has no fields"),
+    "no speed": (entry(tflops=float("nan")), "tflops is nan, not a number from 0"),
+    "endless speed": (entry(tflops=float("inf")), "tflops is inf, not a number from 0"),
+    "no architecture": (entry(arch=47), "unknown architecture 47; expected one of sm_75"),
+    "no SMs": (entry(sm_count=0), "sm_count is 0; expected at least 1"),
+    "too old a GPU": (entry(arch=75), "sm_75"),
+    "a kernel on the CPU": (entry(gpu="cpu"), "family 'mma' does not run there"),
+    "the CPU's on a GPU": (dataclasses.replace(ON_CPU, gpu=GPU), "'cpu' does not run there"),
+    "too large for a CPU": (
+        dataclasses.replace(ON_CPU, tile={"Br": 2**20, "Bc": 2**20}),
+        "tile 1048576x1048576 needs too much memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG_ENTRIES.values(), ids=WRONG_ENTRIES)
+def test_a_table_with_a_wrong_value_is_refused_whole(
+    tmp_path: Path, home: Path, wrong: Entry, said: str
+) -> None:
+    path = table(tmp_path / "t.json", entry(gpu="another"), wrong)
+    message = one_line(tables("import", path), 2)
+
+    assert str(path) in message
+    assert said in message
+    assert not (home / "tuned.json").exists()
 
 
 def test_clearing_removes_the_users_table_and_counts(home: Path) -> None:

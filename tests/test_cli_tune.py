@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_the_default_is_never_saved(home: Path, clock: FakeTimer) -> None:
 def test_an_entry_that_no_longer_wins_is_removed_and_others_stay(
     home: Path, clock: FakeTimer
 ) -> None:
-    other = tuning.Entry("a GPU", "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
+    other = tuning.Entry("a GPU", 90, 132, "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
     tuning.save(other)
     on_cpu(*SHAPE)
     assert len(saved(home)) == 2
@@ -164,6 +165,45 @@ def test_an_entry_that_no_longer_wins_is_removed_and_others_stay(
     on_cpu(*SHAPE)
 
     assert saved(home) == [other]
+
+
+def test_a_default_that_wins_is_saved_where_a_shipped_table_has_another_tile(
+    home: Path, clock: FakeTimer
+) -> None:
+    on_cpu(*SHAPE)
+    (won,) = saved(home)
+    tuning.write_table(tuning.SHIPPED_DIR / "cpu.json", [won])
+    tuning.clear()
+    clock.time_of = lambda tile, rows: 1.0
+    results = [on_cpu(*SHAPE), on_cpu(*SHAPE)]
+
+    assert [entry.tile for entry in saved(home)] == [DEFAULT]
+    for result in results:
+        assert "1 default saved over another table's tile." in result.stdout
+        assert "removed" not in result.stdout
+
+
+def test_a_table_for_a_gpu_begins_with_what_the_gpu_is(tmp_path: Path) -> None:
+    h200 = dataclasses.replace(device_for_arch("sm_90"), name="NVIDIA H200")
+    finding = {
+        "family": "hopper",
+        "kernel_digest": "0" * 16,
+        "problem_class": "a class",
+        "best_tile": {"Br": 128, "Bc": 64},
+        "best_tflops": 700.0,
+        "stored": True,
+    }
+    path = tmp_path / "nvidia_h200.json"
+    saver = tune_module._Saver(path, h200, True, "cupy-flash tune --preset common")
+    saver.save([finding])
+    saver.save([finding | {"problem_class": "another"}])
+    first, second = tuning.read_table(path)
+    made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
+
+    assert (first.gpu, first.arch, first.sm_count) == ("NVIDIA H200", 90, 132)
+    assert second == dataclasses.replace(first, problem_class="another")
+    assert made_by["device"] == "NVIDIA H200"
+    assert made_by["command"] == "cupy-flash tune --preset common"
 
 
 def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
@@ -412,6 +452,29 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_sweep(
 
     assert f"{unwritable / 'tuned.json'} cannot be written" in said
     assert clock.timed == []
+
+
+def test_asking_whether_a_table_can_be_written_leaves_alone_what_others_write(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tuning.Entry("a GPU", 90, 132, "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
+
+    def while_another_saves(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **options: Any) -> Any:
+            monkeypatch.undo()
+            file = open_file(*args, **options)
+            tuning.save(other)
+            return file
+
+        return opened
+
+    monkeypatch.setattr(Path, "open", while_another_saves(Path.open))
+    monkeypatch.setattr(
+        tune_module.tempfile, "TemporaryFile", while_another_saves(tempfile.TemporaryFile)
+    )
+    tune_module._require_writable(None)
+
+    assert saved(home) == [other]
 
 
 def test_a_dry_run_needs_no_place_to_write(unwritable: Path, clock: FakeTimer) -> None:

@@ -14,6 +14,7 @@ from cupy_flash import tuning
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.tune_table import class_text
 from cupy_flash.cli.workload import PRESETS, Weighted, groups_of, read_workload
+from cupy_flash.device import device_for_arch
 
 ROW = {"seqlen_q": 113, "heads_q": 4, "head_dim": 24}
 
@@ -260,11 +261,12 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     invariant = dataclasses.replace(
         problem, sequences=dataclasses.replace(problem.sequences, batch_invariant=True)
     )
-    entry = tuning.Entry("gpu", "decode", "0", tuning.problem_class(problem), {"Br": 16}, 1.0)
+    device, wanted = device_for_arch("sm_90"), tuning.problem_class(problem)
+    entry = tuning.Entry(device.name, 90, 132, "decode", "0", wanted, {"Br": 16}, 1.0)
     tuning.save(entry)
 
-    assert tuning.lookup("gpu", "decode", "0", problem) == entry
-    assert tuning.lookup("gpu", "decode", "0", invariant) is None
+    assert tuning.lookup(device, "decode", "0", problem) == entry
+    assert tuning.lookup(device, "decode", "0", invariant) is None
     tuning.clear()
 
 

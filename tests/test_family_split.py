@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cupy_flash.device import ARCHITECTURES, device_for_arch
 from cupy_flash.families import split
+from cupy_flash.planner import make_plan
 from cupy_flash.problem import DTYPES, make_contiguous_problem
 from cupy_flash.sequences import Sequences
 
@@ -73,6 +74,69 @@ def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
         assert best >= split.NEAR_BEST * longest(splits)
         # Fewer would not do: each split more is a partial result more to write and merge.
         assert all(best < split.NEAR_BEST * longest(n) for n in range(1, splits))
+
+
+def fused(dtype, seqlen_q, seqlen_k, heads, head_dim=128, family="mma"):
+    case = problem(
+        dtype=dtype,
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+    )
+    return make_plan(case, h100, family=family)
+
+
+def test_splits_that_cost_more_to_merge_than_they_save_are_not_made():
+    # On an H200, 72 us with whole keys and 111 with 3 splits.
+    assert fused("float16", 1280, 1536, 16).num_splits == 1
+
+
+def test_many_keys_of_as_many_rows_are_split_all_the_same():
+    assert fused("float16", 1280, 16 * 1536, 16).num_splits > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family"), [("float16", "mma"), ("float32", "mma"), ("float32", "simt")]
+)
+def test_one_tile_of_queries_over_long_keys_is_split_until_the_gpu_is_busy(dtype, family):
+    plan = fused(dtype, 64, 16384, 4, family=family)
+    assert plan.launches[0].grid[0] >= 0.8 * h100.sm_count
+
+
+tile_times = st.builds(
+    split.TileTime.estimate,
+    flops=st.integers(1, 10**7),
+    read_bytes=st.integers(1, 10**5),
+    tflops_per_sm=st.floats(0.1, 5),
+)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 2000), tile_times)
+def test_keys_are_split_only_where_that_is_expected_to_be_faster(heads, q_tiles, key_tiles, tile):
+    case = problem(batch=1, heads_q=heads, heads_kv=heads, seqlen_q=64 * q_tiles)
+    splits = split.num_splits(
+        case, h100, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=2, tile_time=tile
+    )
+
+    def time(n):
+        attention = math.ceil(key_tiles / n) * tile.of(math.ceil(heads * q_tiles * n / 132))
+        return attention + split.combine_time(case, n)
+
+    assert splits == 1 or time(splits) < time(1)
+    # Fewer would not do: each split more is a partial result more to write and merge.
+    most = max(1, min(split.MAX_SPLITS, key_tiles // split.MIN_KEY_TILES))
+    best = min(time(n) for n in range(1, most + 1))
+    assert best >= split.NEAR_FASTEST * time(splits)
+    assert all(best < split.NEAR_FASTEST * time(n) for n in range(1, splits))
+
+
+def test_a_block_alone_on_an_sm_is_faster_than_one_of_two_but_not_twice_as_fast():
+    tile = split.TileTime.estimate(flops=4_000_000, read_bytes=32768, tflops_per_sm=3.0)
+    assert tile.of(2) / 2 < tile.of(1) < tile.of(2) < tile.of(3)
 
 
 def test_a_full_gpu_leaves_the_keys_whole():

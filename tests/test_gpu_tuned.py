@@ -1,4 +1,4 @@
-"""The tiles of the shipped tables against the reference, on the GPU that they were tuned on."""
+"""The tiles of the shipped tables against the reference, on GPUs that may be given them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prebuilt import jobs_of_cases, use_cubins, write_cubins
 
 from cupy_flash import tuning
 from cupy_flash.cli.kernel_sets import problem_of_class
+from cupy_flash.cli.tune_table import is_stale
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.families import FAMILIES
 
@@ -20,14 +21,18 @@ pytestmark = pytest.mark.gpu
 
 
 def tuned_cases() -> list[Case]:
-    """Each shipped tile for this GPU, on ragged lengths with few and with many query tiles."""
+    """Each shipped tile that fits this GPU, on ragged lengths with few and many query tiles."""
     if gpu_unavailable():
         return []
     cases = {}
+    device = current_device()
     for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
         for entry in tuning.read_table(path):
             problem = problem_of_class(entry.problem_class)
-            if problem is None or entry.gpu != current_device().name:
+            if problem is None or entry.arch != device.arch or is_stale(entry):
+                continue
+            tile = FAMILIES[entry.family].tile_type(**entry.tile)
+            if FAMILIES[entry.family].why_not_tile(problem, device, tile):
                 continue
             few = Case(
                 entry.family,
@@ -38,7 +43,7 @@ def tuned_cases() -> list[Case]:
                 head_dim_v=problem.head_dim_v,
                 causal=problem.causal,
                 q_offset=-150 if problem.causal else None,
-                tile=FAMILIES[entry.family].tile_type(**entry.tile),
+                tile=tile,
             )
             many = dataclasses.replace(
                 few, seqlen_q=333, batch=4, heads_q=36, heads_kv=12, q_offset=None

@@ -261,10 +261,12 @@ def test_an_unknown_family_is_told_the_known_ones():
         make_plan(problem(), h100, family="flash")
 
 
-def tune(case, tile, *, family="hopper", gpu="sm_90", digest=None):
+def tune(case, tile, *, family="hopper", gpu="sm_90", sm_count=132, digest=None):
     tuning.save(
         Entry(
             gpu=gpu,
+            arch=90,
+            sm_count=sm_count,
             family=family,
             digest=digest or FAMILIES[family].digest(),
             problem_class=problem_class(case),
@@ -285,6 +287,25 @@ def test_the_tuned_tile_is_used_and_named_as_the_reason():
     plan = make_plan(problem(), h100)
     assert plan.tile == tile
     assert plan.reason.endswith("tile from the tuned table (123 TFLOP/s)")
+
+
+def test_the_plan_names_the_gpu_whose_tile_it_took():
+    tile = other_tile(problem())
+    tune(problem(), dataclasses.asdict(tile), gpu="NVIDIA H100 PCIe", sm_count=114)
+    plan = make_plan(problem(), dataclasses.replace(h100, name="NVIDIA H20", sm_count=78))
+    assert plan.tile == tile
+    assert "tuned on NVIDIA H100 PCIe, the nearest GPU with a table (123 TFLOP/s there)" in str(
+        plan
+    )
+
+
+def test_the_nearest_gpus_tile_that_does_not_fit_is_passed_over():
+    tile = FAMILIES["hopper"].tile_type(128, 176, 4, 1, 0, 1, 4)
+    assert FAMILIES["hopper"].why_not_tile(problem(), h100, tile) is None
+    tune(problem(), dataclasses.asdict(tile), gpu="another")
+    small = dataclasses.replace(h100, name="small", shared_memory_per_block=64 * 1024)
+    assert make_plan(problem(), h100).tile == tile
+    assert make_plan(problem(), small, family="hopper").reason == "asked for; default tile"
 
 
 def test_a_tile_that_is_asked_for_goes_before_the_tuned_one():
@@ -319,14 +340,14 @@ def test_a_tile_tuned_on_other_sources_is_passed_over():
     [{"Br": 0, "Bc": 1}, {"Br": 64}, {"Br": 64, "Bc": 64, "warps": 4}, {"Br": 2**20, "Bc": 2**20}],
 )
 def test_a_bad_tile_tuned_for_the_cpu_is_passed_over(tile):
-    entry = Entry("cpu", "cpu", cpu.digest(), problem_class(problem()), tile, 0.1)
+    entry = Entry("cpu", 0, 0, "cpu", cpu.digest(), problem_class(problem()), tile, 0.1)
     tuning.save(entry)
     assert choose_cpu_tile(problem(), None) == cpu.default_tile(problem())
 
 
 def test_the_tile_tuned_for_the_cpu_is_used():
     tuning.save(
-        Entry("cpu", "cpu", cpu.digest(), problem_class(problem()), {"Br": 96, "Bc": 80}, 1)
+        Entry("cpu", 0, 0, "cpu", cpu.digest(), problem_class(problem()), {"Br": 96, "Bc": 80}, 1)
     )
     assert choose_cpu_tile(problem(), None) == Tile(96, 80)
 

@@ -271,7 +271,8 @@ def test_a_tuned_tile_does_not_change_batch_invariant_bits(home):
     )
     tile = dataclasses.replace(family.default_tile(usual, A100), Bc=32)
     fields = dataclasses.asdict(tile)
-    tuning.save(Entry(A100.name, "mma", family.digest(), problem_class(usual), fields, tflops=1.0))
+    gpu = (A100.name, A100.arch, A100.sm_count)
+    tuning.save(Entry(*gpu, "mma", family.digest(), problem_class(usual), fields, tflops=1.0))
     assert problem_class(usual) == problem_class(invariant)
     assert make_plan(usual, A100).tile == tile
     assert make_plan(invariant, A100).tile == family.default_tile(invariant, A100)

@@ -164,6 +164,14 @@ def test_a_source_that_leads_nowhere_fails(results: Path, source: str, why: str)
     assert why in faults(results, "3.00 times", source)[-1]
 
 
+def test_records_of_two_gpus_are_no_source_of_one_figure(results: Path) -> None:
+    write(results / "grid_c.json", [row("cupy_flash", 113, 1.0)], device="another GPU")
+    (fault,) = faults(results, "100 TFLOP/s", "100: max cupy_flash tflops in grid_*")
+
+    assert "records of 2 devices: a GPU, another GPU" in fault
+    assert faults(results, "100 TFLOP/s", "100: max cupy_flash tflops in grid_c") == []
+
+
 def test_a_source_of_a_figure_that_the_text_lacks_fails(results: Path) -> None:
     found = faults(results, "Nothing here.", "3.00: geomean cupy_flash / torch-flash in grid_a")
 

@@ -6,14 +6,21 @@ import dataclasses
 import json
 import logging
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash import tuning
+from cupy_flash.device import device_for_arch
 from cupy_flash.problem import ArraySpec, make_contiguous_problem, make_problem
 from cupy_flash.tuning import Entry, TableError, problem_class, read_table, write_table
+
+CHECKOUT = Path(tuning.__file__).resolve().parent.parent
 
 PROBLEM = make_contiguous_problem(
     dtype="float16",
@@ -30,6 +37,8 @@ names = st.text(max_size=20)
 entries = st.builds(
     Entry,
     gpu=names,
+    arch=st.integers(0, 200),
+    sm_count=st.integers(0, 200),
     family=names,
     digest=names,
     problem_class=names,
@@ -40,7 +49,9 @@ entries = st.builds(
 
 def entry(**changes):
     fields = {
-        "gpu": "sm_90",
+        "gpu": "a GPU",
+        "arch": 90,
+        "sm_count": 132,
         "family": "mma",
         "digest": "0123456789abcdef",
         "problem_class": problem_class(PROBLEM),
@@ -54,8 +65,20 @@ def resized(**changes):
     return dataclasses.replace(PROBLEM, **changes)
 
 
-def look_up(gpu="sm_90", family="mma", digest="0123456789abcdef", problem=PROBLEM):
-    return tuning.lookup(gpu, family, digest, problem)
+def gpu(name="a GPU", arch="sm_90", sm_count=132):
+    return dataclasses.replace(device_for_arch(arch), name=name, sm_count=sm_count)
+
+
+GPU = gpu()
+
+
+def look_up(device=GPU, family="mma", digest="0123456789abcdef", problem=PROBLEM):
+    return tuning.lookup(device, family, digest, problem)
+
+
+# Of another compute capability.
+OTHER = {"gpu": "an older GPU", "arch": 80, "sm_count": 108}
+OTHER_GPU = gpu("an older GPU", "sm_80", 108)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +193,7 @@ def test_a_saved_entry_is_found_at_once_and_after_reading_the_file_again(home):
 
 
 def test_saving_again_replaces_the_entry_with_the_same_key_only():
-    other = entry(gpu="sm_80")
+    other = entry(**OTHER)
     for item in (entry(), other, entry(tflops=600.0)):
         tuning.save(item)
     assert look_up().tflops == 600.0
@@ -180,7 +203,8 @@ def test_saving_again_replaces_the_entry_with_the_same_key_only():
 @pytest.mark.parametrize(
     "key",
     [
-        {"gpu": "sm_80"},
+        {"device": OTHER_GPU},
+        {"device": None},
         {"family": "simt"},
         {"digest": "f" * 16},
         {"problem": resized(seqlen_q=512)},
@@ -191,19 +215,159 @@ def test_an_entry_of_another_gpu_family_digest_or_class_is_not_used(key):
     assert look_up(**key) is None
 
 
-def test_the_users_entry_goes_before_the_shipped_one(monkeypatch, tmp_path):
-    write_table(tmp_path / "gpu.json", [entry(tflops=1.0), entry(gpu="sm_80")])
-    monkeypatch.setattr(tuning, "SHIPPED_DIR", tmp_path)
+@pytest.fixture
+def shipped():
+    """Ship these entries and no others."""
+
+    def ship(*entries):
+        write_table(tuning.SHIPPED_DIR / "gpu.json", entries)
+        tuning.reload()
+
+    return ship
+
+
+def test_the_users_entry_goes_before_the_shipped_one(shipped):
+    shipped(entry(tflops=1.0), entry(**OTHER))
     tuning.save(entry(tflops=2.0))
     assert look_up().tflops == 2.0
-    assert look_up(gpu="sm_80") is not None
+    assert look_up(OTHER_GPU) is not None
     tuning.clear()
     assert look_up().tflops == 1.0
 
 
+# ---- GPUs without a table of their own
+
+
+def of_gpu(name, sm_count=132, **changes):
+    return entry(gpu=name, sm_count=sm_count, **changes)
+
+
+def used_by(device):
+    found = look_up(device)
+    return found and found.gpu
+
+
+def test_a_gpu_without_a_table_uses_that_of_the_nearest_number_of_sms(shipped):
+    shipped(of_gpu("small", 60), of_gpu("middle", 100), of_gpu("large", 140))
+    assert used_by(gpu("new", sm_count=110)) == "middle"
+    assert used_by(gpu("new", sm_count=40)) == "small"
+    assert used_by(gpu("new", sm_count=200)) == "large"
+
+
+def test_a_gpu_of_another_compute_capability_is_no_nearest_one(shipped):
+    shipped(entry(**OTHER))
+    assert look_up(gpu(sm_count=108)) is None
+
+
+def test_the_cpu_is_near_to_no_gpu(shipped):
+    shipped(of_gpu("a GPU", 0, arch=0))
+    assert look_up(None) is None
+    shipped(of_gpu(tuning.CPU, 0, arch=0))
+    assert look_up(None).gpu == tuning.CPU
+    assert look_up(gpu("new")) is None
+
+
+def test_a_gpus_own_table_goes_before_a_nearer_number_of_sms(shipped):
+    shipped(of_gpu("own", 100), of_gpu("another", 132))
+    assert used_by(gpu("own", sm_count=132)) == "own"
+
+
+def test_what_a_gpus_shipped_table_lacks_is_not_taken_from_another(shipped):
+    other = problem_class(resized(causal=True))
+    shipped(of_gpu("own", problem_class=other), of_gpu("another"))
+    assert used_by(gpu("own")) is None
+    assert used_by(gpu("another")) == "another"
+
+
+def test_what_the_users_own_table_lacks_is_taken_from_the_nearest(shipped):
+    other = problem_class(resized(causal=True))
+    shipped(of_gpu("another"))
+    tuning.save(of_gpu("own", problem_class=other))
+    assert used_by(gpu("own")) == "another"
+
+
+def test_a_shipped_table_of_other_sources_is_none(shipped):
+    shipped(of_gpu("own", digest="f" * 16), of_gpu("another"))
+    assert used_by(gpu("own")) == "another"
+
+
+def test_the_users_tables_of_other_gpus_serve_too_and_go_before_the_shipped_ones(shipped):
+    shipped(of_gpu("a", 100), of_gpu("b", 90))
+    tuning.save(of_gpu("a", 100, tflops=1.0))
+    tuning.save(of_gpu("c", 110))
+    assert look_up(gpu("own", sm_count=104)).tflops == 1.0
+    assert used_by(gpu("own", sm_count=114)) == "c"
+    assert used_by(gpu("own", sm_count=91)) == "b"
+
+
+def test_of_gpus_with_as_many_sms_the_name_that_begins_most_alike_is_the_nearest(shipped):
+    shipped(of_gpu("NVIDIA H100 80GB HBM3"), of_gpu("NVIDIA H200"))
+    assert used_by(gpu("NVIDIA H200 NVL")) == "NVIDIA H200"
+    assert used_by(gpu("NVIDIA H100 NVL")) == "NVIDIA H100 80GB HBM3"
+    assert used_by(gpu("NVIDIA H200 NVL", sm_count=131)) == "NVIDIA H200"
+
+
+def test_what_would_serve_but_for_the_users_own_entry_can_be_asked(shipped):
+    shipped(of_gpu("another"))
+    tuning.save(of_gpu("own"))
+    key = ("mma", "0123456789abcdef", problem_class(PROBLEM))
+    assert tuning.lookup_class(gpu("own"), *key).gpu == "own"
+    assert tuning.lookup_class(gpu("own"), *key, but_own=True).gpu == "another"
+
+
+# ---- Two processes
+
+
+SAVE_SIXTY = """
+import dataclasses, sys
+from cupy_flash import tuning
+
+for index in range(60):
+    name = f"{sys.argv[1]} {index}"
+    tuning.save(tuning.Entry("a GPU", 90, 132, "mma", "0", name, {"Br": 64}, 1.0))
+"""
+
+
+def test_two_processes_that_save_at_once_keep_what_both_saved(home):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", SAVE_SIXTY, name], cwd=CHECKOUT)
+        for name in ("first", "second")
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(read_table(home / "tuned.json")) == 120
+
+
+def test_threads_that_save_at_once_keep_what_all_saved(home):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(tuning.save, [entry(problem_class=str(index)) for index in range(40)]))
+    assert len(read_table(home / "tuned.json")) == 40
+
+
+def test_a_lock_that_another_keeps_ends_in_an_error_that_names_it(home, monkeypatch):
+    monkeypatch.setattr(tuning, "LOCK_SECONDS", 0.05)
+    tuning.save(entry())
+    with tuning.locked(home / "tuned.json"), pytest.raises(TimeoutError, match=r"tuned\.json"):
+        tuning.save(entry(tflops=1.0))
+    assert look_up() == entry()
+
+
+def test_a_table_that_is_only_read_needs_no_lock(home):
+    tuning.save(entry())
+    with tuning.locked(home / "tuned.json"):
+        tuning.reload()
+        assert look_up() == entry()
+
+
+def test_a_change_keeps_what_the_file_says_of_where_it_comes_from(tmp_path):
+    path = tmp_path / "gpu.json"
+    write_table(path, [entry()], made_by={"command": "cupy-flash tune"})
+    tuning.change(path, lambda old: [])
+    assert json.loads(path.read_text())["made_by"] == {"command": "cupy-flash tune"}
+
+
 def test_clearing_removes_the_users_table_and_says_how_many_entries_it_held():
     tuning.save(entry())
-    tuning.save(entry(gpu="sm_80"))
+    tuning.save(entry(**OTHER))
     assert tuning.clear() == 2
     assert look_up() is None
     assert not tuning.user_table_path().exists()
@@ -219,7 +383,7 @@ def test_whatever_may_change_a_plan_changes_the_generation():
 
 
 def test_merging_keeps_the_new_of_entries_with_the_same_key():
-    other, third = entry(gpu="sm_80"), entry(family="simt")
+    other, third = entry(**OTHER), entry(family="simt")
     assert tuning.merged([entry(), other], [entry(tflops=1.0), third]) == [
         entry(tflops=1.0),
         other,
@@ -230,9 +394,9 @@ def test_merging_keeps_the_new_of_entries_with_the_same_key():
 def test_a_change_is_given_the_old_entries_and_is_in_effect_at_once(home):
     tuning.save(entry())
     generation = tuning.generation()
-    tuning.change(home / "tuned.json", lambda old: [*old, entry(gpu="sm_80")])
-    assert read_table(home / "tuned.json") == [entry(), entry(gpu="sm_80")]
-    assert look_up(gpu="sm_80") is not None
+    tuning.change(home / "tuned.json", lambda old: [*old, entry(**OTHER)])
+    assert read_table(home / "tuned.json") == [entry(), entry(**OTHER)]
+    assert look_up(OTHER_GPU) is not None
     assert tuning.generation() != generation
 
 
@@ -249,7 +413,7 @@ def test_a_table_says_which_version_it_is_and_how_it_was_made(tmp_path):
     path = tmp_path / "gpu.json"
     tuning.change(path, lambda old: [entry()], made_by={"command": "cupy-flash tune"})
     data = json.loads(path.read_text())
-    assert data["version"] == tuning.TABLE_VERSION == 2
+    assert data["version"] == tuning.TABLE_VERSION == 3
     assert data["made_by"] == {"command": "cupy-flash tune"}
     assert read_table(path) == [entry()]
 
@@ -271,28 +435,33 @@ def test_a_table_that_cannot_be_read_is_not_cleared(home):
 
 def changed(**fields):
     item = dataclasses.asdict(entry()) | fields
-    return json.dumps({"version": 2, "entries": [item]})
+    return json.dumps({"version": 3, "entries": [item]})
 
 
 CORRUPT = {
     "empty": "",
-    "cut off": '{"version": 2, "entr',
+    "cut off": '{"version": 3, "entr',
     "no JSON": "tuned",
     "a list": "[]",
     "null": "null",
     "without version": '{"entries": []}',
-    "of the version before": '{"version": 1, "entries": []}',
-    "of a version to come": '{"version": 3, "entries": []}',
-    "without entries": '{"version": 2}',
-    "entries null": '{"version": 2, "entries": null}',
-    "an entry that is text": '{"version": 2, "entries": ["mma"]}',
-    "an entry without a tile": '{"version": 2, "entries": [{"gpu": "sm_90"}]}',
+    "of the version before": '{"version": 2, "entries": []}',
+    "of a version to come": '{"version": 4, "entries": []}',
+    "without entries": '{"version": 3}',
+    "entries null": '{"version": 3, "entries": null}',
+    "an entry that is text": '{"version": 3, "entries": ["mma"]}',
+    "an entry without a tile": '{"version": 3, "entries": [{"gpu": "sm_90"}]}',
     "a tile that is a list": changed(tile=[128, 64]),
     "a tile of text": changed(tile={"Br": "wide", "Bc": 64}),
     "a tile of fractions": changed(tile={"Br": 64.5, "Bc": 64}),
     "a tile of infinities": changed(tile={"Br": float("inf"), "Bc": 64}),
     "speed as text": changed(tflops="fast"),
     "speed null": changed(tflops=None),
+    "speed that is no number": changed(tflops=float("nan")),
+    "speed without end": changed(tflops=float("inf")),
+    "speed below zero": changed(tflops=-1.0),
+    "fewer SMs than none": changed(sm_count=-132),
+    "an architecture by name": changed(arch="sm_90"),
     "deeper than any parser goes": "[" * 200_000,
 }
 

@@ -196,7 +196,7 @@ class Family(ABC):
             "head_dim": problem.head_dim,
             "head_dim_v": problem.head_dim_v,
             "causal": problem.causal,
-            "negate_scores": problem.softmax_scale < 0,
+            "score_sign": (problem.softmax_scale > 0) - (problem.softmax_scale < 0),
             "alignment": problem.alignment,
             "out_alignment": problem.out_alignment,
             "split_keys": num_splits > 1,

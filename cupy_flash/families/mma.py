@@ -36,6 +36,8 @@ class MmaTile(Tile):
     min_blocks: int = 1
 
 
+# By the bytes of an element: 394 and 60 TFLOP/s on the 132 SMs of an H100.
+_TFLOPS_PER_SM = {2: 3.0, 4: 0.45}
 # Of the tiles that are searched.
 _MOST_WARPS = 8
 _MOST_ROWS = 2 * 16 * _MOST_WARPS
@@ -164,7 +166,8 @@ class MmaFamily(Family):
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
         shared_memory = self.shared_memory(problem, tile)
         blocks_per_sm = device.blocks_per_sm(self.threads(tile), shared_memory, 255)
-        return ragged.num_splits(problem, device, tile, blocks_per_sm)
+        tflops = _TFLOPS_PER_SM[problem.itemsize]
+        return ragged.num_splits(problem, device, tile, blocks_per_sm, tflops)
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)

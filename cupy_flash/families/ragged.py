@@ -51,8 +51,17 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
     return None
 
 
-def num_splits(problem: Problem, device: Device, tile: Tile, blocks_per_sm: int) -> int:
-    """Thread blocks that share the keys of one query tile (see `split.num_splits`)."""
+def num_splits(
+    problem: Problem, device: Device, tile: Tile, blocks_per_sm: int, tflops_per_sm: float
+) -> int:
+    """Thread blocks that share the keys of one query tile (see `split.num_splits`).
+
+    Parameters
+    ----------
+    tflops_per_sm
+        What the kernel reaches on an SM that is full of its blocks, about.
+    """
+    dims = problem.head_dim + problem.head_dim_v
     return split.num_splits(
         problem,
         device,
@@ -60,6 +69,9 @@ def num_splits(problem: Problem, device: Device, tile: Tile, blocks_per_sm: int)
         key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
         blocks_per_sm=blocks_per_sm,
         group=group_size(problem),
+        tile_time=split.TileTime.estimate(
+            2 * tile.Br * tile.Bc * dims, tile.Bc * dims * problem.itemsize, tflops_per_sm
+        ),
     )
 
 

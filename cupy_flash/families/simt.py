@@ -22,6 +22,8 @@ _REGISTERS_PER_SM = 65536
 # Pointers, loop counters, temporaries of the softmax: at ease, and at least.
 _REGISTERS_FOR_ADDRESSES = 64
 _LEAST_REGISTERS_FOR_ADDRESSES = 24
+# By the bytes of an accumulator, on an SM of an H100.
+_TFLOPS_PER_SM = {4: 0.25, 8: 0.12}
 # Two warps for each of an SM's four schedulers hide the latency of eight independent rows; for more
 # than four, registers are not worth giving up.
 _ENOUGH_THREADS = 256
@@ -185,7 +187,8 @@ class SimtFamily(Family):
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
         assert isinstance(tile, SimtTile)
         blocks_per_sm = self._blocks_per_sm(problem, device, tile)
-        return ragged.num_splits(problem, device, tile, blocks_per_sm)
+        tflops = _TFLOPS_PER_SM[_accumulator_size(problem)]
+        return ragged.num_splits(problem, device, tile, blocks_per_sm, tflops)
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         return split.workspace(problem, num_splits)

@@ -5,6 +5,8 @@ Shared by the fused families.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cupy_flash.device import Device
 from cupy_flash.families.base import Launch, ceil_div
 from cupy_flash.problem import Problem
@@ -12,13 +14,51 @@ from cupy_flash.problem import Problem
 MAX_SPLITS = 32
 # A split must do more than write a partial result and have it merged.
 MIN_KEY_TILES = 2
-# FlashAttention's rule for decoding: leave the keys whole where the query tiles fill this share of
-# the GPU, else take the fewest splits that come within this share of the best one's efficiency.
+# FlashAttention's rule for decoding, where merging costs next to nothing: leave the keys whole if
+# the query tiles fill this share of the GPU, else take the fewest splits that come within this
+# share of the best one's efficiency.
 FULL_ENOUGH = 0.80
 NEAR_BEST = 0.85
+# Where `combine` merges: the fewest splits that come within this share of the best one's time. The
+# launch of `combine`, and how fast partial results are written and read again, are what takes 1 x
+# 1280 x 1536 with 16 heads of 128 on an H200 from 72 us for whole keys to 111 us for 3 splits.
+NEAR_FASTEST = 0.95
+_COMBINE_US = 4.0
+_PARTIALS_TB_PER_S = 1.0
+
+# Of an SM's arithmetic, what one thread block alone on it reaches; and how fast one reads: a block
+# of `decode` alone had 62 GB/s on an H100.
+_ALONE = 0.6
+_BLOCK_TB_PER_S = 0.06
 
 COMBINE = "combine"
 _COMBINE_WARPS = 8
+
+
+@dataclass(frozen=True)
+class TileTime:
+    """How long a thread block takes for a tile of keys, about, in microseconds.
+
+    Attributes
+    ----------
+    shared
+        Of an SM that is full of blocks, for one of them.
+    alone
+        Of a block that has the SM to itself.
+    """
+
+    shared: float
+    alone: float
+
+    @classmethod
+    def estimate(cls, flops: int, read_bytes: int, tflops_per_sm: float) -> TileTime:
+        """From the operations and bytes of a tile, and the kernel's rate on a full SM."""
+        shared = 1e-6 * flops / tflops_per_sm
+        return cls(shared, max(shared / _ALONE, 1e-6 * read_bytes / _BLOCK_TB_PER_S))
+
+    def of(self, blocks: int) -> float:
+        """Of each of so many blocks that an SM has, one beside or after the other."""
+        return max(blocks * self.shared, self.alone)
 
 
 def num_splits(
@@ -29,6 +69,7 @@ def num_splits(
     key_tiles: int,
     blocks_per_sm: int,
     group: int = 1,
+    tile_time: TileTime | None = None,
 ) -> int:
     """How many thread blocks share the keys of one query tile.
 
@@ -40,6 +81,8 @@ def num_splits(
         Thread blocks of the kernel that an SM holds at once.
     group
         Query heads whose rows make up a tile.
+    tile_time
+        Of a tile of keys; None for a kernel that merges few rows by itself, at little cost.
 
     Returns
     -------
@@ -51,10 +94,25 @@ def num_splits(
         return 1
     if problem.sequences is not None and problem.sequences.num_splits:
         return problem.sequences.num_splits
-    slots = device.sm_count * max(1, blocks_per_sm)
     blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
-    if blocks == 0 or blocks >= FULL_ENOUGH * slots or most <= 1:
+    if blocks == 0 or most <= 1:
+        return 1
+    if tile_time is None:
+        slots = device.sm_count * max(1, blocks_per_sm)
+        return _fewest_that_fill(blocks, slots, key_tiles, most)
+    times = {
+        splits: ceil_div(key_tiles, splits)
+        * tile_time.of(ceil_div(blocks * splits, device.sm_count))
+        + combine_time(problem, splits)
+        for splits in range(1, most + 1)
+    }
+    best = min(times.values())
+    return min(splits for splits, time in times.items() if best >= NEAR_FASTEST * time)
+
+
+def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int:
+    if blocks >= FULL_ENOUGH * slots:
         return 1
     # Efficiency is inverse to the key tiles that a slot works through, one wave after another.
     longest = {
@@ -63,6 +121,13 @@ def num_splits(
     }
     best = min(longest.values())
     return min(splits for splits, tiles in longest.items() if best >= NEAR_BEST * tiles)
+
+
+def combine_time(problem: Problem, num_splits: int) -> float:
+    """Microseconds, about, that writing partial results and merging them takes."""
+    if num_splits == 1:
+        return 0.0
+    return _COMBINE_US + 2e-6 * workspace(problem, num_splits) / _PARTIALS_TB_PER_S
 
 
 def workspace(problem: Problem, num_splits: int) -> int:

@@ -1,0 +1,77 @@
+"""List records and shipped tiles that were measured on kernels that no longer exist.
+
+    python benchmarks/prune.py            list them; exit with 1 if there are any
+    python benchmarks/prune.py --delete   delete them
+
+A record goes as a whole if it names other kernel sources than the present ones. One that names none
+stays, and a line says so. Afterwards `python benchmarks/render.py` writes the page and the figures
+anew, and `python benchmarks/quotes.py` says which figures of the README are without a record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cupy_flash import tuning
+from cupy_flash.cli import records
+from cupy_flash.cli.tune_table import digest_of, is_stale
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def prune_records(folder: Path, delete: bool) -> int:
+    """Name, and on request delete, the records of other kernel sources; return how many."""
+    found = {path: records.kernels(records.read(path)) for path in sorted(folder.glob("*.json"))}
+    count = 0
+    for path, kernels in found.items():
+        changed = sorted({family for family, digest in kernels if digest != digest_of(family)})
+        if changed:
+            count += 1
+            print(f"{path}: {', '.join(changed)} changed since")
+            if delete:
+                path.unlink()
+        elif not kernels:
+            print(f"{path}: names no kernel sources; it stays")
+    return count
+
+
+def prune_tables(folder: Path, delete: bool) -> int:
+    """Name, and on request delete, tables' entries of other sources; return how many."""
+    count = 0
+    for path in sorted(folder.glob("*.json")):
+        entries = tuning.read_table(path)
+        stale = [entry for entry in entries if is_stale(entry)]
+        if stale:
+            count += len(stale)
+            families = ", ".join(sorted({entry.family for entry in stale}))
+            print(f"{path}: {len(stale)} of {len(entries)} entries, {families} changed since")
+        if delete and len(stale) == len(entries):
+            path.unlink()
+        elif delete and stale:
+            tuning.change(path, lambda old: [entry for entry in old if not is_stale(entry)])
+    return count
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """List or delete; return the exit code."""
+    parser = argparse.ArgumentParser(description="Find records and tiles of former kernels.")
+    parser.add_argument("--delete", action="store_true", help="delete what is found")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--tables", type=Path, default=tuning.SHIPPED_DIR)
+    options = parser.parse_args(arguments)
+    try:
+        found = prune_records(options.results, options.delete)
+        found += prune_tables(options.tables, options.delete)
+    except (click.UsageError, tuning.TableError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 1 if found and not options.delete else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

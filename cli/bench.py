@@ -125,7 +125,7 @@ def _provider_names(
 
 
 @click.command()
-@shape_options
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @click.option(
     "--seed",
@@ -241,42 +241,17 @@ def bench(
         memory=memory or preset == "memory",
     )
     runner = Runner(settings)
-    table: list[list[Cell]] = []
-    checks: list[Coverage | None] = []
-    watch_gpu = watched(_bus_id() if on_gpu else None)
-    with watch_gpu as watch, report.progress("bench", len(cases)) as advance:
-        for case, label in zip(cases, describe(cases)[1], strict=True):
-            advance(label)
-            draw = functools.partial(_inputs, case, file, seed, on_gpu=on_gpu)
-            cells, check = runner.run(case, chosen, draw)
-            set_speedups(cells, compared)
-            table.append(cells)
-            checks.append(check)
-            for cell in cells:
-                cell.release()
-            if label and not sys.stderr.isatty():
-                # A terminal has a progress bar.
-                click.echo(f"[{len(table)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
-            # Some errors leave the GPU useless; the rows of the cases to come say so.
-            with contextlib.suppress(RuntimeError):
-                providers.release_memory()
-
-    copied = _copy_rate() if on_gpu and any(case.is_cached for case in cases) else None
-    versions = environment.versions()
+    done: list[tuple[list[Cell], Coverage | None, list[dict[str, Any]]]] = []
+    rows: list[dict[str, Any]] = []
+    copied: float | None = None
     source = named.source if named else None
-    rows = [
-        [record_row(cell, check, device, versions, source, copied) for cell in cells]
-        for cells, check in zip(table, checks, strict=True)
-    ]
-    found = [c for c in checks if c]
-    print_cells(table, rows, found, device, compared, settings, named, watch.state.notes(), copied)
-    if preset == "memory":
-        print_memory(table)
-    if output:
-        head = environment.metadata(device) | {
+
+    def head() -> dict[str, Any]:
+        found = environment.metadata(device) | {
             "record_version": records.VERSION,
             "timing": timing_text(settings, on_gpu=on_gpu),
             "gpu_state": watch.state.as_record() if on_gpu else None,
+            "cpu_state": None if on_gpu else watch.state.as_record(),
             "preset": preset,
             "published_by": source.text if source else None,
             "input": path.name if path else None,
@@ -284,11 +259,40 @@ def bench(
             "warmup": settings.warmup,
             "baseline": compared,
         }
-        if copied is not None:
-            head["copy_tb_per_s"] = copied
-        report.write(output, report.Record(head, [row for case_rows in rows for row in case_rows]))
-        click.echo(f"Written to {output}.", err=True)
-    flat = [cell for cells in table for cell in cells]
+        return found if copied is None else found | {"copy_tb_per_s": copied}
+
+    def show() -> None:
+        table, checks, by_case = zip(*done, strict=True)
+        notes = watch.state.notes()
+        found = [check for check in checks if check]
+        print_cells(table, by_case, found, device, compared, settings, named, notes, copied)
+        if preset == "memory":
+            print_memory(table)
+
+    keeping = report.kept(output, rows, head, show)
+    watching = watched(_bus_id() if on_gpu else None)
+    with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
+        if on_gpu and any(case.is_cached for case in cases):
+            copied = _copy_rate()
+        for case, label in zip(cases, describe(cases)[1], strict=True):
+            advance(label)
+            draw = functools.partial(_inputs, case, file, seed, on_gpu=on_gpu)
+            cells, check = runner.run(case, chosen, draw)
+            set_speedups(cells, compared)
+            versions = environment.versions()
+            own = [record_row(cell, check, device, versions, source, copied) for cell in cells]
+            done.append((cells, check, own))
+            rows += own
+            save()
+            for cell in cells:
+                cell.release()
+            if label and not sys.stderr.isatty():
+                # A terminal has a progress bar.
+                click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
+            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            with contextlib.suppress(RuntimeError):
+                providers.release_memory()
+    flat = [cell for cells, _, _ in done for cell in cells]
     if any(c.provider.ours and c.passed is False for c in flat) or not any(c.time for c in flat):
         ctx.exit(1)
 
@@ -300,6 +304,9 @@ def _copy_rate() -> float | None:
     except (RuntimeError, MemoryError) as error:
         click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
         return None
+    finally:
+        with contextlib.suppress(RuntimeError):
+            providers.release_memory()
 
 
 def _bus_id() -> str:

@@ -15,9 +15,9 @@ from .cases import Case, describe
 from .check import Coverage
 from .memory import output_bytes
 from .presets import Preset
+from .published_figures import STANDARD_PROVIDERS, Published, Source
 from .records import sequence_fields
 from .runner import Cell, Settings
-from .seed_figures import STANDARD_PROVIDERS, Published, Source
 from .sequences import repeatable
 
 
@@ -111,7 +111,7 @@ def _published_row(figure: Published, source: Source, like: Iterable[str]) -> di
     """A published figure as a row of the table with the fields of the measured ones."""
     return dict.fromkeys(like) | {
         "label": "",
-        "provider": f"seed: {figure.label}",
+        "provider": f"theirs: {figure.label}",
         "published": figure,
         "tflops": figure.tflops,
         "speedup": source.speedup(figure) if figure.adds_up else None,
@@ -466,14 +466,14 @@ def _preset_notes(named: Preset, labels: Mapping[Case, str]) -> list[str]:
     shown = [figure for case in labels for figure in source.of(case)]
     if not shown:
         why = "no times" if not source.figures else "its times for another dtype"
-        return [f"seed: {source.name}; it gives {why}.", *notes]
+        return [f"theirs: {source.name}; it gives {why}.", *notes]
     where = f"on an {source.gpu}" if source.gpu else "on a GPU that it does not name"
-    notes.insert(0, f"seed: {source.name}; as published, measured {where}, not here.")
+    notes.insert(0, f"theirs: {source.name}; as published, measured {where}, not here.")
     if any(source.speedup(figure) for figure in shown):
-        notes.append("Speedups of the seed's rows are over the seed's own standard algorithm.")
+        notes.append("Speedups in their rows are over their own standard algorithm.")
     if any(figure.counts_masked and figure.case.causal for figure in shown):
         notes.append(
-            "The seed counts the FLOPs of hidden pairs, too; its rates were converted to ours."
+            "They count the FLOPs of hidden pairs, too; their rates were converted to ours."
         )
     for figure in shown:
         if figure.remark:

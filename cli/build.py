@@ -5,6 +5,7 @@ Measured with NVRTC 13.0: two threads take as long as one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,7 @@ from cupy_flash.families import TranslationUnit
 from cupy_flash.planner import Plan
 
 from .environment import available_cpus
+from .report import write_whole
 
 # A worker on a GPU holds a CUDA context of some hundred MB.
 _MOST_WORKERS = 16
@@ -95,6 +97,19 @@ def _load(job: Job) -> Built:
     return Built(resources=loaded_resources(job.unit))
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back; a process that is started meanwhile never sees one, from its first line."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _live_and_die_with_the_parent() -> None:
     # Ctrl-C reaches all processes of a terminal's group; a worker that dies while it holds the
     # queue's lock would leave the others, and the parent, waiting.
@@ -142,7 +157,11 @@ class Builder:
     def __enter__(self) -> Builder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # A kernel may take some ten seconds, and nobody waits for it any more.
+            for process in list((self._pool._processes or {}).values()):
+                process.terminate()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, job: Job, *, load: bool = False) -> Future[Built]:
@@ -156,7 +175,8 @@ class Builder:
             Load the kernels on the current GPU, which leaves them in CuPy's cache, instead of
             returning their code.
         """
-        return self._pool.submit(_load if load else _compile, job)
+        with _interrupts_held():
+            return self._pool.submit(_load if load else _compile, job)
 
 
 def build(
@@ -175,5 +195,6 @@ def build(
 def write_cubin(folder: Path, job: Job, cubin: Cubin) -> Path:
     """Write machine code under the name that `CUPY_FLASH_CUBINS` finds it by."""
     path = folder / prebuilt_name(job.unit, job.device)
-    path.write_bytes(cubin.image)
+    # Half a cubin would be loaded, and fail.
+    write_whole(path, cubin.image)
     return path

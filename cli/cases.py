@@ -278,6 +278,12 @@ _PARTS = (
     *("layout", "step", "splits"),
 )
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_LONG_DTYPE = {short: name for name, short in SHORT_DTYPE.items()}
+
+
+def dtype_name(text: str) -> str:
+    """A dtype's own name, of that or of the short one that tables print."""
+    return _LONG_DTYPE.get(text, text)
 
 
 def _texts(case: Case) -> dict[str, str]:

@@ -126,17 +126,15 @@ def compare(
     ]
     changes.sort(key=lambda change: change.ratio or 0)
 
-    _print(files, heads, tables, changes, threshold)
-    if output:
-        head = {
-            "record_version": records.VERSION,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "threshold_percent": threshold,
-            "a": {"file": before.name} | _origin(heads[0]),
-            "b": {"file": after.name} | _origin(heads[1]),
-        }
-        report.write(output, report.Record(head, [_record_row(change) for change in changes]))
-        click.echo(f"Written to {output}.", err=True)
+    head = {
+        "record_version": records.VERSION,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "threshold_percent": threshold,
+        "a": {"file": before.name} | _origin(heads[0]),
+        "b": {"file": after.name} | _origin(heads[1]),
+    }
+    found = report.Record(head, [_record_row(change) for change in changes])
+    report.keep(output, found, lambda: _print(files, heads, tables, changes, threshold))
     if fail_on_slower and any(change.verdict in ("lost", "slower") for change in changes):
         ctx.exit(1)
 

@@ -3,44 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir
+from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir, prepare_cupy_cache
 from cupy_flash.device import ARCHITECTURES, Device, device_for_arch, gpu_unavailable
 from cupy_flash.planner import Plan
 
 from . import kernel_sets, report
 from .build import Built, Job, build, write_cubin
+from .options import make_folder
 from .providers import current_device
 
 # Built for where no GPU says otherwise.
 _USUAL_ARCH = "sm_90"
 
 
-class Architecture(click.ParamType):
-    """An architecture that kernels are built for, named as the compiler does however spelled."""
+def _architectures(
+    ctx: click.Context, param: click.Parameter, given: Sequence[str]
+) -> tuple[str, ...]:
+    """Architectures that kernels are built for, named as the compiler does however spelled."""
+    names = [name.strip() for text in given for name in text.split(",")]
+    try:
+        return tuple(dict.fromkeys(device_for_arch(name).sm for name in names))
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
-    name = "architecture"
 
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return device_for_arch(value).sm
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _architecture(ctx: click.Context, param: click.Parameter, given: str | None) -> str | None:
+    found = _architectures(ctx, param, () if given is None else (given,))
+    if len(found) > 1:
+        raise click.BadParameter(f"{given!r} is a list; expected one architecture")
+    return found[0] if found else None
 
 
 def arch_option(command: Any, *, multiple: bool) -> Any:
-    """Add `--arch`."""
+    """Add `--arch`, of one or of several architectures."""
     known = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+    example = "sm_80,sm_90" if multiple else "sm_90 or 90"
     return click.option(
         "--arch",
-        type=Architecture(),
         multiple=multiple,
+        callback=_architectures if multiple else _architecture,
         metavar="sm_NN",
-        help=f"Architecture, sm_90 or 90, no GPU needed: {known}.",
+        help=f"Compile for {example}, no GPU needed: {known}.",
     )(command)
 
 
@@ -72,38 +81,42 @@ def compile_kernels(
         raise click.UsageError("--list builds nothing to write; leave out --list or --output")
     load = not arch and output is None and gpu_unavailable() is None
     devices = _devices(arch)
-    choose = kernel_sets.all_plans if everything else kernel_sets.default_plans
-    plans = [plan for device in devices for plan in choose(device)]
+    kernels = [kernel for device in devices for kernel in _kernels(device, everything=everything)]
     if listing:
-        for plan in plans:
-            click.echo(f"{_sm(plan)}  {_title(plan)}")
+        for kernel in kernels:
+            click.echo(f"{kernel.job.device.sm}  {kernel.title}")
         return
     if output is not None:
-        _make_folder(output)
-    jobs = [Job.of(plan) for plan in plans]
-    results: dict[int, Built] = {}
-    with report.progress("compile", len(jobs)) as advance:
+        make_folder(output)
+    jobs = [kernel.job for kernel in kernels]
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+
+    def show() -> None:
+        _print(sorted(rows, key=lambda row: row["place"]), devices)
+        if output is not None:
+            written = len(rows) - len(failed)
+            click.echo(f"{written} cubins in {output}; use them with {CUBINS_VARIABLE}={output}")
+        elif load:
+            refused = prepare_cupy_cache()
+            not_kept = f"Not kept: {kernel_cache_dir()} cannot be written ({refused})"
+            click.echo(not_kept if refused else f"Kept in {kernel_cache_dir()}")
+        else:
+            click.echo("Not kept: --output DIR writes the cubins.")
+
+    keeping = report.kept(None, rows, dict, show)
+    with keeping, report.progress("compile", len(jobs)) as advance:
         for index, built in build(jobs, workers, load=load):
-            advance(_title(plans[index]))
-            results[index] = built
+            advance(kernels[index].title)
             if output is not None and built.cubin is not None:
                 write_cubin(output, jobs[index], built.cubin)
-    rows = [_row(plan, results[index]) for index, plan in enumerate(plans)]
-    _print(rows, devices)
-    failed = [built.error for built in results.values() if built.error]
-    if output is not None:
-        click.echo(
-            f"{len(plans) - len(failed)} cubins in {output}; "
-            f"use them with {CUBINS_VARIABLE}={output}"
-        )
-    elif load:
-        click.echo(f"Kept in {kernel_cache_dir()}")
-    else:
-        click.echo("Not kept: --output DIR writes the cubins.")
+            if built.error:
+                failed.append(built.error)
+            rows.append(_row(kernels[index], built) | {"place": index})
     for error in failed:
         click.echo(f"\n{error}", err=True)
     if failed:
-        click.echo(f"\n{len(failed)} of {len(plans)} kernels do not compile", err=True)
+        click.echo(f"\n{len(failed)} of {len(kernels)} kernels do not compile", err=True)
         ctx.exit(1)
 
 
@@ -113,42 +126,52 @@ compile_kernels = arch_option(compile_kernels, multiple=True)
 def _devices(arch: Sequence[str]) -> list[Device]:
     if not arch and gpu_unavailable() is None:
         return [current_device()]
-    return [device_for_arch(name) for name in dict.fromkeys(arch or (_USUAL_ARCH,))]
+    return [device_for_arch(name) for name in arch or (_USUAL_ARCH,)]
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise click.BadParameter(
-            f"{str(path)!r} cannot be written: {error.strerror}", param_hint="--output"
-        ) from error
+@dataclass(frozen=True)
+class _Kernel:
+    """What is built; `plan` is that of an attention kernel."""
+
+    job: Job
+    plan: Plan | None = None
+
+    @property
+    def title(self) -> str:
+        """Family, dtype and sizes, how the keys lie, and the tile."""
+        name, tile, sizes = self.job.unit.title.partition(" tile ")
+        return name + _lie(self.plan) + tile + sizes
 
 
-def _title(plan: Plan) -> str:
-    assert plan.unit is not None
-    return plan.unit.title
+def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
+    choose = kernel_sets.all_plans if everything else kernel_sets.default_plans
+    found = [_Kernel(Job.of(plan), plan) for plan in choose(device)]
+    for unit in kernel_sets.other_units(everything=everything):
+        found.append(_Kernel(Job(unit, device, ((unit.main_entry, 0),))))
+    return found
 
 
-def _sm(plan: Plan) -> str:
-    assert plan.device is not None
-    return plan.device.sm
+def _lie(plan: Plan | None) -> str:
+    """How the keys lie, where they are a cache or packed."""
+    sequences = plan.problem.sequences if plan else None
+    if sequences is None:
+        return ""
+    if sequences.page_size:
+        return f" page_size {sequences.page_size}"
+    return " packed" if sequences.packed_k else " cache"
 
 
-def _row(plan: Plan, built: Built) -> dict[str, Any]:
-    resources = built.resources
+def _row(kernel: _Kernel, built: Built) -> dict[str, Any]:
+    resources, plan = built.resources, kernel.plan
     static = resources.static_shared_memory if resources else 0
     return {
-        "arch": _sm(plan),
-        "kernel": _title(plan).partition(" tile ")[0],
-        "tile": report.tile_text(plan.tile),
-        "legend": report.tile_legend(plan.family, plan.tile),
+        "arch": kernel.job.device.sm,
+        "kernel": kernel.title.partition(" tile ")[0],
+        "tile": report.tile_text(plan.tile) if plan else "-",
+        "legend": report.tile_legend(plan.family, plan.tile) if plan else None,
         "registers": resources.registers if resources else None,
         "spills": resources.spill_bytes if resources else None,
-        "shared_memory": plan.shared_memory + static,
+        "shared_memory": static + (plan.shared_memory if plan else 0),
         "seconds": built.cubin.seconds if built.cubin else None,
         "failed": built.error is not None,
     }
@@ -167,7 +190,8 @@ def _print(rows: Sequence[dict[str, Any]], devices: Sequence[Device]) -> None:
     for device in devices:
         group = [row for row in rows if row["arch"] == device.sm]
         report.print_table(report.console(), f"{len(group)} kernels, {device.sm}", columns, [group])
-    report.print_notes(report.console(), dict.fromkeys(f"{row['legend']}." for row in rows))
+    legends = dict.fromkeys(f"{row['legend']}." for row in rows if row["legend"])
+    report.print_notes(report.console(), legends)
     click.echo("regs, spills: registers and bytes per thread. KiB: shared memory of a block.")
 
 

@@ -15,16 +15,15 @@ import click
 
 from cupy_flash.device import gpu_unavailable
 from cupy_flash.planner import Plan
-from cupy_flash.problem import DTYPES
 
 from . import environment, providers, report
 from .cases import Case, describe, sweep
 from .errors import library_errors_as_usage
 from .figures import COLOURS, figure, plot_option
 from .inputs import Inputs, random_inputs
-from .options import FLAGS, HEADS, names_list, output_option
+from .options import DTYPE_LIST, FLAGS, HEADS, output_option
 from .providers import Prepared, Provider
-from .runner import too_large
+from .runner import first_line, too_large
 from .timing import GpuTimer, Spread, Timed, Timer, spread, take_turns
 
 LIBRARY, OURS = "cupy-library", "cupy_flash"
@@ -153,8 +152,7 @@ class Referee:
             try:
                 prepared.append(_ready(provider, inputs))
             except (ValueError, RuntimeError, MemoryError) as error:
-                text = str(error).strip() or type(error).__name__
-                return _void(inputs.case, f"{provider.name}: {text.splitlines()[0]}")
+                return _void(inputs.case, f"{provider.name}: {first_line(error)}")
         calls = [p.call for p in prepared]
         for call in calls:
             for _ in range(self.warmup):
@@ -212,6 +210,10 @@ class Series:
             return f"never from {min(timed)} on"
         return f"up to {last}" + (" or beyond" if last == max(timed) else "")
 
+    def cell(self, seqlen: int) -> str:
+        """The table's text for a sequence length; a dash where it was not timed."""
+        return next((_cell(duel) for duel in self.duels if duel.case.seqlen_q == seqlen), "-")
+
     def losses(self) -> dict[str, list[int]]:
         """Sequence lengths at which the library wins by GPU time, by the kernel that lost."""
         found: dict[str, list[int]] = {}
@@ -268,9 +270,8 @@ def _print(series: Sequence[Series], title: str, late: int) -> None:
     )
     for batch in _batches(series):
         rows = [
-            {"seqlen": duels[0].case.seqlen_q}
-            | {one.label: _cell(duel) for one, duel in zip(batch, duels, strict=True)}
-            for duels in zip(*(one.duels for one in batch), strict=True)
+            {"seqlen": seqlen} | {one.label: one.cell(seqlen) for one in batch}
+            for seqlen in sorted({duel.case.seqlen_q for one in batch for duel in one.duels})
         ]
         columns = [report.Column("seqlen", lambda row: str(row["seqlen"]))]
         columns += [report.Column(one.label, _getter(one.label)) for one in batch]
@@ -367,9 +368,7 @@ class _WholeNumber(click.IntRange):
 @click.option("--head-dim", type=HEADS, default="32,64,128,256", show_default=True)
 @click.option("--heads", type=_WholeNumber(1), default=16, show_default=True)
 @click.option("--batch", type=_WholeNumber(1), default=1, show_default=True)
-@click.option(
-    "--dtype", type=names_list(DTYPES, "a dtype"), default="float32,bfloat16", show_default=True
-)
+@click.option("--dtype", type=DTYPE_LIST, default="float32,bfloat16", show_default=True)
 @click.option("--causal", type=FLAGS, default="no,yes", show_default=True)
 @click.option(
     "--seqlen",
@@ -424,32 +423,46 @@ def crossover(
         raise click.ClickException(f"the crossover is measured on a GPU: {reason}")
     ahead = WorkAhead()
     referee = Referee(theirs, ours, GpuTimer(), ahead, warmup, repeats)
-    duels = []
-    with report.progress("crossover", len(cases)) as advance:
-        for case, label in zip(cases, describe(cases)[1], strict=True):
-            advance(label)
-            if reason := too_large(case.array_bytes, on_gpu=True):
-                duels.append(_void(case, reason))
-                continue
-            duels.append(referee.duel(random_inputs(case, seed, on_gpu=True)))
-            providers.release_memory()
-    series = all_series(duels)
     device = providers.current_device().name
     title = f"{device}, batch {batch}, {heads} heads"
-    _print(series, title, ahead.late)
-    if plot:
-        _draw(series, plot, title)
-        click.echo(f"Drawn into {plot}.", err=True)
-    if output:
-        head = environment.metadata(device) | {
+    duels: list[Duel] = []
+    rows: list[dict[str, Any]] = []
+
+    def head() -> dict[str, Any]:
+        return environment.metadata(device) | {
             "seed": seed,
             "warmup": warmup,
             "repeats": repeats,
             "crossover": {
                 f"head_dim {one.head_dim} {one.label} {clock}": one.crossover(clock)
-                for one in series
+                for one in all_series(duels)
                 for clock in CLOCKS
             },
         }
-        report.write(output, report.Record(head, [duel.row() for duel in duels]))
-        click.echo(f"Written to {output}.", err=True)
+
+    def show() -> None:
+        series = all_series(duels)
+        _print(series, title, ahead.late)
+        if plot:
+            _draw(series, plot, title)
+            click.echo(f"Drawn into {plot}.", err=True)
+
+    keeping = report.kept(output, rows, head, show)
+    with keeping as save, report.progress("crossover", len(cases)) as advance:
+        for case, label in zip(cases, describe(cases)[1], strict=True):
+            advance(label)
+            duels.append(_duel(referee, case, seed))
+            rows.append(duels[-1].row())
+            save()
+            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            with contextlib.suppress(RuntimeError):
+                providers.release_memory()
+
+
+def _duel(referee: Referee, case: Case, seed: int) -> Duel:
+    try:
+        if reason := too_large(case.array_bytes, on_gpu=True):
+            return _void(case, reason)
+        return referee.duel(random_inputs(case, seed, on_gpu=True))
+    except (RuntimeError, MemoryError) as error:
+        return _void(case, first_line(error))

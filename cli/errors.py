@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import click
@@ -30,10 +32,15 @@ class NamedCommands(click.Group):
 class OneLineErrors(NamedCommands):
     """A command group that reports a wrong option in one line and exits with 2."""
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _closed_pipes_end_it():
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         # Before anything imports CuPy.
         prepare_cupy_cache()
-        return super().invoke(ctx)
+        with _closed_pipes_end_it():
+            return super().invoke(ctx)
 
     def main(
         self,
@@ -43,30 +50,76 @@ class OneLineErrors(NamedCommands):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
+        # Python has none where the shell closed it.
+        sys.stdout = sys.stdout or io.StringIO()
+        sys.stderr = sys.stderr or io.StringIO()
+        code: Any = 0
         try:
-            result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
-            click.echo(_usage_text(error), err=True)
-            sys.exit(error.exit_code)
+            code = _told(_usage_text(error), error.exit_code)
         except click.ClickException as error:
-            click.echo(error.format_message(), err=True)
-            sys.exit(error.exit_code)
+            code = _told(error.format_message(), error.exit_code)
         except (CompileError, TableError) as error:
-            click.echo(str(error), err=True)
-            sys.exit(1)
+            code = _told(str(error), 1)
+        except BrokenProcessPool:
+            text = "a process that compiles was ended, perhaps for want of memory; try --workers 1"
+            code = _told(f"cupy-flash: {text}", 1)
         except click.Abort as error:
             # Click takes the end of a file for an interrupt.
-            if isinstance(error.__cause__, EOFError):
-                click.echo("cupy-flash: unexpected end of a file or of the input", err=True)
-                sys.exit(1)
-            click.echo("interrupted", err=True)
-            sys.exit(130)
+            is_end = isinstance(error.__cause__, EOFError)
+            text = "cupy-flash: unexpected end of a file or of the input"
+            code = _told(text, 1) if is_end else _told("interrupted", _INTERRUPTED)
+        except BrokenPipeError as error:
+            code = _code_of_closed_pipe(error)
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""
-            click.echo(f"cupy-flash: {error.strerror or error}{place}", err=True)
+            code = _told(f"cupy-flash: {error.strerror or error}{place}", 1)
             _forget_unwritten_output()
-            sys.exit(1)
-        sys.exit(result if isinstance(result, int) else 0)
+        except Exception as error:
+            if not isinstance(error, MemoryError) and not _is_of_cuda(error):
+                raise
+            text = str(error).strip() or "out of memory"
+            code = _told(f"cupy-flash: {text.splitlines()[0]}", 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+# As a shell has it of a process that a signal ended.
+_INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13
+
+
+def _told(text: str, code: int) -> int:
+    """Say on stderr, if anybody listens, why the command ends with this code."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        _forget_unwritten_output()
+    return code
+
+
+@contextlib.contextmanager
+def _closed_pipes_end_it() -> Iterator[None]:
+    """End with the usual code where the reader of a pipe went away; click would end with 1."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise click.exceptions.Exit(_code_of_closed_pipe(error)) from error
+
+
+def _code_of_closed_pipe(error: BrokenPipeError) -> int:
+    """The code of what came before, where an interrupt was being told of."""
+    _forget_unwritten_output()
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, (KeyboardInterrupt, click.Abort)):
+            return _INTERRUPTED
+        found = found.__context__
+    return _CLOSED_PIPE
+
+
+def _is_of_cuda(error: Exception) -> bool:
+    """Whether the driver or a library of the toolkit reports it, through CuPy."""
+    return type(error).__module__.startswith(("cupy.cuda", "cupy_backends"))
 
 
 def _usage_text(error: click.UsageError) -> str:
@@ -81,11 +134,12 @@ def _usage_text(error: click.UsageError) -> str:
 
 def _forget_unwritten_output() -> None:
     """Keep Python from trying once more, at its exit, what could not be written."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -1,14 +1,19 @@
-"""What the GPU's clocks did while it was timed, and who else used it: by nvidia-smi."""
+"""What the GPU's clocks did while it was timed, and who else used it, by nvidia-smi; or the CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from .environment import available_cpus
 
 _FIELDS = (
     "clocks.sm",
@@ -31,7 +36,7 @@ _REASONS = {
 # A cap on power is how a GPU works at full load; the others mean that something is wrong.
 _USUAL = "power cap"
 _SELDOM = 0.05
-# Percent of the time before the run in which other work ran.
+# Percent of the time, before a run on the GPU or during one on the CPU, in which others worked.
 _BUSY = 10
 
 
@@ -93,6 +98,71 @@ class GpuState:
         return found
 
 
+@dataclass(frozen=True)
+class CpuState:
+    """Who else used the CPUs during a run.
+
+    Attributes
+    ----------
+    others
+        Percent of the time of the CPUs that this process may run on; None where the system does
+        not tell.
+    """
+
+    others: float | None = None
+
+    def as_record(self) -> dict[str, object]:
+        """For the metadata of a record."""
+        return asdict(self)
+
+    def notes(self) -> list[str]:
+        """A warning, which begins with "!", if others took much."""
+        if self.others is None or self.others <= _BUSY:
+            return []
+        return [f"! the CPU was in use: others took {self.others:.0f}% of it during the run"]
+
+
+class CpuWatch:
+    """Reads the CPUs' clocks; `state` tells who used them since it was made."""
+
+    def __init__(self) -> None:
+        self._start = (time.monotonic(), _busy_seconds(), _own_seconds())
+
+    @property
+    def state(self) -> CpuState:
+        """Of the time until now."""
+        start, busy, own = self._start
+        passed, busy_now = time.monotonic() - start, _busy_seconds()
+        if busy is None or busy_now is None or passed < _LEAST_SECONDS:
+            return CpuState()
+        others = max(0.0, busy_now - busy - (_own_seconds() - own))
+        return CpuState(round(100 * others / passed / available_cpus(), 1))
+
+
+# The system counts in hundredths of a second.
+_LEAST_SECONDS = 0.5
+_STAT = Path("/proc/stat")
+
+
+def _busy_seconds() -> float | None:
+    """What the CPUs that this process may run on have worked since the system began."""
+    try:
+        lines = _STAT.read_text(encoding="utf-8").splitlines()
+        own = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal; then what user includes already.
+    fields = [line.split() for line in lines]
+    counts = [list(map(int, f[1:9])) for f in fields if f and f[0] in own]
+    ticks = sum(sum(count) - count[3] - count[4] for count in counts)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """What this process has worked, and those that it waited for."""
+    return sum(os.times()[:4])
+
+
 class GpuWatch:
     """Collects samples; `state` tells what they say once the watch has ended."""
 
@@ -101,16 +171,19 @@ class GpuWatch:
 
 
 @contextlib.contextmanager
-def watched(bus_id: str | None) -> Iterator[GpuWatch]:
-    """Watch a GPU while the block runs; without nvidia-smi the state stays empty.
+def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
+    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state stays empty.
 
     Parameters
     ----------
     bus_id
-        The GPU's PCI bus id; None to watch nothing.
+        The GPU's PCI bus id; None for the CPUs.
     """
+    if bus_id is None:
+        yield CpuWatch()
+        return
     watch = GpuWatch()
-    program = shutil.which("nvidia-smi") if bus_id else None
+    program = shutil.which("nvidia-smi")
     if program is None:
         yield watch
         return

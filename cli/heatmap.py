@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class HeatMap:
                 reasons.setdefault(size, why)
             else:
                 rates[size] = max(rates.get(size, 0.0), candidate.tflops)
+        sizes = rates.keys() | reasons.keys()
+        for size in itertools.product({Br for Br, _ in sizes}, {Bc for _, Bc in sizes}):
+            reasons.setdefault(size, "not tried")
         return cls(title, rates, {s: why for s, why in reasons.items() if s not in rates})
 
     @property

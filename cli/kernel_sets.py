@@ -5,12 +5,14 @@ whether the keys are split over thread blocks, and its tile; not on batch, heads
 dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
 
 - `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
-  short ones, which may have tiles of their own.
+  short ones, which may have tiles of their own; packed ones; and decoding few sequences and many,
+  their caches in pages of 16 rows and in none.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
   full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
   of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
   softmax_scale; packed sequences and caches, in pages of 16 rows and in none; and each tile of the
   tuned tables, where it fits.
+- `other_units`: what appends to a cache, and merges results.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import re
 from collections.abc import Iterable, Iterator
 
 from cupy_flash import tuning
+from cupy_flash.append import AppendSpec, append_unit
+from cupy_flash.combine import CombineSpec, combine_unit
 from cupy_flash.device import Device
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.planner import Plan, make_plan, plan_tile
-from cupy_flash.problem import DTYPES, Problem, make_contiguous_problem
+from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, Problem, make_contiguous_problem
 
 from .cases import Case
 
@@ -33,6 +37,7 @@ HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 # (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
 _MIXED_HEAD_DIMS = ((192, 128), (65, 33))
 _COMMON_HEAD_DIMS = (64, 128)
+_PAGE_SIZE = 16
 _COMMON_DTYPES = ("bfloat16", "float16", "float32")
 # (batch, heads, seqlen): enough query tiles to fill any GPU, in long and short sequences, and too
 # few.
@@ -65,13 +70,19 @@ def _problem(
 
 
 def default_plans(device: Device) -> list[Plan]:
-    """The dispatcher's choices for common dtypes and head dims, full and causal, keys whole."""
-    problems = (
+    """The dispatcher's choices for common dtypes and head dims."""
+    common = list(itertools.product(_COMMON_DTYPES, _COMMON_HEAD_DIMS))
+    problems = [
         _problem(dtype, dim, dim, causal, size)
-        for dtype, dim, causal, size in itertools.product(
-            _COMMON_DTYPES, _COMMON_HEAD_DIMS, (False, True), (_FULL, _SHORT)
-        )
-    )
+        for (dtype, dim), causal, size in itertools.product(common, (False, True), (_FULL, _SHORT))
+    ]
+    for dtype, dim in common:
+        packed = Case(dtype, 8, 2048, 2048, 16, 16, dim, dim, True, kind="varlen")
+        problems.append(packed.problem())
+        for batch, page_size in itertools.product((1, 64), (0, _PAGE_SIZE)):
+            case = Case(dtype, batch, 1, 4096, 32, 8, dim, dim, False)
+            cached = dataclasses.replace(case, kind="cache", page_size=page_size)
+            problems.append(cached.problem())
     return _distinct(make_plan(problem, device) for problem in problems)
 
 
@@ -109,7 +120,7 @@ def _sequence_problems() -> Iterator[Problem]:
     for dtype, dim, causal in itertools.product(DTYPES, _COMMON_HEAD_DIMS, (False, True)):
         heads = (16, 4, dim, dim)
         yield Case(dtype, 8, 2048, 2048, *heads, causal, kind="varlen").problem()
-        for rows, page_size in itertools.product((1, 512), (0, 16)):
+        for rows, page_size in itertools.product((1, 512), (0, _PAGE_SIZE)):
             case = Case(dtype, 8, rows, 4096, *heads, causal, kind="cache", page_size=page_size)
             yield case.problem()
 
@@ -127,6 +138,62 @@ def tuned_plans(device: Device) -> Iterator[Plan]:
         tile = family.tile_type(**entry.tile)
         if family.why_not_tile(problem, device, tile) is None:
             yield plan_tile(family, problem, device, tile, reason="tuned")
+
+
+def other_units(*, everything: bool) -> list[TranslationUnit]:
+    """What appends rows to a cache, plain and rotating them, and what merges results."""
+    dtypes = DTYPES if everything else _COMMON_DTYPES
+    units = []
+    for dtype, dim, page_size in itertools.product(dtypes, _COMMON_HEAD_DIMS, (0, _PAGE_SIZE)):
+        units.append(append_unit(_append_spec(dtype, dim, page_size)))
+        tables = dict.fromkeys((dtype, "float64" if dtype == "float64" else "float32"))
+        rotations = itertools.product(tables, (False, True)) if everything else [(dtype, False)]
+        for rotation in rotations:
+            units.append(append_unit(_append_spec(dtype, dim, page_size, rotation)))
+    for dtype, dim in itertools.product(dtypes, HEAD_DIMS if everything else _COMMON_HEAD_DIMS):
+        rows = (16 * dim, 16 * dim, dim)
+        units.append(
+            combine_unit(CombineSpec(dtype, 2, 1, 1, 16, dim, 16 * dim, rows, rows, 16, 16))
+        )
+    return list({unit.text: unit for unit in units}.values())
+
+
+def _append_spec(
+    dtype: str, dim: int, page_size: int, rotation: tuple[str, bool] | None = None
+) -> AppendSpec:
+    """One new row of 8 heads; rotated by tables of this dtype, interleaved or not, if given."""
+    rows, cached = (8 * dim, 8 * dim, dim), (4096 * 8 * dim, 8 * dim, dim)
+    pages = 4096 // page_size if page_size else 0
+    rotary_dtype, rotary_interleaved = rotation or (dtype, False)
+    return AppendSpec(
+        dtype=dtype,
+        batch=1,
+        seqlen_q=1,
+        seqlen_new=1,
+        heads_q=8,
+        heads_kv=8,
+        head_dim=dim,
+        head_dim_v=dim,
+        seqlen_cache=4096,
+        q_strides=rows,
+        k_strides=rows,
+        v_strides=rows,
+        k_cache_strides=cached,
+        v_cache_strides=cached,
+        caches=0 if page_size else 1,
+        page_size=page_size,
+        pages=pages,
+        max_pages=pages,
+        block_table_stride=pages,
+        rotary_dim=dim if rotation else 0,
+        rotary_rows=4096 if rotation else 0,
+        rotary_stride=dim // 2 if rotation else 0,
+        rotary_dtype=rotary_dtype,
+        rotary_interleaved=rotary_interleaved,
+        causal=True,
+        alignment=MAX_ALIGNMENT,
+        rotary_alignment=MAX_ALIGNMENT,
+    )
 
 
 _CLASS = re.compile(

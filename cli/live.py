@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live as RichLive
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -22,8 +22,20 @@ _SHOWN = 8
 class Live:
     """Told what happens, shows it on stderr; a context manager."""
 
-    def __init__(self, groups: int, resumed: int = 0) -> None:
+    def __init__(
+        self, groups: int, resumed: int = 0, save: Callable[[], None] = lambda: None
+    ) -> None:
+        """Show nothing yet.
+
+        Parameters
+        ----------
+        groups, resumed
+            How many there are, and how many of them were done before.
+        save
+            Called whenever there are new times.
+        """
         self._groups, self._resumed, self._done = groups, resumed, resumed
+        self._save = save
         self._start = time.monotonic()
         self._finished: list[tuple[str, str, str]] = []
         self._label = self._step = ""
@@ -32,7 +44,7 @@ class Live:
         self._on_terminal = sys.stderr.isatty()
         self._live = RichLive(
             get_renderable=self._page,
-            console=Console(stderr=True),
+            console=report.console(stderr=True),
             transient=True,
             refresh_per_second=4,
             auto_refresh=self._on_terminal,
@@ -71,9 +83,11 @@ class Live:
         self._best = best = min(so_far, key=lambda c: (-c.rounds, c.cost_ms or 0.0))
         self._step = f"time, round {best.rounds}"
         self._share = max(self._share, 0.6 + 0.1 * best.rounds)
+        self._save()
 
     def end(self, outcome: str) -> None:
         """The group is done."""
+        self._save()
         self._done += 1
         best, self._share = _text(self._best), 0.0
         self._finished.append((self._label, best, outcome))

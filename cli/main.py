@@ -19,7 +19,11 @@ from .tables import tables
 from .tune import tune
 
 
-@click.group(cls=OneLineErrors, invoke_without_command=True)
+@click.group(
+    cls=OneLineErrors,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(cupy_flash.__version__, prog_name="cupy-flash")
 @click.pass_context
 def main(ctx: click.Context) -> None:

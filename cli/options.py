@@ -16,7 +16,7 @@ from cupy_flash.arrays import LAYOUTS
 from cupy_flash.problem import DTYPES, MAX_SEQLEN
 
 from . import report
-from .cases import Case, sweep
+from .cases import SHORT_DTYPE, Case, dtype_name, sweep
 from .errors import library_errors_as_usage
 from .sequences import long_tail
 
@@ -82,6 +82,9 @@ COUNTS = CommaList(_bounded(0), "a whole number from 0", "1,2,4")
 HEADS = CommaList(_bounded(1), "a whole number from 1", "8,16")
 INTEGERS = CommaList(int, "a whole number", "0,128")
 FLOATS = CommaList(float, "a number", "0.125,1")
+DTYPE_LIST = CommaList(
+    lambda text: _one_of(*DTYPES)(dtype_name(text)), f"a dtype ({', '.join(DTYPES)})", DTYPES[0]
+)
 FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
 
 
@@ -100,36 +103,67 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-_SHAPE_OPTIONS = (
-    click.option("--batch", type=COUNTS, help="Batch sizes."),
-    click.option("--seqlen-q", type=COUNTS, help="Query rows."),
-    click.option("--seqlen-k", type=COUNTS, help="Key and value rows; --seqlen-q if left out."),
-    click.option("--heads", type=HEADS, help="Query heads."),
-    click.option("--kv-heads", type=HEADS, help="Key and value heads; --heads if left out."),
-    click.option("--head-dim", type=HEADS, help="Width of queries and keys, 1 to 256."),
-    click.option("--head-dim-v", type=HEADS, help="Width of values; --head-dim if left out."),
-    click.option("--dtype", type=names_list(DTYPES, "a dtype"), help=", ".join(DTYPES) + "."),
-    click.option("--layout", type=names_list(LAYOUTS, "a layout"), help="bshd (default) or bhsd."),
-    click.option(
-        "--causal",
-        type=FLAGS,
-        is_flag=False,
-        flag_value="yes",
-        help="Causal masks; 'no,yes' for both.",
-    ),
-    click.option("--q-offset", type=INTEGERS, help="Position of the first query, if causal."),
-    click.option("--softmax-scale", type=FLOATS, help="Factor on the scores."),
-)
-
 # What a file of arrays, or a preset, decides instead of the options.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
+_SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
+    "batch": (COUNTS, "Batch sizes."),
+    "seqlen_q": (COUNTS, "Query rows."),
+    "seqlen_k": (COUNTS, "Key and value rows; --seqlen-q if left out."),
+    "heads": (HEADS, "Query heads."),
+    "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
+    "head_dim": (HEADS, "Width of queries and keys, 1 to 256."),
+    "head_dim_v": (HEADS, "Width of values; --head-dim if left out."),
+    "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
+    "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
+    "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
+    "q_offset": (INTEGERS, "Position of the first query, if causal."),
+    "softmax_scale": (FLOATS, "Factor on the scores."),
+}
+SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
+
+Defaults = Mapping[str, Sequence[Any]]
+
+
+# Of caches: decoding with grouped heads.
+_CACHE_DEFAULTS = {
+    True: {
+        "batch": (8,),
+        "seqlen_q": (1,),
+        "seqlen_k": (8192,),
+        "heads": (32,),
+        "kv_heads": (8,),
+        "head_dim": (128,),
+    },
+    False: {
+        "batch": (2,),
+        "seqlen_q": (1,),
+        "seqlen_k": (1024,),
+        "heads": (8,),
+        "kv_heads": (2,),
+        "head_dim": (64,),
+    },
+}
+_PACKED_DEFAULTS = {
+    True: {"batch": (32,), "seqlen_q": (16384,)},
+    False: {"batch": (8,), "seqlen_q": (512,)},
+}
+
+
+def _told(defaults: Mapping[bool, Defaults]) -> str:
+    """Defaults on a GPU and on the CPU, for help."""
+    gpu, cpu = (
+        ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
+        for on_gpu in (True, False)
+    )
+    return f"  [default: {gpu}; on the CPU {cpu}]"
 
 
 _SEQUENCE_OPTIONS = (
     click.option(
         "--cache",
         is_flag=True,
-        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache.",
+        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache."
+        + _told(_CACHE_DEFAULTS),
     ),
     click.option(
         "--page-size", type=COUNTS, help="Rows of a page of the cache, pages shuffled; 0 for none."
@@ -140,7 +174,8 @@ _SEQUENCE_OPTIONS = (
         "--lengths",
         metavar="WHICH",
         help="Lengths of packed sequences, flash_attention_varlen, or with --cache of the caches: "
-        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them.",
+        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them."
+        + _told(_PACKED_DEFAULTS),
     ),
     click.option(
         "--num-splits", type=COUNTS, help="Shares of each sequence's keys; 0, the default: chosen."
@@ -168,14 +203,25 @@ def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
 
 
-def shape_options(command: Command) -> Command:
-    """Add the options that `cases_from` reads."""
-    for option in reversed(_SHAPE_OPTIONS):
-        command = option(command)
-    return command
+def shape_options(
+    defaults: Defaults, on_cpu: Defaults | None = None
+) -> Callable[[Command], Command]:
+    """Add the options that `cases_from` reads; their help tells the defaults."""
 
+    def add(command: Command) -> Command:
+        for name, (kind, text) in reversed(_SHAPE_OPTIONS.items()):
+            if name in defaults:
+                default = ",".join(map(str, defaults[name]))
+                cpu = f"; on the CPU {','.join(map(str, on_cpu[name]))}" if on_cpu else ""
+                text += f"  [default: {default}{cpu}]"
+            flag: dict[str, Any] = (
+                {"is_flag": False, "flag_value": "yes"} if name == "causal" else {}
+            )
+            option = f"--{name.replace('_', '-')}"
+            command = click.option(option, type=kind, help=text, **flag)(command)
+        return command
 
-SHAPE_NAMES = (*SIZES, "dtype", "layout", "causal", "q_offset", "softmax_scale")
+    return add
 
 
 def split_shape(options: dict[str, Any]) -> dict[str, Any]:
@@ -208,31 +254,6 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
         for case in cases:
             case.problem()
     return cases
-
-
-# Of caches: decoding with grouped heads.
-_CACHE_DEFAULTS = {
-    True: {
-        "batch": (8,),
-        "seqlen_q": (1,),
-        "seqlen_k": (8192,),
-        "heads": (32,),
-        "kv_heads": (8,),
-        "head_dim": (128,),
-    },
-    False: {
-        "batch": (2,),
-        "seqlen_q": (1,),
-        "seqlen_k": (1024,),
-        "heads": (8,),
-        "kv_heads": (2,),
-        "head_dim": (64,),
-    },
-}
-_PACKED_DEFAULTS = {
-    True: {"batch": (32,), "seqlen_q": (16384,)},
-    False: {"batch": (8,), "seqlen_q": (512,)},
-}
 
 
 def sequence_cases(
@@ -434,11 +455,30 @@ def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
         name = repr(str(path)) if path.name else "an empty name"
         found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
-    existed = path.exists()
+    make_folder(path.parent)
     try:
+        existed = path.exists()
         path.open("ab").close()
+        if not existed:
+            path.unlink()
     except OSError as error:
-        raise click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}") from error
-    if not existed:
-        path.unlink()
+        raise _unwritable(path, error) from error
     return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that is not there, for `--output`.
+
+    Raises
+    ------
+    click.BadParameter
+        If it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> click.BadParameter:
+    return click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}")

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import seed_figures
+from . import published_figures
 from .cases import Case
 from .providers import PAGE_SIZES
-from .seed_figures import Source, square
+from .published_figures import Source, square
 from .sequences import long_tail
 
 # FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
@@ -168,26 +168,26 @@ _PRESETS = {
     ),
     "cobraml-python": Preset(
         "CobraML FA1 from Python, against eager PyTorch",
-        cases=seed_figures.COBRAML_PYTHON.cases,
+        cases=published_figures.COBRAML_PYTHON.cases,
         providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
         baseline=("torch-eager",),
-        source=seed_figures.COBRAML_PYTHON,
+        source=published_figures.COBRAML_PYTHON,
         notes=(_COBRAML_NOTE,),
     ),
     "cobraml-cpp": Preset(
         "CobraML FA1, the kernel alone",
-        cases=seed_figures.COBRAML_CPP.cases,
+        cases=published_figures.COBRAML_CPP.cases,
         providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
         baseline=("torch-eager",),
-        source=seed_figures.COBRAML_CPP,
+        source=published_figures.COBRAML_CPP,
         notes=(_COBRAML_NOTE,),
     ),
     "three-kernel": Preset(
         "Three kernels (scores, softmax, output) against one",
-        cases=seed_figures.THREE_KERNEL.cases,
+        cases=published_figures.THREE_KERNEL.cases,
         providers=("cupy_flash", "cupy_flash-simt", "cupy_flash-naive", "torch-eager"),
         baseline=("cupy_flash-naive",),
-        source=seed_figures.THREE_KERNEL,
+        source=published_figures.THREE_KERNEL,
     ),
     "replit-context": Preset(
         "Replit-3B reading 1000 tokens",
@@ -196,35 +196,35 @@ _PRESETS = {
         ),
         providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
         baseline=("torch-flash", "torch-cudnn"),
-        source=seed_figures.REPLIT,
-        notes=("The seed leaves batch, dtype and mask open",),
+        source=published_figures.REPLIT,
+        notes=("The source leaves batch, dtype and mask open",),
     ),
     "replit-generation": Preset(
         "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all seen",
         cases=tuple(_replit(batch, 1, 1000 + i) for batch in (1, 8) for i in (1, 100, 1000)),
         providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
         baseline=("torch-flash", "torch-cudnn"),
-        source=seed_figures.REPLIT,
-        notes=("The seed leaves batch, dtype and i open",),
+        source=published_figures.REPLIT,
+        notes=("The source leaves batch, dtype and i open",),
     ),
     "cute-example": Preset(
         "The command lines of the CuTe DSL's FlashAttention-2 example",
         cases=(_cute_example(causal=False), _cute_example(causal=True)),
         providers=("cupy_flash", "cupy_flash-mma", "torch-flash", "torch-efficient"),
         baseline=("torch-flash", "torch-efficient"),
-        source=seed_figures.CUTE_EXAMPLE,
+        source=published_figures.CUTE_EXAMPLE,
         notes=(
-            "The seed's causal mask is aligned top-left: q_offset 0",
-            "The seed's tile is --provider cupy_flash-mma --br 128 --bc 128 --warps 4, which is "
+            "The example's causal mask is aligned top-left: q_offset 0",
+            "The example's tile is --provider cupy_flash-mma --br 128 --bc 128 --warps 4, which is "
             "refused for its registers",
         ),
     ),
     "roofline-article": Preset(
         "N = 4096, d = 128, 32 heads: the standard algorithm and the fused one",
-        cases=seed_figures.ROOFLINE_ARTICLE.cases,
+        cases=published_figures.ROOFLINE_ARTICLE.cases,
         providers=("cupy_flash", "torch-flash", "torch-eager"),
         baseline=("torch-eager",),
-        source=seed_figures.ROOFLINE_ARTICLE,
+        source=published_figures.ROOFLINE_ARTICLE,
     ),
 }
 NAMES = tuple(_PRESETS)

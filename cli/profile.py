@@ -336,7 +336,7 @@ def _field_names(tile_type: type[Tile]) -> list[str]:
 
 
 @click.command()
-@shape_options
+@shape_options(_DEFAULTS)
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
 )
@@ -367,18 +367,18 @@ def profile(
         plan = make_plan(case.problem(), device, family=family, tile=freeze_tile(tile))
     kernels = profile_call(Call(case, family, tile, seed), METRICS)
     rows = compare(kernels, plan, device)
-    out = report.console()
-    report.print_table(
-        out, f"{device.name}\n{plan.family}, {describe([case])[0]}", _COLUMNS, [rows]
-    )
-    report.print_notes(out, _notes(kernels, plan, rows))
-    if output:
-        head = environment.metadata(device.name) | {
-            "case": dataclasses.asdict(case),
-            "family": plan.family,
-            "kernel_digest": FAMILIES[plan.family].digest(),
-            "tile": dataclasses.asdict(plan.tile),
-            "kernels": ", ".join(kernel.name for kernel in kernels),
-        }
-        report.write(output, report.Record(head, [*rows, *_counters(kernels)]))
-        click.echo(f"Written to {output}.", err=True)
+    title = f"{device.name}\n{plan.family}, {describe([case])[0]}"
+    head = environment.metadata(device.name) | {
+        "case": dataclasses.asdict(case),
+        "family": plan.family,
+        "kernel_digest": FAMILIES[plan.family].digest(),
+        "tile": dataclasses.asdict(plan.tile),
+        "kernels": ", ".join(kernel.name for kernel in kernels),
+    }
+
+    def show() -> None:
+        out = report.console()
+        report.print_table(out, title, _COLUMNS, [rows])
+        report.print_notes(out, _notes(kernels, plan, rows))
+
+    report.keep(output, report.Record(head, [*rows, *_counters(kernels)]), show)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,12 +42,18 @@ class Column:
     numeric: bool = True
 
 
-def console() -> Console:
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process with 1; `errors` knows what a reader that went away is worth.
+        raise
+
+
+def console(*, stderr: bool = False) -> Console:
     """Where results go: plain text where it is not a terminal.
 
     Into a pipe or a file lines are as long as they are, unless COLUMNS says how wide.
     """
-    out = Console(highlight=False)
+    out = _Console(highlight=False, stderr=stderr)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _UNLIMITED
     return out
@@ -152,7 +161,7 @@ def progress(what: str, total: int) -> Iterator[Advance]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console(stderr=True),
         transient=True,
         disable=not sys.stderr.isatty(),
     )
@@ -181,11 +190,15 @@ def _json_text(record: Record) -> str:
     return json.dumps(data, indent=1, allow_nan=False, default=str) + "\n"
 
 
-def _flat(value: Any) -> str:
+def _flat(value: Any, number: Callable[[float], str] = str) -> str:
     if value is None:
         return ""
+    if isinstance(value, float):
+        return number(value)
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={item}" for name, item in value.items())
+        return " ".join(f"{name}={_flat(item, number)}" for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_flat(item, number) for item in value)}]"
     return str(value)
 
 
@@ -202,16 +215,25 @@ def _csv_text(record: Record) -> str:
     return text.getvalue()
 
 
+def four_digits(value: float) -> str:
+    """Four significant digits, or all of those before the point; an exponent below 0.0001."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _cell_text(value: Any) -> str:
+    return _flat(value, four_digits).replace("|", "\\|")
+
+
 def _markdown_text(record: Record) -> str:
     # What all rows share stands once, above the table.
     columns = _columns(record)
-    texts = [[_flat(row.get(name)).replace("|", "\\|") for name in columns] for row in record.rows]
+    texts = [[_cell_text(row.get(name)) for name in columns] for row in record.rows]
     shared = {
         name: values[0]
         for name, values in zip(columns, zip(*texts, strict=True), strict=False)
         if len(set(values)) == 1 and len(texts) > 1
     }
-    lines = [f"- {name}: {_flat(value)}" for name, value in record.metadata.items()]
+    lines = [f"- {name}: {_flat(value, four_digits)}" for name, value in record.metadata.items()]
     lines += [f"- {name}: {value}" for name, value in shared.items() if value]
     kept = [index for index, name in enumerate(columns) if name not in shared]
     lines += ["", markdown_row(columns[i] for i in kept), markdown_row("---" for _ in kept)]
@@ -241,9 +263,86 @@ def write(path: Path, record: Record) -> None:
     """
     text = WRITERS[path.suffix.lower()](record)
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or as it was before, whatever interrupts."""
+    path = path.resolve()
+    draft = path.with_name(f".{os.getpid()}.part")
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+        # A device, or a file in a folder that takes no other.
+        path.write_bytes(data)
+        return
+    try:
+        draft.write_bytes(data)
+        if path.exists():
+            shutil.copymode(path, draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+# Of the time between two writes of a record that grows, a write may take one part in so many.
+_WRITE_SHARE = 20
+
+
+@contextmanager
+def kept(
+    path: Path | None,
+    rows: Sequence[Row],
+    head: Callable[[], Mapping[str, Any]],
+    show: Callable[[], None],
+) -> Iterator[Callable[[], None]]:
+    """Keep what a command measures, whatever ends it: the file and the table have what was done.
+
+    Parameters
+    ----------
+    path
+        The file; None for none.
+    rows
+        What was measured so far: grows while the block runs.
+    head
+        Metadata of the record.
+    show
+        Prints the rows; not called where there are none.
+
+    Yields
+    ------
+    save
+        To be called when rows have been added: they are in the file from then on.
+    """
+    due = 0.0
+
+    def save() -> None:
+        nonlocal due
+        start = time.monotonic()
+        if path is None or not rows or start < due:
+            return
+        # A full disk is no reason to stop measuring; at the end it is told.
+        with contextlib.suppress(click.ClickException):
+            write(path, Record(head(), rows))
+        due = time.monotonic() + _WRITE_SHARE * (time.monotonic() - start)
+
+    try:
+        yield save
+    finally:
+        if rows:
+            keep(path, Record(head(), rows), show)
+
+
+def keep(path: Path | None, record: Record, show: Callable[[], None]) -> None:
+    """Write a record, where there is a path for it, and show it."""
+    try:
+        # First: whoever reads the table may go away.
+        if path is not None:
+            write(path, record)
+    finally:
+        show()
+    if path is not None:
+        click.echo(f"Written to {path}.", err=True)
 
 
 def finite(value: float) -> float | str:

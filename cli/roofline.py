@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -18,6 +17,7 @@ from cupy_flash.device import Device, gpu_unavailable
 from cupy_flash.planner import Plan, make_plan
 
 from . import environment, gpus, providers, report
+from .articles import all_rows, print_articles
 from .cases import Case, describe
 from .errors import library_errors_as_usage
 from .figures import COLOURS, figure, plot_option
@@ -33,7 +33,6 @@ from .options import (
     split_shape,
 )
 from .report import Column
-from .roofline_seeds import all_rows, print_seeds
 from .runner import too_large
 from .timing import GpuTimer, spread
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
@@ -84,7 +83,7 @@ class Measured:
 
 
 @click.command()
-@shape_options
+@shape_options(_DEFAULTS)
 @click.option(
     "--gpu",
     "asked",
@@ -97,16 +96,16 @@ class Measured:
     help="Also time the library; by default where the GPU is the present one.",
 )
 @click.option(
-    "--seeds",
+    "--articles",
     is_flag=True,
-    help="Recompute the roofline figures of the two articles that this project grew from.",
+    help="Recompute the roofline figures of two articles.",
 )
 @output_option
 @plot_option("the rooflines with the algorithms on them")
 def roofline(
     asked: tuple[str, ...] | None,
     measure: bool | None,
-    seeds: bool,
+    articles: bool,
     output: Path | None,
     plot: Path | None,
     **options: Any,
@@ -116,12 +115,12 @@ def roofline(
     Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
     """
     shape = split_shape(options)
-    if seeds:
-        refuse(shape, SHAPE_NAMES, "--seeds, which has shapes of its own")
+    if articles:
+        refuse(shape, SHAPE_NAMES, "--articles, which has shapes of its own")
         if asked or measure is not None or plot:
-            raise click.UsageError("--seeds goes with --output only")
-        print_seeds(report.console())
-        _write(output, "published figures", all_rows())
+            raise click.UsageError("--articles goes with --output only")
+        found = report.Record(environment.metadata("published figures"), all_rows())
+        report.keep(output, found, lambda: print_articles(report.console()))
         return
     targets = _targets(asked)
     cases = cases_from(shape, _DEFAULTS)
@@ -135,7 +134,16 @@ def roofline(
 
     rows: list[dict[str, Any]] = []
     timed = [target.present and measure is not False for target in targets]
-    with report.progress("roofline", len(cases) * sum(timed)) as advance:
+    names = ", ".join(target.gpu.name for target in targets)
+
+    def show() -> None:
+        _print(rows)
+        if plot:
+            draw(plot, rows)
+            click.echo(f"Drawn to {plot}.", err=True)
+
+    keeping = report.kept(output, rows, lambda: environment.metadata(names), show)
+    with keeping as save, report.progress("roofline", len(cases) * sum(timed)) as advance:
         for target, measuring in zip(targets, timed, strict=True):
             for case in cases:
                 measured = None
@@ -143,11 +151,7 @@ def roofline(
                     advance(describe([case])[0])
                     measured = measure_rate(case)
                 rows += case_rows(target, case, measured)
-    _print(rows)
-    if plot:
-        draw(plot, rows)
-        click.echo(f"Drawn to {plot}.", err=True)
-    _write(output, ", ".join(target.gpu.name for target in targets), rows)
+                save()
 
 
 def _targets(asked: Sequence[str] | None) -> list[Target]:
@@ -303,12 +307,12 @@ def _print_roof(out: Console, rows: Rows) -> None:
     unit, scale = ("GB", 1e9) if most >= 1e10 else ("MB", 1e6)
     columns = [
         Column("algorithm", lambda row: _SHORT[row["algorithm"]], numeric=False),
-        Column(f"{unit} in", lambda row: _four(row["bytes_read"] / scale)),
-        Column(f"{unit} out", lambda row: _four(row["bytes_written"] / scale)),
+        Column(f"{unit} in", lambda row: report.four_digits(row["bytes_read"] / scale)),
+        Column(f"{unit} out", lambda row: report.four_digits(row["bytes_written"] / scale)),
         Column("K/V", lambda row: f"{row['key_value_reads']:.4g}"),
-        Column("FLOP/B", lambda row: _four(row["intensity"])),
+        Column("FLOP/B", lambda row: report.four_digits(row["intensity"])),
         Column("bound", lambda row: row["bound"] or "-", numeric=False),
-        Column("TFLOP/s", lambda row: _four(row["attainable_tflops"])),
+        Column("TFLOP/s", lambda row: report.four_digits(row["attainable_tflops"])),
     ]
     if any(row["measured_tflops"] is not None for row in rows):
         columns.append(Column("measured", _measured_text))
@@ -325,18 +329,11 @@ def _fitting(out: Console, *parts: str) -> str:
     return line if cell_len(line) <= out.width else "\n".join(parts)
 
 
-def _four(value: float) -> str:
-    """Four significant digits, all of those before the point, and no exponent."""
-    if value >= 1000:
-        return f"{value:.0f}"
-    return np.format_float_positional(value, precision=4, fractional=False, trim="-")
-
-
 def _measured_text(row: report.Row) -> str:
     if row["measured_tflops"] is None:
         return "-"
     share = "" if row["share"] is None else f" ({row['share']:.0%})"
-    return _four(row["measured_tflops"]) + share
+    return report.four_digits(row["measured_tflops"]) + share
 
 
 def _plan_note(row: Mapping[str, Any]) -> str:
@@ -351,12 +348,6 @@ def _plan_note(row: Mapping[str, Any]) -> str:
         f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} blocks at once"
         f"{splits}{units}."
     )
-
-
-def _write(output: Path | None, what: str, rows: Rows) -> None:
-    if output:
-        report.write(output, report.Record(environment.metadata(what), rows))
-        click.echo(f"Written to {output}.", err=True)
 
 
 _MARKERS = {_STANDARD: "s", _FUSED: "o", _NO_CACHE: "^"}

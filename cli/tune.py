@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 
 
 @click.command()
-@shape_options
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
 @click.option(
@@ -215,17 +215,17 @@ def tune(
     with library_errors_as_usage():
         # All groups first: a wrong option shows before anything is compiled.
         sweeps = plan_sweeps(groups, device, family, limits)
-    if (br or bc) and all(len(sweep.candidates) == 1 for sweep in sweeps):
+    if (br or bc) and not any(_has_size(sweep, br, bc) for sweep in sweeps):
         everything = plan_sweeps(groups[:1], device, family, Limits())[0]
-        raise click.UsageError(_no_such_size(everything, br, bc))
+        if not _has_size(everything, br, bc):
+            raise click.UsageError(_no_such_size(everything, br, bc))
     if plot and len(sweeps) > 1:
         raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
     if arch is not None:
         assert device is not None
         if plot:
             raise click.UsageError("--plot draws rates, and --arch times nothing")
-        rows = _rank_by_resources(sweeps, device, limits, workers, top)
-        _write(output, arch, rows)
+        _rank_by_resources(sweeps, device, limits, workers, top, output)
         return
     saver = None
     if not dry_run:
@@ -235,14 +235,17 @@ def tune(
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
     job = _Job(sweeps, device, name, limits, settings, min_gain, saver)
-    found, sweep = job.run(workers)
-    if len(found) == 1 and sweep is not None:
-        _show(sweep, device, limits, name, top, plot)
-        rows = [ranking_row(c, rank) for rank, c in enumerate(ranking(sweep.candidates), 1)]
-    else:
-        print_findings(found, name)
-        rows = [{k: v for k, v in f.items() if k != "finalists"} for f in found]
-    _write(output, name, rows)
+    rows: list[dict[str, Any]] = []
+
+    def show() -> None:
+        if sweep := job.only:
+            _show(sweep, device, limits, name, top, plot)
+        else:
+            print_findings(job.found, name)
+
+    with report.kept(output, rows, lambda: environment.metadata(name), show) as save:
+        job.run(workers, rows, save)
+    found = job.found
     for finding in found if len(found) == 1 else ():
         outcome = outcome_text(finding, saves=saver is not None)
         click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
@@ -324,17 +327,25 @@ def _refuse_given(ctx: click.Context, names: set[str], because: str) -> None:
             raise click.UsageError(f"{parameter.opts[0]} does not go with {because}")
 
 
+def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> bool:
+    tiles = [candidate.tile for candidate in sweep.candidates]
+    return any((not br or t.Br in br) and (not bc or t.Bc in bc) for t in tiles)
+
+
 def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
+    """What was asked for and what there is; of Bc, beside the Br that was asked for."""
     tiles = [candidate.tile for candidate in everything.candidates]
+    of_br = [tile for tile in tiles if not br or tile.Br in br]
     parts = []
     for option, given, sizes in (
         ("--br", br, {tile.Br for tile in tiles}),
-        ("--bc", bc, {tile.Bc for tile in tiles}),
+        ("--bc", bc, {tile.Bc for tile in of_br or tiles}),
     ):
-        if given is not None:
+        if given is not None and not sizes & set(given):
             asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
             parts.append(f"{option} {asked}: expected some of {known}")
-    return f"no tile of {everything.family} is that size; " + "; ".join(parts)
+    beside = f" beside --br {', '.join(map(str, br))}" if br and of_br else ""
+    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
 
 
 def _require_writable(table: Path | None) -> None:
@@ -412,7 +423,13 @@ class _Saver:
 
 @dataclasses.dataclass
 class _Job:
-    """All groups of one command, one after the other."""
+    """All groups of one command, one after the other.
+
+    Attributes
+    ----------
+    last
+        The sweep that runs, or ran last; None if none did.
+    """
 
     sweeps: list[Sweep]
     device: Device | None
@@ -421,32 +438,63 @@ class _Job:
     settings: Settings
     min_gain: float
     saver: _Saver | None
+    journal: Journal = dataclasses.field(init=False)
+    last: Sweep | None = None
 
-    def run(self, workers: int | None) -> tuple[list[Finding], Sweep | None]:
-        """The findings, and the last sweep that ran."""
-        journal = Journal(self._identity())
+    def __post_init__(self) -> None:
+        self.journal = Journal(self._identity())
+
+    @property
+    def only(self) -> Sweep | None:
+        """The sweep, where there is one alone, whose tiles can be shown."""
+        return self.last if len(self.sweeps) == 1 else None
+
+    @property
+    def found(self) -> list[Finding]:
+        """What was found so far."""
+        found = self.journal.found
+        return [found[c] for s in self.sweeps if (c := s.group.problem_class) in found]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a record: the tiles of one sweep, or what several found."""
+        if self.only is None:
+            return [{k: v for k, v in f.items() if k != "finalists"} for f in self.found]
+        ranked = ranking(self.only.candidates)
+        if not self.found and not any(candidate.rounds for candidate in ranked):
+            return []
+        return [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
+
+    def run(
+        self, workers: int | None, rows: list[dict[str, Any]], save: Callable[[], None]
+    ) -> None:
+        """Run what is left to do; put into `rows`, and have saved, what was found so far."""
+        journal = self.journal
         if journal.found:
             click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
-        last = None
+
+        def note() -> None:
+            rows[:] = self.rows()
+            save()
+
         try:
+            note()
             with (
-                Live(len(self.sweeps), len(journal.found)) as live,
+                Live(len(self.sweeps), len(journal.found), note) as live,
                 tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder,
                 prebuilt_from(Path(folder)),
             ):
                 if self.device is None:
-                    last = self._run_all(journal, live, None)
+                    self._run_all(live, None)
                 else:
                     with Builder(workers) as builder:
                         compilation = Compilation(builder, Path(folder), self.limits.max_spills)
-                        last = self._run_all(journal, live, compilation)
-        except KeyboardInterrupt:
+                        self._run_all(live, compilation)
+        except (Exception, KeyboardInterrupt):
             going_on = "; the same command goes on from there" if journal.is_kept else ""
             done = f"{len(journal.found)} of {len(self.sweeps)} are done"
             click.echo(f"{done}{going_on}.", err=True)
             raise
         journal.finish()
-        return [journal.found[s.group.problem_class] for s in self.sweeps], last
 
     def _identity(self) -> dict[str, Any]:
         families = {sweep.family for sweep in self.sweeps}
@@ -459,9 +507,8 @@ class _Job:
             "settings": dataclasses.asdict(self.settings) | {"min_gain": self.min_gain},
         }
 
-    def _run_all(
-        self, journal: Journal, live: Live, compilation: Compilation | None
-    ) -> Sweep | None:
+    def _run_all(self, live: Live, compilation: Compilation | None) -> None:
+        journal = self.journal
         left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
         if compilation:
             # Everything is compiled ahead, but for what a shortlist will cut.
@@ -470,6 +517,7 @@ class _Job:
                 if not self._comes_after_its_twin(sweep, classes):
                     compilation.start(sweep.candidates)
         for sweep in left:
+            self.last = sweep
             live.begin(_label(sweep))
             shorten(sweep, _finalists(self.sweeps, journal))
             if compilation:
@@ -481,7 +529,6 @@ class _Job:
             if self.saver:
                 self.saver.save([finding])
             live.end(outcome_text(finding, saves=False))
-        return left[-1] if left else None
 
     def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
         twin = twin_class(sweep.group.problem_class)
@@ -530,26 +577,30 @@ def _show(
 
 
 def _rank_by_resources(
-    sweeps: Sequence[Sweep], device: Device, limits: Limits, workers: int | None, top: int
-) -> list[dict[str, Any]]:
-    rows = []
-    with Builder(workers) as builder, Live(len(sweeps)) as live:
+    sweeps: Sequence[Sweep],
+    device: Device,
+    limits: Limits,
+    workers: int | None,
+    top: int,
+    output: Path | None,
+) -> None:
+    done: list[Sweep] = []
+    rows: list[dict[str, Any]] = []
+
+    def show() -> None:
+        for sweep in done:
+            print_ranking(ranking(sweep.candidates), _title(sweep, device.name), top)
+            click.echo(f"Nothing was timed: ranked by resources for {device.sm}, nothing saved.")
+
+    keeping = report.kept(output, rows, lambda: environment.metadata(device.name), show)
+    with keeping as save, Builder(workers) as builder, Live(len(sweeps)) as live:
         compilation = Compilation(builder, None, limits.max_spills)
         for sweep in sweeps:
             live.begin(_label(sweep))
             compilation.finish(sweep.candidates, live)
-    for sweep in sweeps:
-        ranked = ranking(sweep.candidates)
-        rows += [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
-        print_ranking(ranked, _title(sweep, device.name), top)
-        click.echo(f"Nothing was timed: ranked by resources for {device.sm}, nothing saved.")
-    return rows
-
-
-def _write(output: Path | None, device: str, rows: Sequence[dict[str, Any]]) -> None:
-    if output:
-        report.write(output, report.Record(environment.metadata(device), rows))
-        click.echo(f"Written to {output}.", err=True)
+            done.append(sweep)
+            rows += [ranking_row(c, rank) for rank, c in enumerate(ranking(sweep.candidates), 1)]
+            save()
 
 
 def _command() -> str:
@@ -572,6 +623,10 @@ def _report(output: Path | None) -> None:
     if not newest:
         click.echo("No sweep of these kernels has been made; 'cupy-flash tune' makes one.")
         return
-    for device in dict.fromkeys(key[0] for key in newest):
-        print_findings([f for key, f in newest.items() if key[0] == device], device)
-    _write(output, next(iter(newest))[0], list(newest.values()))
+
+    def show() -> None:
+        for device in dict.fromkeys(key[0] for key in newest):
+            print_findings([f for key, f in newest.items() if key[0] == device], device)
+
+    head = environment.metadata(next(iter(newest))[0])
+    report.keep(output, report.Record(head, list(newest.values())), show)

@@ -19,7 +19,7 @@ from cupy_flash.arrays import LAYOUTS
 from cupy_flash.problem import DTYPES
 
 from . import presets
-from .cases import KINDS, Case
+from .cases import KINDS, Case, dtype_name
 from .providers import PAGE_SIZES
 
 
@@ -197,6 +197,8 @@ def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
 def _value(name: str, value: Any, where: str) -> Any:
     text = str(value).strip()
     try:
+        if name == "dtype":
+            text = dtype_name(text)
         if name in _CHOICES:
             return _one_of(text, _CHOICES[name])
         if name == "lengths":

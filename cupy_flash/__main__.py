@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from cupy_flash.cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the command; Ctrl-C while it is being imported ends it as later on."""
+    try:
+        from cupy_flash.cli.main import main as command
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    command(prog_name="cupy-flash")
+
 
 if __name__ == "__main__":
-    main(prog_name="cupy-flash")
+    main()

@@ -157,29 +157,40 @@ def kernel_cache_dir() -> Path:
 
 
 @functools.cache
-def prepare_cupy_cache() -> None:
+def prepare_cupy_cache() -> str | None:
     """See to it that CuPy can be imported where its cache folder cannot be made.
 
     CuPy makes the folder when it is imported, and an unusable one fails the import. Then it is
     imported here, to keep kernels in memory: in this process and those that it starts.
+
+    Returns
+    -------
+    str or None
+        Why the folder cannot be made; None if it can, or if the process that started this one
+        knows.
     """
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
-        return
+        return None
     folder = kernel_cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if _IN_MEMORY_VARIABLE not in os.environ:
-            _warn_of_cache(folder, error)
+        is_known = _IN_MEMORY_VARIABLE in os.environ
         os.environ[_IN_MEMORY_VARIABLE] = "1"
         # Any folder that is there will do: nothing is written to it.
         with _environment(_CACHE_VARIABLE, tempfile.gettempdir()), contextlib.suppress(Exception):
             importlib.import_module("cupy")
+        return None if is_known else _reason(error)
+    return None
 
 
-def _warn_of_cache(folder: Path, error: OSError) -> None:
-    """A cache that cannot be written costs a compilation in each process, no more."""
-    reason = error.strerror or error
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+@functools.cache
+def _warn_of_cache(folder: Path, reason: str) -> None:
+    """Once: a cache that cannot be written costs a compilation in each process, no more."""
     logger.warning("%s cannot be written (%s): kernels are not kept on disk", folder, reason)
 
 
@@ -265,6 +276,8 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
     if reason := why_no_compiler():
         raise CompileError(f"{unit.title} for {device.sm}: {reason}")
     cache = kernel_cache_dir()
+    if refused := prepare_cupy_cache():
+        _warn_of_cache(cache, refused)
     logger.info("%s for %s: compiling unless cached in %s", unit.title, device.name, cache)
     module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
     try:
@@ -272,10 +285,11 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_compile_message(unit, device, error.get_message())) from None
     except OSError as error:
-        _warn_of_cache(cache, error)
-        with _environment(_IN_MEMORY_VARIABLE, "1"):
-            module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
-            module.compile()
+        _warn_of_cache(cache, _reason(error))
+        # For good: CuPy finds out only when a kernel is compiled, which then was in vain.
+        os.environ[_IN_MEMORY_VARIABLE] = "1"
+        module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
+        module.compile()
     return module, f"cache {cache}"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 KIB = 1024
 
@@ -187,5 +190,26 @@ def gpu_unavailable() -> str | None:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "the CUDA driver reports no GPU"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CUDA reports no usable GPU: {error}"
+        # Without a driver the runtime complains of the driver's version.
+        return (
+            f"CUDA reports no usable GPU: {error}" if _nvidia_is_here() else "no NVIDIA GPU found"
+        )
     return None
+
+
+# What a driver leaves, WSL's and Tegra's too; and where Linux lists PCI cards, by vendor.
+_DRIVER_PLACES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
+_PCI_DEVICES = "/sys/bus/pci/devices"
+_NVIDIA_PCI_VENDOR = "0x10de"
+
+
+def _nvidia_is_here() -> bool:
+    """Whether there may be an NVIDIA GPU: a driver or a card, or a system that does not tell."""
+    cards = Path(_PCI_DEVICES)
+    if any(map(os.path.exists, _DRIVER_PLACES)) or not cards.is_dir():
+        return True
+    for vendor in cards.glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text(encoding="ascii").strip() == _NVIDIA_PCI_VENDOR:
+                return True
+    return False

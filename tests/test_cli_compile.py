@@ -11,7 +11,13 @@ from click.testing import CliRunner, Result
 from cupy_flash import tuning
 from cupy_flash.cli import kernel_sets
 from cupy_flash.cli.main import main
-from cupy_flash.compiler import CUBINS_VARIABLE, find_prebuilt, prebuilt_name, why_no_compiler
+from cupy_flash.compiler import (
+    CUBINS_VARIABLE,
+    compile_cubin,
+    find_prebuilt,
+    prebuilt_name,
+    why_no_compiler,
+)
 from cupy_flash.device import ARCHITECTURES, Device, device_for_arch
 from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.planner import Plan, make_plan
@@ -39,6 +45,12 @@ def small_problem(dtype: str = "float32") -> Problem:
     )
 
 
+@pytest.fixture
+def no_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention kernels alone, which a test chooses."""
+    monkeypatch.setattr(kernel_sets, "other_units", lambda **_: [])
+
+
 def one_plan(device: Device) -> list[Plan]:
     """The kernel that compiles fastest."""
     return [make_plan(small_problem(), device, family="naive")]
@@ -52,7 +64,7 @@ def broken_plan(device: Device) -> list[Plan]:
 
 @needs_compiler
 def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_units: None
 ) -> None:
     monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
     folder = tmp_path / "new" / "cubins"
@@ -72,7 +84,7 @@ def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
 
 @needs_compiler
 def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
 ) -> None:
     monkeypatch.setattr(kernel_sets, "default_plans", broken_plan)
     result = compile_("--arch", "sm_90")
@@ -85,7 +97,7 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
 
 @needs_compiler
 def test_the_report_has_registers_spills_and_shared_memory(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
 ) -> None:
     monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
     result = compile_("--arch", "sm_90", "--workers", "1")
@@ -127,8 +139,45 @@ def test_an_architecture_is_taken_once_however_it_is_spelled() -> None:
     assert compile_("--list", "--arch", "90", "--arch", "sm_90", "--arch", "90a").stdout == once
 
 
+def test_architectures_may_be_a_list() -> None:
+    apart = compile_("--list", "--arch", "sm_80", "--arch", "sm_90").stdout
+
+    assert compile_("--list", "--arch", "sm_80, 90").stdout == apart
+    assert {line.split()[0] for line in apart.splitlines()} == {"sm_80", "sm_90"}
+
+
+@pytest.mark.parametrize("more", [(), ("--all",)])
+def test_what_decodes_appends_and_merges_is_built_too(more: tuple[str, ...]) -> None:
+    lines = compile_("--list", "--arch", "sm_90", *more).stdout.splitlines()
+
+    for kernel in (
+        "decode bfloat16 head_dim 128 cache tile",
+        "decode float16 head_dim 64 page_size 16 tile",
+        "hopper bfloat16 head_dim 128 causal packed tile",
+        "append bfloat16 head_dim 128",
+        "append float32 head_dim 64 page_size 16 rotary_dim 64 halves",
+        "combine float16, 8 threads to a row",
+    ):
+        assert any(line.startswith(f"sm_90  {kernel}") for line in lines), kernel
+
+
 @needs_compiler
-def test_into_a_pipe_a_kernel_stands_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_appends_and_merges_compiles(everything: bool) -> None:
+    device = device_for_arch("sm_90")
+    units = kernel_sets.other_units(everything=everything)
+    few = [unit for place, unit in enumerate(units) if place % 7 == 0]
+
+    assert len({unit.text for unit in units}) == len(units)
+    for unit in few:
+        resources = compile_cubin(unit, device).resources[unit.main_entry]
+        assert resources.spill_bytes == 0, unit.title
+
+
+@needs_compiler
+def test_into_a_pipe_a_kernel_stands_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
     def long_title(device: Device) -> list[Plan]:
         problem = make_contiguous_problem(
             dtype="bfloat16",

@@ -444,3 +444,49 @@ def test_late_calls_are_told(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> N
     result = run("--head-dim", "64", "--seqlen", "16")
 
     assert "7 calls kept the host longer than the work ahead" in result.output
+
+
+def test_an_interrupt_leaves_the_tables_of_what_was_timed(
+    fake_gpu: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duel = Referee.duel
+
+    def interrupted(self: Referee, inputs: Inputs) -> Duel:
+        if inputs.case.seqlen_q == 64 and inputs.case.causal:
+            raise KeyboardInterrupt
+        return duel(self, inputs)
+
+    monkeypatch.setattr(Referee, "duel", interrupted)
+    path = tmp_path / "rows.json"
+    options = ("--head-dim", "64", "--dtype", "fp32", "--seqlen", "16,64", "--output", str(path))
+    result = run(*options)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    lines = [line.split() for line in result.stdout.splitlines()]
+
+    assert [(row["causal"], row["seqlen"]) for row in data["rows"]] == [
+        (False, 16),
+        (False, 64),
+        (True, 16),
+    ]
+    assert next(line[-1] for line in lines if line and line[0] == "64") == "-"
+
+
+def test_a_duel_that_fails_while_it_is_timed_costs_itself_alone(
+    fake_gpu: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    duel = Referee.duel
+
+    def fails(self: Referee, inputs: Inputs) -> Duel:
+        if inputs.case.seqlen_q == 16:
+            raise RuntimeError("the GPU fell off the bus\nat some place")
+        return duel(self, inputs)
+
+    monkeypatch.setattr(Referee, "duel", fails)
+    path = tmp_path / "rows.json"
+    options = ("--head-dim", "64", "--dtype", "fp32", "--causal", "no", "--seqlen", "16,64")
+    result = run(*options, "--output", str(path))
+    first, second = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    assert result.exit_code == 0
+    assert first["reason"] == "the GPU fell off the bus"
+    assert second["gpu_ratio"] is not None

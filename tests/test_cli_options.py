@@ -163,7 +163,8 @@ def test_a_wrong_option_gets_one_line_that_says_what_would_be_right(
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
     tmp_path: Path,
 ) -> None:
-    result = run("bench", "--output", str(tmp_path / "missing" / "rows.json"))
+    (tmp_path / "file").touch()
+    result = run("bench", "--output", str(tmp_path / "file" / "rows.json"))
 
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
@@ -200,3 +201,65 @@ def test_the_version_is_the_packages() -> None:
     import cupy_flash
 
     assert run("--version").stdout.split()[-1] == cupy_flash.__version__
+
+
+@pytest.mark.parametrize("command", ["", "bench", "tune", "tables", "tables list", "info", "plot"])
+def test_help_has_a_short_option_too(command: str) -> None:
+    assert run(*command.split(), "-h").stdout == run(*command.split(), "--help").stdout != ""
+
+
+def test_dtypes_may_be_named_as_tables_print_them() -> None:
+    shape = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
+    result = run("bench", *shape, "--dtype", "fp16,bf16,fp32,fp64")
+    named = [line.split()[0] for line in result.stdout.splitlines() if "cupy_flash-cpu  " in line]
+
+    assert result.exit_code == 0
+    assert named == ["fp16", "bf16", "fp32", "fp64"]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("bench", "Query rows. [default: 1024,4096; on the CPU 1024,2048]"),
+        ("tune", "Query heads. [default: 16; on the CPU 8]"),
+        ("profile", "Batch sizes. [default: 1]"),
+        ("roofline", "fp32, fp64. [default: float16]"),
+        ("bench", "[default: batch 8, seqlen_q 1, seqlen_k 8192, heads 32, kv_heads 8, head_dim"),
+    ],
+)
+def test_help_tells_what_shape_is_taken_where_none_is_given(command: str, told: str) -> None:
+    assert told in " ".join(run(command, "--help").stdout.split())
+
+
+def test_the_folder_of_an_output_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "rows.md"
+    shape = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
+
+    assert run("bench", *shape, "--output", str(path)).exit_code == 0
+    assert path.exists()
+
+
+def test_an_output_of_a_name_that_is_too_long_is_a_wrong_option() -> None:
+    result = run("bench", "--output", "a" * 300 + ".json")
+
+    assert result.exit_code == 2
+    assert "cannot be written: File name too long" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_command_that_takes_one_architecture_refuses_a_list() -> None:
+    result = run("tune", "--arch", "sm_80,sm_90")
+
+    assert result.exit_code == 2
+    assert "'sm_80,sm_90' is a list; expected one architecture" in result.stderr
+
+
+def test_arrays_of_several_dtypes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.npz"
+    ones = np.ones((1, 3, 1, 8), np.float32)
+    np.savez(path, q=ones, k=ones, v=ones.astype(np.float16))
+    result = run("bench", "--input", str(path))
+
+    assert result.exit_code == 2
+    assert "q, k and v in" in result.stderr
+    assert "are float32, float32, float16; expected one dtype" in result.stderr

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cupy_flash.cli import presets, providers, seed_figures
+from cupy_flash.cli import presets, providers, published_figures
 from cupy_flash.cli.bench_table import print_cells, record_row
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.main import main
+from cupy_flash.cli.published_figures import Published, Source, square
 from cupy_flash.cli.runner import Cell, Settings, set_speedups
-from cupy_flash.cli.seed_figures import Published, Source, square
 from cupy_flash.cli.timing import Spread
 from cupy_flash.device import device_for_arch
 from cupy_flash.planner import make_plan
 from cupy_flash.tile import freeze_tile
 
 SOURCES = (
-    seed_figures.COBRAML_PYTHON,
-    seed_figures.COBRAML_CPP,
-    seed_figures.THREE_KERNEL,
-    seed_figures.ROOFLINE_ARTICLE,
+    published_figures.COBRAML_PYTHON,
+    published_figures.COBRAML_CPP,
+    published_figures.THREE_KERNEL,
+    published_figures.ROOFLINE_ARTICLE,
 )
 FIGURES = [figure for source in SOURCES for figure in source.figures]
 BAD_ROW = (0.034, 3973)
@@ -50,7 +50,7 @@ def figure(source: Source, label: str, case: Case) -> Published:
 def test_cobramls_python_table_is_16_heads_of_64_against_eager_pytorch(
     batch: int, seqlen: int, causal: bool, cobraml: float, pytorch: float, speedup: float
 ) -> None:
-    source = seed_figures.COBRAML_PYTHON
+    source = published_figures.COBRAML_PYTHON
     case = square("float32", batch, 16, seqlen, 64, causal)
     fused, eager = (figure(source, label, case) for label in ("CobraML", "PyTorch"))
 
@@ -75,7 +75,7 @@ def test_cobramls_cpp_table_is_16_heads(
     head_dim: int, batch: int, seqlen: int, causal: bool, ms: float, gflops: float
 ) -> None:
     case = square("float32", batch, 16, seqlen, head_dim, causal)
-    published = figure(seed_figures.COBRAML_CPP, "CobraML", case)
+    published = figure(published_figures.COBRAML_CPP, "CobraML", case)
 
     assert case in presets.preset("cobraml-cpp").cases
     assert (published.ms, published.gflops) == (ms, gflops)
@@ -230,7 +230,7 @@ def test_the_row_of_0034_ms_at_3973_gflops_alone_is_marked() -> None:
 
 
 def test_cobramls_causal_rates_are_halved_for_it_counts_hidden_pairs() -> None:
-    for published in seed_figures.COBRAML_CPP.figures:
+    for published in published_figures.COBRAML_CPP.figures:
         assert published.gflops is not None
         share = 0.5 if published.case.causal else 1.0
         assert published.tflops == pytest.approx(share * published.gflops / 1e3)
@@ -266,7 +266,7 @@ def test_either_count_of_a_causal_shape_adds_up(counts_masked: bool, gflops: flo
 def test_a_provider_is_compared_with_the_best_figure_of_its_own_algorithm(
     provider: str, label: str
 ) -> None:
-    source = seed_figures.ROOFLINE_ARTICLE
+    source = published_figures.ROOFLINE_ARTICLE
     answer = source.answering(source.cases[0], provider)
 
     assert answer is not None
@@ -274,7 +274,7 @@ def test_a_provider_is_compared_with_the_best_figure_of_its_own_algorithm(
 
 
 def test_every_standard_provider_exists() -> None:
-    assert set(providers.names()) >= seed_figures.STANDARD_PROVIDERS
+    assert set(providers.names()) >= published_figures.STANDARD_PROVIDERS
 
 
 def _cells(preset: presets.Preset) -> list[list[Cell]]:
@@ -329,10 +329,10 @@ def test_published_times_and_rates_stand_in_the_columns_of_ours(
     assert source is not None
     lines = show(name, width)
     (heading,) = (line for line in lines if "provider" in line)
-    seeds = [line for line in lines if line.startswith(" ") and "seed: " in line]
+    theirs = [line for line in lines if line.startswith(" ") and "theirs: " in line]
 
-    assert len(seeds) == len(source.figures)
-    for line, published in zip(seeds, source.figures, strict=True):
+    assert len(theirs) == len(source.figures)
+    for line, published in zip(theirs, source.figures, strict=True):
         mark = "" if published.adds_up else "?"
         ends = {word: heading.index(word) + len(word) for word in ("ms", "TFLOP/s")}
         assert line[: ends["ms"]].endswith(f" {published.ms:g}{mark}")
@@ -344,7 +344,7 @@ def test_the_row_that_does_not_add_up_is_marked_and_explained_below(show: Show, 
     lines = show("cobraml-cpp", width)
     text = " ".join(" ".join(lines).split())
 
-    assert [line.split()[2:] for line in lines if "?" in line and "seed:" in line] == [
+    assert [line.split()[2:] for line in lines if "?" in line and "theirs:" in line] == [
         ["0.034?", "-", "1.986?", "-", "-"]
     ]
     assert text.count("?: ") == 1
@@ -357,7 +357,7 @@ def test_the_row_that_does_not_add_up_is_marked_and_explained_below(show: Show, 
     ("name", "says"),
     [
         ("cobraml-python", "measured on an NVIDIA A10G, not here"),
-        ("cobraml-cpp", "The seed counts the FLOPs of hidden pairs, too"),
+        ("cobraml-cpp", "They count the FLOPs of hidden pairs, too"),
         ("three-kernel", "measured on a GPU that it does not name, not here"),
         ("roofline-article", "measured on an NVIDIA A100, not here"),
         ("replit-context", "Replit-3B; it gives no times"),
@@ -371,9 +371,9 @@ def test_the_notes_say_where_published_figures_were_measured(
 
 
 def test_published_speedups_are_over_the_publishers_own_standard_algorithm(show: Show) -> None:
-    fused = next(line for line in show("three-kernel", 80) if line.startswith(" seed: fused"))
+    fused = next(line for line in show("three-kernel", 80) if line.startswith(" theirs: fused"))
 
-    assert fused.split() == ["seed:", "fused", "7.1659", "-", "0.5994", "3.05", "-"]
+    assert fused.split() == ["theirs:", "fused", "7.1659", "-", "0.5994", "3.05", "-"]
 
 
 def test_rows_of_a_record_carry_the_published_figure_on_our_flop_convention() -> None:
@@ -402,7 +402,7 @@ def test_a_preset_runs_and_its_record_names_the_source(tmp_path: Path) -> None:
 
     # Every cell is over the limit of time.
     assert result.exit_code == 1
-    assert "seed: 3 kernels" in result.stdout
+    assert "theirs: 3 kernels" in result.stdout
     assert data["metadata"]["preset"] == "three-kernel"
     assert data["metadata"]["published_by"].endswith("(GPU not named)")
     assert [row["published_ms"] for row in data["rows"]] == [7.1659, 21.8565]

@@ -48,6 +48,28 @@ def test_markdown_states_once_what_all_rows_share(tmp_path: Path) -> None:
     ]
 
 
+def test_markdown_has_the_digits_that_a_reader_wants(tmp_path: Path) -> None:
+    path = tmp_path / "rows.md"
+    row = {"ms": 0.123456789, "rate": 12345.6789, "error": 3.14159e-7, "each": [1 / 3, 2]}
+    report.write(path, report.Record({"scale": 1 / 7}, [row, row | {"ms": 1.0}]))
+    lines = path.read_text(encoding="utf-8").splitlines()
+
+    assert lines[:4] == [
+        "- scale: 0.1429",
+        "- rate: 12346",
+        "- error: 3.142e-07",
+        "- each: [0.3333, 2]",
+    ]
+    assert lines[-2:] == ["| 0.1235 |", "| 1 |"]
+
+
+def test_csv_has_all_digits(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    report.write(path, report.Record({}, [{"ms": 0.123456789}]))
+
+    assert path.read_text(encoding="utf-8") == "ms\n0.123456789\n"
+
+
 def test_a_note_said_twice_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_notes(report.console(), ["torch-flash: no [reason]", "torch-flash: no [reason]"])
 

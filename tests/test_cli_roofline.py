@@ -7,14 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli import gpus, providers
 from cupy_flash.cli import roofline as roofline_module
+from cupy_flash.cli.articles import claim_rows, intensity_rows, ridge_rows
 from cupy_flash.cli.cases import Case
 from cupy_flash.cli.roofline import Measured, Target, case_rows, roofline
-from cupy_flash.cli.roofline_seeds import claim_rows, intensity_rows, ridge_rows
 from cupy_flash.device import gpu_unavailable
 
 RAGGED = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "6", "--kv-heads", "2")
@@ -202,8 +203,8 @@ def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
         (("--gpu", "H100", "--measure"), "--measure times the present GPU"),
         (("--gpu", "L4", "--dtype", "float64"), "states no float64 rate for L4"),
         (("--gpu", "L4", "--head-dim", "999"), "head_dim of q and k is 999"),
-        (("--seeds", "--gpu", "H100"), "--seeds goes with --output only"),
-        (("--seeds", "--batch", "2"), "--batch does not go with --seeds"),
+        (("--articles", "--gpu", "H100"), "--articles goes with --output only"),
+        (("--articles", "--batch", "2"), "--batch does not go with --articles"),
         (("--gpu", "H100", "--output", "x.txt"), "expected one of .json, .csv, .md"),
         (("--gpu", "H100", "--plot", "x.pdf"), "expected one of .png, .svg"),
     ],
@@ -260,25 +261,25 @@ def test_a_picture_of_nothing_but_empty_problems_is_drawn(no_gpu: None, tmp_path
     assert path.exists()
 
 
-def test_the_ridge_points_of_seed_000_are_reproduced_to_their_digits() -> None:
+def test_the_ridge_points_of_cobraml_are_reproduced_to_their_digits() -> None:
     rows = ridge_rows()
 
     assert [f"{row['recomputed']:.1f}" for row in rows] == ["156.0", "295.5", "206.2", "562.5"]
     assert [f"{row['recomputed']:.1f}" for row in rows] == [f"{row['published']}" for row in rows]
 
 
-def test_seed_000s_b200_is_twice_its_dense_ridge_point() -> None:
+def test_cobramls_b200_is_twice_its_dense_ridge_point() -> None:
     ratios = [row["published"] / row["datasheet"] for row in ridge_rows()]
 
     assert ratios[:3] == pytest.approx([1, 1, 1], rel=0.02)
     assert ratios[3] == 2.0
 
 
-def test_the_intensities_of_seed_000_are_reproduced_to_their_digits() -> None:
+def test_the_intensities_of_cobraml_are_reproduced_to_their_digits() -> None:
     assert [f"{row['recomputed']:.1f}" for row in intensity_rows()] == ["32.1", "62.7", "228.1"]
 
 
-def test_seed_000s_intensity_is_the_models_and_five_operations_per_score() -> None:
+def test_cobramls_intensity_is_the_models_and_five_operations_per_score() -> None:
     gpu = gpus.find("A100")
     case = Case("bfloat16", 1, 4096, 4096, 1, 1, 128, 128)
     standard = case_rows(Target(gpu, gpu.device(), False), case, None)[0]
@@ -287,7 +288,7 @@ def test_seed_000s_intensity_is_the_models_and_five_operations_per_score() -> No
     assert row["matrix_only"] == pytest.approx(standard["intensity"])
 
 
-def test_seed_004s_intensities_do_not_follow_from_its_byte_counts() -> None:
+def test_the_traffic_articles_intensities_do_not_follow_from_its_byte_counts() -> None:
     rows = {row["what"]: (row["published"], row["recomputed"]) for row in claim_rows()}
     flops = 4 * 4096 * 4096 * 128
     megabyte = 1e6
@@ -297,18 +298,18 @@ def test_seed_004s_intensities_do_not_follow_from_its_byte_counts() -> None:
     assert rows["bound at 89 and 102 FLOP/byte"] == ("compute", "memory")
 
 
-def test_the_seeds_need_no_gpu_and_fit_80_columns(
+def test_the_articles_need_no_gpu_and_fit_80_columns(
     no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "seeds.json"
-    result = run("--seeds", "--output", str(path))
+    path = tmp_path / "articles.json"
+    result = run("--articles", "--output", str(path))
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "with sparsity" in result.stdout
-    assert {row["table"].split(",")[0] for row in rows} == {"seed 000", "seed 004"}
+    assert {row["table"].split(",")[0] for row in rows} == {"CobraML", "traffic article"}
 
 
 @pytest.mark.gpu
@@ -323,3 +324,23 @@ def test_the_present_gpus_rate_stays_below_what_is_attainable(tmp_path: Path) ->
 
     assert fused["reason"] is None
     assert 0 < fused["share"] < 1.0
+
+
+def test_an_interrupt_leaves_what_was_measured(
+    an_h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(case: Case) -> Measured:
+        if case.seqlen_q == 2048:
+            raise KeyboardInterrupt
+        return Measured(600e12)
+
+    monkeypatch.setattr(roofline_module, "measure_rate", interrupted)
+    path = tmp_path / "rows.json"
+    with pytest.raises(click.Abort):
+        roofline.main(
+            ["--seqlen-q", "1024,2048", "--output", str(path)],
+            standalone_mode=False,
+        )
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+    assert {row["seqlen_q"] for row in rows} == {1024}

@@ -174,8 +174,9 @@ def test_what_is_exported_is_what_is_in_effect_without_the_stale(tmp_path: Path)
     assert {"date", "versions"} <= set(data["made_by"])
 
 
-@pytest.mark.parametrize("name", ["mine.csv", "none/mine.json"])
+@pytest.mark.parametrize("name", ["mine.csv", "file/mine.json"])
 def test_an_output_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
     one_line(tables("export", tmp_path / name), 2)
     one_line(tables("merge", table(tmp_path / "a.json"), "--output", tmp_path / name), 2)
 

@@ -582,6 +582,35 @@ def test_a_file_that_is_no_table_is_not_written_over(tmp_path: Path, clock: Fake
     assert clock.timed == []
 
 
+def test_the_size_of_the_default_tile_may_be_asked_for(clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE, "--br", "113", "--bc", "203", "--dry-run")
+
+    assert result.exit_code == 0
+    assert clock.sizes() == {(113, 203)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (("--br", "64", "--bc", "7"), "no tile of cpu is that size; --bc 7: expected some of 64,"),
+        (("--br", "7", "--bc", "64"), "no tile of cpu is that size; --br 7: expected some of 32,"),
+    ],
+)
+def test_of_a_size_that_is_not_there_the_part_that_is_wrong_is_named(
+    sizes: tuple[str, ...], says: str
+) -> None:
+    text = refused(on_cpu(*SHAPE, *sizes))
+
+    assert says in text
+    assert text.count("expected some of") == 1
+
+
+def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() -> None:
+    text = refused(tune("--arch", "sm_90", "--br", "192", "--bc", "256"))
+
+    assert "--bc 256: expected some of 32, 48, 64, 80, 96 beside --br 192" in text
+
+
 # ---- Interrupted, and resumed
 
 

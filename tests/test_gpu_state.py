@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cupy_flash.cli.gpu_state import GpuState, summary, watched
+from cupy_flash.cli import gpu_state
+from cupy_flash.cli.gpu_state import CpuState, GpuState, summary, watched
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the fake program is a shell script")
 
@@ -155,18 +156,72 @@ def test_an_nvidia_smi_that_refuses_leaves_the_state_empty(
     assert watch.state.notes() == []
 
 
-def test_without_nvidia_smi_or_a_gpu_nothing_is_watched(
+def test_without_nvidia_smi_no_gpu_is_watched(
     nvidia_smi: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = nvidia_smi([sample()])
-    with watched(None) as unasked:
-        pass
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     with watched(BUS_ID) as missing:
         pass
 
-    assert unasked.state == missing.state == GpuState()
+    assert missing.state == GpuState()
     assert not log.exists()
+
+
+def cpu_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, busy: float, own: float, seconds: float
+) -> CpuState:
+    """The state of a run of so many seconds on two CPUs that worked so many, some for us."""
+    stat = tmp_path / "stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+    clock = iter([100.0, 100.0 + seconds])
+    works = iter([1.0, 1.0 + own])
+    monkeypatch.setattr(gpu_state, "_STAT", stat)
+    monkeypatch.setattr(gpu_state.os, "sched_getaffinity", lambda _: {0, 2})
+    monkeypatch.setattr(gpu_state, "available_cpus", lambda: 2)
+    monkeypatch.setattr(gpu_state, "_own_seconds", lambda: next(works))
+    monkeypatch.setattr(gpu_state.time, "monotonic", lambda: next(clock))
+
+    def write(done: float) -> None:
+        # user, nice, system, idle, iowait, irq, softirq, steal, and what user holds already
+        lines = [f"cpu{index} {int(done * ticks / 2)} 0 0 777 99 0 0 0 55 0" for index in (0, 2)]
+        stat.write_text("\n".join([*lines, "cpu1 9999999 0 0 0 0 0 0 0 0 0", "intr 5"]))
+
+    write(50)
+    with watched(None) as watch:
+        write(50 + busy)
+    state = watch.state
+    assert isinstance(state, CpuState)
+    return state
+
+
+def test_a_cpu_that_others_use_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = cpu_state(monkeypatch, tmp_path, busy=9.0, own=3.0, seconds=10.0)
+
+    assert state.as_record() == {"others": 30.0}
+    assert state.notes() == ["! the CPU was in use: others took 30% of it during the run"]
+
+
+@pytest.mark.parametrize(
+    ("busy", "own", "seconds"), [(19.0, 18.5, 10.0), (3.0, 4.0, 10.0), (0.4, 0.0, 0.2)]
+)
+def test_of_a_cpu_that_is_ours_nothing_is_said(
+    busy: float, own: float, seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cpu_state(monkeypatch, tmp_path, busy=busy, own=own, seconds=seconds).notes() == []
+
+
+def test_a_system_that_does_not_tell_of_its_cpus_has_no_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_state, "_STAT", tmp_path / "none")
+    with watched(None) as watch:
+        pass
+
+    assert watch.state == CpuState()
+    assert watch.state.notes() == []
 
 
 def test_the_watch_ends_with_a_run_that_fails(

@@ -119,7 +119,7 @@ def test_the_wheel_declares_the_command(installed: Path) -> None:
     scripts = distribution.entry_points.select(group="console_scripts")
 
     assert [(script.name, script.value) for script in scripts] == [
-        ("cupy-flash", "cupy_flash.cli.main:main")
+        ("cupy-flash", "cupy_flash.__main__:main")
     ]
 
 

@@ -1,7 +1,7 @@
-"""The roofline figures of the two articles that the project grew from, recomputed.
+"""The roofline figures of two articles, recomputed.
 
-Seed 000: Padia and Govindan, "Flash Attention Version 1" (CobraML): a table of ridge points and of
-the standard algorithm's intensities. Seed 004: an article on FlashAttention's memory traffic, with
+CobraML: Padia and Govindan, "Flash Attention Version 1": a table of ridge points and of the
+standard algorithm's intensities. The traffic article: on FlashAttention's memory hierarchy, with
 byte counts of one head and a roofline for an A100.
 """
 
@@ -32,20 +32,20 @@ _INTENSITIES = ((64, 32.1), (128, 62.7), (512, 228.1))
 # Operations of the softmax per score with which all three published intensities follow.
 _SOFTMAX_OPERATIONS = 5
 
-# Seed 004 on an A100: 312 TFLOP/s, "2.0 TB/s".
+# The traffic article, on an A100: 312 TFLOP/s, "2.0 TB/s".
 _A100 = Roof(312e12, 2.0e12)
 _HEADS = 32
 
 
 def ridge_rows() -> list[dict[str, Any]]:
-    """Seed 000's ridge points: published, recomputed from its inputs, and from the datasheets."""
+    """CobraML's ridge points: published, recomputed from its inputs, and from the datasheets."""
     rows = []
     for name, published, tflops, tb_per_s, entry in _RIDGES:
         gpu = gpus.find(entry)
         roof = Roof(gpu.peak("bfloat16").flops, gpu.hbm_bytes_per_second)
         rows.append(
             {
-                "table": "seed 000, ridge point",
+                "table": "CobraML, ridge point",
                 "what": name,
                 "published": published,
                 "recomputed": Roof(tflops * 1e12, tb_per_s * 1e12).ridge,
@@ -57,7 +57,7 @@ def ridge_rows() -> list[dict[str, Any]]:
 
 
 def intensity_rows() -> list[dict[str, Any]]:
-    """Seed 000's intensities of the standard algorithm, in bfloat16, whatever the GPU.
+    """CobraML's intensities of the standard algorithm, in bfloat16, whatever the GPU.
 
     (4 d + 5) N^2 operations over 2 (4 N^2 + 4 N d) bytes, with N = 4096.
     """
@@ -67,7 +67,7 @@ def intensity_rows() -> list[dict[str, Any]]:
         moved = 2 * (4 * _SEQLEN**2 + 4 * _SEQLEN * head_dim)
         rows.append(
             {
-                "table": "seed 000, intensity of the standard algorithm",
+                "table": "CobraML, intensity of the standard algorithm",
                 "what": f"d={head_dim}",
                 "published": published,
                 "recomputed": (matrix + _SOFTMAX_OPERATIONS * _SEQLEN**2) / moved,
@@ -78,7 +78,7 @@ def intensity_rows() -> list[dict[str, Any]]:
 
 
 def claim_rows() -> list[dict[str, Any]]:
-    """Seed 004's claims for N = 4096, d = 128, 32 heads, beside what its byte counts give."""
+    """The traffic article's claims for 32 heads of 4096 x 128, beside what its byte counts give."""
     head = make_contiguous_problem(
         dtype="float16",
         batch=1,
@@ -97,7 +97,7 @@ def claim_rows() -> list[dict[str, Any]]:
 
     def row(what: str, published: str, value: str, remark: str) -> dict[str, Any]:
         return {
-            "table": "seed 004",
+            "table": "traffic article",
             "what": what,
             "published": published,
             "recomputed": value,
@@ -167,7 +167,7 @@ def all_rows() -> list[dict[str, Any]]:
     return [*ridge_rows(), *intensity_rows(), *claim_rows()]
 
 
-def print_seeds(out: Console) -> None:
+def print_articles(out: Console) -> None:
     """Print the three tables with what is to be said of them."""
 
     def figure(name: str) -> Any:
@@ -178,7 +178,7 @@ def print_seeds(out: Console) -> None:
 
     report.print_table(
         out,
-        "Seed 000 (CobraML, Flash Attention Version 1): ridge points, BF16, FLOP/byte",
+        "CobraML, Flash Attention Version 1: ridge points, BF16, FLOP/byte",
         [
             Column("GPU", text("what"), numeric=False),
             Column("published", figure("published")),
@@ -200,7 +200,7 @@ def print_seeds(out: Console) -> None:
     )
     report.print_table(
         out,
-        f"Seed 000: intensity of the standard algorithm, N={_SEQLEN}, FLOP/byte",
+        f"CobraML: intensity of the standard algorithm, N={_SEQLEN}, FLOP/byte",
         [
             Column("head_dim", text("what"), numeric=False),
             Column("published", figure("published")),
@@ -220,7 +220,7 @@ def print_seeds(out: Console) -> None:
     claims = claim_rows()
     report.print_table(
         out,
-        f"Seed 004: A100, FP16, N={_SEQLEN}, d=128, {_HEADS} heads; against its own byte counts",
+        f"Traffic article, A100, FP16, N={_SEQLEN}, d=128, {_HEADS} heads: by its own byte counts",
         [
             Column("#", text("number")),
             Column("what", text("what"), numeric=False),

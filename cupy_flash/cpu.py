@@ -5,9 +5,14 @@ tile of Br query rows stays put while tiles of Bc keys and values pass by; a run
 row sum replace the softmax over whole rows, and the division by the sum waits until the last tile.
 The score matrix never exists as a whole, so scratch memory does not grow with the sequence.
 
-One step goes beyond the paper. Where the norms of a tile's queries and of the keys they see bound
-all scores to a range in which exp can neither overflow nor underflow, the running maximum is left
-at 0: that saves two of the four passes over the scores that are not matrix products.
+Three steps go beyond the paper:
+
+- Where the norms of a tile's queries and of the keys they see bound all scores to a range in which
+  exp can neither overflow nor underflow, the running maximum is left at 0: that saves two of the
+  four passes over the scores that are not matrix products.
+- Short sequences leave room in a tile: as many heads, and sequences of a batch, as fit the cache
+  are taken at once, in the same few calls of NumPy.
+- Along a causal mask's edge, rows are taken in strips, each over the keys that it sees.
 
 Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
 the time is.
@@ -18,17 +23,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu_threads import cpus, single_threaded_blas
+from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import PagedRows
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile
@@ -56,6 +59,15 @@ MIN_ROWS_FOR_BOUNDS = 128
 # Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2
 # ms.
 MIN_PAIRS_PER_WORKER = 1 << 17
+
+# Scratch elements that whole heads are taken together up to.
+ELEMENTS_AT_ONCE = 1 << 17
+
+# Rows of a strip along the edge of a causal mask.
+STRIP_ROWS = 64
+
+# Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
+SHRINK = 2.0**-32
 
 
 def default_tile(problem: Problem) -> Tile:
@@ -106,10 +118,11 @@ def candidate_tiles(problem: Problem) -> Iterator[Tile]:
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of scratch that one worker needs."""
     itemsize = 8 if problem.dtype == "float64" else 4
-    sizes = _scratch_sizes(tile.Br, tile.Bc, problem.head_dim, problem.head_dim_v)
+    sizes = _scratch_sizes(1, tile.Br, tile.Bc, problem.head_dim, problem.head_dim_v, copies=True)
     return sum(sizes.values()) * itemsize
 
 
+@functools.cache
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """What arrays of a dtype are computed in: float64 in itself, all others in float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
@@ -171,80 +184,151 @@ def forward(
     ValueError
         The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
     """
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, head_dim_v = v.shape
-    if batch * seqlen_q * heads_q == 0:
+    if q.size == 0:
+        # head_dim is at least 1.
         return
-    group = heads_q // heads_kv
-    heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
-    Br = min(tile.Br, seqlen_q)
-    Bc = min(tile.Bc, max(seqlen_k, 1))
-    compute = compute_dtype(q.dtype)
-    sizes = _scratch_sizes(Br * heads_per_tile, Bc, head_dim, head_dim_v)
-    worker_bytes = sum(sizes.values()) * compute.itemsize
-    if worker_bytes > SCRATCH_LIMIT:
-        raise ValueError(
-            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
-            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
-        )
-    use_bounds = group * seqlen_q >= MIN_ROWS_FOR_BOUNDS and Bc >= KEY_GROUP
-    bounds_shape = (batch, heads_kv, seqlen_k // KEY_GROUP if use_bounds else 0)
-    job = _Pass(
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
+    job = Pass.make(
+        q,
+        k,
+        v,
+        out,
+        lse,
         causal=causal,
-        # Further out makes no difference, and would not fit the index arithmetic.
-        q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
+        q_offset=q_offset,
         softmax_scale=softmax_scale,
-        Br=Br,
-        Bc=Bc,
-        heads_per_tile=heads_per_tile,
-        compute=compute,
-        key_norm=np.empty(bounds_shape, compute),
-        value_max=np.empty(bounds_shape, compute),
+        tile=tile,
     )
-    tiles = list(job.tiles())
-    pairs = batch * heads_q * seqlen_q * seqlen_k
+    run(iter((job,)), job.pairs, job.scratch_bytes, threads)
+
+
+def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | None) -> None:
+    """Compute passes, their tiles shared out to threads.
+
+    Parameters
+    ----------
+    passes : iterator of Pass
+        Asked for the next when the tiles of those before are taken.
+    pairs : int
+        Query-key pairs of all of them.
+    worker_bytes : int
+        The largest `Pass.scratch_bytes`.
+    threads : int, optional
+        As in `forward`.
+    """
     workers = min(
         threads or cpus(),
-        len(tiles),
-        SCRATCH_LIMIT // worker_bytes,
-        math.ceil(max(pairs, 1) / MIN_PAIRS_PER_WORKER),
+        SCRATCH_LIMIT // max(worker_bytes, 1),
+        max(1, pairs // MIN_PAIRS_PER_WORKER),
     )
+    stop = Stop()
+
+    def work(items: Iterable[tuple[Pass, Block]]) -> None:
+        scratch = _Scratch()
+        # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
+        # logarithm of an empty row's sum, NaN on their way through.
+        with np.errstate(all="ignore"):
+            for job, block in items:
+                _attend(job, scratch, block, stop)
+
     with single_threaded_blas:
-        if job.key_norm.size:
-            heads = [(b, h) for b in range(batch) for h in range(heads_kv)]
-            _share_out(min(workers, len(heads)), job, heads, _find_bounds)
-        _share_out(workers, job, tiles, _attend)
+        share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)
 
 
-@dataclass(frozen=True)
-class _Pass:
+class Block(NamedTuple):
+    """A tile of query rows: some rows of some query heads, of one or several key/value heads."""
+
+    batch: slice
+    kv_heads: slice
+    heads: slice  # of those that share a kv head
+    rows: slice
+
+
+class Pass(NamedTuple):
     """One forward pass: the arrays, and what all its tiles share."""
 
-    q: Array  # (batch, seqlen_q, heads_q, head_dim)
+    q: Array  # (batch, heads_kv, group, seqlen_q, head_dim)
     k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
     v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
-    out: Array  # (batch, seqlen_q, heads_q, head_dim_v)
-    lse: Array | None  # (batch, heads_q, seqlen_q)
+    out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
+    lse: Array | None  # (batch, heads_kv, group, seqlen_q)
     causal: bool
     q_offset: int
     softmax_scale: float
+    compute: np.dtype[Any]
     Br: int
     Bc: int
     heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
-    compute: np.dtype[Any]
-    # The largest norm of a key, and magnitude of a value, up to the end of each KEY_GROUP keys;
-    # (batch, heads_kv, groups), with no groups where bounds are not used.
-    key_norm: Array
-    value_max: Array
+    kv_heads_at_once: int
+    batch_at_once: int
+    copies: bool  # whether BLAS reads copies of k and v
+    bounds: _Bounds | None
+    scratch_bytes: int
+
+    @classmethod
+    def make(
+        cls,
+        q: Array,
+        k: Array | PagedRows,
+        v: Array | PagedRows,
+        out: Array,
+        lse: Array | None,
+        *,
+        causal: bool,
+        q_offset: int,
+        softmax_scale: float,
+        tile: Tile,
+    ) -> Pass:
+        """A pass over what `forward` is given."""
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        _, seqlen_k, heads_kv, head_dim_v = v.shape
+        group = heads_q // heads_kv
+        compute = compute_dtype(q.dtype)
+        heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
+        Br = min(tile.Br, seqlen_q)
+        Bc = min(tile.Bc, max(seqlen_k, 1))
+        m = Br * heads_per_tile
+        copies = not (_is_operand(k, compute) and _is_operand(v, compute))
+        at_once = 1
+        if m == group * seqlen_q:
+            at_once = max(1, ELEMENTS_AT_ONCE // _elements(m, Bc, head_dim, head_dim_v, copies))
+        kv_heads_at_once = _even_share(heads_kv, at_once)
+        batch_at_once = _even_share(batch, at_once // heads_kv)
+        heads = kv_heads_at_once * batch_at_once
+        sizes = _scratch_sizes(heads, m, Bc, head_dim, head_dim_v, copies)
+        worker_bytes = sum(sizes.values()) * compute.itemsize
+        if worker_bytes > SCRATCH_LIMIT:
+            raise ValueError(
+                f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+                f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+            )
+        use_bounds = group * seqlen_q >= MIN_ROWS_FOR_BOUNDS and Bc >= KEY_GROUP
+        split = (batch, seqlen_q, heads_kv, group)
+        return cls(
+            q=q.reshape(*split, head_dim).transpose(0, 2, 3, 1, 4),
+            k=k,
+            v=v,
+            out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
+            lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
+            causal=causal,
+            # Further out makes no difference, and would not fit the index arithmetic.
+            q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
+            softmax_scale=softmax_scale,
+            compute=compute,
+            Br=Br,
+            Bc=Bc,
+            heads_per_tile=heads_per_tile,
+            kv_heads_at_once=kv_heads_at_once,
+            batch_at_once=batch_at_once,
+            copies=copies,
+            bounds=_Bounds(batch, heads_kv, seqlen_k, compute) if use_bounds else None,
+            scratch_bytes=worker_bytes,
+        )
 
     @property
-    def group(self) -> int:
-        return self.q.shape[2] // self.k.shape[2]
+    def pairs(self) -> int:
+        """Query-key pairs, masked ones too."""
+        batch, heads_kv, group, seqlen_q, _ = self.q.shape
+        return batch * heads_kv * group * seqlen_q * self.k.shape[1]
 
     def keys_seen(self, row: int) -> int:
         """How many keys, from the first on, query ``row`` sees."""
@@ -253,28 +337,64 @@ class _Pass:
             return seqlen_k
         return min(max(row + self.q_offset + 1, 0), seqlen_k)
 
-    def tiles(self) -> Iterator[tuple[int, int, int, int]]:
-        """(batch, first head, heads, first row) of every tile, those that see most keys first."""
-        batch, seqlen_q, heads_q, _ = self.q.shape
+    def blocks(self) -> Iterator[Block]:
+        """The tiles of query rows, those that see most keys first."""
+        batch, heads_kv, group, seqlen_q, _ = self.q.shape
         for row in reversed(range(0, seqlen_q, self.Br)):
-            for b in range(batch):
-                for first in range(0, heads_q, self.group):
-                    last = first + self.group
-                    for head in range(first, last, self.heads_per_tile):
-                        yield b, head, min(self.heads_per_tile, last - head), row
+            rows = slice(row, min(row + self.Br, seqlen_q))
+            for b in range(0, batch, self.batch_at_once):
+                sequences = slice(b, min(b + self.batch_at_once, batch))
+                for kv_head in range(0, heads_kv, self.kv_heads_at_once):
+                    kv_heads = slice(kv_head, min(kv_head + self.kv_heads_at_once, heads_kv))
+                    for head in range(0, group, self.heads_per_tile):
+                        heads = slice(head, min(head + self.heads_per_tile, group))
+                        yield Block(sequences, kv_heads, heads, rows)
 
-    def key_tiles(self, seen_by_all: int, seen_by_any: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the key tiles: first those that need no mask, then those that do."""
-        for first, last in ((0, seen_by_all), (seen_by_all, seen_by_any)):
-            for start in range(first, last, self.Bc):
-                yield start, min(start + self.Bc, last)
+    def keys(self, block: Block, start: int, stop: int, scratch: _Scratch) -> Array:
+        """Keys as BLAS reads them: (sequences, kv heads, stop - start, head_dim)."""
+        k = self.k[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        return scratch.copy("k", k, self.compute) if self.copies else k
+
+    def values(self, block: Block, start: int, stop: int, scratch: _Scratch) -> Array:
+        """Values likewise."""
+        v = self.v[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        return scratch.copy("v", v, self.compute) if self.copies else v
 
 
-def _scratch_sizes(rows: int, Bc: int, head_dim: int, head_dim_v: int) -> dict[str, int]:
+def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
+    """Whether BLAS reads the rows of (batch, seqlen, heads, dim) where they lie."""
+    if isinstance(x, PagedRows):
+        # The rows at hand are a new array.
+        return x.dtype == compute
+    row, _, column = x.strides[1:]
+    return (
+        x.dtype == compute
+        and column == x.itemsize
+        and row >= x.shape[3] * column
+        and row % column == 0
+        and x.flags.aligned
+    )
+
+
+def _elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool) -> int:
+    """Elements of scratch for each head."""
+    rows = m * (Bc + head_dim + 2 * head_dim_v + 4)
+    return rows + (Bc * (head_dim + head_dim_v) if copies else 0)
+
+
+def _even_share(count: int, most: int) -> int:
+    """The size of equal parts, each of at most `most` or of one."""
+    return -(-count // -(-count // max(most, 1)))
+
+
+def _scratch_sizes(
+    heads: int, m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool
+) -> dict[str, int]:
+    rows = heads * m
     return {
         "q": rows * head_dim,
-        "k": Bc * head_dim,
-        "v": Bc * head_dim_v,
+        "k": heads * Bc * head_dim if copies else 0,
+        "v": heads * Bc * head_dim_v if copies else 0,
         "ones": Bc,
         "scores": rows * Bc,
         "acc": rows * head_dim_v,
@@ -287,152 +407,325 @@ def _scratch_sizes(rows: int, Bc: int, head_dim: int, head_dim_v: int) -> dict[s
 
 
 class _Scratch:
-    """One worker's buffers: allocated once, cut to each tile's size."""
+    """One worker's buffers, cut to each tile's size; as large as the largest yet."""
 
-    def __init__(self, job: _Pass) -> None:
-        sizes = _scratch_sizes(job.Br * job.heads_per_tile, job.Bc, job.q.shape[3], job.v.shape[3])
-        self._flat = {name: np.empty(size, job.compute) for name, size in sizes.items()}
-        self._flat["ones"].fill(1)
+    def __init__(self) -> None:
+        self._flat: dict[str, Array] = {}
 
-    def cut(self, name: str, *shape: int) -> Array:
-        return self._flat[name][: math.prod(shape)].reshape(shape)
+    def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array of any content."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            # First let go of, lest both be there at once.
+            self._flat.pop(name, None)
+            flat = self._flat[name] = np.empty(size, dtype)
+        return flat[:size].reshape(shape)
 
-    def operand(self, name: str, source: Array) -> Array:
-        """``source`` (rows, columns) as BLAS reads it: itself if possible, else a copy."""
-        row, column = source.strides
-        if (
-            source.dtype == self._flat[name].dtype
-            and column == source.itemsize
-            and row >= source.shape[1] * column
-            and row % column == 0
-            and source.flags.aligned
-        ):
-            return source
-        copy = self.cut(name, *source.shape)
+    def copy(self, name: str, source: Array, dtype: np.dtype[Any]) -> Array:
+        """A contiguous copy in another dtype."""
+        copy = self.cut(name, source.shape, dtype)
         np.copyto(copy, source, casting="same_kind")
         return copy
 
-
-def _share_out(workers: int, job: _Pass, items: list[Any], work: Callable[..., None]) -> None:
-    """Call ``work(job, scratch, *item)`` for every item, from ``workers`` threads."""
-    queue = deque(items)
-
-    def worker() -> None:
-        scratch = _Scratch(job)
-        # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
-        # logarithm of an empty row's sum, NaN on their way through.
-        with np.errstate(all="ignore"):
-            while True:
-                try:
-                    item = queue.popleft()
-                except IndexError:
-                    return
-                work(job, scratch, *item)
-
-    if workers == 1:
-        worker()
-        return
-    with ThreadPoolExecutor(workers, "cupy_flash") as pool:
-        for future in [pool.submit(worker) for _ in range(workers)]:
-            future.result()
+    def ones(self, size: int, dtype: np.dtype[Any]) -> Array:
+        """A vector of ones."""
+        flat = self._flat.get("ones")
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            flat = self._flat["ones"] = np.ones(size, dtype)
+        return flat[:size]
 
 
-def _find_bounds(job: _Pass, scratch: _Scratch, b: int, kv_head: int) -> None:
-    """Fill ``key_norm`` and ``value_max`` for one key/value head."""
-    key_norm, value_max = job.key_norm[b, kv_head], job.value_max[b, kv_head]
-    step = job.Bc // KEY_GROUP
-    for first in range(0, len(key_norm), step):
-        groups = slice(first, min(first + step, len(key_norm)))
-        count = groups.stop - first
-        keys = slice(first * KEY_GROUP, groups.stop * KEY_GROUP)
-        k = scratch.operand("k", job.k[b, keys, kv_head])
-        v = scratch.operand("v", job.v[b, keys, kv_head]).reshape(count, KEY_GROUP, -1)
-        squares = np.einsum("jd,jd->j", k, k).reshape(count, KEY_GROUP)
-        np.sqrt(squares.max(axis=1), out=key_norm[groups])
-        np.maximum(v.max(axis=(1, 2)), -v.min(axis=(1, 2)), out=value_max[groups])
-    np.maximum.accumulate(key_norm, out=key_norm)
-    np.maximum.accumulate(value_max, out=value_max)
+class _Bounds:
+    """The largest norms of keys and magnitudes of values, found once for all tiles of a head.
 
-
-def _scores_are_bounded(job: _Pass, q: Array, b: int, kv_head: int, keys: int) -> bool:
-    """Whether the scaled queries ``q`` can do without a running maximum over the first ``keys``.
-
-    Asks only about keys that every row of the tile sees: a masked key must leave no trace, not even
-    in the rounding. False if anything it looks at is NaN or inf.
+    Whichever thread first asks about a head finds them.
     """
-    groups = keys // KEY_GROUP
-    if groups == 0 or job.key_norm.shape[2] == 0:
-        return False
-    q_norm = np.sqrt(np.einsum("id,id->i", q, q).max())
-    value_max = job.value_max[b, kv_head, groups - 1]
-    return bool(
-        q_norm * job.key_norm[b, kv_head, groups - 1] <= SCORE_BOUND
-        and (value_max == 0 or 1 / VALUE_BOUND <= value_max <= VALUE_BOUND)
-    )
+
+    def __init__(self, batch: int, heads_kv: int, seqlen_k: int, compute: np.dtype[Any]) -> None:
+        # Up to the end of each KEY_GROUP keys, and up to the last.
+        self._key_norm = np.empty((batch, heads_kv, -(-seqlen_k // KEY_GROUP)), compute)
+        self._value_max = np.empty_like(self._key_norm)
+        self._found = np.zeros((batch, heads_kv), bool)
+        self._lock = threading.Lock()
+
+    def of_first(
+        self, job: Pass, block: Block, scratch: _Scratch, count: int
+    ) -> tuple[float, float]:
+        """Bounds over the first ``count`` keys: a multiple of KEY_GROUP, or all."""
+        where = block.batch, block.kv_heads
+        if not self._found[where].all():
+            with self._lock:
+                if not self._found[where].all():
+                    self._find(job, block, scratch)
+                    self._found[where] = True
+        last = -(-count // KEY_GROUP) - 1
+        key_norm, value_max = self._key_norm[where][..., last], self._value_max[where][..., last]
+        return float(key_norm.max()), float(value_max.max())
+
+    def _find(self, job: Pass, block: Block, scratch: _Scratch) -> None:
+        where = block.batch, block.kv_heads
+        key_norm, value_max = self._key_norm[where], self._value_max[where]
+        seqlen_k = job.k.shape[1]
+        step = job.Bc // KEY_GROUP * KEY_GROUP
+        for start in range(0, seqlen_k, step):
+            stop = min(start + step, seqlen_k)
+            groups = slice(start // KEY_GROUP, -(-stop // KEY_GROUP))
+            firsts = np.arange(0, stop - start, KEY_GROUP)
+            k = job.keys(block, start, stop, scratch)
+            squares = np.einsum("bhjd,bhjd->bhj", k, k)
+            np.sqrt(np.maximum.reduceat(squares, firsts, axis=-1), out=key_norm[..., groups])
+            v = job.values(block, start, stop, scratch)
+            largest = np.maximum(v.max(axis=-1), -v.min(axis=-1))
+            np.maximum.reduceat(largest, firsts, axis=-1, out=value_max[..., groups])
+        np.maximum.accumulate(key_norm, axis=-1, out=key_norm)
+        np.maximum.accumulate(value_max, axis=-1, out=value_max)
 
 
-def _attend(job: _Pass, scratch: _Scratch, b: int, head: int, heads: int, row: int) -> None:
-    """Output and lse of ``heads`` query heads, which share a kv head, from query ``row`` on."""
-    rows = min(job.Br, job.q.shape[1] - row)
-    head_dim, head_dim_v = job.q.shape[3], job.v.shape[3]
-    kv_head = head // job.group
-    m = heads * rows
+class _Step(NamedTuple):
+    """Keys for some rows of a tile to take up."""
 
-    # With the scale folded in here, no pass over the scores is needed for it.
-    q = scratch.cut("q", m, head_dim)
-    tile_q = job.q[b, row : row + rows, head : head + heads].swapaxes(0, 1)
-    np.copyto(q.reshape(heads, rows, head_dim), tile_q, casting="same_kind")
-    q *= job.compute.type(job.softmax_scale)
-    # Rounded down to where the bounds are known; from there on the running maximum is kept.
-    seen_by_all = job.keys_seen(row) // KEY_GROUP * KEY_GROUP
-    seen_by_any = job.keys_seen(row + rows - 1)
-    bounded = _scores_are_bounded(job, q, b, kv_head, seen_by_all)
+    rows: slice | None  # of the tile; None for all of them
+    start: int
+    stop: int
+    masked: bool = False
 
-    acc = scratch.cut("acc", m, head_dim_v)
-    product = scratch.cut("product", m, head_dim_v)
-    row_max, new_max = scratch.cut("row_max", m), scratch.cut("new_max", m)
-    row_sum, tile_sum = scratch.cut("row_sum", m), scratch.cut("tile_sum", m)
-    ones = scratch.cut("ones", job.Bc)
-    acc.fill(0)
-    row_sum.fill(0)
-    row_max.fill(0 if bounded else -np.inf)
-    for start, stop in job.key_tiles(seen_by_all, seen_by_any):
-        k = scratch.operand("k", job.k[b, start:stop, kv_head])
-        v = scratch.operand("v", job.v[b, start:stop, kv_head])
-        scores = scratch.cut("scores", m, stop - start)
-        np.matmul(q, k.T, out=scores)
-        if job.causal and start >= seen_by_all:
-            last_seen = np.arange(row, row + rows)[:, None] + job.q_offset
-            masked = np.arange(start, stop)[None, :] > last_seen
-            np.copyto(scores.reshape(heads, rows, stop - start), -np.inf, where=masked)
-        if not bounded or start >= seen_by_all:
-            np.max(scores, axis=1, out=new_max)
-            np.maximum(new_max, row_max, out=new_max)
-            # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
-            safe = np.where(new_max == -np.inf, 0, new_max)
-            # The maxima seldom move after the first tiles; comparing them is cheap.
-            if start and not np.array_equal(new_max, row_max):
-                row_max -= safe
-                np.exp(row_max, out=row_max)
-                row_sum *= row_max
-                acc *= row_max[:, None]
+
+def _attend(job: Pass, scratch: _Scratch, block: Block, stop: Stop) -> None:
+    """Output and lse of one block; nothing is written once ``stop`` is requested."""
+    tile = _Tile(job, scratch, block)
+    if not tile.take_all(stop):
+        return
+    overflown = tile.overflown()
+    tile.finish()
+    if overflown is not None:
+        # Of the other rows not a bit may change.
+        tile = _Tile(job, scratch, block, shrink=True)
+        if tile.take_all(stop):
+            tile.finish_shrunk(overflown)
+
+
+class _Tile:
+    """The rows of a block on their way through the keys.
+
+    Arrays are (sequences, kv heads, heads, rows, ...).
+    """
+
+    def __init__(
+        self, job: Pass, scratch: _Scratch, block: Block, *, shrink: bool = False
+    ) -> None:
+        self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
+        self.source = job.q[block.batch, block.kv_heads, block.heads, block.rows]
+        rows = self.source.shape[:4]
+        self.q = self._cut("q", self.source.shape)
+        # With the scale folded in here, no pass over the scores is needed for it.
+        scale = job.compute.type(job.softmax_scale)
+        if self.source.dtype == job.compute:
+            np.multiply(self.source, scale, out=self.q)
+        else:
+            np.copyto(self.q, self.source, casting="same_kind")
+            self.q *= scale
+        self.acc = self._cut("acc", (*rows, job.v.shape[3]))
+        self.row_sum = self._cut("row_sum", (*rows, 1))
+        self.row_max = self._cut("row_max", (*rows, 1))
+        self.lowest = _lowest(job.compute)
+        self.at_once = False
+        # Keys from the first on whose scores need no running maximum.
+        self.bounded = 0
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self.scratch.cut(name, shape, self.job.compute)
+
+    def take_all(self, stop: Stop) -> bool:
+        """Take up all keys that a row sees; False if stopped on the way."""
+        steps = self._steps()
+        self._begin(steps)
+        for step in steps:
+            if stop.requested:
+                return False
+            self._take(step)
+        return True
+
+    def _steps(self) -> list[_Step]:
+        """First the keys that all rows see, then those along the edge of the mask."""
+        job, rows = self.job, self.block.rows
+        seen_by_all, seen_by_any = job.keys_seen(rows.start), job.keys_seen(rows.stop - 1)
+        if seen_by_all == seen_by_any:
+            unmasked = seen_by_all
+        else:
+            # Rounded down to where the bounds are known.
+            unmasked = seen_by_all // KEY_GROUP * KEY_GROUP
+        if self._needs_no_maximum(unmasked):
+            self.bounded = unmasked
+        steps = [
+            _Step(None, start, min(start + job.Bc, unmasked))
+            for start in range(0, unmasked, job.Bc)
+        ]
+        if unmasked == seen_by_any:
+            return steps
+        for first in range(rows.start, rows.stop, STRIP_ROWS):
+            last = min(first + STRIP_ROWS, rows.stop)
+            strip = slice(first - rows.start, last - rows.start)
+            seen, end = job.keys_seen(first), job.keys_seen(last - 1)
+            for start in range(unmasked, end, job.Bc):
+                key_stop = min(start + job.Bc, end)
+                steps.append(_Step(strip, start, key_stop, masked=key_stop > seen))
+        return steps
+
+    def _needs_no_maximum(self, keys: int) -> bool:
+        """Whether the scaled queries can do without a running maximum over some first keys.
+
+        Asks only about keys that every row of the tile sees: a masked key must leave no trace, not
+        even in the rounding. False if anything it looks at is NaN or inf.
+        """
+        job = self.job
+        if job.bounds is None or self.shrink or keys < KEY_GROUP:
+            return False
+        if keys % KEY_GROUP and keys < job.k.shape[1]:
+            return False
+        key_norm, value_max = job.bounds.of_first(job, self.block, self.scratch, keys)
+        q_norm = math.sqrt(np.einsum("...d,...d->...", self.q, self.q).max())
+        return q_norm * key_norm <= SCORE_BOUND and (
+            value_max == 0 or 1 / VALUE_BOUND <= value_max <= VALUE_BOUND
+        )
+
+    def _begin(self, steps: list[_Step]) -> None:
+        """Before the first key."""
+        rows = self.source.shape[3]
+        # Where all rows take up their keys in one step, that writes what others add to.
+        self.at_once = len(steps) == 1 and steps[0].rows in (None, slice(0, rows))
+        if not self.at_once:
+            self.acc.fill(0)
+            self.row_sum.fill(0)
+        if self.bounded or not self.at_once:
+            self.row_max.fill(0 if self.bounded else self.lowest)
+
+    def _take(self, step: _Step) -> None:
+        """Take up some keys."""
+        job, scratch = self.job, self.scratch
+        k = job.keys(self.block, step.start, step.stop, scratch)
+        v = job.values(self.block, step.start, step.stop, scratch)
+        if self.shrink:
+            v = v * job.compute.type(SHRINK)
+        arrays = self.q, self.acc, self.row_sum, self.row_max
+        if step.rows is None or self.at_once:
+            # The rows of all heads are one matrix.
+            shape = *self.q.shape[:2], -1
+            q, acc, row_sum, row_max = (x.reshape(*shape, x.shape[4]) for x in arrays)
+        else:
+            q, acc, row_sum, row_max = (x[..., step.rows, :] for x in arrays)
+            k, v = k[:, :, None], v[:, :, None]
+        count = step.stop - step.start
+        scores = self._cut("scores", (*q.shape[:-1], count))
+        np.matmul(q, k.swapaxes(-1, -2), out=scores)
+        if step.masked:
+            self._mask(scores, step)
+        if step.stop > self.bounded:
+            new_max = self._cut("new_max", row_max.shape)
+            # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+            np.maximum.reduce(scores, axis=-1, keepdims=True, initial=self.lowest, out=new_max)
+            if not self.at_once:
+                np.maximum(new_max, row_max, out=new_max)
+                # The maxima seldom move after the first tiles; comparing them is cheap.
+                if step.start and not np.array_equal(new_max, row_max):
+                    row_max -= new_max
+                    np.exp(row_max, out=row_max)
+                    row_sum *= row_max
+                    acc *= row_max
             row_max[...] = new_max
-            np.subtract(scores, safe[:, None], out=scores)
+            scores -= new_max
         np.exp(scores, out=scores)
         # A product with ones sums rows three times as fast as add.reduce.
-        np.matmul(scores, ones[: stop - start], out=tile_sum)
+        ones = scratch.ones(count, job.compute)
+        if self.at_once:
+            np.matmul(scores.reshape(-1, count), ones, out=row_sum.reshape(-1))
+            np.matmul(scores, v, out=acc)
+            return
+        tile_sum = self._cut("tile_sum", row_sum.shape)
+        np.matmul(scores.reshape(-1, count), ones, out=tile_sum.reshape(-1))
+        product = self._cut("product", acc.shape)
         np.matmul(scores, v, out=product)
         row_sum += tile_sum
         acc += product
 
-    # Nothing seen. Only then is the sum 0: the row's largest term is exp(0), or bounded from below.
-    empty = row_sum == 0
-    acc /= row_sum[:, None]
-    acc[empty] = 0
-    target = job.out[b, row : row + rows, head : head + heads].swapaxes(0, 1)
-    np.copyto(target, acc.reshape(heads, rows, head_dim_v), casting="same_kind")
-    if job.lse is not None:
-        np.log(row_sum, out=row_sum)
-        row_sum += row_max
-        row_sum[empty] = -np.inf
-        job.lse[b, head : head + heads, row : row + rows] = row_sum.reshape(heads, rows)
+    def _mask(self, scores: Array, step: _Step) -> None:
+        """Set to -inf what rows of a strip do not see."""
+        rows = step.rows
+        assert rows is not None
+        first = self.block.rows.start + rows.start
+        # Columns from here on are not seen by all.
+        column = max(self.job.keys_seen(first) - step.start, 0)
+        columns = step.stop - step.start - column
+        last_seen = first + self.job.q_offset - step.start - column
+        by_head = scores.reshape(*self.q.shape[:3], rows.stop - rows.start, -1)
+        hidden = _hidden(rows.stop - rows.start, columns, last_seen)
+        np.copyto(by_head[..., column:], -np.inf, where=hidden)
+
+    def overflown(self) -> Array | None:
+        """Rows with a sum of weighted values that is not finite, though the values may be."""
+        acc = self.acc.reshape(-1)
+        # The sum of squares, which takes no memory, is inf or NaN then, though not only then.
+        if math.isfinite(np.dot(acc, acc)):
+            return None
+        overflown: Array = ~np.isfinite(self.acc).all(axis=-1, keepdims=True)
+        # Rows without weight are 0, whatever the values.
+        overflown &= self.row_sum != 0
+        return overflown if overflown.any() else None
+
+    def finish(self) -> None:
+        """Write the output and the lse."""
+        job, acc, row_sum = self.job, self.acc, self.row_sum
+        # 0 only where no score is above -inf: the largest term is exp(0), or bounded from below.
+        if not row_sum.all():
+            empty = row_sum == 0
+            row_sum[empty] = 1
+            np.copyto(acc, 0, where=empty)
+            self.row_max[empty] = -np.inf
+            lost = self._lost(empty)
+            np.copyto(acc, np.nan, where=lost)
+            self.row_max[lost] = np.nan
+        where = tuple(self.block)
+        out = job.out[where]
+        if out.dtype == job.compute:
+            np.divide(acc, row_sum, out=out)
+        else:
+            acc /= row_sum
+            np.copyto(out, acc, casting="same_kind")
+        if job.lse is not None:
+            np.log(row_sum, out=row_sum)
+            row_sum += self.row_max
+            job.lse[where] = row_sum[..., 0]
+
+    def finish_shrunk(self, rows: Array) -> None:
+        """Write the output of some rows, whose values were shrunk."""
+        self.acc /= self.row_sum
+        self.acc /= self.job.compute.type(SHRINK)
+        np.copyto(self.job.out[tuple(self.block)], self.acc, casting="same_kind", where=rows)
+
+    def _lost(self, empty: Array) -> Array:
+        """Which rows without a score above -inf have finite queries and see finite keys, but some.
+
+        The formula then gives NaN, not 0: such scores are too large for the dtype.
+        """
+        job, block = self.job, self.block
+        seen = np.array([job.keys_seen(i) for i in range(block.rows.start, block.rows.stop)])
+        lost: Array = empty & (seen > 0)[:, None]
+        if not lost.any():
+            return lost
+        lost &= np.isfinite(self.source).all(axis=-1, keepdims=True)
+        tiles = ((start, min(start + job.Bc, seen[-1])) for start in range(0, seen[-1], job.Bc))
+        keys = (job.keys(block, start, stop, self.scratch) for start, stop in tiles)
+        finite = np.concatenate([np.isfinite(k).all(axis=-1) for k in keys], axis=-1)
+        finite = np.logical_and.accumulate(finite, axis=-1)[:, :, np.maximum(seen - 1, 0)]
+        return lost & finite[:, :, None, :, None]
+
+
+@functools.cache
+def _lowest(dtype: np.dtype[Any]) -> float:
+    return float(np.finfo(dtype).min)
+
+
+@functools.lru_cache(256)
+def _hidden(rows: int, columns: int, last_seen: int) -> Array:
+    """Which of some columns a row does not see; the first sees those up to ``last_seen``."""
+    return np.arange(columns) > np.arange(last_seen, last_seen + rows)[:, None]

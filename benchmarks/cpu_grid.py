@@ -94,7 +94,9 @@ def cached_cases() -> Iterator[Case]:
 
 def packed_cases() -> Iterator[Case]:
     """Sequences of random lengths packed behind each other; the formula takes one at a time."""
-    for batch, longest, head_dim, causal in product((8, 128), (16, 64, 256, 1024), (32, 64), (0, 1)):
+    for batch, longest, head_dim, causal in product(
+        (8, 128), (16, 64, 256, 1024), (32, 64), (0, 1)
+    ):
         heads = 12 if head_dim == 32 else 8
         lengths = np.random.default_rng(1).integers(longest // 4, longest + 1, batch)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -142,10 +144,15 @@ def main() -> None:
                 continue
             ours, formula = best_times(case)
             rows.append({"case": case.name, "ms": ours * 1e3, "naive_ms": formula * 1e3})
-            print(f"{case.name:36} {ours * 1e3:10.4g} {formula * 1e3:10.4g} {formula / ours:6.2f}", flush=True)
+            print(
+                f"{case.name:36} {ours * 1e3:10.4g} {formula * 1e3:10.4g} {formula / ours:6.2f}",
+                flush=True,
+            )
     speedups = [row["naive_ms"] / row["ms"] for row in rows]
     mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
-    print(f"{len(rows)} cases: {mean:.2f} times as fast (geometric mean), least {min(speedups):.2f}")
+    print(
+        f"{len(rows)} cases: {mean:.2f} times as fast (geometric mean), least {min(speedups):.2f}"
+    )
     if options.output:
         head = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

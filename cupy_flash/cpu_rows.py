@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu import compute_dtype
+from cupy_flash.cpu_pass import compute_dtype
 from cupy_flash.host_sequences import Keys, read
 
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from cupy_flash import cpu
+from cupy_flash import cpu, cpu_tiles
 from cupy_flash.cpu import candidate_tiles, default_tile, forward, scratch_bytes
 from cupy_flash.problem import Problem, make_contiguous_problem
 from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
@@ -185,7 +185,7 @@ def test_values_near_the_ends_of_float32_neither_overflow_nor_vanish(magnitude):
 def test_with_and_without_a_running_maximum_the_result_is_right(scale, monkeypatch):
     q, k, v = random_qkv(200, 333, dims=(64, 64))
     bounded, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
-    monkeypatch.setattr(cpu, "SCORE_BOUND", -1.0)
+    monkeypatch.setattr(cpu_tiles, "SCORE_BOUND", -1.0)
     running, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
     # Other bits show that small scores did take the other way, large ones did not.
     assert np.array_equal(bounded, running) == (scale >= 1)
@@ -300,14 +300,14 @@ def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
     before = blas_threads()
     q, k, v = random_qkv(70, 70)
     during = []
-    attend = cpu._attend
+    attend = cpu_tiles.attend
 
     def watched(*arguments):
         during.append(blas_threads())
         attend(*arguments)
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(cpu, "_attend", watched)
+    monkeypatch.setattr(cpu_tiles, "attend", watched)
     with pytest.raises(RuntimeError, match="stop"):
         run(q, k, v)
     assert set(during[0]) <= {1}

@@ -1,0 +1,158 @@
+"""Attention of whole heads at once: the plain formula on as many short sequences as fit the cache.
+
+For a head whose scores fit, tiles would only add calls of NumPy. Here all rows and keys of several
+heads, and sequences of a batch, share each call. Weights are divided by their sum before they meet
+the values, as in the formula, so that no sum of products overflows where a result does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.cpu_pass import Block, Pass, Scratch, hidden, lost_rows, lowest, ones
+from cupy_flash.host_sequences import PagedRows
+from cupy_flash.tile import Tile
+
+Array = NDArray[Any]
+
+
+# Elements of the scores and queries of a call up to which it is computed in one go, in new arrays.
+MAX_ELEMENTS_OF_CALL = 1 << 16
+
+# Multiplications of a matrix product up to which OpenBLAS takes one thread in any case.
+MAX_PRODUCT_OF_ONE_THREAD = 1 << 18
+
+# As in `cupy_flash.cpu_tiles`: scores that need no maximum subtracted.
+SCORE_BOUND = 30.0
+
+
+def forward_small(
+    q: Array,
+    k: Array | PagedRows,
+    v: Array | PagedRows,
+    out: Array,
+    lse: Array | None,
+    *,
+    causal: bool,
+    q_offset: int,
+    softmax_scale: float,
+    tile: Tile,
+) -> bool:
+    """A whole call at once, if it is small: without record, blocks, scratch and threads.
+
+    Takes what `cupy_flash.cpu.forward` does. False, and no output, if it is not for this function.
+    A call of 8 queries and keys of 8 heads of 64 takes NumPy 23 us; the record alone 8.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k = k.shape[1]
+    if (
+        batch * heads * seqlen_q * max(seqlen_k, head_dim) > MAX_ELEMENTS_OF_CALL
+        or seqlen_q * seqlen_k * head_dim > MAX_PRODUCT_OF_ONE_THREAD
+        or seqlen_q > tile.Br
+        or not 0 < seqlen_k <= tile.Bc
+        or heads != k.shape[2]
+        or not isinstance(k, np.ndarray)
+        or not isinstance(v, np.ndarray)
+        or q.dtype.char not in "fd"
+    ):
+        return False
+    out = out.swapaxes(1, 2)
+    unseen = None
+    if causal and q_offset + 1 < seqlen_k:
+        unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
+    with np.errstate(all="ignore"):
+        scores = np.matmul(q.swapaxes(1, 2) * q.dtype.type(softmax_scale), k.transpose(0, 2, 3, 1))
+        row_max, row_sum = _to_weights(scores, unseen)
+        if not row_sum.all():
+            return False
+        scores /= row_sum
+        np.matmul(scores, v.swapaxes(1, 2), out=out)
+        if lse is not None:
+            np.log(row_sum, out=row_sum)
+            row_sum += row_max
+            lse[...] = row_sum[..., 0]
+    return True
+
+
+def _to_weights(scores: Array, unseen: Array | None) -> tuple[Array | float, Array]:
+    """Turn scores into exp(scores - row maximum) in place; return the maxima and the row sums."""
+    row_max: Array | float = 0.0
+    flat = scores.reshape(-1)
+    if unseen is not None:
+        np.copyto(scores, -np.inf, where=unseen)
+    # The bound on a sum of squares is one on each score; a row of one key has to weigh it with 1.
+    if unseen is not None or scores.shape[-1] == 1 or not flat.dot(flat) <= SCORE_BOUND**2:
+        # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+        lowest_score = lowest(scores.dtype.char)
+        row_max = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest_score)
+        scores -= row_max
+    np.exp(scores, out=scores)
+    # A product with ones sums rows faster than add.reduce.
+    row_sum = scores.reshape(-1, scores.shape[-1]).dot(ones(scores.shape[-1], scores.dtype.char))
+    return row_max, row_sum.reshape(*scores.shape[:-1], 1)
+
+
+def _write_nothing(job: Pass, block: Block) -> None:
+    job.out[tuple(block)] = 0
+    if job.lse is not None:
+        job.lse[tuple(block)] = -np.inf
+
+
+def attend(job: Pass, scratch: Scratch, block: Block) -> None:
+    """Output and lse of the heads of a block."""
+    compute = job.compute
+    seqlen_k = job.k.shape[1]
+    if seqlen_k == 0:
+        _write_nothing(job, block)
+        return
+    k = job.keys(block, 0, seqlen_k, scratch)
+    v = job.values(block, 0, seqlen_k, scratch)
+    source, out = job.q[block.batch, block.kv_heads], job.out[block.batch, block.kv_heads]
+    _, _, group, seqlen_q, _ = source.shape
+    if group == 1:
+        source, out = source[:, :, 0], out[:, :, 0]
+    elif seqlen_q == 1:
+        # The heads of a group are the rows of one matrix.
+        source, out = source[:, :, :, 0], out[:, :, :, 0]
+    else:
+        k, v = k[:, :, None], v[:, :, None]
+    q = scratch.cut("q", source.shape, compute)
+    scale = compute.type(job.softmax_scale)
+    if source.dtype == compute:
+        np.multiply(source, scale, out=q)
+    else:
+        np.copyto(q, source, casting="same_kind")
+        q *= scale
+    scores = scratch.cut("scores", (*q.shape[:-1], seqlen_k), compute)
+    np.matmul(q, k.swapaxes(-1, -2), out=scores)
+    unseen = None
+    if job.causal and job.keys_seen(0) < seqlen_k:
+        # Of one row, whichever of the axes it lies along.
+        unseen = hidden(seqlen_q, seqlen_k, job.q_offset)
+    row_max, row_sum = _to_weights(scores, unseen)
+    empty = None
+    if not row_sum.all():
+        empty = row_sum == 0
+        row_sum[empty] = 1
+    scores /= row_sum
+    if out.dtype == compute:
+        np.matmul(scores, v, out=out)
+    else:
+        acc = scratch.cut("acc", out.shape, compute)
+        np.matmul(scores, v, out=acc)
+        np.copyto(out, acc, casting="same_kind")
+    if empty is None and job.lse is None:
+        return
+    row_lse = np.log(row_sum)
+    row_lse += row_max
+    if empty is not None:
+        by_row = empty.reshape(*empty.shape[:2], group, seqlen_q, 1)
+        lost = lost_rows(job, block, scratch, by_row).reshape(empty.shape)
+        for array, nothing in ((out, 0), (row_lse, -np.inf)):
+            np.copyto(array, nothing, where=empty)
+            np.copyto(array, np.nan, where=lost)
+    if job.lse is not None:
+        job.lse[block.batch, block.kv_heads] = row_lse.reshape(*row_lse.shape[:2], group, seqlen_q)

@@ -322,13 +322,17 @@ def lowest(dtype: str) -> float:
     return float(np.finfo(dtype).min)
 
 
-@functools.lru_cache(64)
 def ones(count: int, dtype: str) -> Array:
     """A vector of ones, not to be written."""
-    return np.ones(count, dtype)
+    return _ones((count - 1).bit_length(), dtype)[:count]
 
 
-@functools.lru_cache(64)
+@functools.cache
+def _ones(bits: int, dtype: str) -> Array:
+    return np.ones(1 << bits, dtype)
+
+
+@functools.lru_cache(32)
 def hidden(rows: int, columns: int, last_seen: int) -> Array:
     """Which of some columns a row does not see; the first sees those up to ``last_seen``."""
     return np.arange(columns) > np.arange(last_seen, last_seen + rows)[:, None]

@@ -214,7 +214,7 @@ class _Tile:
             return None
         overflown: Array = ~np.isfinite(self.acc).all(axis=-1, keepdims=True)
         # Rows without weight are 0, whatever the values.
-        overflown &= self.row_sum != 0
+        np.logical_and(overflown, self.row_sum != 0, out=overflown)
         return overflown if overflown.any() else None
 
     def finish(self) -> None:
@@ -226,7 +226,7 @@ class _Tile:
             row_sum[empty] = 1
             np.copyto(acc, 0, where=empty)
             self.row_max[empty] = -np.inf
-            lost = lost_rows(job, self.block, self.scratch, empty)
+            lost: Any = lost_rows(job, self.block, self.scratch, empty)
             np.copyto(acc, np.nan, where=lost)
             self.row_max[lost] = np.nan
         where = tuple(self.block)

@@ -19,6 +19,9 @@ Array = NDArray[Any]
 #: Bytes that the scratch of all workers together stays under; no more workers start than fit.
 SCRATCH_LIMIT = 60 << 20
 
+# Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
+SHRINK = 2.0**-32
+
 # Keys' norms and values' magnitudes are bounded per this many keys.
 KEY_GROUP = 64
 

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu_pass import KEY_GROUP, Block, Pass, Scratch, hidden, lost_rows, lowest, ones
+from cupy_flash.cpu_pass import (
+    KEY_GROUP,
+    SHRINK,
+    Block,
+    Pass,
+    Scratch,
+    hidden,
+    lost_rows,
+    lowest,
+    ones,
+)
 from cupy_flash.cpu_threads import Stop
 
 Array = NDArray[Any]
@@ -24,9 +34,6 @@ VALUE_BOUND = 1e16
 
 # Rows of a strip along the edge of a causal mask.
 STRIP_ROWS = 64
-
-# Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
-SHRINK = 2.0**-32
 
 
 class _Step(NamedTuple):
@@ -212,9 +219,9 @@ class _Tile:
         # The sum of squares, which takes no memory, is inf or NaN then, though not only then.
         if math.isfinite(np.dot(acc, acc)):
             return None
-        overflown: Array = ~np.isfinite(self.acc).all(axis=-1, keepdims=True)
+        overflown = ~np.asarray(np.isfinite(self.acc).all(axis=-1, keepdims=True))
         # Rows without weight are 0, whatever the values.
-        np.logical_and(overflown, self.row_sum != 0, out=overflown)
+        overflown[self.row_sum == 0] = False
         return overflown if overflown.any() else None
 
     def finish(self) -> None:
@@ -226,7 +233,7 @@ class _Tile:
             row_sum[empty] = 1
             np.copyto(acc, 0, where=empty)
             self.row_max[empty] = -np.inf
-            lost: Any = lost_rows(job, self.block, self.scratch, empty)
+            lost = lost_rows(job, self.block, self.scratch, empty)
             np.copyto(acc, np.nan, where=lost)
             self.row_max[lost] = np.nan
         where = tuple(self.block)

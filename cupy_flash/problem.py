@@ -212,7 +212,7 @@ def make_problem(
         head_dim_v=head_dim_v,
         causal=bool(causal),
         q_offset=max(-seqlen_q, min(_integer("q_offset", q_offset), seqlen_k)) if causal else 0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        softmax_scale=_scale(softmax_scale, q.dtype),
         q_strides=q.strides,
         k_strides=k.strides,
         v_strides=v.strides,
@@ -345,7 +345,7 @@ def make_sequences_problem(
         head_dim_v=v.shape[3],
         causal=bool(causal),
         q_offset=0,
-        softmax_scale=_finite("softmax_scale", softmax_scale),
+        softmax_scale=_scale(softmax_scale, q.dtype),
         q_strides=_strides_of(q, is_packed),
         k_strides=_strides_of(k, packed_k),
         v_strides=_strides_of(v, packed_k),
@@ -419,6 +419,20 @@ def _finite(name: str, value: float) -> float:
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
     return float(value)
+
+
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def _scale(softmax_scale: float, dtype: str) -> float:
+    scale = _finite("softmax_scale", softmax_scale)
+    # What all but float64 is computed in.
+    if dtype != "float64" and abs(scale) > _LARGEST_FLOAT32:
+        raise ValueError(
+            f"softmax_scale is {scale}, beyond float32, in which {dtype} is computed; expected a "
+            "smaller one"
+        )
+    return scale
 
 
 def check_count(name: str, count: int) -> None:

@@ -47,32 +47,36 @@ def forward_small(
     A call of 8 queries and keys of 8 heads of 64 takes NumPy 23 us; the record alone 8.
     """
     batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k = k.shape[1]
+    seqlen_k, heads_kv = k.shape[1:3]
     if (
         batch * heads * seqlen_q * max(seqlen_k, head_dim) > MAX_ELEMENTS_OF_CALL
         or seqlen_q * seqlen_k * head_dim > MAX_PRODUCT_OF_ONE_THREAD
         or seqlen_q > tile.Br
         or not 0 < seqlen_k <= tile.Bc
-        or heads != k.shape[2]
+        or (heads != heads_kv and seqlen_q > 1)
         or not isinstance(k, np.ndarray)
         or not isinstance(v, np.ndarray)
         or q.dtype.char not in "fd"
     ):
         return False
-    out = out.swapaxes(1, 2)
+    if heads == heads_kv:
+        rows, out_rows = q.swapaxes(1, 2), out.swapaxes(1, 2)
+    else:
+        # The heads of a group are the rows of one matrix.
+        rows, out_rows = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (q, out))
     unseen = None
     if causal and q_offset + 1 < seqlen_k:
         unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
     with np.errstate(all="ignore"):
-        scores = np.matmul(q.swapaxes(1, 2) * q.dtype.type(softmax_scale), k.transpose(0, 2, 3, 1))
+        scores = np.matmul(rows * q.dtype.type(softmax_scale), k.transpose(0, 2, 3, 1))
         row_max, row_sum, empty = _to_weights(scores, unseen)
         if empty is not None:
             return False
-        np.matmul(scores, v.swapaxes(1, 2), out=out)
+        np.matmul(scores, v.swapaxes(1, 2), out=out_rows)
         if lse is not None:
             np.log(row_sum, out=row_sum)
             row_sum += row_max
-            lse[...] = row_sum[..., 0]
+            lse[...] = row_sum.reshape(lse.shape)
     return True
 
 

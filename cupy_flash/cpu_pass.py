@@ -34,7 +34,7 @@ MAX_PAIRS_OF_HEAD = 1 << 17
 MAX_CAUSAL_ROWS_OF_HEAD = 128
 
 # Elements of scratch that whole heads are taken together up to.
-ELEMENTS_AT_ONCE = 1 << 17
+ELEMENTS_AT_ONCE = 1 << 18
 
 
 @functools.cache

@@ -11,6 +11,7 @@ taken as the kernels take them (`cupy_flash.host_sequences`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_rows, host_sequences
+from cupy_flash import cpu, cpu_heads, cpu_rows, host_sequences
+from cupy_flash.arrays import dtype_name
 from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, MIN_ROWS_FOR_BOUNDS, Pass, compute_dtype
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import (
@@ -357,6 +359,23 @@ class _Batch:
             tile=tile,
         )
 
+    def computes_small(self, piece: _Piece, tile: Tile) -> bool:
+        """Compute a small piece in one go; False if it is none, and is left as it was."""
+        if piece.keys.pages is not None:
+            return False
+        k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
+        return cpu_heads.forward_small(
+            piece.q,
+            k,
+            v,
+            piece.out,
+            piece.lse,
+            causal=self.causal,
+            q_offset=piece.q_offset,
+            softmax_scale=self.softmax_scale,
+            tile=tile,
+        )
+
     def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:
         """Whether to gather all pages first: where each key is read again and again.
 
@@ -409,13 +428,25 @@ def _forward(
     if batch_invariant:
         _by_rows(pieces, batch, cpu_rows.DEFAULT_BC if tile is None else tile.Bc, threads)
         return
-    tile, worker_bytes = _tile_and_scratch(pieces, batch, tile)
+    tile, worker_bytes = _tile_and_scratch(
+        dtype_name(batch.k),
+        max(piece.q.shape[1] for piece in pieces),
+        max(piece.keys.seqlen for piece in pieces),
+        pieces[0].q.shape[2],
+        batch.k.shape[2],
+        batch.k.shape[3],
+        batch.v.shape[3],
+        tile,
+    )
     # Of threads that work on short sequences, each waits for the other's turn with the GIL.
     short = [piece for piece in pieces if piece.pairs < MIN_PAIRS_TO_SHARE]
     long = [piece for piece in pieces if piece.pairs >= MIN_PAIRS_TO_SHARE]
     long.sort(key=lambda piece: -piece.pairs)
+    short = [piece for piece in short if not batch.computes_small(piece, tile)]
     with single_threaded_blas:
         for some, workers in ((long, threads or cpus()), (short, 1)):
+            if not some:
+                continue
             pairs = sum(piece.pairs for piece in some)
             # Copied pages are there for a tile at work and for one that waits, of each worker.
             most_bytes = cpu.SCRATCH_LIMIT // (2 * workers)
@@ -440,18 +471,31 @@ def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) 
         share_out(workers, iter(cut), work, Stop())
 
 
-def _tile_and_scratch(pieces: list[_Piece], batch: _Batch, tile: Tile | None) -> tuple[Tile, int]:
-    """The tile to use, and bytes that are enough scratch for each of the passes."""
+@functools.lru_cache(256)
+def _tile_and_scratch(
+    dtype: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    tile: Tile | None,
+) -> tuple[Tile, int]:
+    """The tile to use, and bytes that are enough scratch for a pass of each sequence.
+
+    Kept for the steps and layers to come, as it takes as long as a short sequence.
+    """
     problem = make_contiguous_problem(
-        dtype=batch.k.dtype.name,
+        dtype=dtype,
         batch=1,
-        seqlen_q=max(piece.q.shape[1] for piece in pieces),
-        seqlen_k=max(piece.keys.seqlen for piece in pieces),
-        heads_q=pieces[0].q.shape[2],
-        heads_kv=batch.k.shape[2],
-        head_dim=batch.k.shape[3],
-        head_dim_v=batch.v.shape[3],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
     )
     tile = cpu.default_tile(problem) if tile is None else tile
-    at_once = ELEMENTS_AT_ONCE * compute_dtype(batch.k.dtype).itemsize
+    at_once = ELEMENTS_AT_ONCE * (8 if dtype == "float64" else 4)
     return tile, max(cpu.scratch_bytes(problem, tile), at_once)

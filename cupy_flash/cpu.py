@@ -133,8 +133,8 @@ def forward(
     """Attention of ``q`` over ``k`` and ``v`` into ``out``, and its log-sum-exp into ``lse``.
 
     The arguments are taken as checked. float64 computes in float64, everything else in float32.
-    The same inputs and tile give the same bits, whatever the number of threads. While the call
-    lasts, BLAS is held to one thread per call in the whole process.
+    The same inputs and tile give the same bits, whatever the number of threads. While a call
+    lasts that is not small, BLAS is held to one thread per call in the whole process.
 
     Parameters
     ----------

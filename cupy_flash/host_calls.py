@@ -38,6 +38,8 @@ def runs_on_gpu(problem: Problem, options: VarlenOptions | CacheOptions, backend
 
 def requested_tile(problem: Problem, options: VarlenOptions | CacheOptions) -> Tile | None:
     """The tile that was asked for, or None; and an error for a family that is not the CPU's."""
+    if options.tile is None and options.family in (None, "cpu"):
+        return None
     tile = cpu_tile(problem, options.family, options.tile)
     return None if options.tile is None else tile
 

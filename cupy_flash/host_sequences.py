@@ -176,16 +176,17 @@ def _rows_of_pages(
 class PagedRows:
     """One sequence's keys or values in pages, read where an index asks for some.
 
-    Stands for an array (1, seqlen, heads, dim) that is indexed as ``[0, first:stop, head]``.
+    Stands for an array (1, seqlen, heads, dim) that is indexed as ``[0:1, first:stop, heads]``.
     """
 
     def __init__(self, blocks: Any, keys: Keys) -> None:
         self._blocks, self._keys = blocks, keys
         self.shape = (1, keys.seqlen, *blocks.shape[2:])
+        self.dtype = blocks.dtype
 
-    def __getitem__(self, index: tuple[int, slice, int]) -> Any:
-        _, rows, head = index
-        return read(self._blocks[:, :, head], self._keys, rows.start, rows.stop)
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Any:
+        _, rows, heads = index
+        return read(self._blocks[:, :, heads], self._keys, rows.start, rows.stop)[None]
 
 
 def append(blocks: Any, keys: Keys, new: Any) -> None:

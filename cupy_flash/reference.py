@@ -5,7 +5,8 @@ formula as one writes it without a fused kernel, in the precision of its inputs;
 yardstick of :func:`error_bound`, and its time the baseline of the benchmarks.
 
 All of it runs on NumPy and on CuPy arrays; CuPy is imported only when an array of its kind comes
-in.
+in. The formulas also take what `cupy_flash.flash_attention` takes besides, such as torch tensors,
+and then give the same kind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays import array_module, kind_of
+from cupy_flash.arrays import array_module, normalize, way_back
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -46,8 +47,9 @@ def attention_reference(
 
     Parameters
     ----------
-    q : numpy.ndarray or cupy.ndarray, (batch, seqlen_q, heads_q, head_dim)
-        Queries, of any float dtype, ``ml_dtypes.bfloat16`` included.
+    q : array, (batch, seqlen_q, heads_q, head_dim)
+        Queries, of any float dtype, ``ml_dtypes.bfloat16`` included: NumPy's, CuPy's, or one that
+        speaks DLPack, such as a torch tensor.
     k : same kind of array, (batch, seqlen_k, heads_kv, head_dim)
         Keys. ``heads_q`` is a multiple of ``heads_kv``; query head ``h`` reads key/value head
         ``h // (heads_q // heads_kv)``.
@@ -87,8 +89,9 @@ def attention_reference(
     key may or may not reach it (the formula has 0 * NaN there, but whole chunks of keys that no
     query sees are left out): do not rely on either.
     """
-    xp = array_module(q)
+    convert = way_back("q", q)
     q, k, v = _as_bhsd(q, k, v, layout)
+    xp = array_module(q)
     scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
     batch, heads_q, seqlen_q, _ = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
@@ -116,7 +119,7 @@ def attention_reference(
                 out[b, head, rows][row_lse == -np.inf] = 0
     if layout == "bshd":
         out = xp.ascontiguousarray(out.swapaxes(1, 2))
-    return (out, lse) if return_lse else out
+    return (convert(out), convert(lse)) if return_lse else convert(out)
 
 
 def attention_naive(
@@ -152,10 +155,12 @@ def attention_naive(
     -----
     Memory: batch * heads_q * seqlen_q * seqlen_k scores.
     """
+    convert = way_back("q", q)
+    q, k, v = _as_bhsd(q, k, v, layout)
     xp = array_module(q)
     dtype = np.dtype(q.dtype if dtype is None else dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    q, k, v = (x.astype(compute, copy=False) for x in _as_bhsd(q, k, v, layout))
+    q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
     scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
     batch, heads_q, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
@@ -177,7 +182,7 @@ def attention_naive(
             out = xp.matmul(scores, v[:, :, None])
             out[row_lse == -np.inf] = 0
             out = out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
-    return out.swapaxes(1, 2) if layout == "bshd" else out
+    return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
 
 
 def max_error(out: Any, reference: Any) -> float:
@@ -239,9 +244,8 @@ def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     """Views of shape (batch, heads, seqlen, dim), their shapes checked against each other."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
+    q, k, v = (normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not hasattr(x, "ndim"):
-            raise TypeError(f"{name} is {kind_of(x)}; expected a NumPy or CuPy array")
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")
     if layout == "bshd":

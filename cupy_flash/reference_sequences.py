@@ -1,7 +1,7 @@
 """The attention formula over packed, cached and paged sequences: what results are compared with.
 
-One call of :func:`~cupy_flash.reference.attention_reference` for each sequence, in float64, on
-NumPy or CuPy arrays.
+One call of :func:`~cupy_flash.reference.attention_reference` for each sequence, in float64, on the
+kinds of array that it takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash import host_sequences
-from cupy_flash.arrays import array_module
+from cupy_flash.arrays import array_module, is_cupy, normalize, way_back
 from cupy_flash.host_sequences import find_cached_keys, find_packed_keys, find_queries, longer
 from cupy_flash.reference import attention_reference
 from cupy_flash.rotary import rotated
@@ -53,7 +53,7 @@ def attention_varlen_reference(
 
     Parameters
     ----------
-    q : numpy.ndarray or cupy.ndarray, (total_q, heads_q, head_dim)
+    q : array, (total_q, heads_q, head_dim)
         Queries, of any float dtype.
     k : same kind of array, (total_k, heads_kv, head_dim)
         Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
@@ -61,7 +61,7 @@ def attention_varlen_reference(
         Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     cu_seqlens_q : integer array, (batch + 1,)
         Sequence ``b`` has the rows from ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` of q.
-        These integers, as the others, may be NumPy's or CuPy's, whatever q is.
+        These integers, as the others, may be of any kind, whatever q is.
     cu_seqlens_k : integer array, (batch + 1,), or None
         Likewise for k and v; with ``block_table`` only the differences count. None, which needs a
         ``block_table``, counts ``max_seqlen_k`` keys.
@@ -91,6 +91,8 @@ def attention_varlen_reference(
     and a page outside of [0, pages) reads as zeros. Where sequences overlap in q, the last one
     counts.
     """
+    convert = way_back("q", q)
+    q, k, v = (normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     xp = array_module(q)
     cu_seqlens_q = _on_host(cu_seqlens_q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
@@ -117,7 +119,7 @@ def attention_varlen_reference(
             return_lse=True,
         )
         out[rows], lse[:, rows] = one_out[0], one_lse[0]
-    return out, lse
+    return convert(out), convert(lse)
 
 
 def attention_with_kvcache_reference(
@@ -140,7 +142,7 @@ def attention_with_kvcache_reference(
 
     Parameters
     ----------
-    q : numpy.ndarray or cupy.ndarray, (batch, seqlen_q, heads_q, head_dim)
+    q : array, (batch, seqlen_q, heads_q, head_dim)
         Queries, of any float dtype.
     k_cache : same kind of array, (caches, seqlen_cache, heads_kv, head_dim)
         Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
@@ -150,7 +152,7 @@ def attention_with_kvcache_reference(
         Appended behind the rows that ``cache_seqlens`` counts.
     cache_seqlens : int or integer array, (batch,)
         Rows of each sequence in the cache before the append. These integers, as the others, may be
-        NumPy's or CuPy's, whatever q is.
+        of any kind, whatever q is.
     cache_batch_idx : integer array, (batch,), optional
         The index of each sequence's cache; 0, 1, ... if not given.
     block_table : integer array, (batch, max_pages), optional
@@ -185,6 +187,14 @@ def attention_with_kvcache_reference(
     [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
     take the nearest row of it.
     """
+    convert = way_back("q", q)
+    q, k_cache, v_cache = (
+        normalize(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+    )
+    k, v, rotary_cos, rotary_sin = (
+        None if x is None else normalize(name, x)
+        for name, x in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
+    )
     xp = array_module(q)
     batch, seqlen_q, heads_q, _ = q.shape
     lengths = np.broadcast_to(_on_host(cache_seqlens), (batch,))
@@ -225,8 +235,10 @@ def attention_with_kvcache_reference(
             return_lse=True,
         )
         out[b], lse[b] = one_out[0], one_lse[0]
-    return KVCacheResult(out, lse, k_cache, v_cache)
+    return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)))
 
 
 def _on_host(integers: Any) -> Any:
-    return integers.get() if type(integers).__module__.startswith("cupy") else np.asarray(integers)
+    if hasattr(integers, "__dlpack_device__"):
+        integers = normalize("an array of integers", integers)
+    return integers.get() if is_cupy(integers) else np.asarray(integers)

@@ -22,7 +22,9 @@ class Tile:
     Bc: int
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        # Not asdict, which copies deeply: 20 us.
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if value < (1 if name in ("Br", "Bc") else 0):

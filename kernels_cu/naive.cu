@@ -93,17 +93,16 @@ __device__ void softmax(const Params& p) {
   state.update_max(max, scale_log2);
   const T base = state.base(scale_log2);
   for (int key = lane; key < p.seqlen_k; key += 32) {
-    row[key] = SoftmaxRow<T>::probability(row[key], scale_log2, base);
+    // Not fused: that of the largest score is exactly 1, and a row's only value counts once.
+    row[key] = SoftmaxMath<T>::exp2(SoftmaxMath<T>::multiply(row[key], scale_log2) - base);
     state.sum += row[key];
   }
 #pragma unroll
   for (int bit = 1; bit < 32; bit *= 2) {
     state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
   }
-  // A quotient, of which that of a row's only key is 1.
-  for (int key = lane; key < p.seqlen_k; key += 32) {
-    row[key] = state.saw_nothing() ? T(0) : row[key] / state.sum;
-  }
+  const T normalizer = state.normalizer();
+  for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
   if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
 }
 

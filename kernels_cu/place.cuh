@@ -129,10 +129,12 @@ __device__ void settle_few_seen(const Params& p, const Work& work, const Place<C
                                 int first, int end) {
   using Element = typename Config::Element;
   // Without a mask there are no such rows, or they are right as they are.
-  if constexpr (Config::split_keys || (!Config::causal && quotient_is_exact<Element>)) return;
-  const Mask<Config::causal, Config::group> mask(p);
-  Element* head = p.out.head<Element>(work.batch, work.head);
-  settle_few_seen<Config::head_dim_v, Element>(
-      first, end, [&](int row) { return mask.visible_end(row); },
-      [&](int row) { return out_row(head, p, place, row); }, first_value(p, work, place));
+  constexpr bool may_be_few = Config::causal || !quotient_is_exact<Element>;
+  if constexpr (!Config::split_keys && may_be_few) {
+    const Mask<Config::causal, Config::group> mask(p);
+    Element* head = p.out.head<Element>(work.batch, work.head);
+    settle_few_seen<Config::head_dim_v, Element>(
+        first, end, [&](int row) { return mask.visible_end(row); },
+        [&](int row) { return out_row(head, p, place, row); }, first_value(p, work, place));
+  }
 }

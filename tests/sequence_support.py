@@ -19,7 +19,7 @@ import numpy as np
 from gpu_support import DTYPES, lse_bound
 from threadpoolctl import threadpool_limits
 
-from cupy_flash.cpu import compute_dtype
+from cupy_flash.cpu_pass import compute_dtype
 from cupy_flash.host_sequences import (
     find_cached_keys,
     find_packed_keys,

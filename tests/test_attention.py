@@ -299,3 +299,23 @@ def test_the_first_call_of_a_configuration_says_what_it_compiles_and_later_ones_
         flash_attention(*arrays)
     assert any("ready in" in message for message in first)
     assert len(caplog.records) == len(first)
+
+
+def test_a_scale_that_changes_in_place_counts_as_it_is_now(rng):
+    q, k, v = rng.standard_normal((3, 1, 9, 2, 16), dtype=np.float32)
+    scale = np.full((), 0.1, np.float32)
+    for value in (0.1, 0.9):
+        scale[...] = value
+        given = flash_attention(q, k, v, softmax_scale=scale.item(), backend="cpu")
+        np.testing.assert_array_equal(
+            flash_attention(q, k, v, softmax_scale=np.float32(scale), backend="cpu"), given
+        )
+
+
+def test_options_of_a_wrong_type_are_refused_after_the_same_right_call(rng):
+    q, k, v = rng.standard_normal((3, 1, 9, 2, 16), dtype=np.float32)
+    flash_attention(q, k, v, causal=True, softmax_scale=1.0, backend="cpu")
+    with pytest.raises(TypeError, match="causal"):
+        flash_attention(q, k, v, causal=1, softmax_scale=1.0, backend="cpu")
+    with pytest.raises(TypeError, match="softmax_scale"):
+        flash_attention(q, k, v, causal=True, softmax_scale=True, backend="cpu")

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
-from cupy_flash import cpu
+from cupy_flash import cpu, cpu_tiles
 from cupy_flash.cpu import candidate_tiles, default_tile, forward, scratch_bytes
 from cupy_flash.problem import Problem, make_contiguous_problem
 from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
@@ -185,7 +185,7 @@ def test_values_near_the_ends_of_float32_neither_overflow_nor_vanish(magnitude):
 def test_with_and_without_a_running_maximum_the_result_is_right(scale, monkeypatch):
     q, k, v = random_qkv(200, 333, dims=(64, 64))
     bounded, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
-    monkeypatch.setattr(cpu, "SCORE_BOUND", -1.0)
+    monkeypatch.setattr(cpu_tiles, "SCORE_BOUND", -1.0)
     running, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
     # Other bits show that small scores did take the other way, large ones did not.
     assert np.array_equal(bounded, running) == (scale >= 1)
@@ -266,6 +266,100 @@ def test_a_tile_is_two_positive_ints(Br, error):
         Tile(64, Br)
 
 
+# Values that the formula gives exactly, or just fits into its numbers.
+
+SHAPES_OF_ONE_KEY = [(1, 1, 2, 2), (9, 1, 2, 2), (300, 1, 6, 2), (1, 1, 8, 2)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "heads_q", "heads_kv"), SHAPES_OF_ONE_KEY)
+@pytest.mark.parametrize("tile", [(512, 512), (4, 3)])
+def test_a_row_of_one_key_is_exactly_its_value(dtype, seqlen_q, seqlen_k, heads_q, heads_kv, tile):
+    q, k, v = random_qkv(seqlen_q, seqlen_k, batch=2, heads=(heads_q, heads_kv), dtype=dtype)
+    out, _ = run(3 * q, k, v, Br=tile[0], Bc=tile[1])
+    expected = np.broadcast_to(np.repeat(v, heads_q // heads_kv, axis=2), out.shape)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("seqlen", [2, 40, 150, 700])
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_first_row_of_a_causal_call_is_exactly_the_first_value(dtype, seqlen, group):
+    q, k, v = random_qkv(seqlen, seqlen, batch=2, heads=(2 * group, 2), dtype=dtype)
+    out, _ = run(3 * q, k, v, causal=True, Br=512, Bc=512)
+    np.testing.assert_array_equal(out[:, 0], np.repeat(v[:, 0], group, axis=1))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("seqlen", "tile"), [(30, 512), (200, 512), (200, 64), (600, 256)])
+@pytest.mark.parametrize("magnitude", [1e32, 2e34, 3e38])
+def test_values_up_to_the_largest_number_give_finite_results(
+    magnitude, seqlen, tile, causal, dtype
+):
+    q, k, v = random_qkv(seqlen, seqlen, dtype=np.float32)
+    v = np.clip(v, -1, 1) * np.float32(magnitude)
+    v[..., 0] = magnitude  # in a column of one sign the sum of products overflows
+    # Scores small enough for no running maximum, and larger ones.
+    for factor in (1, 8):
+        arrays = (factor * q).astype(dtype), k.astype(dtype), v.astype(dtype)
+        out, _ = check(*arrays, causal=causal, Br=tile, Bc=tile)
+        assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("tile", [512, 64])
+def test_a_nan_in_one_row_does_not_change_the_rounding_of_another(tile):
+    q, k, v = random_qkv(200, 203, batch=2)
+    clean, _ = run(q, k, v, Br=tile, Bc=tile, causal=True)
+    q[0, 7, 1, 3] = np.nan
+    out, _ = run(q, k, v, Br=tile, Bc=tile, causal=True)
+    assert np.isnan(out[0, 7, 1]).all()
+    out[0, 7, 1] = clean[0, 7, 1]
+    np.testing.assert_array_equal(out, clean)
+
+
+@pytest.mark.parametrize("tile", [512, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_of_0_gives_the_mean_of_the_visible_values_whatever_the_scores(causal, tile):
+    q, k, v = random_qkv(130, 130)
+    check(np.float32(1e17) * q, np.float32(1e17) * k, v, scale=0.0, causal=causal, Br=tile, Bc=tile)
+
+
+@pytest.mark.parametrize("tile", [512, 64])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("seqlen", [20, 200])
+def test_scores_beyond_float32_give_nan_never_a_wrong_number(seqlen, sign, tile):
+    q, k, v = random_qkv(seqlen, seqlen)
+    q[:, 3:], k[...] = 1e20, sign * np.float32(1e20)
+    out, lse = run(q, k, v, scale=1.0, Br=tile, Bc=tile)
+    assert np.isnan(out[:, 3:]).all()
+    assert not np.isfinite(lse[..., 3:]).any()
+    # A score of -inf by an infinite key is another matter: that key has no weight.
+    k[...] = -np.inf
+    out, lse = run(np.abs(q), k, v, scale=1.0, Br=tile, Bc=tile)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads"), [(5, 7, (3, 3)), (70, 33, (4, 4)), (9, 1, (6, 2))]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_short_sequences_equal_the_reference(batch, seqlen, heads, causal, dtype):
+    q, k, v = random_qkv(seqlen, 2 * seqlen + 1, batch=batch, heads=heads, dtype=dtype)
+    check(q, k, v, causal=causal, q_offset=seqlen if causal else 0, Br=512, Bc=512)
+
+
+def test_the_bits_of_small_calls_and_of_whole_heads_do_not_depend_on_threads():
+    for batch, seqlen in ((1, 20), (40, 100)):
+        q, k, v = random_qkv(seqlen, seqlen, batch=batch, heads=(4, 4))
+        first, _ = run(q, k, v, Br=512, Bc=512, threads=1)
+        for threads in (2, 5):
+            other, _ = run(q, k, v, Br=512, Bc=512, threads=threads)
+            assert first.tobytes() == other.tobytes()
+
+
 def problem_of(dtype, seqlen_q, seqlen_k, head_dim, head_dim_v) -> Problem:
     return make_contiguous_problem(
         dtype=np.dtype(dtype).name,
@@ -300,14 +394,14 @@ def test_blas_has_its_threads_back_afterwards_also_after_an_error(monkeypatch):
     before = blas_threads()
     q, k, v = random_qkv(70, 70)
     during = []
-    attend = cpu._attend
+    attend = cpu_tiles.attend
 
     def watched(*arguments):
         during.append(blas_threads())
         attend(*arguments)
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(cpu, "_attend", watched)
+    monkeypatch.setattr(cpu_tiles, "attend", watched)
     with pytest.raises(RuntimeError, match="stop"):
         run(q, k, v)
     assert set(during[0]) <= {1}

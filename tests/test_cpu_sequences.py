@@ -300,6 +300,47 @@ def test_new_rows_that_the_cache_has_no_room_for_are_dropped():
             assert after.tobytes() == before.tobytes()
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_one_key_is_exactly_its_value(dtype, batch_invariant):
+    problem = VarlenCase((1, 7, 3, 90), (1, 1, 1, 90), dtype=dtype, causal=False).problem()
+    arguments = problem.arguments()
+    out, _ = run_varlen(arguments, batch_invariant=batch_invariant)
+    group = out.shape[1] // arguments["v"].shape[1]
+    for rows, key in ((slice(0, 1), 0), (slice(1, 8), 1), (slice(8, 11), 2)):
+        value = np.repeat(problem.dense[(rows.start > 0) + (rows.start > 1)][2], group, axis=1)
+        np.testing.assert_array_equal(out[rows], np.broadcast_to(value, out[rows].shape), str(key))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("magnitude", [1e32, 3e38])
+def test_values_up_to_the_largest_number_give_finite_results(magnitude, batch_invariant):
+    problem = VarlenCase((40, 3, 300), (40, 200, 300), causal=True, filler=0.0).problem()
+    arguments = problem.arguments()
+    arguments["v"] = np.clip(arguments["v"], 0, 1) * np.float32(magnitude)
+    truth = Truth.of_varlen(arguments)
+    out, lse = run_varlen(arguments, batch_invariant=batch_invariant)
+    truth.check(out, lse)
+    assert np.isfinite(out[truth.owned]).all()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_scores_beyond_float32_give_nan_never_a_wrong_number(batch_invariant):
+    arguments = VarlenCase((40, 3), (40, 200)).problem().arguments()
+    arguments["q"][...], arguments["k"][...] = 1e20, -1e20
+    out, lse = run_varlen(arguments, batch_invariant=batch_invariant)
+    assert np.isnan(out[:43]).all()
+    assert not np.isfinite(lse[:, :43]).any()
+
+
+@pytest.mark.parametrize("lengths", [(30,) * 9, (30, 30, 30, 7, 7, 0, 0, 0, 30, 30)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_runs_of_equal_sequences_are_right(lengths, dtype):
+    check_varlen(VarlenCase(lengths, lengths, dtype=dtype, causal=True, heads_q=6, rows_of_none=2))
+    check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6))
+    check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6, indexed=True, seqlen_q=2))
+
+
 # batch_invariant
 
 

@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign import Foreign
 
 from cupy_flash import reference
 from cupy_flash.reference import attention_naive, attention_reference, error_bound, max_error
@@ -201,3 +202,24 @@ def test_cupy_is_not_imported_for_numpy_arrays():
         "x = np.ones((1, 2, 1, 4)); f(x, x, x); assert 'cupy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arrays_of_another_library_are_taken_and_given_back():
+    q, k, v = random_qkv(5, 7, dtype=np.float32)
+    out, lse = attention_reference(q, k, v, causal=True, return_lse=True)
+    foreign = [Foreign(x) for x in (q, k, v)]
+    other_out, other_lse = attention_reference(*foreign, causal=True, return_lse=True)
+    np.testing.assert_array_equal(other_out.array, out)
+    np.testing.assert_array_equal(other_lse.array, lse)
+    naive = attention_naive(*foreign)
+    np.testing.assert_array_equal(naive.array, attention_naive(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float64"])
+def test_torch_tensors_give_torch_tensors(name):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(x).to(getattr(torch, name)) for x in random_qkv(5, 7)]
+    exact = attention_reference(*(x.double().numpy() for x in tensors))
+    out = attention_reference(*tensors)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out, torch.from_numpy(exact))

@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign import Foreign
 from gpu_support import DTYPES
 from sequence_support import KVCacheCase, VarlenCase, random_kvcache_case, random_varlen_case
 
@@ -274,3 +275,23 @@ def test_a_missing_key_is_noticed_by_the_lse():
     problem.check(out.astype(problem.q.dtype))
     with pytest.raises(AssertionError):
         problem.check(out.astype(problem.q.dtype), lse.astype(np.float32))
+
+
+def as_foreign(arguments):
+    return {n: Foreign(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_packed_arrays_of_another_library_are_taken_and_given_back(page_size):
+    arguments = VarlenCase((5, 0, 9), (7, 3, 20), page_size=page_size).problem().arguments()
+    given = attention_varlen_reference(**as_foreign(arguments))
+    for one, other in zip(given, attention_varlen_reference(**arguments), strict=True):
+        np.testing.assert_array_equal(one.array, other)
+
+
+def test_caches_of_another_library_are_taken_and_given_back():
+    case = KVCacheCase((5, 0, 9), seqlen_new=2, indexed=True, rotary_dim=8)
+    arguments = case.problem().arguments()
+    given = attention_with_kvcache_reference(**as_foreign(arguments))
+    for one, other in zip(given, attention_with_kvcache_reference(**arguments), strict=True):
+        np.testing.assert_array_equal(one.array, other)

@@ -1,0 +1,168 @@
+"""The CPU backend beside the plain formula in NumPy, over a grid of float32 calls.
+
+    python benchmarks/cpu_grid.py --output benchmarks/results/cpu_grid.json
+
+The two take turns; the best time of each counts. Cases whose score matrix the formula has no memory
+for are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from cupy_flash.cpu import digest
+
+SCORE_BYTES = 5 << 30
+SECONDS = 0.4  # that each side of a case takes at most, if three calls take less
+KINDS = ("dense", "cached", "packed")
+
+
+class Case(NamedTuple):
+    """One line of the grid."""
+
+    name: str
+    ours: Callable[[], Any]
+    naive: Callable[[], Any]
+
+
+def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> np.ndarray:
+    """The formula on (batch, seqlen, heads, head_dim), the scores of all heads in memory."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_kv = k.shape[1:3]
+    q = (q * np.float32(head_dim**-0.5)).swapaxes(1, 2)
+    k, v = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+    if heads_kv < heads_q:
+        # Of broadcast heads, no copies are made.
+        q = q.reshape(batch, heads_kv, -1, seqlen_q, head_dim)
+        k, v = k[:, :, None], v[:, :, None]
+    scores = np.matmul(q, k)
+    if causal:
+        seen = np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, dtype=bool)
+        np.copyto(scores, -np.inf, where=~seen)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return np.matmul(scores, v).reshape(batch, heads_q, seqlen_q, -1).swapaxes(1, 2)
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def dense_cases() -> Iterator[Case]:
+    """Batches of equal sequences."""
+    grid = product((1, 8, 128), (8, 32, 128, 512, 1024, 4096), (32, 64, 128), (False, True))
+    for batch, seqlen, head_dim, causal in grid:
+        heads = 12 if head_dim == 32 else 8
+        if 4 * batch * heads * seqlen**2 > SCORE_BYTES:
+            continue
+        q, k, v = random(3, batch, seqlen, heads, head_dim)
+        yield Case(
+            f"b{batch} s{seqlen} h{heads} d{head_dim} {'causal' if causal else 'full'}",
+            lambda q=q, k=k, v=v, c=causal: flash_attention(q, k, v, causal=c, backend="cpu"),
+            lambda q=q, k=k, v=v, c=causal: naive(q, k, v, c),
+        )
+
+
+def cached_cases() -> Iterator[Case]:
+    """One new query of each sequence over a cache, 32 heads over 8."""
+    for batch, seqlen, head_dim in product((1, 2, 4, 8), (1024, 2048, 4096, 8192), (64, 128)):
+        q = random(batch, 1, 32, head_dim)
+        k, v = random(2, batch, seqlen, 8, head_dim)
+        lengths = np.full(batch, seqlen, np.int32)
+        yield Case(
+            f"cached b{batch} s{seqlen} h32/8 d{head_dim}",
+            lambda q=q, k=k, v=v, n=lengths: flash_attention_with_kvcache(
+                q, k, v, cache_seqlens=n, backend="cpu"
+            ),
+            lambda q=q, k=k, v=v: naive(q, k, v),
+        )
+
+
+def packed_cases() -> Iterator[Case]:
+    """Sequences of random lengths packed behind each other; the formula takes one at a time."""
+    for batch, longest, head_dim, causal in product(
+        (8, 128), (16, 64, 256, 1024), (32, 64), (0, 1)
+    ):
+        heads = 12 if head_dim == 32 else 8
+        lengths = np.random.default_rng(1).integers(longest // 4, longest + 1, batch)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        q, k, v = random(3, int(ends[-1]), heads, head_dim)
+
+        def ours(q=q, k=k, v=v, ends=ends, n=longest, c=bool(causal)):
+            return flash_attention_varlen(q, k, v, ends, ends, n, n, causal=c, backend="cpu")
+
+        def one_by_one(q=q, k=k, v=v, ends=ends, c=bool(causal)):
+            out = np.empty_like(q)
+            for first, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+                rows = slice(first, end)
+                out[rows] = naive(q[None, rows], k[None, rows], v[None, rows], c)[0]
+            return out
+
+        name = f"packed {batch} of {longest // 4}-{longest} h{heads} d{head_dim}"
+        yield Case(f"{name} {'causal' if causal else 'full'}", ours, one_by_one)
+
+
+def best_times(case: Case) -> tuple[float, float]:
+    """Seconds of ours and of the formula, in turns."""
+    best = [math.inf, math.inf]
+    spent, turns = 0.0, 0
+    while turns < 3 or (spent < 2 * SECONDS and turns < 2000):
+        for side, call in enumerate((case.ours, case.naive)):
+            started = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - started
+            best[side] = min(best[side], seconds)
+            spent += seconds
+        turns += 1
+    return best[0], best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=KINDS, action="append", help="all if not given")
+    parser.add_argument("--only", default="", help="part of the names of the cases to time")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for kind in options.kind or KINDS:
+        for case in {"dense": dense_cases, "cached": cached_cases, "packed": packed_cases}[kind]():
+            if options.only not in case.name:
+                continue
+            ours, formula = best_times(case)
+            rows.append({"case": case.name, "ms": ours * 1e3, "naive_ms": formula * 1e3})
+            print(
+                f"{case.name:36} {ours * 1e3:10.4g} {formula * 1e3:10.4g} {formula / ours:6.2f}",
+                flush=True,
+            )
+    speedups = [row["naive_ms"] / row["ms"] for row in rows]
+    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+    print(
+        f"{len(rows)} cases: {mean:.2f} times as fast (geometric mean), least {min(speedups):.2f}"
+    )
+    if options.output:
+        head = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "numpy": np.__version__,
+            "digest": digest(),
+        }
+        options.output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

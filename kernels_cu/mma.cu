@@ -251,10 +251,18 @@ struct MmaForward {
     // Found anew, so that none of it takes registers in the loops.
     if constexpr (Config::sequences) {
       const Place<Config> again(place->p, place->s, ptx::block_index());
-      finish(again.params(), again.work, &again);
+      const Params own = again.params();
+      finish(own, again.work, &again);
+      settle(own, again.work, &again);
     } else {
       finish(p, find_work<Br>(p, ptx::block_index()), nullptr);
+      settle(p, find_work<Br>(p, ptx::block_index()), nullptr);
     }
+  }
+
+  __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
+    const int first = work.q_begin + threadIdx.x / 32 * warp_rows;
+    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
   }
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
@@ -289,8 +297,6 @@ struct MmaForward {
     } else {
       write_output(p, work, place);
     }
-    const int first_row = work.q_begin + warp * warp_rows;
-    settle_few_seen<Config>(p, work, place, first_row, min(first_row + warp_rows, p.seqlen_q));
   }
 
   __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {

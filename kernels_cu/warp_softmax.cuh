@@ -92,7 +92,7 @@ struct WarpSoftmax {
       }
     }
     if (!__any_sync(~0u, outgrown)) return;
-    const float raised_by = raise ? raise * ptx::rcp_approx(scale_log2) : 0;
+    const float raised_by = raise ? __fdividef(raise, scale_log2) : 0;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll

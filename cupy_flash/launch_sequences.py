@@ -131,9 +131,9 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
         )
         q = rotated or q
     if call.has_no_keys:
-        out.fill(0)
+        as_cupy(out).fill(0)
         if lse is not None:
-            lse.fill(-math.inf)
+            as_cupy(lse).fill(-math.inf)
     elif attention.kernels:
         attention.launch(
             (q, k_cache, v_cache),

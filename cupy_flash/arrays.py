@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from cupy_flash.jax_arrays import from_jax, is_jax, to_jax
 from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
 from cupy_flash.torch_arrays import as_cupy, is_torch_on_gpu, order, tensor_type, two_streams
 
@@ -185,6 +187,12 @@ def normalize(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
+    if is_jax(array):
+        try:
+            if (on_gpu := from_jax(array)) is not None:
+                return on_gpu
+        except ImportError as error:
+            raise _needs_cupy(name) from error
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
@@ -221,7 +229,7 @@ def normalize_out(name: str, array: Any) -> Any:
 
 def require_mutable(name: str, array: Any) -> None:
     """Raise TypeError for an array of JAX."""
-    if _root_module(array) in ("jax", "jaxlib"):
+    if is_jax(array):
         raise TypeError(
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
             "CuPy array over a copy of it"
@@ -349,8 +357,8 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     root = _root_module(array)
     if root == "torch":
         return to_torch
-    if root in ("jax", "jaxlib"):
-        return _to_jax
+    if is_jax(array):
+        return functools.partial(_to_jax, array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
@@ -371,12 +379,10 @@ def to_torch(result: Any) -> Any:
     return torch.from_dlpack(result)
 
 
-def _to_jax(result: Any) -> Any:
+def _to_jax(like: Any, result: Any) -> Any:
     import jax
 
-    if isinstance(result, np.ndarray):
-        return jax.numpy.asarray(result)
-    return jax.dlpack.from_dlpack(result)
+    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, like)
 
 
 def require_float(name: str, array: Any) -> None:

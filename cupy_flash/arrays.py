@@ -189,7 +189,7 @@ def normalize(name: str, array: Any) -> Any:
         return array
     if is_jax(array):
         try:
-            if (on_gpu := from_jax(array)) is not None:
+            if (on_gpu := from_jax(name, array)) is not None:
                 return on_gpu
         except ImportError as error:
             raise _needs_cupy(name) from error

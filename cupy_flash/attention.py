@@ -273,10 +273,11 @@ def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> An
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.
-    result, lse = (
-        x if x is None or x.__class__ is q.__class__ else arrays.to_torch(x) for x in (result, lse)
-    )
-    return (result, lse) if options.return_lse else result
+    if result.__class__ is not q.__class__:
+        result = arrays.to_torch(result)
+    if not options.return_lse:
+        return result
+    return result, lse if lse.__class__ is q.__class__ else arrays.to_torch(lse)
 
 
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:

@@ -19,12 +19,20 @@ def is_jax(array: Any) -> bool:
     return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
-def from_jax(array: Any) -> Any | None:
+def from_jax(name: str, array: Any) -> Any | None:
     """A CuPy array over the memory of an array, ordered after the work that computes it.
 
     None where DLPack has to say whether it can be read: for what is no concrete array in the memory
     of one GPU, with its axes in order.
+
+    Raises
+    ------
+    ValueError
+        If the array was deleted, naming the argument.
     """
+    # JAX crashes where the layout of such an array is asked for.
+    if _is_concrete(array) and array.is_deleted():
+        raise ValueError(f"{name} is a JAX array that was deleted or donated")
     device = _gpu_of(array)
     if device is None or not _has_axes_in_order(array):
         return None
@@ -65,7 +73,12 @@ def to_jax(result: Any, like: Any) -> Any:
 
 def _gpu_of(array: Any) -> Any | None:
     """The GPU whose memory a concrete array lies in; None if there is no such, or more than one."""
-    return _gpu_of_sharding(array.sharding) if type(array).__name__ == "ArrayImpl" else None
+    return _gpu_of_sharding(array.sharding) if _is_concrete(array) else None
+
+
+def _is_concrete(array: Any) -> bool:
+    """Whether an array of JAX has memory, as those that stand for others in a trace have not."""
+    return type(array).__name__ == "ArrayImpl"
 
 
 @functools.lru_cache(256)

@@ -181,7 +181,7 @@ def _readable(arrays: Any) -> Any:
         for name, array in zip(arrays._fields, arrays, strict=True)
         if array is not None and name not in kept
     }
-    cos, sin = copied.get("rotary_cos"), copied.get("rotary_sin")
+    cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
         # The kernel has one distance between their rows.
         copied["rotary_cos"], copied["rotary_sin"] = cos.copy(order="C"), sin.copy(order="C")

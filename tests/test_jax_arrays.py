@@ -44,6 +44,9 @@ class ArrayImpl:
         self.sharding = Sharding()
         self.format = format_of(*range(self.ndim))
 
+    def is_deleted(self) -> bool:
+        return False
+
     def is_ready(self) -> bool:
         return self.ready
 
@@ -120,9 +123,9 @@ def test_our_stream_waits_for_what_is_still_computed(gpu, stream, in_dlpack):
 )
 def test_what_lies_otherwise_is_left_to_dlpack(gpu, other):
     array = ArrayImpl(gpu, (2, 113, 6, 40))
-    assert jax_arrays.from_jax(array) is not None
+    assert jax_arrays.from_jax("q", array) is not None
     vars(array).update(other)
-    assert jax_arrays.from_jax(array) is None
+    assert jax_arrays.from_jax("q", array) is None
 
 
 def test_arrays_of_one_compiled_layout_are_asked_for_it_once(gpu):
@@ -131,8 +134,8 @@ def test_arrays_of_one_compiled_layout_are_asked_for_it_once(gpu):
     ours._pjrt_layout = same._pjrt_layout = object()
     other._pjrt_layout, other.format = object(), format_of(0, 2, 1, 3)
     same.format = None
-    assert [jax_arrays.from_jax(array) is not None for array in arrays] == [True, True, False]
-    assert jax_arrays.from_jax(other) is None
+    assert [jax_arrays.from_jax("q", array) is not None for array in arrays] == [True, True, False]
+    assert jax_arrays.from_jax("q", other) is None
 
 
 def test_a_result_is_adopted_on_the_stream_that_jax_waits_for(gpu):
@@ -164,15 +167,22 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     )
     module = SimpleNamespace(cuda=cuda, ndarray=lambda *of: seen.append(of) or of)
     monkeypatch.setattr(jax_arrays, "_cupy", lambda: module)
-    assert jax_arrays.from_jax(array) is None
+    assert jax_arrays.from_jax("q", array) is None
     monkeypatch.setattr(jax_arrays, "_gpu_of", lambda array: device)
-    assert jax_arrays.from_jax(array) is not None
+    assert jax_arrays.from_jax("q", array) is not None
     ((shape, dtype, (address, size, owner, _)),) = seen
     assert (shape, dtype, size) == (values.shape, values.dtype, values.nbytes)
     assert owner is array
     np.testing.assert_array_equal(
         np.frombuffer(ctypes.string_at(address, size), dtype).reshape(shape), values
     )
+
+
+def test_an_array_that_was_donated_is_refused(jax):
+    q, donated = (jax.numpy.ones((1, 4, 2, 8), np.float32) for _ in range(2))
+    donated.delete()
+    with pytest.raises(ValueError, match="k is a JAX array that was deleted or donated"):
+        flash_attention(q, donated, q)
 
 
 @pytest.mark.parametrize("way", ["private", "public"])

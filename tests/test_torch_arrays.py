@@ -207,3 +207,29 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     (_, (append,)), (_, (params, _)) = gpu.launches[-2:]
     assert append["k_cache"]["data"] == params["k"]["data"] == caches[0].data_ptr()
     assert append["cache_seqlens"] == lengths.data_ptr()
+
+
+def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):
+    caches = [Tensor(gpu, (3, 61, 3, 40), "float16") for _ in range(2)]
+    step = Tensor(gpu, (3, 1, 6, 40), "float16")
+    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
+    cos = Tensor(gpu, (61, 8), "float16")
+    sin = Tensor(gpu, (61, 8), "float16", strides=(24, 1))
+    out = flash_attention_with_kvcache(
+        step, *caches, *new, cache_seqlens=5, rotary_cos=cos, rotary_sin=sin
+    )
+    assert type(out) is Tensor
+    (_, (append,)), _ = gpu.launches
+    assert append["rotary_stride"] == 8
+    assert append["cos"] != cos.data_ptr()
+    assert append["sin"] != sin.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_torch_makes_new_tensors_contiguous_beside_one_that_is_not(name):
+    torch = pytest.importorskip("torch")
+    like = torch.zeros((2, 3, 5, 4), dtype=torch.float16).transpose(1, 2)
+    new = torch_arrays.new_tensor(like, (2, 5, 3, 4), np.dtype(name))
+    assert (tuple(new.shape), new.dtype) == ((2, 5, 3, 4), getattr(torch, name))
+    assert new.is_contiguous()
+    assert new.device == like.device

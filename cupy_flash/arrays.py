@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.jax_arrays import from_jax, is_jax, to_jax
 from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
-from cupy_flash.torch_arrays import TorchArray, as_cupy, is_torch_on_gpu
+from cupy_flash.torch_arrays import as_cupy, is_torch_on_gpu, order, tensor_type, two_streams
 
 LAYOUTS = ("bshd", "bhsd")
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -99,10 +100,10 @@ def is_readable_in_place(array: Any) -> bool:
 
 def readable_in_place(array: Any) -> Any:
     """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
-    if is_readable_in_place(array):
+    on_gpu = as_cupy(array)
+    if is_readable_in_place(on_gpu):
         return array
-    array = as_cupy(array)
-    return array.copy(order="C") if is_aligned(array) else _copied_as_bytes(array)
+    return on_gpu.copy(order="C") if is_aligned(on_gpu) else _copied_as_bytes(on_gpu)
 
 
 def require_in_place(name: str, array: Any, why: str = "") -> None:
@@ -172,9 +173,9 @@ def normalize(name: str, array: Any) -> Any:
     Returns
     -------
     array
-        NumPy for host memory, CuPy for device memory, or a `TorchArray`, which launches take as
-        they take CuPy's. Device memory of another library is ordered after its producer's current
-        stream.
+        NumPy for host memory, CuPy for device memory, or a tensor on a GPU, which launches take
+        as they take CuPy's arrays. Device memory of another library is ordered after its
+        producer's current stream.
 
     Raises
     ------
@@ -182,10 +183,9 @@ def normalize(name: str, array: Any) -> Any:
         For anything else.
     """
     if is_torch_on_gpu(array):
-        try:
-            return TorchArray(array).behind_its_stream()
-        except ImportError as error:
-            raise _needs_cupy(name) from error
+        if streams := torch_streams(name, array):
+            order(*streams)
+        return array
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
@@ -193,6 +193,12 @@ def normalize(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
+    if is_jax(array):
+        try:
+            if (on_gpu := from_jax(name, array)) is not None:
+                return on_gpu
+        except ImportError as error:
+            raise _needs_cupy(name) from error
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
@@ -205,6 +211,14 @@ def normalize(name: str, array: Any) -> Any:
     raise TypeError(
         f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
     )
+
+
+def torch_streams(name: str, tensor: Any) -> tuple[int, int] | None:
+    """`two_streams`, which CuPy has to be there for."""
+    try:
+        return two_streams(tensor)
+    except ImportError as error:
+        raise _needs_cupy(name) from error
 
 
 def normalize_out(name: str, array: Any) -> Any:
@@ -221,7 +235,7 @@ def normalize_out(name: str, array: Any) -> Any:
 
 def require_mutable(name: str, array: Any) -> None:
     """Raise TypeError for an array of JAX."""
-    if _root_module(array) in ("jax", "jaxlib"):
+    if is_jax(array):
         raise TypeError(
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
             "CuPy array over a copy of it"
@@ -349,8 +363,8 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     root = _root_module(array)
     if root == "torch":
         return to_torch
-    if root in ("jax", "jaxlib"):
-        return _to_jax
+    if is_jax(array):
+        return functools.partial(_to_jax, array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
@@ -361,20 +375,20 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
 
 def to_torch(result: Any) -> Any:
     """A result as a tensor, whose current stream then waits for it; see `way_back`."""
-    if isinstance(result, TorchArray):
-        return result.before_its_stream().tensor
+    if result.__class__ is tensor_type():
+        if streams := two_streams(result):
+            order(*reversed(streams))
+        return result
     torch = _torch()
     if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
         return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(result)
 
 
-def _to_jax(result: Any) -> Any:
+def _to_jax(like: Any, result: Any) -> Any:
     import jax
 
-    if isinstance(result, np.ndarray):
-        return jax.numpy.asarray(result)
-    return jax.dlpack.from_dlpack(result)
+    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, like)
 
 
 def require_float(name: str, array: Any) -> None:

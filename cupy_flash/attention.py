@@ -23,7 +23,7 @@ from cupy_flash.overlap import require_apart
 from cupy_flash.planner import Plan, make_cpu_plan, make_plan
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile, TileRequest, freeze_tile
-from cupy_flash.torch_arrays import TorchArray, as_cupy, is_torch_on_gpu
+from cupy_flash.torch_arrays import as_cupy, is_torch_on_gpu, order
 
 
 def flash_attention(
@@ -271,11 +271,18 @@ def _all_cupy(q: Any, k: Any, v: Any, out: Any | None) -> bool:
 
 def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Any:
     """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
-    q = arrays.normalize("q", q)
-    target = None if out is None else TorchArray(out)
-    result, lse = launch.forward(q, TorchArray(k), TorchArray(v), target, options)
-    result = arrays.to_torch(result)
-    return (result, arrays.to_torch(lse)) if options.return_lse else result
+    streams = arrays.torch_streams("q", q)
+    if streams is not None:
+        order(*streams)
+    result, lse = launch.forward(q, k, v, out, options)
+    if streams is not None:
+        order(*reversed(streams))
+    # New arrays are CuPy's where q had to be copied.
+    if result.__class__ is not q.__class__:
+        result = arrays.to_torch(result)
+    if not options.return_lse:
+        return result
+    return result, lse if lse.__class__ is q.__class__ else arrays.to_torch(lse)
 
 
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:

@@ -14,7 +14,14 @@ from cupy_flash.compiler import kernel_cache
 from cupy_flash.device import device_for_id
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.base import TranslationUnit, ceil_div, config_struct, source_digest
-from cupy_flash.gpu_calls import cupy_module, empty_like, facts_of, remember, require_device
+from cupy_flash.gpu_calls import (
+    address_of_result,
+    cupy_module,
+    empty,
+    facts_of,
+    remember,
+    require_device,
+)
 from cupy_flash.overlap import OverlapCheck, require_apart
 from cupy_flash.params import TENSOR_DTYPE, assertions, struct_format
 from cupy_flash.problem import (
@@ -334,14 +341,14 @@ def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, A
         spec = spec_of_call(*both, as_cupy(out))
         call = remember(_calls, key, _prepare(spec, *both, as_cupy(out)))
     call.apart.check(addresses)
-    empty = empty_like(out_partial)
     if out is None:
-        out = empty(call.out_shape, call.dtype)
-    lse = empty(call.lse_shape, call.lse_dtype)
+        out = empty(out_partial, call.out_shape, call.dtype)
+    lse = empty(out_partial, call.lse_shape, call.lse_dtype)
     if call.kernel is not None:
         partials, lses, _ = addresses
         arguments = thread_arguments()
-        call.params.pack_into(arguments.memory, 0, partials, lses, out.data.ptr, lse.data.ptr)
+        written = address_of_result(out), address_of_result(lse)
+        call.params.pack_into(arguments.memory, 0, partials, lses, *written)
         call.kernel(call.grid, (_THREADS, 1, 1), arguments.pointers[:1])
     return out, lse
 

@@ -17,7 +17,7 @@ from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import Plan
 from cupy_flash.problem import MAX_ALIGNMENT, Problem
 from cupy_flash.tensor_map import TensorMaps
-from cupy_flash.torch_arrays import TorchArray
+from cupy_flash.torch_arrays import as_cupy, new_tensor, tensor_type
 
 # A kernel, its grid, its thread block, and the dynamic shared memory of a block in bytes.
 LoadedLaunch = tuple[Any, tuple[int, int, int], tuple[int, int, int], int]
@@ -47,19 +47,20 @@ def facts_of(arrays: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """
     facts: list[Any] = []
     addresses: list[int] = []
+    tensor = tensor_type()
     # A loop, as a function for each array would cost half a microsecond a call.
     for array in arrays:
         if array is None:
             facts.append(None)
             addresses.append(0)
-        elif array.__class__ is TorchArray:
-            tensor, address = array.tensor, array.ptr
+        elif array.__class__ is tensor:
+            address = array.data_ptr()
             addresses.append(address)
             facts += (
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                array.device_id,
+                array.shape,
+                array.stride(),
+                array.dtype,
+                array.get_device(),
                 address & (MAX_ALIGNMENT - 1),
             )
         else:
@@ -96,11 +97,10 @@ def require_given(arrays: Any) -> None:
 def require_device(device_id: int, **arrays: Any) -> None:
     """Raise ValueError, naming the array, unless all that are not None lie on the device."""
     for name, array in arrays.items():
-        if array is not None and array.data.device_id != device_id:
+        if array is not None and (its_id := as_cupy(array).data.device_id) != device_id:
             raise ValueError(
-                f"{name} lies on device {array.data.device_id}, but the current device is "
-                f"{device_id}; have all arrays on one device and call within "
-                f"`with cupy.cuda.Device({array.data.device_id})`"
+                f"{name} lies on device {its_id}, but the current device is {device_id}; have all "
+                f"arrays on one device and call within `with cupy.cuda.Device({its_id})`"
             )
 
 
@@ -114,9 +114,18 @@ def loaded_launches(plan: Plan) -> tuple[LoadedLaunch, ...]:
     )
 
 
-def empty_like(like: Any) -> Any:
-    """What makes an array of a shape and dtype, of the same library as another array."""
-    return like.empty if like.__class__ is TorchArray else cupy_module().ndarray
+def empty(like: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """A new array, of the same library as another."""
+    if like.__class__ is tensor_type():
+        return new_tensor(like, shape, dtype)
+    return cupy_module().ndarray(shape, dtype)
+
+
+def address_of_result(array: Any) -> int:
+    """Address of the first element of a CuPy array or a tensor."""
+    if array.__class__ is tensor_type():
+        return int(array.data_ptr())
+    return int(array.data.ptr)
 
 
 @dataclass(frozen=True)
@@ -177,10 +186,9 @@ class Attention:
 
     def results(self, like: Any, out: Any | None, return_lse: bool) -> tuple[Any, Any | None]:
         """`out` or a new array, and one for the log-sum-exp if it is asked for."""
-        empty = empty_like(like)
         if out is None:
-            out = empty(self.out_shape, self.dtype)
-        return out, empty(self.lse_shape, self.lse_dtype) if return_lse else None
+            out = empty(like, self.out_shape, self.dtype)
+        return out, empty(like, self.lse_shape, self.lse_dtype) if return_lse else None
 
     def launch(
         self,
@@ -206,10 +214,11 @@ class Attention:
             Length of every cache, where no array says it.
         """
         q, k, v = inputs
-        lse_address = 0 if lse is None else lse.data.ptr
+        lse_address = 0 if lse is None else address_of_result(lse)
         by_value = thread_arguments()
         memory, (params, sequences) = by_value.memory, by_value.pointers
-        self.params.pack_into(memory, 0, q, k, v, out.data.ptr, lse_address, workspace)
+        out_address = address_of_result(out)
+        self.params.pack_into(memory, 0, q, k, v, out_address, lse_address, workspace)
         arguments: tuple[Any, ...] = (params,)
         if self.tensor_maps is not None:
             # Named until the launches are made: others may push it out of those that are kept.

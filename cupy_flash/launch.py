@@ -68,8 +68,9 @@ def forward(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> tuple[
     call = _calls.get(key)
     if call is None:
         require_device(device_id, q=q, k=k, v=v, out=out)
-        if not all(map(is_readable_in_place, (q, k, v))):
-            q, k, v = map(readable_in_place, (q, k, v))
+        readable = tuple(map(readable_in_place, (q, k, v)))
+        if any(a is not b for a, b in zip(readable, (q, k, v), strict=True)):
+            q, k, v = readable
             return forward(q, k, v, out, options)
         prepared = _prepare(*map(as_cupy, (q, k, v, out)), options=options, device_id=device_id)
         call = remember(_calls, key, prepared)

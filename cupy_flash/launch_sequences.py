@@ -131,9 +131,9 @@ def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> tuple
         )
         q = rotated or q
     if call.has_no_keys:
-        out.fill(0)
+        as_cupy(out).fill(0)
         if lse is not None:
-            lse.fill(-math.inf)
+            as_cupy(lse).fill(-math.inf)
     elif attention.kernels:
         attention.launch(
             (q, k_cache, v_cache),
@@ -181,7 +181,7 @@ def _readable(arrays: Any) -> Any:
         for name, array in zip(arrays._fields, arrays, strict=True)
         if array is not None and name not in kept
     }
-    cos, sin = copied.get("rotary_cos"), copied.get("rotary_sin")
+    cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
         # The kernel has one distance between their rows.
         copied["rotary_cos"], copied["rotary_sin"] = cos.copy(order="C"), sin.copy(order="C")

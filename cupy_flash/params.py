@@ -85,8 +85,7 @@ class PackedParams:
             problem.out_strides,
         )
         self._tail = (
-            # Its sign is compiled in; of a scale of 0, all that there is.
-            abs(problem.softmax_scale) or 1.0,
+            problem.score_factor[1],
             problem.batch,
             problem.seqlen_q,
             problem.seqlen_k,

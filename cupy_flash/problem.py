@@ -20,9 +20,9 @@ MAX_COUNT = 2**31 - 1
 # The widest single memory access, in bytes.
 MAX_ALIGNMENT = 16
 
-# What a scale's magnitude may be, besides 0: with the factor log2(e) that kernels give it, it is a
-# normal number of the type that scores are kept in, and so are some multiples of its inverse.
-_SCALES = {"float32": (2.0**-120, 2.0**127), "float64": (2.0**-1000, 2.0**1023)}
+# What a scale's magnitude may be at most: with the factor log2(e) that kernels give it, it is a
+# number of the type that scores are kept in.
+_LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
 # More thread blocks for a sequence's keys than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
@@ -134,6 +134,21 @@ class Problem:
     def is_batch_invariant(self) -> bool:
         """Whether a row's result may depend on nothing but its own sequence."""
         return self.sequences is not None and self.sequences.batch_invariant
+
+    @property
+    def score_factor(self) -> tuple[tuple[int, int], float]:
+        """The scale as kernels have it: sign * 2**-shift, compiled in, times a positive number.
+
+        A shift keeps the number clear of the smallest normal ones of the type that scores are kept
+        in. Below them all the sign is 0: no score makes a difference.
+        """
+        smallest = 2.0**-1000 if self.dtype == "float64" else 2.0**-100
+        scale = abs(self.softmax_scale)
+        shift = 0 if scale >= smallest else 64
+        scale *= 2.0**shift
+        if scale < smallest:
+            return (0, 0), 1.0
+        return (1 if self.softmax_scale > 0 else -1, shift), scale
 
     @property
     def is_empty(self) -> bool:
@@ -413,11 +428,11 @@ def integer(name: str, value: int) -> int:
 
 def _scale(value: float, dtype: str) -> float:
     scale = finite("softmax_scale", value)
-    low, high = _SCALES["float64" if dtype == "float64" else "float32"]
-    if scale and not low <= abs(scale) <= high:
+    kept_in = "float64" if dtype == "float64" else "float32"
+    if abs(scale) > _LARGEST_SCALE[kept_in]:
         raise ValueError(
-            f"softmax_scale is {scale:g}; expected 0, or a magnitude of {low:.3g} to {high:.3g} "
-            f"for {dtype} arrays"
+            f"softmax_scale is {scale:g}; expected a magnitude of at most "
+            f"{_LARGEST_SCALE[kept_in]:.3g}, as scores of {dtype} arrays are kept in {kept_in}"
         )
     return scale
 

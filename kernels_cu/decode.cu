@@ -269,7 +269,7 @@ struct DecodeForward {
       }
     }
     products.multiply_queries_keys(scores, 0, stage);
-    Softmax::template apply_sign<Config::score_sign>(scores);
+    Softmax::template apply_factor<Config>(scores);
     if (needs_mask) {
       Softmax::mask(scores, [&](int i, int half) {
         return visible_end(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;

@@ -236,9 +236,9 @@ struct HopperConsumer {
   // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
   // that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
-    if constexpr (Config::score_sign != 1) {
+    if constexpr (score_factor<Config> != 1) {
 #pragma unroll
-      for (int i = 0; i < Bc / 2; ++i) scores[i] *= Config::score_sign;
+      for (int i = 0; i < Bc / 2; ++i) scores[i] *= score_factor<Config>;
     }
     if (block >= first_masked_block()) apply_mask();
 

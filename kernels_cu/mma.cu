@@ -215,7 +215,7 @@ struct MmaForward {
     clear(scores);
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
-    softmax.template apply_sign<Config::score_sign>(scores);
+    softmax.template apply_factor<Config>(scores);
     if (Edge) apply_mask(tile * Bc);
     softmax.update_maxima(scores, out, scale_log2);
 

@@ -68,7 +68,7 @@ __device__ void scores(const Params& p) {
     __syncthreads();
   }
   if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
-  if constexpr (Config::score_sign != 1) sum *= Config::score_sign;
+  if constexpr (score_factor<Config> != 1) sum *= score_factor<Config>;
   const bool seen = at.column() < Mask<Config::causal>(p).visible_end(at.row());
   score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
 }

@@ -24,7 +24,7 @@ struct Params {
   Tensor out;            // (batch, seqlen_q, heads_q, head_dim_v)
   void* lse;             // (batch, heads_q, seqlen_q), contiguous, or null
   void* workspace;       // what the family asked for, or null
-  double softmax_scale;  // > 0: the sign, or 0, is Config::score_sign
+  double softmax_scale;  // > 0, and without what score_factor has of it
   int batch;
   int seqlen_q;
   int seqlen_k;

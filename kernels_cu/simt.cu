@@ -251,11 +251,11 @@ struct Rows {
         }
       }
     }
-    if constexpr (Config::score_sign != 1) {
+    if constexpr (score_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
-        for (int j = 0; j < L::keys; ++j) scores[i][j] *= Config::score_sign;
+        for (int j = 0; j < L::keys; ++j) scores[i][j] *= score_factor<Config>;
       }
     }
   }

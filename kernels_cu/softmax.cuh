@@ -51,6 +51,12 @@ constexpr float power_of_half(int exponent) {
   return exponent == 0 ? 1.0f : power_of_half(exponent - 1) / 2;
 }
 
+// What scores are multiplied by ahead of the mask: the scale's sign, or 0, which makes NaN of what
+// is no number, as in the formula; and of a tiny scale a part, since the rest must be a normal
+// number for -inf of a masked score to stay that.
+template <class Config>
+constexpr float score_factor = Config::score_sign * power_of_half(Config::score_shift);
+
 template <class T>
 struct SoftmaxRow {
   using Math = SoftmaxMath<T>;

@@ -31,16 +31,15 @@ struct WarpSoftmax {
     }
   }
 
-  // By the sign of the scale; by 0 what is no number becomes NaN, as in the formula.
-  template <int Sign>
-  __device__ static void apply_sign(Scores& scores) {
-    if constexpr (Sign != 1) {
+  template <class Config>
+  __device__ static void apply_factor(Scores& scores) {
+    if constexpr (score_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) scores[i][j][c] *= Sign;
+          for (int c = 0; c < 4; ++c) scores[i][j][c] *= score_factor<Config>;
         }
       }
     }

@@ -23,7 +23,7 @@ from gpu_support import (
     random_values,
 )
 
-from cupy_flash import arrays, compiler, flash_attention, launch, plan
+from cupy_flash import arrays, compiler, flash_attention, jax_arrays, launch, plan
 from cupy_flash.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
 from cupy_flash.families import FAMILIES
 
@@ -150,17 +150,61 @@ def test_torch_work_before_and_after_a_call_is_ordered_with_it_on_a_side_stream(
     Truth.of(values).check(host.numpy())
 
 
-@with_other_library
-def test_jax_arrays_give_jax_arrays() -> None:
+@pytest.fixture
+def jax() -> Any:
     jax = pytest.importorskip("jax")
     if all(device.platform != "gpu" for device in jax.devices()):
         pytest.skip("this JAX has no GPU")
+    return jax
+
+
+@with_other_library
+@pytest.mark.parametrize("way", ["private", "public"])
+def test_jax_arrays_give_jax_arrays(jax: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "public":
+        monkeypatch.setattr(jax_arrays, "_adopt", lambda: None)
+    elif jax_arrays._adopt() is None:
+        pytest.skip("this JAX has no such function")
     values = random_values(CASE)
-    inputs = [jax.numpy.asarray(array) for array in values]
-    out = flash_attention(*inputs)
+    inputs = [jax.numpy.asarray(array).block_until_ready() for array in values]
+    out, lse = flash_attention(*inputs, return_lse=True)
     assert isinstance(out, jax.Array)
+    assert isinstance(lse, jax.Array)
     assert out.devices() == inputs[0].devices()
-    Truth.of(values).check(np.asarray(out))
+    truth = Truth.of(values)
+    truth.check(np.asarray(out))
+    # What JAX computes from it comes after it, also while the kernel still runs.
+    truth.check(np.asarray(jax.numpy.flip(flash_attention(*inputs), 0))[::-1])
+
+
+@with_other_library
+def test_jax_arrays_that_are_still_computed_are_waited_for(jax: Any) -> None:
+    values = random_values(CASE)
+
+    @jax.jit
+    def slowly(arrays: Any, busy: Any) -> Any:
+        zero = jax.lax.fori_loop(0, 200, lambda _, x: x @ busy, busy)[0, 0] * 0
+        return [array + zero.astype(array.dtype) for array in arrays]
+
+    busy = jax.numpy.zeros((2048, 2048), np.float32)
+    arrays = [jax.numpy.asarray(array) for array in values]
+    jax.block_until_ready(slowly(arrays, busy))
+    for _ in range(3):
+        out = flash_attention(*slowly(arrays, busy))
+        Truth.of(values).check(np.asarray(out))
+
+
+@with_other_library
+def test_jax_arrays_whose_axes_lie_in_another_order_are_read_as_they_lie(jax: Any) -> None:
+    layouts = pytest.importorskip("jax.experimental.layout")
+    if not hasattr(layouts, "Format"):
+        pytest.skip("this JAX has no layouts")
+    values = random_values(CASE)
+    q, k, v = (jax.numpy.asarray(array) for array in values)
+    swapped = layouts.Format(layouts.Layout(major_to_minor=(0, 2, 1, 3)), k.sharding)
+    k = jax.device_put(k, swapped).block_until_ready()
+    assert k.format.layout.major_to_minor == (0, 2, 1, 3)
+    Truth.of(values).check(np.asarray(flash_attention(q, k, v)))
 
 
 # Streams and graphs

@@ -219,7 +219,7 @@ def test_a_scale_of_zero_gives_every_seen_key_the_same_weight(case: Case) -> Non
 
 @of_cases(
     dataclasses.replace(case, causal=True, softmax_scale=scale)
-    for scale in (1e-34, -1e-34, 1e-36)
+    for scale in (1e-34, -1e-34, 1e-38, 1e-44)
     for case in every_family()
     if case.dtype in WITH_LARGE_VALUES
 )

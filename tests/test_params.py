@@ -50,8 +50,7 @@ def test_packing_fills_every_field_of_the_dtype(problem, num_splits, section_hea
     for name, address in zip(("q", "k", "v", "out"), pointers, strict=False):
         expected[name] = (address, *getattr(problem, f"{name}_strides"))
     expected["lse"], expected["workspace"] = lse, workspace
-    # The sign is compiled in, and 0 with it.
-    expected["softmax_scale"] = abs(problem.softmax_scale) or 1.0
+    expected["softmax_scale"] = problem.score_factor[1]
     for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset"):
         expected[name] = getattr(problem, name)
     expected["num_splits"], expected["section_heads"] = num_splits, section_heads

@@ -122,11 +122,24 @@ def test_a_softmax_scale_that_is_not_finite_is_refused(scale):
 @pytest.mark.parametrize("scale", [1e39, -1e39])
 def test_a_softmax_scale_beyond_float32_is_refused_but_for_float64(scale):
     for dtype in ("float32", "float16", "bfloat16"):
-        with pytest.raises(
-            ValueError, match=rf"softmax_scale is .*; expected 0, or .* for {dtype} arrays"
-        ):
+        with pytest.raises(ValueError, match=rf"softmax_scale is .*, as scores of {dtype} arrays"):
             problem(softmax_scale=scale, dtype=dtype)
     assert problem(softmax_scale=scale, dtype="float64").softmax_scale == scale
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@given(scale=st.floats(-1e30, 1e30))
+def test_kernels_get_a_scale_in_parts_that_make_it_up(dtype, scale):
+    (sign, shift), factor = problem(softmax_scale=scale, dtype=dtype).score_factor
+    smallest, largest_score = (
+        (2.0**-1022, 2.0**1024) if dtype == "float64" else (2.0**-126, 2.0**128)
+    )
+    assert factor > 2.0**-exponent
+    if sign:
+        assert sign * factor * 2.0**-shift == scale
+    else:
+        # It makes no difference to any score.
+        assert abs(scale) * 2.0**exponent < 1e-6
 
 
 @pytest.mark.parametrize(

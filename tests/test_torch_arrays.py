@@ -55,8 +55,10 @@ class Tensor:
     def get_device(self) -> int:
         return 0
 
-    def new_empty(self, shape: tuple[int, ...], *, dtype: Any) -> Tensor:
-        return Tensor(self._gpu, tuple(shape), dtype)
+    def new_empty_strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: Any = None
+    ) -> Tensor:
+        return Tensor(self._gpu, shape, dtype or self.dtype, strides=strides)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0)
@@ -126,6 +128,8 @@ def test_tensors_are_read_where_they_lie_and_answered_by_tensors(gpu, dtype):
     assert type(out) is type(lse) is Tensor
     assert (out.shape, out.dtype) == ((2, 113, 6, 72), dtype)
     assert (lse.shape, lse.dtype) == ((2, 6, 113), "float32")
+    assert out.stride() == (113 * 6 * 72, 6 * 72, 72, 1)
+    assert lse.stride() == (6 * 113, 113, 1)
     _, (params, *_) = gpu.launches[0]
     for name, tensor in (tensors | {"out": out}).items():
         assert params[name]["data"] == tensor.data_ptr()
@@ -163,7 +167,7 @@ def test_a_call_waits_for_torchs_stream_and_torchs_stream_for_the_call(gpu, stre
     assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
     streams.order.clear()
     flash_attention(**qkv(gpu), out=Tensor(gpu, (2, 113, 6, 72), "float16"), return_lse=True)
-    assert streams.order == [(OURS, THEIRS)] + [(THEIRS, OURS)] * 2
+    assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
 
 
 def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu, monkeypatch):
@@ -203,3 +207,29 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     (_, (append,)), (_, (params, _)) = gpu.launches[-2:]
     assert append["k_cache"]["data"] == params["k"]["data"] == caches[0].data_ptr()
     assert append["cache_seqlens"] == lengths.data_ptr()
+
+
+def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):
+    caches = [Tensor(gpu, (3, 61, 3, 40), "float16") for _ in range(2)]
+    step = Tensor(gpu, (3, 1, 6, 40), "float16")
+    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
+    cos = Tensor(gpu, (61, 8), "float16")
+    sin = Tensor(gpu, (61, 8), "float16", strides=(24, 1))
+    out = flash_attention_with_kvcache(
+        step, *caches, *new, cache_seqlens=5, rotary_cos=cos, rotary_sin=sin
+    )
+    assert type(out) is Tensor
+    (_, (append,)), _ = gpu.launches
+    assert append["rotary_stride"] == 8
+    assert append["cos"] != cos.data_ptr()
+    assert append["sin"] != sin.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_torch_makes_new_tensors_contiguous_beside_one_that_is_not(name):
+    torch = pytest.importorskip("torch")
+    like = torch.zeros((2, 3, 5, 4), dtype=torch.float16).transpose(1, 2)
+    new = torch_arrays.new_tensor(like, (2, 5, 3, 4), np.dtype(name))
+    assert (tuple(new.shape), new.dtype) == ((2, 5, 3, 4), getattr(torch, name))
+    assert new.is_contiguous()
+    assert new.device == like.device

@@ -24,6 +24,8 @@ pytest.register_assert_rewrite(
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
 # Fresh for each run; set the variable to the number that a failing run printed to repeat it.
 SEED = int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(2**32))
+# Else JAX takes three quarters of a GPU's memory, which other workers need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_report_header() -> str:

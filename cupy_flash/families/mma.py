@@ -36,8 +36,9 @@ class MmaTile(Tile):
     min_blocks: int = 1
 
 
-# By the bytes of an element: 394 and 60 TFLOP/s on the 132 SMs of an H100.
-_TFLOPS_PER_SM = {2: 3.0, 4: 0.45}
+# By the bytes of an element, of an SM in calls that are short enough to split: 0.7 of what 132 SMs
+# of an H100 reach together in long ones (see `split.py`).
+_TFLOPS_PER_SM = {2: 2.1, 4: 0.32}
 # Of the tiles that are searched.
 _MOST_WARPS = 8
 _MOST_ROWS = 2 * 16 * _MOST_WARPS

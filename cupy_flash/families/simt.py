@@ -22,8 +22,8 @@ _REGISTERS_PER_SM = 65536
 # Pointers, loop counters, temporaries of the softmax: at ease, and at least.
 _REGISTERS_FOR_ADDRESSES = 64
 _LEAST_REGISTERS_FOR_ADDRESSES = 24
-# By the bytes of an accumulator, on an SM of an H100.
-_TFLOPS_PER_SM = {4: 0.25, 8: 0.12}
+# By the bytes of an accumulator, of an SM in calls that are short enough to split (see `split.py`).
+_TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
 # Two warps for each of an SM's four schedulers hide the latency of eight independent rows; for more
 # than four, registers are not worth giving up.
 _ENOUGH_THREADS = 256

@@ -15,7 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +155,7 @@ def main() -> None:
     )
     if options.output:
         head = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "cpus": os.cpu_count(),
             "machine": platform.machine(),
             "numpy": np.__version__,

@@ -34,7 +34,7 @@ ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 LAYOUTS = ("cache", "pages of 16", "pages of 1")
 # Of a thread: at head_dim 256 all 255 registers are in use, and 16 bytes are spilled.
 FEW_SPILLED_BYTES = 32
-# 40 if each row has a page, whose address must be found; and CUDA 12.9 spills 44 for sm_100.
+# 40 if each row has a page, whose address must be found; and 44 for sm_100, with CUDA 12.9 for all.
 MORE_SPILLED_BYTES = 48
 
 
@@ -200,7 +200,7 @@ def test_a_default_tile_compiles_with_hardly_any_spills(name, cubins):
     assert_compiled_as_planned(unit, cubin)
     resources = cubin.resources["attention"]
     single_rows = unit.case.sequences is not None and unit.case.sequences.page_size == 1
-    more = single_rows or nvrtc.getVersion() < (13, 0)
+    more = single_rows or unit.device.sm == "sm_100" or nvrtc.getVersion() < (13, 0)
     most = MORE_SPILLED_BYTES if more else FEW_SPILLED_BYTES
     assert resources.spill_bytes <= most, f"{unit.tile}: {resources}"
 

@@ -56,8 +56,8 @@ def test_a_stream_with_the_handle_of_one_that_was_destroyed_is_not_disturbed_by_
             with stream:
                 for out in results:
                     steps(out)
-            # Its kernels run on, and the next one may have its handle: it always had, until calls
-            # left an event behind, which seems to keep it.
+            # Its kernels run on, and the next one may have its handle. It always had before calls
+            # left an event behind; since then no pair has shared one on the driver it was tried on.
             del stream
     cupy.cuda.Device().synchronize()
     wrong = [i for i, pair in enumerate(outs.get()) if not all_alike(pair, expected)]

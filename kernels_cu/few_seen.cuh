@@ -10,6 +10,10 @@
 template <class Element>
 constexpr bool quotient_is_exact = sizeof(Element) == 2;
 
+// Rows that see no more keys than this are settled.
+template <class Element>
+constexpr int few_keys = quotient_is_exact<Element> ? 0 : 1;
+
 // What a row that sees so few keys is set to in one column. One that sees no key is 0: what was
 // summed up for it, 0 times the values of others, is NaN if one of those is. One that sees one key
 // is that key's value, and not p v / p; but where its score is no number, it is NaN and stays so.
@@ -26,7 +30,7 @@ __device__ Element settled(int visible, Element result, const Row<Element>& firs
 template <int Dim, class Element, class VisibleEnd, class OutRow>
 __device__ void settle_few_seen(int first, int end, VisibleEnd visible_end, OutRow out_row,
                                 const Row<Element>& first_value) {
-  constexpr int few = quotient_is_exact<Element> ? 0 : 1;
+  constexpr int few = few_keys<Element>;
   if (first >= end || visible_end(first) > few) return;
   // Each row was written by several lanes.
   __syncwarp();

@@ -23,7 +23,6 @@ struct HopperConsumer {
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
   using SoftmaxRow = LaggingSoftmaxRow<Element>;
-  using Bits = OrderedBits<(SoftmaxRow::highest < 0)>;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Cta::consumers;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
@@ -33,7 +32,8 @@ struct HopperConsumer {
   // faster at head_dim 64 with three consumers, 1 to 2% at 128. A tile's first block then costs
   // more, which with two consumers at head_dim 64, the choice for short causal sequences, is a loss
   // of 1 to 2%.
-  static constexpr bool integer_maxima = consumers == 3 || k_steps > 4;
+  static constexpr bool by_bits = consumers == 3 || k_steps > 4;
+  using Order = ScoreOrder<by_bits, (SoftmaxRow::highest < 0)>;
 
   static_assert(Config::guesses >= 1 && Config::guesses <= Bc / 2, "of a lane's scores");
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
@@ -58,6 +58,9 @@ struct HopperConsumer {
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
   SoftmaxRow softmax[2];
+  // What the largest of a lane's scores must not be less than. It is there for rows without a key
+  // yet, but one bound for the warp takes fewer instructions in each block than to look for them.
+  typename Order::type least_maximum;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta), consumer(consumer), scale_log2(scale_to_log2<float>(cta.p.softmax_scale)) {}
@@ -231,6 +234,7 @@ struct HopperConsumer {
   __device__ void reset_softmax() {
     softmax[0].reset();
     softmax[1].reset();
+    least_maximum = Order::of(SoftmaxRow::lowest);
   }
 
   // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
@@ -243,9 +247,10 @@ struct HopperConsumer {
     if (block >= first_masked_block()) apply_mask();
 
     // From here on the scores are exponents of two, relative to the base.
-    const float base[2] = {softmax[0].base(), softmax[1].base()};
 #pragma unroll
-    for (int i = 0; i < Bc / 2; ++i) scores[i] = fmaf(scores[i], scale_log2, -base[i / 2 % 2]);
+    for (int i = 0; i < Bc / 2; ++i) {
+      scores[i] = fmaf(scores[i], scale_log2, -softmax[i / 2 % 2].base);
+    }
     // The base seldom changes: the first exponentials are taken on the guess that it does not,
     // while the maxima are still being found.
     float guessed[Config::guesses];
@@ -253,12 +258,15 @@ struct HopperConsumer {
     for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
     const bool changes = __any_sync(~0u, may_change(0) | may_change(1));
     if (changes) {
+      bool fresh_remain = false;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float max = lane_maximum(half);
+        float max = largest<ScoreOrder<false, false>, 4>(half);
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
         max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-        const float change = softmax[half].change_base(max, rescale[half]);
+        const bool is_fresh = softmax[half].is_fresh();
+        fresh_remain |= is_fresh && max == -SoftmaxMath<float>::infinity();
+        const float change = softmax[half].change_base(max, is_fresh, rescale[half]);
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
           scores[4 * j + 2 * half] -= change;
@@ -267,9 +275,9 @@ struct HopperConsumer {
       }
 #pragma unroll
       for (int i = 0; i < Config::guesses; ++i) guessed[i] = ptx::ex2_approx(scores[i]);
+      if (!__any_sync(~0u, fresh_remain)) least_maximum = Order::least();
     } else {
-      softmax[0].keep_base();
-      softmax[1].keep_base();
+      least_maximum = Order::least();
     }
 
     float sums[2][2] = {};
@@ -287,36 +295,24 @@ struct HopperConsumer {
 
   // Whether a row's base must change for all that this lane can tell: it may say so in vain.
   __device__ bool may_change(int half) const {
-    if constexpr (integer_maxima) {
-      return Bits::is_outside(largest_bits(half), softmax[half].is_fresh(), SoftmaxRow::lowest,
-                              SoftmaxRow::highest);
-    } else {
-      return softmax[half].must_change(lane_maximum(half));
-    }
+    const auto max = largest<Order, by_bits ? 2 : 4>(half);
+    return Order::is_less(Order::of(SoftmaxRow::highest), max) ||
+           Order::is_less(max, least_maximum);
   }
 
-  // Of this lane's part of a row, to be compared with the bounds only.
-  __device__ typename Bits::type largest_bits(int half) const {
-    typename Bits::type max[2];
+  // Of this lane's part of a row, in several chains for the latency's sake.
+  template <class By, int chains>
+  __device__ typename By::type largest(int half) const {
+    typename By::type max[chains];
 #pragma unroll
     for (int j = 0; j < Bc / 8; ++j) {
-      const auto first = Bits::of(scores[4 * j + 2 * half]);
-      const auto second = Bits::of(scores[4 * j + 2 * half + 1]);
-      max[j % 2] =
-          j < 2 ? Bits::max(first, second) : Bits::max(Bits::max(first, second), max[j % 2]);
+      const auto two =
+          By::max(By::of(scores[4 * j + 2 * half]), By::of(scores[4 * j + 2 * half + 1]));
+      max[j % chains] = j < chains ? two : By::max(two, max[j % chains]);
     }
-    return Bits::max(max[0], max[1]);
-  }
-
-  // Of this lane's part of a row, in four chains for the latency's sake.
-  __device__ float lane_maximum(int half) const {
-    float max[4];
 #pragma unroll
-    for (int j = 0; j < Bc / 8; ++j) {
-      const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
-      max[j % 4] = j < 4 ? two : fmaxf(max[j % 4], two);
-    }
-    return Bc < 32 ? fmaxf(max[0], max[1]) : fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3]));
+    for (int i = 1; i < min(chains, Bc / 8); ++i) max[0] = By::max(max[0], max[i]);
+    return max[0];
   }
 
   // Of the current tile's, the first with keys that a row of this consumer does not see.

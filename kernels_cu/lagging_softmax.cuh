@@ -7,27 +7,33 @@
 
 #include "softmax.cuh"
 
-// The bits of floats, of which one instruction finds the largest of three. Their order is right as
-// far as comparing with bounds goes: where these are not negative, negative numbers are in the
-// wrong order among themselves, where they are negative the others.
-template <bool NegativeBounds>
-struct OrderedBits {
-  using type = int;
-  __device__ static type of(float x) { return __float_as_int(x); }
-  __device__ static type max(type a, type b) { return ::max(a, b); }
-  __device__ static bool is_outside(type x, bool has_lowest, float lowest, float highest) {
-    return x > of(highest) || (has_lowest && x < of(lowest));
-  }
+// How scores are compared with bounds: as floats, or by their bits, of which one instruction finds
+// the largest of three. The bits' order is right as far as comparing with the bounds goes: where
+// these are not negative, negative numbers are in the wrong order among themselves, where they are
+// negative the others. Nothing is less than `least()`.
+template <bool ByBits, bool NegativeBounds>
+struct ScoreOrder {
+  using type = float;
+  __device__ static type least() { return -SoftmaxMath<float>::infinity(); }
+  __device__ static type of(float x) { return x; }
+  __device__ static type max(type a, type b) { return fmaxf(a, b); }
+  __device__ static bool is_less(type a, type b) { return a < b; }
 };
 template <>
-struct OrderedBits<true> {
+struct ScoreOrder<true, false> {
+  using type = int;
+  __device__ static type least() { return -0x7fffffff - 1; }
+  __device__ static type of(float x) { return __float_as_int(x); }
+  __device__ static type max(type a, type b) { return ::max(a, b); }
+  __device__ static bool is_less(type a, type b) { return a < b; }
+};
+template <>
+struct ScoreOrder<true, true> {
   using type = unsigned;
+  __device__ static type least() { return ~0u; }
   __device__ static type of(float x) { return __float_as_uint(x); }
   __device__ static type max(type a, type b) { return ::min(a, b); }
-  // One comparison, as counted from the highest what is above it comes last.
-  __device__ static bool is_outside(type x, bool has_lowest, float lowest, float highest) {
-    return x - of(highest) > (has_lowest ? of(lowest) : ~0u) - of(highest);
-  }
+  __device__ static bool is_less(type a, type b) { return a > b; }
 };
 
 template <class Element>
@@ -41,44 +47,37 @@ struct LaggingSoftmaxRow {
   // A row's first base where its scores allow it: those of most inputs lie around zero.
   static constexpr float first_base = -7 - lowest;
 
-  float log2_base;  // p = exp2(score * scale_log2 - base); -inf before the row's first key
-  float sum;
+  float base;  // p = exp2(score * scale_log2 - base)
+  float sum;   // of this lane's p
 
   __device__ void reset() {
-    log2_base = -Math::infinity();
+    base = first_base;
     sum = 0;
   }
 
-  __device__ float base() const { return is_fresh() ? first_base : log2_base; }
-
-  __device__ bool is_fresh() const { return log2_base == -Math::infinity(); }
-
-  // Whether the base must change for scores of this maximum, relative to the base.
-  __device__ bool must_change(float max) const {
-    return max > highest || (is_fresh() && max < lowest);
+  // Whether the row, four lanes', has seen no score above -inf: the largest p is never 0.
+  __device__ bool is_fresh() const {
+    return (__ballot_sync(~0u, sum != 0) >> (threadIdx.x & 28) & 15) == 0;
   }
 
   // The base of a row that sees only this score, times the scale: p is a power of two to within
   // float32's rounding, and a 16-bit result exactly the value. The lanes that do not hold the score
   // need not know: they have no p to sum up, nor the log-sum-exp to write.
-  __device__ void see_only(float score) { log2_base = score - (highest - 1); }
+  __device__ void see_only(float score) { base = score - (highest - 1); }
 
-  // Takes a maximum in for which the base need not change.
-  __device__ void keep_base() { log2_base = base(); }
-
-  // Takes a maximum in. Returns by how much the base changes, and in `rescale` what the output so
-  // far is to be multiplied by.
-  __device__ float change_base(float max, float& rescale) {
-    const bool changes = must_change(max) && max > -Math::infinity();
+  // Takes a maximum in, relative to the base, which changes where it must. Returns by how much, and
+  // in `rescale` what the output so far is to be multiplied by.
+  __device__ float change_base(float max, bool is_fresh, float& rescale) {
+    const bool changes = max > highest || (is_fresh && max < lowest && max > -Math::infinity());
     const float change = changes ? max - lowest : 0;
-    rescale = changes && !is_fresh() ? Math::exp2(-change) : 1;
-    log2_base = max == -Math::infinity() ? log2_base : base() + change;
+    rescale = changes && !is_fresh ? Math::exp2(-change) : 1;
+    base += change;
     sum *= rescale;
     return change;
   }
 
   // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
   __device__ float log_sum_exp() const {
-    return sum == 0 ? -Math::infinity() : (base() + Math::log2(sum)) * Math::ln_2;
+    return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }
 };

@@ -411,7 +411,30 @@ def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch
         tile = default_tile(case, device)
         assert decode.why_not_tile(case, device, tile) is None
         deeper = replace(tile, stages=tile.stages + 1)
-        assert decode.why_not_tile(case, device, deeper) is not None
+        if decode.why_not_tile(case, device, deeper) is None:
+            # Of blocks that read much; the element sizes are those of bfloat16.
+            assert tile.cluster == 0 and seqlen_k == 65536
+            key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
+            assert tile.warps * tile.stages * tile.Bc * key_bytes >= 128 << 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "seqlen_k", "cluster", "stages"),
+    [
+        ("pages of 16", 8, 1024, 8, 3),
+        ("pages of 1", 8, 65536, 0, 3),
+        ("pages of 16", 8, 65536, 0, 2),
+        ("cache", 8, 65536, 8, 3),
+        ("cache", 64, 8192, 0, 2),
+        ("pages of 1", 64, 8192, 0, 3),
+        ("pages of 64", 64, 8192, 0, 2),
+    ],
+)
+def test_pages_of_much_are_for_all_sms_and_short_ones_for_all_stages(
+    layout, batch, seqlen_k, cluster, stages
+):
+    tile = default_tile(problem(layout, batch=batch, seqlen_k=seqlen_k))
+    assert (tile.cluster, tile.stages) == (cluster, stages)
 
 
 def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:

@@ -34,6 +34,13 @@ _CLUSTER_UNITS = 3
 # no place for three: 8192 keys of 8 heads take it 23.1 us, clusters of 4 25.2; 33 sequences of up
 # to 2048 keys 81.9 and 75.5.
 _LITTLE = 64 << 20
+# With more than that, pages take a cluster's few blocks too long: 8 x 65536 keys of 8 heads in pages
+# of 16 rows and of one take them 585 and 725 us on an H200, a block on each SM 492 and 499; 1 x
+# 65536 82 and 91, 80 and 81. Blocks without clusters then need no more bytes on their way than
+# this, two stages of head_dim 128, unless pages are short: 64 x 8192 keys take two stages 489 us,
+# three 491; in pages of 16 rows 499 and 500, of one 525 and 506.
+_ENOUGH_ON_THE_WAY = 128 << 10
+_FEWEST_PAGE_ROWS = 16
 # And up to which clusters are better although two row tiles read each key twice: 4 x 8192 keys of
 # one head, 32 query heads, take them 18.5 us, blocks without clusters 20.0, and 16 x 8192 keys 49.2
 # and 40.9.
@@ -172,15 +179,23 @@ class DecodeFamily(Family):
         small = [DecodeTile(16, 16, min_blocks=2), DecodeTile(16, 16, min_blocks=1)]
         is_tiny = problem.batch * problem.seqlen_k <= _TINY and problem.heads_kv >= _TINY_HEADS
         large = DecodeTile(16, 16, warps=4 if wide or is_tiny else 8, min_blocks=1)
+        has_much = _bytes(problem) > _LITTLE
+        page_size = problem.sequences.page_size if problem.sequences else 0
         tiles = [large, *small]
         if problem.is_batch_invariant:
             # Bc and warps decide in which order a row's keys are summed up.
             tiles = small
         elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
             tiles = [*small, large]
-        if _has_clusters(device) and _is_balanced(problem, 16) and not problem.is_batch_invariant:
+        is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant
+        if _has_clusters(device) and is_free and not (page_size and has_much):
             yield from self._clustered(problem, device, large)
-        yield from (self._with_all_stages(problem, device, tile) for tile in tiles)
+        for tile in tiles:
+            full = self._with_all_stages(problem, device, tile)
+            if tile is large and is_free and has_much and not 0 < page_size < _FEWEST_PAGE_ROWS:
+                enough = ceil_div(_ENOUGH_ON_THE_WAY, tile.warps * _stage_bytes(problem, tile))
+                full = dataclasses.replace(full, stages=min(max(2, enough), full.stages))
+            yield full
 
     def _clustered(
         self, problem: Problem, device: Device, tile: DecodeTile
@@ -190,7 +205,7 @@ class DecodeFamily(Family):
         That is the smallest of which one for each line is enough for the bandwidth, or else the
         largest, of those that leave shared memory enough for keys on their way.
         """
-        total = problem.batch * problem.seqlen_k * problem.heads_kv * _key_bytes(problem)
+        total = _bytes(problem)
         if _row_tiles(problem, tile.Br) > 1 and total > _READ_TWICE:
             return
         tiles = [
@@ -382,6 +397,11 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
 def _key_bytes(problem: Problem) -> int:
     """A key and its value in shared memory."""
     return sum(_padded_dims(problem)) * problem.itemsize
+
+
+def _bytes(problem: Problem) -> int:
+    """All keys and values of the sequences, if they are as long as they may be."""
+    return problem.batch * problem.seqlen_k * problem.heads_kv * _key_bytes(problem)
 
 
 def _stage_bytes(problem: Problem, tile: DecodeTile) -> int:

@@ -18,9 +18,9 @@ from cupy_flash import (
     jax_arrays,
     launch,
     plan,
+    reference,
     torch_arrays,
 )
-from cupy_flash.arrays import read
 
 OURS, THEIRS = 0xA0, 0xB0
 
@@ -231,10 +231,10 @@ def test_packed_sequences_take_arrays_of_jax_by_their_address_too(gpu):
 
 def test_plans_and_references_read_arrays_as_cupy_ones(gpu):
     array = ArrayImpl(gpu, (2, 113, 6, 40))
-    on_cupy = read("q", array)
-    assert type(on_cupy) is fake_gpu.FakeArray
-    assert (on_cupy.shape, on_cupy.dtype) == (array.shape, array.dtype)
-    assert on_cupy.data.ptr == array.address
+    for read in reference._as_bhsd(array, array, array, "bhsd"):
+        assert type(read) is fake_gpu.FakeArray
+        assert (read.shape, read.dtype) == (array.shape, array.dtype)
+        assert read.data.ptr == array.address
     assert plan(array, array, array, arch="sm_90").problem.heads_q == 6
 
 

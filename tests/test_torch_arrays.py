@@ -15,9 +15,9 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
     launch,
+    reference,
     torch_arrays,
 )
-from cupy_flash.arrays import read
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
 OURS, THEIRS = 0xA0, 0xB0
@@ -191,12 +191,12 @@ def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
         flash_attention(**(tensors | {"k": Tensor(gpu, (2, 203, 3, 40), "int32")}))
 
 
-def test_plans_and_references_read_tensors_as_cupy_arrays(gpu):
+def test_references_read_tensors_on_a_gpu_as_cupy_arrays(gpu):
     tensor = qkv(gpu)["q"]
-    on_cupy = read("q", tensor)
-    assert type(on_cupy) is fake_gpu.FakeArray
-    assert (on_cupy.shape, on_cupy.dtype) == (tensor.shape, np.float16)
-    assert on_cupy.data.ptr == tensor.data_ptr()
+    for array in reference._as_bhsd(tensor, tensor, tensor, "bhsd"):
+        assert type(array) is fake_gpu.FakeArray
+        assert (array.shape, array.dtype) == (tensor.shape, np.float16)
+        assert array.data.ptr == tensor.data_ptr()
 
 
 def test_packed_and_cached_sequences_take_tensors_too(gpu):

@@ -196,8 +196,6 @@ def normalize(name: str, array: Any) -> Any:
     TypeError
         For anything else.
     """
-    if (memory := from_jax(name, array)) is not None:
-        return memory
     if is_torch_on_gpu(array):
         if streams := torch_streams(name, array):
             order(*streams)
@@ -209,6 +207,8 @@ def normalize(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
+    if (memory := from_jax(name, array)) is not None:
+        return memory
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"

@@ -291,7 +291,7 @@ def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> An
 
 
 def _from_jax(q: Any, k: Any, v: Any, options: Options) -> Any | None:
-    """The same of arrays of JAX, in 3 us less; None where one is not read by its address."""
+    """The same of arrays of JAX; None where one of them is not read by its address."""
     q_memory = from_jax("q", q)
     if q_memory is None:
         return None

@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.jax_arrays import from_jax, is_jax, to_jax
+from cupy_flash.errors import needs_cupy
+from cupy_flash.jax_arrays import JaxMemory, from_jax, gpu_of, is_jax, to_jax
 from cupy_flash.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
-from cupy_flash.torch_arrays import as_cupy, is_torch_on_gpu, order, tensor_type, two_streams
+from cupy_flash.torch_arrays import (
+    is_torch_on_gpu,
+    order,
+    tensor_as_cupy,
+    tensor_type,
+    two_streams,
+)
 
 LAYOUTS = ("bshd", "bhsd")
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -98,6 +105,13 @@ def is_readable_in_place(array: Any) -> bool:
     return has_contiguous_rows(array) and is_aligned(array)
 
 
+def as_cupy(array: Any) -> Any:
+    """A CuPy array over the memory of a tensor or an array of JAX on a GPU; any other as it is."""
+    if array.__class__ is JaxMemory:
+        return array.as_cupy()
+    return tensor_as_cupy(array) if array.__class__ is tensor_type() else array
+
+
 def readable_in_place(array: Any) -> Any:
     """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
     on_gpu = as_cupy(array)
@@ -173,9 +187,9 @@ def normalize(name: str, array: Any) -> Any:
     Returns
     -------
     array
-        NumPy for host memory, CuPy for device memory, or a tensor on a GPU, which launches take
-        as they take CuPy's arrays. Device memory of another library is ordered after its
-        producer's current stream.
+        NumPy for host memory, CuPy for device memory; or a tensor on a GPU, or a `JaxMemory`,
+        which launches take as they take CuPy's arrays. Device memory of another library is
+        ordered after its producer's current stream.
 
     Raises
     ------
@@ -193,12 +207,8 @@ def normalize(name: str, array: Any) -> Any:
         )
     if isinstance(array, np.ndarray) or is_cupy(array):
         return array
-    if is_jax(array):
-        try:
-            if (on_gpu := from_jax(name, array)) is not None:
-                return on_gpu
-        except ImportError as error:
-            raise _needs_cupy(name) from error
+    if (memory := from_jax(name, array)) is not None:
+        return memory
     if not hasattr(array, "__dlpack_device__"):
         raise TypeError(
             f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
@@ -213,12 +223,17 @@ def normalize(name: str, array: Any) -> Any:
     )
 
 
+def read(name: str, array: Any) -> Any:
+    """`normalize` to what NumPy's or CuPy's functions take."""
+    return as_cupy(normalize(name, array))
+
+
 def torch_streams(name: str, tensor: Any) -> tuple[int, int] | None:
     """`two_streams`, which CuPy has to be there for."""
     try:
         return two_streams(tensor)
     except ImportError as error:
-        raise _needs_cupy(name) from error
+        raise needs_cupy(name) from error
 
 
 def normalize_out(name: str, array: Any) -> Any:
@@ -308,18 +323,11 @@ def _device_array(name: str, array: Any) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise _needs_cupy(name) from error
+        raise needs_cupy(name) from error
     try:
         return cupy.from_dlpack(array)
     except (TypeError, BufferError) as error:
         raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
-
-
-def _needs_cupy(name: str) -> TypeError:
-    return TypeError(
-        f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
-        "[cuda12]"
-    )
 
 
 def _host_array(name: str, array: Any) -> np.ndarray:
@@ -358,13 +366,15 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     TypeError
         If the library takes none, naming the argument.
     """
+    if (device := gpu_of(array)) is not None:
+        return functools.partial(to_jax, device=device)
     if isinstance(array, np.ndarray) or is_cupy(array):
         return _identity
     root = _root_module(array)
     if root == "torch":
         return to_torch
     if is_jax(array):
-        return functools.partial(_to_jax, array)
+        return _to_jax
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
@@ -385,10 +395,10 @@ def to_torch(result: Any) -> Any:
     return torch.from_dlpack(result)
 
 
-def _to_jax(like: Any, result: Any) -> Any:
+def _to_jax(result: Any) -> Any:
     import jax
 
-    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, like)
+    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, None)
 
 
 def require_float(name: str, array: Any) -> None:

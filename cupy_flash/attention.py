@@ -17,13 +17,14 @@ from cupy_flash.backends import (
 )
 from cupy_flash.device import device_for_arch, device_for_id, gpu_unavailable
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.jax_arrays import from_jax, to_jax
 from cupy_flash.launch import Options
 from cupy_flash.options import plain_options
 from cupy_flash.overlap import require_apart
 from cupy_flash.planner import Plan, make_cpu_plan, make_plan
 from cupy_flash.problem import Problem
 from cupy_flash.tile import Tile, TileRequest, freeze_tile
-from cupy_flash.torch_arrays import as_cupy, is_torch_on_gpu, order
+from cupy_flash.torch_arrays import is_torch_on_gpu, order
 
 
 def flash_attention(
@@ -125,6 +126,10 @@ def flash_attention(
         # Likewise.
         result, lse = _from_host(q, k, v, None, backend, options)
         return (result, lse) if return_lse else result
+    if backend == "auto" and out is None:
+        found = _from_jax(q, k, v, options)
+        if found is not None:
+            return found
     given = q
     q, k, v = (arrays.normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     convert = arrays.way_back("q", given)
@@ -226,7 +231,7 @@ def plan(
         Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
     )
     require_backend(backend)
-    q, k, v = (as_cupy(arrays.normalize(n, a)) for n, a in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (arrays.read(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
     _require_one_kind(q, k, v, None)
     on_host = isinstance(q, np.ndarray)
     on_cpu = on_host and arch is None and not host_runs_on_gpu(backend)
@@ -283,6 +288,19 @@ def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> An
     if not options.return_lse:
         return result
     return result, lse if lse.__class__ is q.__class__ else arrays.to_torch(lse)
+
+
+def _from_jax(q: Any, k: Any, v: Any, options: Options) -> Any | None:
+    """The same of arrays of JAX; None where one of them is not read by its address."""
+    q_memory = from_jax("q", q)
+    if q_memory is None:
+        return None
+    k_memory, v_memory = from_jax("k", k), from_jax("v", v)
+    if k_memory is None or v_memory is None:
+        return None
+    result, lse = launch.forward(q_memory, k_memory, v_memory, None, options)
+    result = to_jax(result, q_memory.device)
+    return (result, to_jax(lse, q_memory.device)) if options.return_lse else result
 
 
 def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:

@@ -32,7 +32,6 @@ from cupy_flash.problem import (
     Strides,
     check_no_self_overlap,
 )
-from cupy_flash.torch_arrays import as_cupy
 
 SOURCE = "combine.cu"
 ENTRY = "combine_partials"
@@ -333,13 +332,13 @@ def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, A
     call = _calls.get(key)
     if call is None:
         require_device(device_id, out_partial=out_partial, lse_partial=lse_partial, out=out)
-        both = as_cupy(out_partial), as_cupy(lse_partial)
+        both = arrays.as_cupy(out_partial), arrays.as_cupy(lse_partial)
         _check(*both)
         readable = arrays.readable_in_place(out_partial), _contiguous(lse_partial)
         if readable[0] is not out_partial or readable[1] is not lse_partial:
             return _on_gpu(*readable, out)
-        spec = spec_of_call(*both, as_cupy(out))
-        call = remember(_calls, key, _prepare(spec, *both, as_cupy(out)))
+        spec = spec_of_call(*both, arrays.as_cupy(out))
+        call = remember(_calls, key, _prepare(spec, *both, arrays.as_cupy(out)))
     call.apart.check(addresses)
     if out is None:
         out = empty(out_partial, call.out_shape, call.dtype)
@@ -355,7 +354,7 @@ def _on_gpu(out_partial: Any, lse_partial: Any, out: Any | None) -> tuple[Any, A
 
 def _contiguous(lse_partial: Any) -> Any:
     """The array itself where kernels can read it as C-contiguous, else a copy."""
-    array = as_cupy(lse_partial)
+    array = arrays.as_cupy(lse_partial)
     if array.flags.c_contiguous and arrays.is_aligned(array):
         return lse_partial
     return cupy_module().ascontiguousarray(arrays.readable_in_place(array))

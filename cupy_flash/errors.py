@@ -16,3 +16,11 @@ class UnsupportedError(ValueError):
 
 class DriverError(RuntimeError):
     """The CUDA driver refused a request."""
+
+
+def needs_cupy(name: str) -> TypeError:
+    """What to raise for an array on a GPU where CuPy cannot be imported."""
+    return TypeError(
+        f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
+        "[cuda12]"
+    )

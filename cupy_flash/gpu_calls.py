@@ -9,15 +9,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cupy_flash.arrays import kind_of
+from cupy_flash.arrays import as_cupy, kind_of
 from cupy_flash.by_value import SLOT, thread_arguments
 from cupy_flash.compiler import kernel_cache
+from cupy_flash.jax_arrays import JaxMemory
 from cupy_flash.overlap import OverlapCheck
 from cupy_flash.params import PackedParams, PackedSequences
 from cupy_flash.planner import Plan
 from cupy_flash.problem import MAX_ALIGNMENT, Problem
 from cupy_flash.tensor_map import TensorMaps
-from cupy_flash.torch_arrays import as_cupy, new_tensor, tensor_type
+from cupy_flash.torch_arrays import new_tensor, tensor_type
 
 # A kernel, its grid, its thread block, and the dynamic shared memory of a block in bytes.
 LoadedLaunch = tuple[Any, tuple[int, int, int], tuple[int, int, int], int]
@@ -63,6 +64,9 @@ def facts_of(arrays: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
                 array.get_device(),
                 address & (MAX_ALIGNMENT - 1),
             )
+        elif array.__class__ is JaxMemory:
+            addresses.append(array.address)
+            facts += array.facts
         else:
             data, dtype = array.data, array.dtype
             address = data.ptr

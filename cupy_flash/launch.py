@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from cupy_flash import tuning
 from cupy_flash.arrays import (
     address_of,
+    as_cupy,
     dtype_name,
     is_readable_in_place,
     readable_in_place,
@@ -24,7 +25,6 @@ from cupy_flash.overlap import OverlapCheck
 from cupy_flash.planner import make_plan
 from cupy_flash.problem import ArraySpec, Problem, check_bool, contiguous_strides, make_problem
 from cupy_flash.tile import FrozenTile
-from cupy_flash.torch_arrays import as_cupy
 
 _NAMES = ("q", "k", "v", "out")
 

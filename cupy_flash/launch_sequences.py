@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash import append, tuning
-from cupy_flash.arrays import address_of, dtype_name, readable_in_place, spec_of
+from cupy_flash.arrays import address_of, as_cupy, dtype_name, readable_in_place, spec_of
 from cupy_flash.counters import shared
 from cupy_flash.device import Device, device_for_id
 from cupy_flash.gpu_calls import (
@@ -34,7 +34,6 @@ from cupy_flash.sequence_arrays import (
     require_length,
     varlen_problem,
 )
-from cupy_flash.torch_arrays import as_cupy
 
 # Where rotated queries begin behind the workspace: as a new allocation would.
 _SCRATCH_ALIGNMENT = 512

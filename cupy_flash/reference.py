@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays import array_module, normalize, way_back
+from cupy_flash.arrays import array_module, read, way_back
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -244,7 +244,7 @@ def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     """Views of shape (batch, heads, seqlen, dim), their shapes checked against each other."""
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
-    q, k, v = (normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash import host_sequences
-from cupy_flash.arrays import array_module, is_cupy, normalize, way_back
+from cupy_flash.arrays import array_module, is_cupy, read, way_back
 from cupy_flash.host_sequences import find_cached_keys, find_packed_keys, find_queries, longer
 from cupy_flash.reference import attention_reference
 from cupy_flash.rotary import rotated
@@ -92,7 +92,7 @@ def attention_varlen_reference(
     counts.
     """
     convert = way_back("q", q)
-    q, k, v = (normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     xp = array_module(q)
     cu_seqlens_q = _on_host(cu_seqlens_q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
@@ -189,10 +189,10 @@ def attention_with_kvcache_reference(
     """
     convert = way_back("q", q)
     q, k_cache, v_cache = (
-        normalize(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+        read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
     k, v, rotary_cos, rotary_sin = (
-        None if x is None else normalize(name, x)
+        None if x is None else read(name, x)
         for name, x in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
     )
     xp = array_module(q)
@@ -240,5 +240,5 @@ def attention_with_kvcache_reference(
 
 def _on_host(integers: Any) -> Any:
     if hasattr(integers, "__dlpack_device__"):
-        integers = normalize("an array of integers", integers)
+        integers = read("an array of integers", integers)
     return integers.get() if is_cupy(integers) else np.asarray(integers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -66,23 +67,35 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
 
 
 def order(first: int, second: int) -> None:
-    """Have one stream wait for what is queued on another."""
+    """Have one stream of the current device wait for what is queued on another."""
     cuda = _cuda()
-    # An event of its own: another thread may be about to record one that is shared.
-    event = cuda.Event(disable_timing=True)
+    # An event of the thread's own: another may be about to record one that is shared. Making one
+    # takes longer than recording it and waiting for it, 0.8 us.
+    events, device = _of_thread.events, cuda.runtime.getDevice()
+    event = events.get(device)
+    if event is None:
+        event = events[device] = cuda.Event(disable_timing=True)
     cuda.runtime.eventRecord(event.ptr, first)
     cuda.runtime.streamWaitEvent(second, event.ptr)
 
 
-def as_cupy(array: Any) -> Any:
-    """A CuPy array over the memory of a tensor on a GPU; any other array as it is."""
-    if array.__class__ is not tensor_type():
-        return array
-    cuda, dtype = _cuda(), _dtypes()[array.dtype]
-    size = array.untyped_storage().nbytes()
-    memory = cuda.UnownedMemory(array.data_ptr(), size, array, array.get_device())
-    strides = tuple(stride * dtype.itemsize for stride in array.stride())
-    return _cupy().ndarray(tuple(array.shape), dtype, cuda.MemoryPointer(memory, 0), strides)
+class _OfThread(threading.local):
+    """Events of a thread by their device."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, Any] = {}
+
+
+_of_thread = _OfThread()
+
+
+def tensor_as_cupy(tensor: Any) -> Any:
+    """A CuPy array over the memory of a tensor on a GPU."""
+    cuda, dtype = _cuda(), _dtypes()[tensor.dtype]
+    size = tensor.untyped_storage().nbytes()
+    memory = cuda.UnownedMemory(tensor.data_ptr(), size, tensor, tensor.get_device())
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    return _cupy().ndarray(tuple(tensor.shape), dtype, cuda.MemoryPointer(memory, 0), strides)
 
 
 @functools.lru_cache(4096)

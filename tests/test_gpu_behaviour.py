@@ -23,10 +23,17 @@ from gpu_support import (
     random_values,
 )
 
-from cupy_flash import compiler, flash_attention, jax_arrays, launch, plan
+from cupy_flash import (
+    compiler,
+    flash_attention,
+    flash_attention_varlen,
+    jax_arrays,
+    launch,
+    plan,
+)
+from cupy_flash.arrays import as_cupy
 from cupy_flash.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
 from cupy_flash.families import FAMILIES
-from cupy_flash.torch_arrays import as_cupy
 
 pytestmark = pytest.mark.gpu
 
@@ -177,7 +184,10 @@ def test_jax_arrays_give_jax_arrays(jax: Any, way: str, monkeypatch: pytest.Monk
 
 
 @with_other_library
-def test_jax_arrays_that_are_still_computed_are_waited_for(jax: Any) -> None:
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_jax_arrays_that_are_still_computed_are_waited_for(jax: Any, own_stream: bool) -> None:
+    import cupy
+
     values = random_values(CASE)
 
     @jax.jit
@@ -188,9 +198,10 @@ def test_jax_arrays_that_are_still_computed_are_waited_for(jax: Any) -> None:
     busy = jax.numpy.zeros((2048, 2048), np.float32)
     arrays = [jax.numpy.asarray(array) for array in values]
     jax.block_until_ready(slowly(arrays, busy))
-    for _ in range(3):
-        out = flash_attention(*slowly(arrays, busy))
-        Truth.of(values).check(np.asarray(out))
+    with cupy.cuda.Stream(non_blocking=True) if own_stream else cupy.cuda.Stream.null:
+        for _ in range(3):
+            q, k, v = slowly(arrays, busy)
+            Truth.of(values).check(np.asarray(flash_attention(q, k, v)))
 
 
 @with_other_library
@@ -204,6 +215,91 @@ def test_jax_arrays_whose_axes_lie_in_another_order_are_read_as_they_lie(jax: An
     k = jax.device_put(k, swapped).block_until_ready()
     assert k.format.layout.major_to_minor == (0, 2, 1, 3)
     Truth.of(values).check(np.asarray(flash_attention(q, k, v)))
+
+
+@with_other_library
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_jax_arrays_give_the_bits_that_cupy_arrays_give(jax: Any, dtype: str) -> None:
+    values = random_values(dataclasses.replace(CASE, dtype=dtype))
+    expected = [array.get() for array in flash_attention(*on_gpu(values), return_lse=True)]
+    inputs = [jax.numpy.asarray(array).block_until_ready() for array in values]
+    # The second call finds what the first one prepared.
+    for _ in range(2):
+        results = flash_attention(*inputs, return_lse=True)
+        for result, plain in zip(results, expected, strict=True):
+            assert isinstance(result, jax.Array)
+            assert result.dtype == plain.dtype
+            np.testing.assert_array_equal(np.asarray(result), plain)
+
+
+@with_other_library
+def test_jax_waits_for_a_call_on_a_stream_of_ours(jax: Any) -> None:
+    import cupy
+
+    values = random_values(CASE)
+    inputs = [jax.numpy.asarray(array).block_until_ready() for array in values]
+    flash_attention(*inputs)
+    keep_busy(1)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True):
+        for _ in range(3):
+            keep_busy(BUSY // 5)
+            out = flash_attention(*inputs)
+            Truth.of(values).check(np.asarray(jax.numpy.flip(out, 0))[::-1])
+
+
+@with_other_library
+def test_jax_and_cupy_arrays_go_together_and_q_says_what_the_result_is(jax: Any) -> None:
+    import cupy
+
+    values = random_values(CASE)
+    ours = on_gpu(values)
+    theirs = [jax.numpy.asarray(array).block_until_ready() for array in values]
+    out = flash_attention(theirs[0], *ours[1:])
+    assert isinstance(out, jax.Array)
+    Truth.of(values).check(np.asarray(out))
+    out = flash_attention(ours[0], *theirs[1:])
+    assert isinstance(out, cupy.ndarray)
+    Truth.of(values).check(out.get())
+
+
+@with_other_library
+def test_a_jax_array_that_was_deleted_is_refused_on_a_gpu_too(jax: Any) -> None:
+    q, k, v = (jax.numpy.asarray(array) for array in random_values(CASE))
+    flash_attention(q, k, v)
+    v.delete()
+    with pytest.raises(ValueError, match="v is a JAX array that was deleted or donated"):
+        flash_attention(q, k, v)
+
+
+@with_other_library
+def test_jax_arrays_on_a_second_gpu_are_read_where_that_one_is_current(jax: Any) -> None:
+    import cupy
+
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    values = random_values(CASE)
+    first = [jax.device_put(array, jax.devices()[0]).block_until_ready() for array in values]
+    second = [jax.device_put(array, jax.devices()[1]).block_until_ready() for array in values]
+    Truth.of(values).check(np.asarray(flash_attention(*first)))
+    with pytest.raises(ValueError, match="q lies on device 1, but the current device is 0"):
+        flash_attention(*second)
+    with cupy.cuda.Device(1):
+        out = flash_attention(*second)
+        assert out.devices() == {jax.devices()[1]}
+        Truth.of(values).check(np.asarray(out))
+
+
+@with_other_library
+def test_packed_sequences_of_jax_arrays_give_jax_arrays(jax: Any) -> None:
+    q, k, v = (array[0] for array in random_values(CASE))
+    offsets_q, offsets_k = (np.array([0, 40, len(x)], np.int32) for x in (q, k))
+    given = (q, k, v, offsets_q, offsets_k)
+    options: dict[str, Any] = {"max_seqlen_q": len(q), "max_seqlen_k": len(k)}
+    plain = flash_attention_varlen(*on_gpu(given), **options)
+    out = flash_attention_varlen(*map(jax.numpy.asarray, given), **options)
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(np.asarray(out), plain.get())
 
 
 # Streams and graphs

@@ -15,6 +15,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
     launch,
+    reference,
     torch_arrays,
 )
 
@@ -106,6 +107,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setitem(sys.modules, "torch", torch)
     cupy = SimpleNamespace(ndarray=fake_gpu.FakeArray, cuda=fake.cuda)
     monkeypatch.setattr(torch_arrays, "_cupy", lambda: cupy)
+    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
     for name in ("_dtypes", "_torch_dtypes", "_torch_stream"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
@@ -187,6 +189,14 @@ def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
         flash_attention(**(tensors | {"v": Tensor(gpu, (203, 3, 72), "float16")}))
     with pytest.raises(TypeError, match="k has dtype int32; expected one of float16"):
         flash_attention(**(tensors | {"k": Tensor(gpu, (2, 203, 3, 40), "int32")}))
+
+
+def test_references_read_tensors_on_a_gpu_as_cupy_arrays(gpu):
+    tensor = qkv(gpu)["q"]
+    for array in reference._as_bhsd(tensor, tensor, tensor, "bhsd"):
+        assert type(array) is fake_gpu.FakeArray
+        assert (array.shape, array.dtype) == (tensor.shape, np.float16)
+        assert array.data.ptr == tensor.data_ptr()
 
 
 def test_packed_and_cached_sequences_take_tensors_too(gpu):

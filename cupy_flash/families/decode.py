@@ -48,7 +48,7 @@ _READ_TWICE = 16 << 20
 # Keys of all sequences up to which four warps merge sooner than eight read, if there are several
 # heads: 1024 keys of 8 heads take 10.3 us, with eight warps 10.6; of one head 9.6 and 9.1.
 _TINY = 1024
-_TINY_HEADS = 4
+_SEVERAL_HEADS = 4
 # Keys that a sequence may have, from which on the end of each costs a cluster's few blocks little:
 # 64 sequences of 1024, 8192 and 65536 keys take them 117, 707 and 5505 us, and 128 blocks that
 # merge through memory 106, 703 and 5582.
@@ -177,7 +177,8 @@ class DecodeFamily(Family):
         """Tiles from the best down, of which the first that fits is the default."""
         wide = max(problem.head_dim, problem.head_dim_v) > 128
         small = [DecodeTile(16, 16, min_blocks=2), DecodeTile(16, 16, min_blocks=1)]
-        is_tiny = problem.batch * problem.seqlen_k <= _TINY and problem.heads_kv >= _TINY_HEADS
+        several_heads = problem.heads_kv >= _SEVERAL_HEADS
+        is_tiny = problem.batch * problem.seqlen_k <= _TINY and several_heads
         large = DecodeTile(16, 16, warps=4 if wide or is_tiny else 8, min_blocks=1)
         has_much = _bytes(problem) > _LITTLE
         page_size = problem.sequences.page_size if problem.sequences else 0
@@ -190,12 +191,14 @@ class DecodeFamily(Family):
         is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant
         if _has_clusters(device) and is_free and not (page_size and has_much):
             yield from self._clustered(problem, device, large)
+        most_stages = _MOST_STAGES
+        if is_free and several_heads and has_much and not 0 < page_size < _FEWEST_PAGE_ROWS:
+            enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
+            most_stages = max(2, enough)
         for tile in tiles:
             full = self._with_all_stages(problem, device, tile)
-            if tile is large and is_free and has_much and not 0 < page_size < _FEWEST_PAGE_ROWS:
-                enough = ceil_div(_ENOUGH_ON_THE_WAY, tile.warps * _stage_bytes(problem, tile))
-                full = dataclasses.replace(full, stages=min(max(2, enough), full.stages))
-            yield full
+            most = most_stages if tile is large else full.stages
+            yield dataclasses.replace(full, stages=min(most, full.stages))
 
     def _clustered(
         self, problem: Problem, device: Device, tile: DecodeTile

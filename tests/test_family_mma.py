@@ -168,7 +168,9 @@ def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_a_default_tile_compiles_without_spills(name, cubins):
     resources = cubins[name].result().resources["attention"]
-    assert resources.spill_bytes == 0, f"{DEFAULTS[name].tile}: {resources}"
+    # The one tile that is faster than smaller ones although it spills, see its family.
+    most = 16 if name == "float32-128-causal-sm_90" else 0
+    assert resources.spill_bytes <= most, f"{DEFAULTS[name].tile}: {resources}"
 
 
 @pytest.mark.parametrize("name", RAGGED)

@@ -34,17 +34,17 @@ _CLUSTER_UNITS = 3
 # no place for three: 8192 keys of 8 heads take it 23.1 us, clusters of 4 25.2; 33 sequences of up
 # to 2048 keys 81.9 and 75.5.
 _LITTLE = 64 << 20
-# With more than that, pages take a cluster's few blocks too long: 8 x 65536 keys of 8 heads in pages
-# of 16 rows and of one take them 585 and 725 us on an H200, a block on each SM 492 and 499; 1 x
-# 65536 82 and 91, 80 and 81. Blocks without clusters then need no more bytes on their way than
-# this, two stages of head_dim 128, unless pages are short: 64 x 8192 keys take two stages 489 us,
-# three 491; in pages of 16 rows 499 and 500, of one 525 and 506.
-_ENOUGH_ON_THE_WAY = 128 << 10
-_FEWEST_PAGE_ROWS = 16
 # And up to which clusters are better although two row tiles read each key twice: 4 x 8192 keys of
 # one head, 32 query heads, take them 18.5 us, blocks without clusters 20.0, and 16 x 8192 keys 49.2
 # and 40.9.
 _READ_TWICE = 16 << 20
+# With more than `_LITTLE`, pages take a cluster's few blocks too long: 8 x 65536 keys of 8 heads in
+# pages of 16 rows and of one take them 585 and 725 us on an H200, a block on each SM 492 and 499; 1
+# x 65536 82 and 91, 80 and 81. Blocks without clusters then need no more bytes on their way than
+# this, two stages of head_dim 128, unless pages are short: 64 x 8192 keys take two stages 489 us,
+# three 491; in pages of 16 rows 499 and 500, of one 525 and 506.
+_ENOUGH_ON_THE_WAY = 128 << 10
+_FEWEST_PAGE_ROWS = 16
 # Keys of all sequences up to which four warps merge sooner than eight read, if there are several
 # heads: 1024 keys of 8 heads take 10.3 us, with eight warps 10.6; of one head 9.6 and 9.1.
 _TINY = 1024

@@ -11,7 +11,7 @@ Three steps go beyond the paper:
   exp can neither overflow nor underflow, the running maximum is left at 0: that saves two of the
   four passes over the scores that are not matrix products.
 - Short sequences need no tiles: as many whole heads, and sequences of a batch, as fit the cache are
-  taken at once, in a few calls of NumPy (`cupy_flash.cpu_heads`).
+  taken at once, in a few calls of NumPy (`cupy_flash.cpu_small`).
 - Along a causal mask's edge, rows are taken in strips, each over the keys that it sees.
 
 Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu_heads, cpu_tiles
+from cupy_flash import cpu_small, cpu_tiles
 from cupy_flash.cpu_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
-from cupy_flash.cpu_pass import Block, Pass, Scratch, tile_scratch_sizes
+from cupy_flash.cpu_pass import Block, Cut, Pass, Scratch
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import PagedRows
 from cupy_flash.problem import Problem
@@ -42,10 +42,10 @@ Array = NDArray[Any]
 #: Files beside this one that say what the CPU backend computes, and how fast.
 SOURCES = (
     "cpu.py",
-    "cpu_heads.py",
     "cpu_pass.py",
     "cpu_rows.py",
     "cpu_sequences.py",
+    "cpu_small.py",
     "cpu_threads.py",
     "cpu_tiles.py",
     "host_sequences.py",
@@ -104,8 +104,20 @@ def candidate_tiles(problem: Problem) -> Iterator[Tile]:
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of scratch that one worker needs."""
     itemsize = 8 if problem.dtype == "float64" else 4
-    sizes = tile_scratch_sizes(tile.Br, tile.Bc, problem.head_dim, problem.head_dim_v, copies=True)
-    return sum(sizes.values()) * itemsize
+    if problem.seqlen_q == 0:
+        return 0
+    cut = Cut.make(
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_kv,
+        problem.heads_q // problem.heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        True,
+        tile,
+    )
+    return cut.elements * itemsize
 
 
 @functools.cache
@@ -173,7 +185,7 @@ def forward(
         "softmax_scale": softmax_scale,
         "tile": tile,
     }
-    if cpu_heads.forward_small(q, k, v, out, lse, **options):
+    if cpu_small.forward_small(q, k, v, out, lse, **options):
         return
     job = Pass.make(q, k, v, out, lse, **options)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
@@ -206,10 +218,7 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
         # logarithm of an empty row's sum, NaN on their way through.
         with np.errstate(all="ignore"):
             for job, block in items:
-                if job.whole:
-                    cpu_heads.attend(job, scratch, block)
-                else:
-                    cpu_tiles.attend(job, scratch, block, stop)
+                cpu_tiles.attend(job, scratch, block, stop)
 
     with single_threaded_blas:
         share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_heads, cpu_rows, host_sequences
+from cupy_flash import cpu, cpu_rows, cpu_small, host_sequences
 from cupy_flash.arrays import dtype_name
-from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, MIN_ROWS_FOR_BOUNDS, Pass, compute_dtype
+from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, Pass, compute_dtype
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import (
     Keys,
@@ -41,6 +41,9 @@ Array = NDArray[Any]
 # the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
 # 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
 MIN_PAIRS_TO_SHARE = 1 << 15
+
+# Rows that each key is read for, from which on all pages are gathered first.
+MIN_ROWS_TO_GATHER_FOR = 128
 
 # Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
 MAX_ROWS_OF_PIECE = 128
@@ -364,7 +367,7 @@ class _Batch:
         if piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
-        return cpu_heads.forward_small(
+        return cpu_small.forward_small(
             piece.q,
             k,
             v,
@@ -386,7 +389,7 @@ class _Batch:
         rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
         columns = self.k.shape[3] + self.v.shape[3]
         size = piece.keys.seqlen * heads_kv * columns * self.k.itemsize
-        return rows >= MIN_ROWS_FOR_BOUNDS and size <= most_bytes
+        return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
 
     def by_rows(self, piece: _Piece, Bc: int) -> None:
         """One piece by `cpu_rows`."""

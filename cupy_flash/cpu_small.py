@@ -1,8 +1,7 @@
-"""Attention of whole heads at once: the plain formula on as many short sequences as fit the cache.
+"""A small call of the CPU backend at once: the plain formula, in as few calls of NumPy as it takes.
 
-For a head whose scores fit, tiles would only add calls of NumPy. Here all rows and keys of several
-heads, and sequences of a batch, share each call. Weights are divided by their sum before they meet
-the values, as in the formula, so that no sum of products overflows where a result does not.
+Weights are divided by their sum before they meet the values, as in the formula, so that no sum of
+products overflows where a result does not.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu_pass import Block, Pass, Scratch, hidden, lost_rows, lowest, ones
+from cupy_flash.cpu_pass import hidden, lowest, ones
 from cupy_flash.host_sequences import PagedRows
 from cupy_flash.tile import Tile
 
@@ -25,7 +24,7 @@ MAX_ELEMENTS_OF_CALL = 1 << 16
 # Multiplications of a matrix product up to which OpenBLAS takes one thread in any case.
 MAX_PRODUCT_OF_ONE_THREAD = 1 << 18
 
-# As in `cupy_flash.cpu_tiles`: scores that need no maximum subtracted.
+# Scores up to this need no maximum subtracted: exp stays within [1e-13, 1e13].
 SCORE_BOUND = 30.0
 
 
@@ -120,61 +119,3 @@ def _are_bounded(scores: Array) -> bool:
         # Quicker still, and enough for few.
         return True
     return bool(scores.max() <= SCORE_BOUND and scores.min() >= -SCORE_BOUND)
-
-
-def _write_nothing(job: Pass, block: Block) -> None:
-    job.out[tuple(block)] = 0
-    if job.lse is not None:
-        job.lse[tuple(block)] = -np.inf
-
-
-def attend(job: Pass, scratch: Scratch, block: Block) -> None:
-    """Output and lse of the heads of a block."""
-    compute = job.compute
-    seqlen_k = job.k.shape[1]
-    if seqlen_k == 0:
-        _write_nothing(job, block)
-        return
-    k = job.keys(block, 0, seqlen_k, scratch)
-    v = job.values(block, 0, seqlen_k, scratch)
-    source, out = job.q[block.batch, block.kv_heads], job.out[block.batch, block.kv_heads]
-    _, _, group, seqlen_q, _ = source.shape
-    if group == 1:
-        source, out = source[:, :, 0], out[:, :, 0]
-    elif seqlen_q == 1:
-        # The heads of a group are the rows of one matrix.
-        source, out = source[:, :, :, 0], out[:, :, :, 0]
-    else:
-        k, v = k[:, :, None], v[:, :, None]
-    q = scratch.cut("q", source.shape, compute)
-    scale = compute.type(job.softmax_scale)
-    if source.dtype == compute:
-        np.multiply(source, scale, out=q)
-    else:
-        np.copyto(q, source, casting="same_kind")
-        q *= scale
-    scores = scratch.cut("scores", (*q.shape[:-1], seqlen_k), compute)
-    np.matmul(q, k.swapaxes(-1, -2), out=scores)
-    unseen = None
-    if job.causal and job.keys_seen(0) < seqlen_k:
-        # Of one row, whichever of the axes it lies along.
-        unseen = hidden(seqlen_q, seqlen_k, job.q_offset)
-    row_max, row_sum, empty = _to_weights(scores, unseen)
-    if out.dtype == compute:
-        np.matmul(scores, v, out=out)
-    else:
-        acc = scratch.cut("acc", out.shape, compute)
-        np.matmul(scores, v, out=acc)
-        np.copyto(out, acc, casting="same_kind")
-    if empty is None and job.lse is None:
-        return
-    row_lse = np.log(row_sum)
-    row_lse += row_max
-    if empty is not None:
-        by_row = empty.reshape(*empty.shape[:2], group, seqlen_q, 1)
-        lost = lost_rows(job, block, scratch, by_row).reshape(empty.shape)
-        for array, nothing in ((out, 0), (row_lse, -np.inf)):
-            np.copyto(array, nothing, where=empty)
-            np.copyto(array, np.nan, where=lost)
-    if job.lse is not None:
-        job.lse[block.batch, block.kv_heads] = row_lse.reshape(*row_lse.shape[:2], group, seqlen_q)

@@ -11,7 +11,7 @@ Three steps go beyond the paper:
   exp can neither overflow nor underflow, the running maximum is left at 0: that saves two of the
   four passes over the scores that are not matrix products.
 - Short sequences need no tiles: as many whole heads, and sequences of a batch, as fit the cache are
-  taken at once, in a few calls of NumPy (`cupy_flash.cpu_small`).
+  taken at once, in a few calls of NumPy (`cupy_flash.cpu_formula`).
 - Along a causal mask's edge, rows are taken in strips, each over the keys that it sees.
 
 Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu_small, cpu_tiles
+from cupy_flash import cpu_formula, cpu_tiles
 from cupy_flash.cpu_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.cpu_pass import Block, Cut, Pass, Scratch
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
@@ -42,10 +42,10 @@ Array = NDArray[Any]
 #: Files beside this one that say what the CPU backend computes, and how fast.
 SOURCES = (
     "cpu.py",
+    "cpu_formula.py",
     "cpu_pass.py",
     "cpu_rows.py",
     "cpu_sequences.py",
-    "cpu_small.py",
     "cpu_threads.py",
     "cpu_tiles.py",
     "host_sequences.py",
@@ -61,20 +61,14 @@ def default_tile(problem: Problem) -> Tile:
 
     Does not depend on the number of threads, so that results do not either.
     """
-    # Best of nine interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32,
-    # 1 x 8 x 4096 x 64:  256x512 598, 384x512 452, 512x256 522, 512x512 428, 768x512 397,
-    # 1024x256 394, 1024x512 408. Wider tiles make better matrix products; past 512 rows little is
-    # gained, and the tiles become too few to share out evenly. Short sequences have few to start
-    # with.
-    Br = 512 if problem.seqlen_q >= 2048 else 256
+    # TODO
+    Br = 256
+    if problem.causal:
+        Br = 128 if problem.seqlen_q <= 1024 else 256
     # Rows of a tile are those of all query heads that share a key/value head.
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     Br = min(Br, max(rows, 1))
-    # Of a low tile each step is little work for its many calls of NumPy, in which the threads wait
-    # for one another. One query over 4 x 8192 keys, 32 heads over 8 of 128, 4 threads, ms by Bc:
-    # 512 260, 1024 145, 2048 95, 4096 91, 8192 80; 1 x 65536 390, 191, 83, 65, 52; float16 320,
-    # 192, 177, 168, 173.
-    Bc = 512 * max(1, min(8, 256 // Br))
+    Bc = 1024 * max(1, min(4, 256 // Br))
     while Bc > 512 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
         Bc //= 2
     return Tile(Br, min(Bc, max(problem.seqlen_k, 1)))
@@ -185,7 +179,7 @@ def forward(
         "softmax_scale": softmax_scale,
         "tile": tile,
     }
-    if cpu_small.forward_small(q, k, v, out, lse, **options):
+    if cpu_formula.forward_small(q, k, v, out, lse, **options):
         return
     job = Pass.make(q, k, v, out, lse, **options)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
@@ -218,7 +212,10 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
         # logarithm of an empty row's sum, NaN on their way through.
         with np.errstate(all="ignore"):
             for job, block in items:
-                cpu_tiles.attend(job, scratch, block, stop)
+                if job.keys_seen(block.rows.stop - 1) <= job.cut.Bc:
+                    cpu_formula.attend(job, scratch, block)
+                else:
+                    cpu_tiles.attend(job, scratch, block, stop)
 
     with single_threaded_blas:
         share_out(workers, ((job, block) for job in passes for block in job.blocks()), work, stop)

@@ -21,11 +21,8 @@ SCRATCH_LIMIT = 60 << 20
 # Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
 SHRINK = 2.0**-32
 
-# Elements of scratch of the heads, and sequences, that are taken up in one step: fewer where that
-# leaves less than MIN_BLOCKS for the threads, down to MIN_ELEMENTS_AT_ONCE.
+# Elements of scratch of the heads, and sequences, that are taken up in one step.
 ELEMENTS_AT_ONCE = 3 << 17
-MIN_ELEMENTS_AT_ONCE = 1 << 16
-MIN_BLOCKS = 8
 
 
 @functools.cache
@@ -71,10 +68,7 @@ class Cut(NamedTuple):
         Br = min(tile.Br, seqlen_q)
         Bc = min(tile.Bc, max(seqlen_k, 1))
         one = _scratch_elements(Br * heads_per_tile, Bc, head_dim, head_dim_v, copies)
-        heads = batch * heads_kv
-        tiles = heads * -(-group // heads_per_tile) * -(-seqlen_q // Br)
-        at_once = max(tiles * one // MIN_BLOCKS, MIN_ELEMENTS_AT_ONCE)
-        at_once = min(at_once, ELEMENTS_AT_ONCE) // one
+        at_once = ELEMENTS_AT_ONCE // one
         some_heads = _even_share(heads_kv, at_once)
         some_sequences = _even_share(batch, at_once // heads_kv)
         elements = one * some_heads * some_sequences
@@ -165,6 +159,24 @@ class Pass(NamedTuple):
                 for kv_heads in _slices(heads_kv, cut.kv_heads):
                     for heads in _slices(group, cut.heads_per_tile):
                         yield Block(sequences, kv_heads, heads, rows)
+
+    def queries(self, block: Block, scratch: Scratch) -> Array:
+        """Scaled queries, (sequences, kv heads, heads, rows, head_dim)."""
+        source = self.q[tuple(block)]
+        if source.shape[2] == 1:
+            # As they most likely lie in q: in one piece for NumPy.
+            b, h, g, s, d = source.shape
+            q = scratch.cut("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
+        else:
+            q = scratch.cut("q", source.shape, self.compute)
+        # With the scale folded in here, no pass over the scores is needed for it.
+        scale = self.compute.type(self.softmax_scale)
+        if source.dtype == self.compute:
+            np.multiply(source, scale, out=q)
+        else:
+            np.copyto(q, source, casting="same_kind")
+            q *= scale
+        return q
 
     def keys(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
         """Keys as BLAS reads them: (sequences, kv heads, stop - start, head_dim)."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_rows, cpu_small, host_sequences
+from cupy_flash import cpu, cpu_formula, cpu_rows, host_sequences
 from cupy_flash.arrays import dtype_name
 from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, Pass, compute_dtype
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
@@ -367,7 +367,7 @@ class _Batch:
         if piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
-        return cpu_small.forward_small(
+        return cpu_formula.forward_small(
             piece.q,
             k,
             v,

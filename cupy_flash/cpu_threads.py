@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -65,26 +66,30 @@ def share_out(
     queue = _Queue(items, stop)
     errors: list[BaseException] = []
 
-    def worker() -> None:
+    def worker(at_work: threading.Lock) -> None:
         try:
             work(queue)
         except BaseException as error:
             stop.requested = True
             errors.append(error)
+        finally:
+            at_work.release()
 
-    threads = [threading.Thread(target=worker, name="cupy_flash") for _ in range(workers - 1)]
-    started = []
+    started: list[threading.Lock] = []
     try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
+        for _ in range(workers - 1):
+            at_work = threading.Lock()
+            at_work.acquire()
+            # Not by threading.Thread, which waits until the new thread runs: 220 us, this 90.
+            _thread.start_new_thread(worker, (at_work,))
+            started.append(at_work)
         work(queue)
     except BaseException:
         stop.requested = True
         raise
     finally:
-        for thread in started:
-            thread.join()
+        for at_work in started:
+            at_work.acquire()
     if errors:
         raise errors[0]
 

@@ -39,16 +39,8 @@ class _Tile:
 
     def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
         self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
-        self.source = job.q[block.batch, block.kv_heads, block.heads, block.rows]
-        rows = self.source.shape[:4]
-        self.q = self._cut("q", self.source.shape)
-        # With the scale folded in here, no pass over the scores is needed for it.
-        scale = job.compute.type(job.softmax_scale)
-        if self.source.dtype == job.compute:
-            np.multiply(self.source, scale, out=self.q)
-        else:
-            np.copyto(self.q, self.source, casting="same_kind")
-            self.q *= scale
+        self.q = job.queries(block, scratch)
+        rows = self.q.shape[:4]
         self.acc = self._cut("acc", (*rows, job.v.shape[3]))
         self.row_sum = self._cut("row_sum", (*rows, 1))
         self.row_max = self._cut("row_max", (*rows, 1))

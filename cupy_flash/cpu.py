@@ -207,10 +207,9 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
     stop = Stop()
 
     def work(items: Iterator[tuple[Pass, Block]]) -> None:
-        scratch = Scratch()
         # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
         # logarithm of an empty row's sum, NaN on their way through.
-        with np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
             for job, block in items:
                 if job.keys_seen(block.rows.stop - 1) <= job.cut.Bc:
                     cpu_formula.attend(job, scratch, block)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu_pass import Block, Pass, Scratch, hidden, lost_rows, lowest, ones
+from cupy_flash.cpu_pass import Block, Pass, Scratch, hidden, lost_rows, lowest, mask, ones
 from cupy_flash.host_sequences import PagedRows
 from cupy_flash.tile import Tile
 
@@ -70,11 +70,13 @@ def forward_small(
     unseen = None
     if causal and q_offset + 1 < seqlen_k:
         unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
-    size = batch * heads * seqlen_q * seqlen_k
-    scores = _cut_scores(np.empty(size, q.dtype), rows.shape[:3], seqlen_k)
+    matrix, keys_axis = _cut_scores(np.empty(q[..., 0].size * seqlen_k, q.dtype), seqlen_k)
+    scores = _by_head(matrix, keys_axis, rows.shape[:3])
     with np.errstate(all="ignore"):
         np.matmul(rows, k.transpose(0, 2, 3, 1), out=scores)
-        row_max, row_sum, empty = _to_weights(scores, unseen)
+        if unseen is not None:
+            np.copyto(scores, -np.inf, where=unseen)
+        row_max, row_sum, empty = _to_weights(matrix, keys_axis)
         if empty is not None:
             return False
         np.matmul(scores, v.swapaxes(1, 2), out=out_rows)
@@ -101,14 +103,11 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
     # The rows of all heads that share keys are one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
-    scores = _cut_scores(flat, rows.shape[:3], seen)
+    matrix, keys_axis = _cut_scores(flat, seen)
+    scores = _by_head(matrix, keys_axis, rows.shape[:3])
     np.matmul(rows, k.swapaxes(-1, -2), out=scores)
-    # Of all rows in their heads.
-    by_head = scores.reshape(*q.shape[:4], seen)
-    unseen = None
-    if job.keys_seen(block.rows.start) < seen:
-        unseen = hidden(q.shape[3], seen, block.rows.start + job.q_offset)
-    row_max, row_sum, empty = _to_weights(by_head, unseen)
+    mask(job, block, _by_head(matrix, keys_axis, q.shape[:4]), 0, seen)
+    row_max, row_sum, empty = _to_weights(matrix, keys_axis)
     if out.dtype == compute and 1 in q.shape[2:4]:
         np.matmul(scores, v, out=out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0])
     else:
@@ -119,7 +118,9 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
         return
     row_lse = np.log(row_sum)
     row_lse += row_max
+    row_lse = row_lse.reshape(*q.shape[:4], 1)
     if empty is not None:
+        empty = empty.reshape(row_lse.shape)
         lost = lost_rows(job, block, scratch, empty)
         for array, nothing in ((out, 0), (row_lse, -np.inf)):
             np.copyto(array, nothing, where=empty)
@@ -128,27 +129,33 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
         job.lse[tuple(block)] = row_lse[..., 0]
 
 
-def _cut_scores(flat: Array, rows: tuple[int, ...], keys: int) -> Array:
-    """An array (*rows, keys), with the keys as its last axis or its first one in memory."""
+def _cut_scores(flat: Array, keys: int) -> tuple[Array, int]:
+    """A matrix of rows by keys or of keys by rows, and which of its axes are the keys."""
     if keys <= MAX_KEYS_FIRST and keys * keys <= flat.size:
-        return np.moveaxis(flat.reshape(keys, *rows), 0, -1)
-    return flat.reshape(*rows, keys)
+        return flat.reshape(keys, -1), 0
+    return flat.reshape(-1, keys), 1
 
 
-def _to_weights(scores: Array, unseen: Array | None) -> tuple[Array, Array, Array | None]:
-    """Turn scores into weights, exp(scores - row maximum) divided by its row sum, in place.
+def _by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
+    """A view of scores as (*rows, keys)."""
+    by_row = matrix if keys_axis == 1 else matrix.T
+    return by_row.reshape(*rows, -1)
+
+
+def _to_weights(scores: Array, keys_axis: int) -> tuple[Array, Array, Array | None]:
+    """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.
 
     Returns the row maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
     """
-    if unseen is not None:
-        np.copyto(scores, -np.inf, where=unseen)
     # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
     dtype = scores.dtype.char
-    row_max = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest(dtype))
+    row_max = np.maximum.reduce(scores, axis=keys_axis, keepdims=True, initial=lowest(dtype))
     scores -= row_max
     np.exp(scores, out=scores)
     # A product with ones sums rows faster than add.reduce.
-    row_sum = np.matmul(scores, ones(scores.shape[-1], dtype))[..., None]
+    column = ones(scores.shape[keys_axis], dtype)
+    row_sum = scores.dot(column) if keys_axis == 1 else column.dot(scores)
+    row_sum = row_sum.reshape(row_max.shape)
     empty = None
     if not row_sum.all():
         empty = row_sum == 0

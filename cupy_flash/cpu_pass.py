@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,10 @@ Array = NDArray[Any]
 
 #: Bytes that the scratch of all workers together stays under; no more workers start than fit.
 SCRATCH_LIMIT = 60 << 20
+
+# Scratch that is kept for calls to come: of so many workers, each at most so large.
+MAX_KEPT = 8
+MAX_BYTES_KEPT = 4 << 20
 
 # Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
 SHRINK = 2.0**-32
@@ -227,8 +232,25 @@ def _scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: b
 class Scratch:
     """One worker's buffers, cut to each tile's size; as large as the largest yet."""
 
+    # Of workers that are through, for those to come: the system hands out new memory page by page,
+    # at the first write to each. 1 x 128 x 8 x 64 takes NNN ms, in buffers at hand NNN.
+    _kept: ClassVar[list[Scratch]] = []
+
     def __init__(self) -> None:
         self._flat: dict[str, Array] = {}
+
+    @classmethod
+    @contextmanager
+    def borrowed(cls) -> Iterator[Scratch]:
+        """Buffers for a worker."""
+        try:
+            scratch = cls._kept.pop()
+        except IndexError:
+            scratch = cls()
+        yield scratch
+        size = sum(flat.nbytes for flat in scratch._flat.values())
+        if len(cls._kept) < MAX_KEPT and size <= MAX_BYTES_KEPT:
+            cls._kept.append(scratch)
 
     def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of any content."""
@@ -245,6 +267,16 @@ class Scratch:
         copy = self.cut(name, source.shape, dtype)
         np.copyto(copy, source, casting="same_kind")
         return copy
+
+
+def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
+    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see."""
+    rows = block.rows
+    # From here on, keys are not seen by all.
+    first = max(job.keys_seen(rows.start), start)
+    if first < stop:
+        unseen = hidden(rows.stop - rows.start, stop - first, rows.start + job.q_offset - first)
+        np.copyto(scores[..., first - start :], -np.inf, where=unseen)
 
 
 def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:

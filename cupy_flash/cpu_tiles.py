@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.cpu_pass import SHRINK, Block, Pass, Scratch, hidden, lost_rows, lowest, ones
+from cupy_flash.cpu_pass import SHRINK, Block, Pass, Scratch, lost_rows, lowest, mask, ones
 from cupy_flash.cpu_threads import Stop
 
 Array = NDArray[Any]
@@ -75,7 +75,7 @@ class _Tile:
         count = stop - start
         scores = self._cut("scores", (*q.shape[:-1], count))
         np.matmul(q, k.swapaxes(-1, -2), out=scores)
-        self._mask(scores, start, stop)
+        mask(job, self.block, scores.reshape(*self.q.shape[:4], count), start, stop)
         new_max = row_max if start == 0 else self._cut("new_max", row_max.shape)
         # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
         lowest_score = lowest(job.compute.char)
@@ -103,19 +103,6 @@ class _Tile:
         product = self._cut("product", acc.shape)
         np.matmul(scores, v, out=product)
         acc += product
-
-    def _mask(self, scores: Array, start: int, stop: int) -> None:
-        """Set to -inf the scores of keys that a row does not see."""
-        rows = self.block.rows
-        # Columns from here on are not seen by all.
-        column = max(self.job.keys_seen(rows.start) - start, 0)
-        columns = stop - start - column
-        if columns <= 0:
-            return
-        last_seen = rows.start + self.job.q_offset - start - column
-        by_head = scores.reshape(*self.q.shape[:4], -1)
-        unseen = hidden(rows.stop - rows.start, columns, last_seen)
-        np.copyto(by_head[..., column:], -np.inf, where=unseen)
 
     def overflown(self) -> Array | None:
         """Rows with a sum of weighted values that is not finite, though the values may be."""

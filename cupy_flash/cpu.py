@@ -53,7 +53,7 @@ SOURCES = (
 
 # Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2
 # ms.
-MIN_PAIRS_PER_WORKER = 1 << 17
+MIN_PAIRS_PER_WORKER = 1 << 16
 
 
 def default_tile(problem: Problem) -> Tile:

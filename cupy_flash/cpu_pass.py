@@ -27,7 +27,7 @@ MAX_BYTES_KEPT = 4 << 20
 SHRINK = 2.0**-32
 
 # Elements of scratch of the heads, and sequences, that are taken up in one step.
-ELEMENTS_AT_ONCE = 3 << 17
+ELEMENTS_AT_ONCE = 1 << 19
 
 
 @functools.cache

@@ -173,15 +173,10 @@ def forward(
     if q.size == 0:
         # head_dim is at least 1.
         return
-    options: Any = {
-        "causal": causal,
-        "q_offset": q_offset,
-        "softmax_scale": softmax_scale,
-        "tile": tile,
-    }
-    if cpu_formula.forward_small(q, k, v, out, lse, **options):
+    options = causal, q_offset, softmax_scale, tile
+    if cpu_formula.forward_small(q, k, v, out, lse, *options):
         return
-    job = Pass.make(q, k, v, out, lse, **options)
+    job = Pass.make(q, k, v, out, lse, *options)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 

@@ -27,6 +27,11 @@ MAX_ELEMENTS_OF_CALL = 1 << 16
 # Multiplications of a matrix product up to which OpenBLAS takes one thread in any case.
 MAX_PRODUCT_OF_ONE_THREAD = 1 << 18
 
+# Scores that are looked at, and the magnitude up to which no maximum is subtracted from them: exp
+# stays within [1e-13, 1e13].
+MAX_SCORES_TO_LOOK_AT = 1024
+SCORE_BOUND = 30.0
+
 # Keys up to which scores lie key by key.
 MAX_KEYS_FIRST = 128
 
@@ -37,7 +42,6 @@ def forward_small(
     v: Array | PagedRows,
     out: Array,
     lse: Array | None,
-    *,
     causal: bool,
     q_offset: int,
     softmax_scale: float,
@@ -46,40 +50,49 @@ def forward_small(
     """A whole call at once, if it is small: without record, blocks, scratch and threads.
 
     Takes what `cupy_flash.cpu.forward` does. False, and no output, if it is not for this function.
-    A call of 8 queries and keys of 8 heads of 64 takes NumPy 23 us; the record alone 8.
+    A call of 8 queries and keys of 8 heads of 64 takes NumPy NNN us; the record alone 8.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     _, seqlen_k, heads_kv, _ = k.shape
+    rows = batch * heads * seqlen_q
     if (
-        batch * heads * seqlen_q * max(seqlen_k, head_dim) > MAX_ELEMENTS_OF_CALL
+        rows * max(seqlen_k, head_dim) > MAX_ELEMENTS_OF_CALL
         or seqlen_q * seqlen_k * head_dim > MAX_PRODUCT_OF_ONE_THREAD
         or seqlen_q > tile.Br
         or not 0 < seqlen_k <= tile.Bc
         or (heads != heads_kv and seqlen_q > 1)
+        or q.dtype.char not in "fd"
         or not isinstance(k, np.ndarray)
         or not isinstance(v, np.ndarray)
-        or q.dtype.char not in "fd"
     ):
         return False
-    scaled = q * q.dtype.type(softmax_scale)
-    if heads == heads_kv:
-        rows, out_rows = scaled.swapaxes(1, 2), out.swapaxes(1, 2)
-    else:
-        # The heads of a group are the rows of one matrix.
-        rows, out_rows = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (scaled, out))
-    unseen = None
-    if causal and q_offset + 1 < seqlen_k:
-        unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
-    matrix, keys_axis = _cut_scores(np.empty(q[..., 0].size * seqlen_k, q.dtype), seqlen_k)
-    scores = _by_head(matrix, keys_axis, rows.shape[:3])
     with np.errstate(all="ignore"):
-        np.matmul(rows, k.transpose(0, 2, 3, 1), out=scores)
-        if unseen is not None:
+        scaled = q * q.dtype.type(softmax_scale)
+        if heads == heads_kv:
+            scaled, out = scaled.swapaxes(1, 2), out.swapaxes(1, 2)
+        else:
+            # The heads of a group are the rows of one matrix.
+            scaled, out = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (scaled, out))
+        # NumPy takes 1 us to find so few scores to be small, 5 for maxima and to subtract them.
+        few = rows * seqlen_k <= MAX_SCORES_TO_LOOK_AT
+        if few:
+            scores = np.matmul(scaled, k.transpose(0, 2, 3, 1))
+            matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
+        else:
+            matrix, keys_axis = _cut_scores(np.empty(rows * seqlen_k, q.dtype), seqlen_k)
+            scores = _by_head(matrix, keys_axis, scaled.shape[:3])
+            np.matmul(scaled, k.transpose(0, 2, 3, 1), out=scores)
+        small = False
+        if causal and q_offset + 1 < seqlen_k:
+            unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
             np.copyto(scores, -np.inf, where=unseen)
-        row_max, row_sum, empty = _to_weights(matrix, keys_axis)
+        elif few:
+            flat = matrix.reshape(-1)
+            small = flat.dot(flat) <= SCORE_BOUND**2
+        row_max, row_sum, empty = _to_weights(matrix, keys_axis, small)
         if empty is not None:
             return False
-        np.matmul(scores, v.swapaxes(1, 2), out=out_rows)
+        np.matmul(scores, v.swapaxes(1, 2), out=out)
         if lse is not None:
             np.log(row_sum, out=row_sum)
             row_sum += row_max
@@ -142,22 +155,26 @@ def _by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
     return by_row.reshape(*rows, -1)
 
 
-def _to_weights(scores: Array, keys_axis: int) -> tuple[Array, Array, Array | None]:
+def _to_weights(
+    scores: Array, keys_axis: int, small: bool = False
+) -> tuple[Array | float, Array, Array | None]:
     """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.
 
-    Returns the row maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
+    Small scores are left without their maximum subtracted: it is then given as 0. Returns the row
+    maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
     """
-    # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
     dtype = scores.dtype.char
-    row_max = np.maximum.reduce(scores, axis=keys_axis, keepdims=True, initial=lowest(dtype))
-    scores -= row_max
+    row_max: Array | float = 0.0
+    if not small:
+        # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+        row_max = np.maximum.reduce(scores, axis=keys_axis, keepdims=True, initial=lowest(dtype))
+        scores -= row_max
     np.exp(scores, out=scores)
     # A product with ones sums rows faster than add.reduce.
     column = ones(scores.shape[keys_axis], dtype)
-    row_sum = scores.dot(column) if keys_axis == 1 else column.dot(scores)
-    row_sum = row_sum.reshape(row_max.shape)
+    row_sum = scores.dot(column)[:, None] if keys_axis == 1 else column.dot(scores)[None]
     empty = None
-    if not row_sum.all():
+    if not small and np.count_nonzero(row_sum) < row_sum.size:
         empty = row_sum == 0
         row_sum[empty] = 1
     # A row of one key weighs it with 1, as p / p is.

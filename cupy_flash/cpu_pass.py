@@ -104,7 +104,6 @@ class Pass(NamedTuple):
         v: Array | PagedRows,
         out: Array,
         lse: Array | None,
-        *,
         causal: bool,
         q_offset: int,
         softmax_scale: float,

@@ -356,10 +356,10 @@ class _Batch:
             v,
             piece.out,
             piece.lse,
-            causal=self.causal,
-            q_offset=piece.q_offset,
-            softmax_scale=self.softmax_scale,
-            tile=tile,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
         )
 
     def computes_small(self, piece: _Piece, tile: Tile) -> bool:
@@ -373,10 +373,10 @@ class _Batch:
             v,
             piece.out,
             piece.lse,
-            causal=self.causal,
-            q_offset=piece.q_offset,
-            softmax_scale=self.softmax_scale,
-            tile=tile,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
         )
 
     def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:

@@ -43,6 +43,7 @@ Array = NDArray[Any]
 SOURCES = (
     "cpu.py",
     "cpu_formula.py",
+    "cpu_padded.py",
     "cpu_pass.py",
     "cpu_rows.py",
     "cpu_sequences.py",

@@ -79,8 +79,8 @@ def forward_small(
             scores = np.matmul(scaled, k.transpose(0, 2, 3, 1))
             matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
         else:
-            matrix, keys_axis = _cut_scores(np.empty(rows * seqlen_k, q.dtype), seqlen_k)
-            scores = _by_head(matrix, keys_axis, scaled.shape[:3])
+            matrix, keys_axis = cut_scores(np.empty(rows * seqlen_k, q.dtype), seqlen_k)
+            scores = by_head(matrix, keys_axis, scaled.shape[:3])
             np.matmul(scaled, k.transpose(0, 2, 3, 1), out=scores)
         small = False
         if causal and q_offset + 1 < seqlen_k:
@@ -89,7 +89,7 @@ def forward_small(
         elif few:
             flat = matrix.reshape(-1)
             small = flat.dot(flat) <= SCORE_BOUND**2
-        row_max, row_sum, empty = _to_weights(matrix, keys_axis, small)
+        row_max, row_sum, empty = to_weights(matrix, keys_axis, small)
         if empty is not None:
             return False
         np.matmul(scores, v.swapaxes(1, 2), out=out)
@@ -116,11 +116,11 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
     # The rows of all heads that share keys are one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
-    matrix, keys_axis = _cut_scores(flat, seen)
-    scores = _by_head(matrix, keys_axis, rows.shape[:3])
+    matrix, keys_axis = cut_scores(flat, seen)
+    scores = by_head(matrix, keys_axis, rows.shape[:3])
     np.matmul(rows, k.swapaxes(-1, -2), out=scores)
-    mask(job, block, _by_head(matrix, keys_axis, q.shape[:4]), 0, seen)
-    row_max, row_sum, empty = _to_weights(matrix, keys_axis)
+    mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), 0, seen)
+    row_max, row_sum, empty = to_weights(matrix, keys_axis)
     if out.dtype == compute and 1 in q.shape[2:4]:
         np.matmul(scores, v, out=out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0])
     else:
@@ -142,20 +142,20 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
         job.lse[tuple(block)] = row_lse[..., 0]
 
 
-def _cut_scores(flat: Array, keys: int) -> tuple[Array, int]:
+def cut_scores(flat: Array, keys: int) -> tuple[Array, int]:
     """A matrix of rows by keys or of keys by rows, and which of its axes are the keys."""
     if keys <= MAX_KEYS_FIRST and keys * keys <= flat.size:
         return flat.reshape(keys, -1), 0
     return flat.reshape(-1, keys), 1
 
 
-def _by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
+def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
     """A view of scores as (*rows, keys)."""
     by_row = matrix if keys_axis == 1 else matrix.T
     return by_row.reshape(*rows, -1)
 
 
-def _to_weights(
+def to_weights(
     scores: Array, keys_axis: int, small: bool = False
 ) -> tuple[Array | float, Array, Array | None]:
     """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_formula, cpu_rows, host_sequences
+from cupy_flash import cpu, cpu_formula, cpu_padded, cpu_rows, host_sequences
 from cupy_flash.arrays import dtype_name
-from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, Pass, compute_dtype
+from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import (
     Keys,
@@ -117,8 +117,11 @@ def varlen_forward(
         seqused_k=seqused_k,
         block_table=block_table,
     )
+    sequences = list(zip(queries, places, strict=True))
+    if not paged and not batch_invariant and tile is None:
+        sequences = _pad(sequences, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
-    for rows, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+    for rows, keys, count in _runs(sequences, not batch_invariant):
         # (total, ...) as (count, seqlen, ...)
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
@@ -288,6 +291,52 @@ def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) 
             (k0.block + count, k0.first),
         )
     )
+
+
+def _pad(
+    sequences: list[tuple[Queries, Keys]],
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    threads: int | None,
+) -> list[tuple[Queries, Keys]]:
+    """Compute short packed sequences of unequal lengths together; return those left to do."""
+    facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
+    firsts_q, seqlens_q, firsts_k, seqlens_k = np.array(facts, np.int64).reshape(-1, 4).T
+    heads, head_dim = q.shape[1:]
+    short = cpu_padded.are_worth_it(seqlens_q, seqlens_k, heads)
+    if not short.any():
+        return sequences
+
+    def work(groups: Iterator[Array]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+            for group in groups:
+                done = cpu_padded.forward(
+                    *(q, k, v, out, lse),
+                    firsts_q=firsts_q[group],
+                    firsts_k=firsts_k[group],
+                    seqlens_q=seqlens_q[group],
+                    seqlens_k=seqlens_k[group],
+                    scratch=scratch,
+                    causal=causal,
+                    softmax_scale=softmax_scale,
+                )
+                if not done:
+                    short[group] = False
+
+    indices = np.flatnonzero(short)
+    elements = heads * 2 * head_dim + 2 * k[0].size
+    groups = cpu_padded.groups(seqlens_q[indices], seqlens_k[indices], elements)
+    pairs = heads * int((seqlens_q * seqlens_k)[indices].sum())
+    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+    with single_threaded_blas:
+        share_out(workers, (indices[group] for group in groups), work, Stop())
+    return [pair for pair, done in zip(sequences, short.tolist(), strict=True) if not done]
 
 
 class _Piece(NamedTuple):

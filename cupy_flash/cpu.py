@@ -57,9 +57,9 @@ def default_tile(problem: Problem) -> Tile:
     Does not depend on the number of threads, so that results do not either.
     """
     # Best of interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32, heads of 64,
-    # by Br = 128, 256, 512: 8 x 512 x 8 full 83, 80, 78, causal 51, 59, 66; 1 x 1024 x 8 full 30, 28,
-    # 31, causal 20, 21, 24. By tile, 1 x 4096 x 8 full: 128x2048 489, 256x512 415, 256x1024 388,
-    # 256x2048 438, 512x1024 405; causal 300, 289, 300, 301, 270.
+    # by Br = 128, 256, 512: 8 x 512 x 8 full 83, 80, 78, causal 51, 59, 66; 1 x 1024 x 8 full 30,
+    # 28, 31, causal 20, 21, 24. By tile, 128x2048, 256x512, 256x1024, 256x2048, 512x1024: 1 x 4096
+    # x 8 full 489, 415, 388, 438, 405, causal 300, 289, 300, 301, 270.
     # Along the edge of a mask half a tile's rows is wasted; low tiles make poor matrix products.
     Br = 128 if problem.causal and problem.seqlen_q <= 1024 else 256
     # Rows of a tile are those of all query heads that share a key/value head.

@@ -320,7 +320,7 @@ def _from_host(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     problem, tile = _host_call(q, k, v, out, backend, options)
     if out is None:
-        out = np.empty(launch.out_shape(q, v), q.dtype)
+        out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
     else:
         if not out.flags.writeable:
             raise ValueError("out is read-only; pass an array that can be written")
@@ -336,11 +336,11 @@ def _from_host(
     if options.return_lse:
         lse_dtype = np.float64 if problem.dtype == "float64" else np.float32
         lse = np.empty((problem.batch, problem.heads_q, problem.seqlen_q), lse_dtype)
+    views = q, k, v, out
+    if options.layout != "bshd":
+        views = tuple(arrays.to_bshd(array, options.layout) for array in views)
     cpu.forward(
-        arrays.to_bshd(q, options.layout),
-        arrays.to_bshd(k, options.layout),
-        arrays.to_bshd(v, options.layout),
-        arrays.to_bshd(out, options.layout),
+        *views,
         lse,
         causal=problem.causal,
         q_offset=problem.q_offset,
@@ -370,10 +370,8 @@ def _host_call(
     if host_runs_on_gpu(backend):
         return launch.problem_of(q, k, v, out, options), None
     key = (
-        *_array_key(q),
-        *_array_key(k),
-        *_array_key(v),
-        None if out is None else _array_key(out),
+        *(q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype),
+        None if out is None else (out.shape, out.strides, out.dtype),
         options,
         tuning.generation(),
     )
@@ -385,9 +383,3 @@ def _host_call(
             _host_calls.clear()
         _host_calls[key] = known
     return known
-
-
-def _array_key(array: np.ndarray) -> tuple[Any, ...]:
-    dtype = array.dtype
-    # dtype.num as in `gpu_calls.array_key`.
-    return array.shape, array.strides, dtype.num, dtype.isnative

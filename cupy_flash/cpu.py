@@ -5,14 +5,9 @@ tile of Br query rows stays put while tiles of Bc keys and values pass by; a run
 row sum replace the softmax over whole rows, and the division by the sum waits until the last tile.
 The score matrix never exists as a whole, so scratch memory does not grow with the sequence.
 
-Three steps go beyond the paper:
-
-- Where the norms of a tile's queries and of the keys they see bound all scores to a range in which
-  exp can neither overflow nor underflow, the running maximum is left at 0: that saves two of the
-  four passes over the scores that are not matrix products.
-- Short sequences need no tiles: as many whole heads, and sequences of a batch, as fit the cache are
-  taken at once, in a few calls of NumPy (`cupy_flash.cpu_heads`).
-- Along a causal mask's edge, rows are taken in strips, each over the keys that it sees.
+Where a tile spans all keys that its rows see, there is nothing to run on: that is the plain
+formula on these rows (`cupy_flash.cpu_formula`). Rows of several heads, and sequences of a batch,
+share each call of NumPy while their scores fit the cache, and a small call is one such step.
 
 Threads share the tiles out. NumPy lets go of the GIL inside matmul and its ufuncs, which is where
 the time is.
@@ -29,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu_heads, cpu_tiles
+from cupy_flash import cpu_formula, cpu_tiles
 from cupy_flash.cpu_pass import SCRATCH_LIMIT as SCRATCH_LIMIT
-from cupy_flash.cpu_pass import Block, Pass, Scratch, tile_scratch_sizes
+from cupy_flash.cpu_pass import Block, Cut, Pass, Scratch, scratch_elements
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import PagedRows
 from cupy_flash.problem import Problem
@@ -42,7 +37,8 @@ Array = NDArray[Any]
 #: Files beside this one that say what the CPU backend computes, and how fast.
 SOURCES = (
     "cpu.py",
-    "cpu_heads.py",
+    "cpu_formula.py",
+    "cpu_padded.py",
     "cpu_pass.py",
     "cpu_rows.py",
     "cpu_sequences.py",
@@ -51,9 +47,8 @@ SOURCES = (
     "host_sequences.py",
 )
 
-# Query-key pairs that make a worker worthwhile: they take one about 1 ms, starting it 0.1 to 0.2
-# ms.
-MIN_PAIRS_PER_WORKER = 1 << 17
+# Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
+MIN_PAIRS_PER_WORKER = 1 << 16
 
 
 def default_tile(problem: Problem) -> Tile:
@@ -61,20 +56,16 @@ def default_tile(problem: Problem) -> Tile:
 
     Does not depend on the number of threads, so that results do not either.
     """
-    # Best of nine interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32,
-    # 1 x 8 x 4096 x 64:  256x512 598, 384x512 452, 512x256 522, 512x512 428, 768x512 397,
-    # 1024x256 394, 1024x512 408. Wider tiles make better matrix products; past 512 rows little is
-    # gained, and the tiles become too few to share out evenly. Short sequences have few to start
-    # with.
-    Br = 512 if problem.seqlen_q >= 2048 else 256
+    # Best of interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32, heads of 64,
+    # by Br = 128, 256, 512: 8 x 512 x 8 full 83, 80, 78, causal 51, 59, 66; 1 x 1024 x 8 full 30,
+    # 28, 31, causal 20, 21, 24. By tile, 128x2048, 256x512, 256x1024, 256x2048, 512x1024: 1 x 4096
+    # x 8 full 489, 415, 388, 438, 405, causal 300, 289, 300, 301, 270.
+    # Along the edge of a mask half a tile's rows is wasted; low tiles make poor matrix products.
+    Br = 128 if problem.causal and problem.seqlen_q <= 1024 else 256
     # Rows of a tile are those of all query heads that share a key/value head.
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     Br = min(Br, max(rows, 1))
-    # Of a low tile each step is little work for its many calls of NumPy, in which the threads wait
-    # for one another. One query over 4 x 8192 keys, 32 heads over 8 of 128, 4 threads, ms by Bc:
-    # 512 260, 1024 145, 2048 95, 4096 91, 8192 80; 1 x 65536 390, 191, 83, 65, 52; float16 320,
-    # 192, 177, 168, 173.
-    Bc = 512 * max(1, min(8, 256 // Br))
+    Bc = 1024 * max(1, min(4, 128 // Br))
     while Bc > 512 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
         Bc //= 2
     return Tile(Br, min(Bc, max(problem.seqlen_k, 1)))
@@ -104,8 +95,19 @@ def candidate_tiles(problem: Problem) -> Iterator[Tile]:
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
     """Bytes of scratch that one worker needs."""
     itemsize = 8 if problem.dtype == "float64" else 4
-    sizes = tile_scratch_sizes(tile.Br, tile.Bc, problem.head_dim, problem.head_dim_v, copies=True)
-    return sum(sizes.values()) * itemsize
+    dims = problem.head_dim, problem.head_dim_v
+    one = scratch_elements(tile.Br, tile.Bc, *dims, copies=True)
+    cut = Cut.make(
+        problem.batch,
+        max(problem.seqlen_q, 1),
+        problem.seqlen_k,
+        problem.heads_kv,
+        problem.heads_q // problem.heads_kv,
+        *dims,
+        copies=True,
+        tile=tile,
+    )
+    return max(one, cut.elements) * itemsize
 
 
 @functools.cache
@@ -167,15 +169,10 @@ def forward(
     if q.size == 0:
         # head_dim is at least 1.
         return
-    options: Any = {
-        "causal": causal,
-        "q_offset": q_offset,
-        "softmax_scale": softmax_scale,
-        "tile": tile,
-    }
-    if cpu_heads.forward_small(q, k, v, out, lse, **options):
+    options = causal, q_offset, softmax_scale, tile
+    if cpu_formula.forward_small(q, k, v, out, lse, *options):
         return
-    job = Pass.make(q, k, v, out, lse, **options)
+    job = Pass.make(q, k, v, out, lse, *options)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 
@@ -201,13 +198,12 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
     stop = Stop()
 
     def work(items: Iterator[tuple[Pass, Block]]) -> None:
-        scratch = Scratch()
         # NumPy keeps its error state per thread. What it would warn of is meant: exp of -inf, the
         # logarithm of an empty row's sum, NaN on their way through.
-        with np.errstate(all="ignore"):
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
             for job, block in items:
-                if job.whole:
-                    cpu_heads.attend(job, scratch, block)
+                if job.keys_seen(block.rows.stop - 1) <= job.cut.Bc:
+                    cpu_formula.attend(job, scratch, block)
                 else:
                     cpu_tiles.attend(job, scratch, block, stop)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +19,18 @@ Array = NDArray[Any]
 #: Bytes that the scratch of all workers together stays under; no more workers start than fit.
 SCRATCH_LIMIT = 60 << 20
 
+# Scratch that is kept for calls to come: of so many workers, each at most so large.
+MAX_KEPT = 8
+MAX_BYTES_KEPT = 4 << 20
+
 # Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
 SHRINK = 2.0**-32
 
-# Keys' norms and values' magnitudes are bounded per this many keys.
-KEY_GROUP = 64
-
-# Fewer query rows per key/value head do not pay back the pass over K and V that finds the bounds.
-MIN_ROWS_FOR_BOUNDS = 128
-
-# Query-key pairs of a head up to which it is computed as a whole, and rows under a causal mask, of
-# which it also computes what is masked.
-MAX_PAIRS_OF_HEAD = 1 << 17
-MAX_CAUSAL_ROWS_OF_HEAD = 128
-
-# Elements of scratch that whole heads are taken together up to. Fewer make more and shorter calls
-# of NumPy, more leave a second thread without work. One thread, ms, at 2**16, 2**17, 2**18, 2**19:
-# 128 x 32 x 12 x 32  32.7, 31.3, 26.0, 26.4; 8 x 32 x 8 x 128  2.17, 1.74, 1.72, 1.49.
-ELEMENTS_AT_ONCE = 1 << 18
+# Elements of scratch of the heads, and sequences, that are taken up in one step. Fewer make more
+# and shorter calls of NumPy, more leave a second thread without work. Two threads, ms, at 2**18,
+# 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
+# 7.7, 7.6.
+ELEMENTS_AT_ONCE = 1 << 19
 
 
 @functools.cache
@@ -54,6 +48,41 @@ class Block(NamedTuple):
     rows: slice
 
 
+class Cut(NamedTuple):
+    """How a pass is cut up into blocks."""
+
+    Br: int
+    Bc: int
+    heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
+    kv_heads: int  # of a block
+    batch: int  # sequences of a block
+    elements: int  # of scratch
+
+    @classmethod
+    def make(
+        cls,
+        batch: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        heads_kv: int,
+        group: int,
+        head_dim: int,
+        head_dim_v: int,
+        copies: bool,
+        tile: Tile,
+    ) -> Cut:
+        """As many whole heads and sequences to a block as one step takes."""
+        heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
+        Br = min(tile.Br, seqlen_q)
+        Bc = min(tile.Bc, max(seqlen_k, 1))
+        one = scratch_elements(Br * heads_per_tile, Bc, head_dim, head_dim_v, copies)
+        at_once = ELEMENTS_AT_ONCE // one
+        some_heads = _even_share(heads_kv, at_once)
+        some_sequences = _even_share(batch, at_once // heads_kv)
+        elements = one * some_heads * some_sequences
+        return cls(Br, Bc, heads_per_tile, some_heads, some_sequences, elements)
+
+
 class Pass(NamedTuple):
     """One forward pass: the arrays, and what all its tiles share."""
 
@@ -66,14 +95,8 @@ class Pass(NamedTuple):
     q_offset: int
     softmax_scale: float
     compute: np.dtype[Any]
-    Br: int
-    Bc: int
-    heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
-    whole: bool  # whether whole heads are computed at once (`cupy_flash.cpu_heads`)
-    kv_heads_at_once: int
-    batch_at_once: int
+    cut: Cut
     copies: bool  # whether BLAS reads copies of k and v
-    bounds: Bounds | None
     scratch_bytes: int
 
     @classmethod
@@ -84,7 +107,6 @@ class Pass(NamedTuple):
         v: Array | PagedRows,
         out: Array,
         lse: Array | None,
-        *,
         causal: bool,
         q_offset: int,
         softmax_scale: float,
@@ -95,34 +117,16 @@ class Pass(NamedTuple):
         _, seqlen_k, heads_kv, head_dim_v = v.shape
         group = heads_q // heads_kv
         compute = compute_dtype(q.dtype)
-        heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
-        Br = min(tile.Br, seqlen_q)
-        Bc = min(tile.Bc, max(seqlen_k, 1))
-        m = Br * heads_per_tile
         copies = not (_is_operand(k, compute) and _is_operand(v, compute))
-        whole = (
-            m == group * seqlen_q
-            and Bc == max(seqlen_k, 1)
-            and m * Bc <= MAX_PAIRS_OF_HEAD
-            and not (causal and seqlen_q > MAX_CAUSAL_ROWS_OF_HEAD)
+        cut = Cut.make(
+            batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, head_dim_v, copies, tile
         )
-        kv_heads_at_once = batch_at_once = 1
-        if whole:
-            sizes = head_scratch_sizes(1, m, Bc, head_dim, head_dim_v, copies)
-            at_once = ELEMENTS_AT_ONCE // sum(sizes.values())
-            kv_heads_at_once = _even_share(heads_kv, at_once)
-            batch_at_once = _even_share(batch, at_once // heads_kv)
-            heads = kv_heads_at_once * batch_at_once
-            sizes = head_scratch_sizes(heads, m, Bc, head_dim, head_dim_v, copies)
-        else:
-            sizes = tile_scratch_sizes(m, Bc, head_dim, head_dim_v, copies)
-        worker_bytes = sum(sizes.values()) * compute.itemsize
+        worker_bytes = cut.elements * compute.itemsize
         if worker_bytes > SCRATCH_LIMIT:
             raise ValueError(
                 f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
                 f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
             )
-        use_bounds = not whole and group * seqlen_q >= MIN_ROWS_FOR_BOUNDS and Bc >= KEY_GROUP
         split = (batch, seqlen_q, heads_kv, group)
         return cls(
             q=q.reshape(*split, head_dim).transpose(0, 2, 3, 1, 4),
@@ -135,14 +139,8 @@ class Pass(NamedTuple):
             q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
             softmax_scale=softmax_scale,
             compute=compute,
-            Br=Br,
-            Bc=Bc,
-            heads_per_tile=heads_per_tile,
-            whole=whole,
-            kv_heads_at_once=kv_heads_at_once,
-            batch_at_once=batch_at_once,
+            cut=cut,
             copies=copies,
-            bounds=Bounds(batch, heads_kv, seqlen_k, compute) if use_bounds else None,
             scratch_bytes=worker_bytes,
         )
 
@@ -162,15 +160,30 @@ class Pass(NamedTuple):
     def blocks(self) -> Iterator[Block]:
         """The tiles of query rows, those that see most keys first."""
         batch, heads_kv, group, seqlen_q, _ = self.q.shape
-        for row in reversed(range(0, seqlen_q, self.Br)):
-            rows = slice(row, min(row + self.Br, seqlen_q))
-            for b in range(0, batch, self.batch_at_once):
-                sequences = slice(b, min(b + self.batch_at_once, batch))
-                for kv_head in range(0, heads_kv, self.kv_heads_at_once):
-                    kv_heads = slice(kv_head, min(kv_head + self.kv_heads_at_once, heads_kv))
-                    for head in range(0, group, self.heads_per_tile):
-                        heads = slice(head, min(head + self.heads_per_tile, group))
+        cut = self.cut
+        for rows in reversed(list(_slices(seqlen_q, cut.Br))):
+            for sequences in _slices(batch, cut.batch):
+                for kv_heads in _slices(heads_kv, cut.kv_heads):
+                    for heads in _slices(group, cut.heads_per_tile):
                         yield Block(sequences, kv_heads, heads, rows)
+
+    def queries(self, block: Block, scratch: Scratch) -> Array:
+        """Scaled queries, (sequences, kv heads, heads, rows, head_dim)."""
+        source = self.q[tuple(block)]
+        if source.shape[2] == 1:
+            # As they most likely lie in q: in one piece for NumPy.
+            b, h, g, s, d = source.shape
+            q = scratch.cut("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
+        else:
+            q = scratch.cut("q", source.shape, self.compute)
+        # With the scale folded in here, no pass over the scores is needed for it.
+        scale = self.compute.type(self.softmax_scale)
+        if source.dtype == self.compute:
+            np.multiply(source, scale, out=q)
+        else:
+            np.copyto(q, source, casting="same_kind")
+            q *= scale
+        return q
 
     def keys(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
         """Keys as BLAS reads them: (sequences, kv heads, stop - start, head_dim)."""
@@ -198,47 +211,48 @@ def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
     )
 
 
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for first in range(0, count, size):
+        yield slice(first, min(first + size, count))
+
+
 def _even_share(count: int, most: int) -> int:
     """The size of equal parts, each of at most `most` or of one."""
     return -(-count // -(-count // max(most, 1)))
 
 
-def tile_scratch_sizes(
-    m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool
-) -> dict[str, int]:
-    """Elements of each buffer for a tile of m rows."""
-    return {
-        "q": m * head_dim,
-        "k": Bc * head_dim if copies else 0,
-        "v": Bc * head_dim_v if copies else 0,
-        "scores": m * Bc,
-        "acc": m * head_dim_v,
-        "product": m * head_dim_v,
-        "row_max": m,
-        "new_max": m,
-        "row_sum": m,
-        "tile_sum": m,
-    }
-
-
-def head_scratch_sizes(
-    heads: int, m: int, seqlen_k: int, head_dim: int, head_dim_v: int, copies: bool
-) -> dict[str, int]:
-    """Elements of each buffer for whole heads of m rows."""
-    return {
-        "q": heads * m * head_dim,
-        "k": heads * seqlen_k * head_dim if copies else 0,
-        "v": heads * seqlen_k * head_dim_v if copies else 0,
-        "scores": heads * m * seqlen_k,
-        "acc": heads * m * head_dim_v,
-    }
+def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool) -> int:
+    """Elements of all buffers for a tile of m rows."""
+    q, k, v = m * head_dim, Bc * head_dim, Bc * head_dim_v
+    acc = product = m * head_dim_v
+    row_max = new_max = row_sum = tile_sum = m
+    scores = m * Bc
+    of_rows = q + scores + acc + product + row_max + new_max + row_sum + tile_sum
+    return of_rows + (k + v if copies else 0)
 
 
 class Scratch:
     """One worker's buffers, cut to each tile's size; as large as the largest yet."""
 
+    # Of workers that are through, for those to come: the system hands out new memory page by page,
+    # at the first write to each. 1 x 128 x 8 x 64 takes 1.6 ms, in buffers at hand 0.95.
+    _kept: ClassVar[list[Scratch]] = []
+
     def __init__(self) -> None:
         self._flat: dict[str, Array] = {}
+
+    @classmethod
+    @contextmanager
+    def borrowed(cls) -> Iterator[Scratch]:
+        """Buffers for a worker."""
+        try:
+            scratch = cls._kept.pop()
+        except IndexError:
+            scratch = cls()
+        yield scratch
+        size = sum(flat.nbytes for flat in scratch._flat.values())
+        if len(cls._kept) < MAX_KEPT and size <= MAX_BYTES_KEPT:
+            cls._kept.append(scratch)
 
     def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array of any content."""
@@ -257,50 +271,14 @@ class Scratch:
         return copy
 
 
-class Bounds:
-    """The largest norms of keys and magnitudes of values, found once for all tiles of a head.
-
-    Whichever thread first asks about a head finds them.
-    """
-
-    def __init__(self, batch: int, heads_kv: int, seqlen_k: int, compute: np.dtype[Any]) -> None:
-        # Up to the end of each KEY_GROUP keys, and up to the last.
-        self._key_norm = np.empty((batch, heads_kv, -(-seqlen_k // KEY_GROUP)), compute)
-        self._value_max = np.empty_like(self._key_norm)
-        self._found = np.zeros((batch, heads_kv), bool)
-        self._lock = threading.Lock()
-
-    def of_first(
-        self, job: Pass, block: Block, scratch: Scratch, count: int
-    ) -> tuple[float, float]:
-        """Bounds over the first ``count`` keys: a multiple of KEY_GROUP, or all."""
-        where = block.batch, block.kv_heads
-        if not self._found[where].all():
-            with self._lock:
-                if not self._found[where].all():
-                    self._find(job, block, scratch)
-                    self._found[where] = True
-        last = -(-count // KEY_GROUP) - 1
-        key_norm, value_max = self._key_norm[where][..., last], self._value_max[where][..., last]
-        return float(key_norm.max()), float(value_max.max())
-
-    def _find(self, job: Pass, block: Block, scratch: Scratch) -> None:
-        where = block.batch, block.kv_heads
-        key_norm, value_max = self._key_norm[where], self._value_max[where]
-        seqlen_k = job.k.shape[1]
-        step = job.Bc // KEY_GROUP * KEY_GROUP
-        for start in range(0, seqlen_k, step):
-            stop = min(start + step, seqlen_k)
-            groups = slice(start // KEY_GROUP, -(-stop // KEY_GROUP))
-            firsts = np.arange(0, stop - start, KEY_GROUP)
-            k = job.keys(block, start, stop, scratch)
-            squares = np.einsum("bhjd,bhjd->bhj", k, k)
-            np.sqrt(np.maximum.reduceat(squares, firsts, axis=-1), out=key_norm[..., groups])
-            v = job.values(block, start, stop, scratch)
-            largest = np.maximum(v.max(axis=-1), -v.min(axis=-1))
-            np.maximum.reduceat(largest, firsts, axis=-1, out=value_max[..., groups])
-        np.maximum.accumulate(key_norm, axis=-1, out=key_norm)
-        np.maximum.accumulate(value_max, axis=-1, out=value_max)
+def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
+    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see."""
+    rows = block.rows
+    # From here on, keys are not seen by all.
+    first = max(job.keys_seen(rows.start), start)
+    if first < stop:
+        unseen = hidden(rows.stop - rows.start, stop - first, rows.start + job.q_offset - first)
+        np.copyto(scores[..., first - start :], -np.inf, where=unseen)
 
 
 def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
@@ -314,7 +292,7 @@ def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     if not lost.any():
         return lost
     lost &= np.isfinite(source).all(axis=-1, keepdims=True)
-    tiles = ((start, min(start + job.Bc, seen[-1])) for start in range(0, seen[-1], job.Bc))
+    tiles = ((start, min(start + job.cut.Bc, seen[-1])) for start in range(0, seen[-1], job.cut.Bc))
     keys = (job.keys(block, start, stop, scratch) for start, stop in tiles)
     finite = np.concatenate([np.isfinite(k).all(axis=-1) for k in keys], axis=-1)
     finite = np.logical_and.accumulate(finite, axis=-1)[:, :, np.maximum(seen - 1, 0)]

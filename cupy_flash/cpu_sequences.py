@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash import cpu, cpu_heads, cpu_rows, host_sequences
+from cupy_flash import cpu, cpu_formula, cpu_padded, cpu_rows, host_sequences
 from cupy_flash.arrays import dtype_name
-from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, MIN_ROWS_FOR_BOUNDS, Pass, compute_dtype
+from cupy_flash.cpu_pass import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.cpu_threads import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host_sequences import (
     Keys,
@@ -41,6 +41,9 @@ Array = NDArray[Any]
 # the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
 # 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
 MIN_PAIRS_TO_SHARE = 1 << 15
+
+# Rows that each key is read for, from which on all pages are gathered first.
+MIN_ROWS_TO_GATHER_FOR = 128
 
 # Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
 MAX_ROWS_OF_PIECE = 128
@@ -114,8 +117,11 @@ def varlen_forward(
         seqused_k=seqused_k,
         block_table=block_table,
     )
+    sequences = list(zip(queries, places, strict=True))
+    if not paged and not batch_invariant and tile is None:
+        sequences = _pad(sequences, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
-    for rows, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+    for rows, keys, count in _runs(sequences, not batch_invariant):
         # (total, ...) as (count, seqlen, ...)
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
@@ -287,6 +293,52 @@ def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) 
     )
 
 
+def _pad(
+    sequences: list[tuple[Queries, Keys]],
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    threads: int | None,
+) -> list[tuple[Queries, Keys]]:
+    """Compute short packed sequences of unequal lengths together; return those left to do."""
+    facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
+    firsts_q, seqlens_q, firsts_k, seqlens_k = np.array(facts, np.int64).reshape(-1, 4).T
+    heads, head_dim = q.shape[1:]
+    short = cpu_padded.are_worth_it(seqlens_q, seqlens_k, heads)
+    if not short.any():
+        return sequences
+
+    def work(groups: Iterator[Array]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+            for group in groups:
+                done = cpu_padded.forward(
+                    *(q, k, v, out, lse),
+                    firsts_q=firsts_q[group],
+                    firsts_k=firsts_k[group],
+                    seqlens_q=seqlens_q[group],
+                    seqlens_k=seqlens_k[group],
+                    scratch=scratch,
+                    causal=causal,
+                    softmax_scale=softmax_scale,
+                )
+                if not done:
+                    short[group] = False
+
+    indices = np.flatnonzero(short)
+    elements = heads * 2 * head_dim + 2 * k[0].size
+    groups = cpu_padded.groups(seqlens_q[indices], seqlens_k[indices], elements)
+    pairs = heads * int((seqlens_q * seqlens_k)[indices].sum())
+    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+    with single_threaded_blas:
+        share_out(workers, (indices[group] for group in groups), work, Stop())
+    return [pair for pair, done in zip(sequences, short.tolist(), strict=True) if not done]
+
+
 class _Piece(NamedTuple):
     """Sequences of one shape, or some rows and heads of one sequence."""
 
@@ -353,10 +405,10 @@ class _Batch:
             v,
             piece.out,
             piece.lse,
-            causal=self.causal,
-            q_offset=piece.q_offset,
-            softmax_scale=self.softmax_scale,
-            tile=tile,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
         )
 
     def computes_small(self, piece: _Piece, tile: Tile) -> bool:
@@ -364,16 +416,16 @@ class _Batch:
         if piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
-        return cpu_heads.forward_small(
+        return cpu_formula.forward_small(
             piece.q,
             k,
             v,
             piece.out,
             piece.lse,
-            causal=self.causal,
-            q_offset=piece.q_offset,
-            softmax_scale=self.softmax_scale,
-            tile=tile,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
         )
 
     def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:
@@ -386,7 +438,7 @@ class _Batch:
         rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
         columns = self.k.shape[3] + self.v.shape[3]
         size = piece.keys.seqlen * heads_kv * columns * self.k.itemsize
-        return rows >= MIN_ROWS_FOR_BOUNDS and size <= most_bytes
+        return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
 
     def by_rows(self, piece: _Piece, Bc: int) -> None:
         """One piece by `cpu_rows`."""

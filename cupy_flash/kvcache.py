@@ -13,6 +13,7 @@ from cupy_flash.backends import require_backend, require_gpu_backend
 from cupy_flash.device import device_for_id
 from cupy_flash.host_calls import (
     all_cupy,
+    kept_problem,
     new_lse,
     requested_tile,
     require_writable,
@@ -246,7 +247,7 @@ def _no_lengths(cache_seqlens: Any) -> TypeError:
 def _from_host(
     arrays: CacheArrays, keys: int, options: CacheOptions, backend: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    problem = cache_problem(arrays, options)
+    problem = kept_problem(cache_problem, arrays, options)
     if arrays.cache_seqlens is None:
         require_length("cache_seqlens", keys, length_limits(arrays, problem))
         lengths = np.full(problem.batch, keys, np.int64)

@@ -424,10 +424,12 @@ def check_cache_contents(arrays: CacheArrays, lengths: np.ndarray, problem: Prob
 def _check_offsets(name: str, offsets: np.ndarray, total: int | None, whose: str) -> np.ndarray:
     """Lengths of the sequences, (batch,), of offsets that increase from 0 to at most `total`."""
     wide = offsets.astype(np.int64)
-    lengths = np.diff(wide)
+    # Not by np.diff, which takes 8 us.
+    lengths = wide[1:] - wide[:-1]
     if wide[0] < 0:
         raise ValueError(f"{name}[0] is {wide[0]}; expected at least 0")
-    for b in np.flatnonzero(lengths < 0)[:1]:
+    if lengths.min(initial=0) < 0:
+        b = int((lengths < 0).argmax())
         raise ValueError(
             f"{name} decreases from {wide[b]} to {wide[b + 1]} at index {b + 1}; expected running "
             "totals of the lengths"
@@ -440,7 +442,8 @@ def _check_offsets(name: str, offsets: np.ndarray, total: int | None, whose: str
 
 
 def _check_most(name: str, lengths: np.ndarray, most: int, limit: str) -> None:
-    for b in np.flatnonzero(lengths > most)[:1]:
+    if lengths.max(initial=most) > most:
+        b = int((lengths > most).argmax())
         raise ValueError(
             f"{name} gives sequence {b} a length of {lengths[b]}; expected at most {most}, as "
             f"{limit} says"

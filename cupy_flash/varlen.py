@@ -10,6 +10,7 @@ from cupy_flash import cpu_sequences, launch_sequences
 from cupy_flash.backends import require_backend, require_gpu_backend
 from cupy_flash.host_calls import (
     all_cupy,
+    kept_problem,
     new_lse,
     requested_tile,
     require_writable,
@@ -191,7 +192,7 @@ def flash_attention_varlen(
 def _from_host(
     arrays: VarlenArrays, options: VarlenOptions, backend: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    problem = varlen_problem(arrays, options)
+    problem = kept_problem(varlen_problem, arrays, options)
     check_varlen_contents(arrays, options, problem)
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out = arrays
     if out is None:

@@ -182,13 +182,26 @@ def test_values_near_the_ends_of_float32_neither_overflow_nor_vanish(magnitude):
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.125, 1.0, 5.0])
-def test_with_and_without_a_running_maximum_the_result_is_right(scale, monkeypatch):
+@pytest.mark.parametrize("Bc", [128, 512])
+def test_in_one_step_over_all_keys_and_in_several_the_result_is_right(Bc, scale):
     q, k, v = random_qkv(200, 333, dims=(64, 64))
-    bounded, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
-    monkeypatch.setattr(cpu_tiles, "SCORE_BOUND", -1.0)
-    running, _ = check(q, k, v, scale=scale, Br=200, Bc=128)
-    # Other bits show that small scores did take the other way, large ones did not.
-    assert np.array_equal(bounded, running) == (scale >= 1)
+    check(q, k, v, scale=scale, Br=200, Bc=Bc)
+
+
+@pytest.mark.parametrize("seqlen", [20, 100, 200])
+def test_scores_that_lie_key_by_key_or_row_by_row_give_the_reference(seqlen):
+    for batch, heads in ((1, (8, 8)), (3, (12, 4)), (24, (8, 8))):
+        q, k, v = random_qkv(seqlen, seqlen, batch=batch, heads=heads)
+        check(q, k, v, Br=512, Bc=512)
+        check(q, k, v, causal=True, Br=512, Bc=512)
+
+
+def test_scratch_of_calls_before_leaves_no_trace():
+    q, k, v = random_qkv(300, 300, heads=(4, 4))
+    first, _ = run(q, k, v, causal=True, Br=512, Bc=512)
+    run(q, k, np.full_like(v, np.nan), Br=512, Bc=512)
+    again, _ = run(q, k, v, causal=True, Br=512, Bc=512)
+    assert first.tobytes() == again.tobytes()
 
 
 def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
@@ -207,7 +220,9 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
     wide = dataclasses.replace(decode, dtype="float64", head_dim=256, head_dim_v=256)
     assert 4 * scratch_bytes(wide, cpu.default_tile(wide)) <= cpu.SCRATCH_LIMIT
     prefill = dataclasses.replace(decode, seqlen_q=700)
-    assert cpu.default_tile(prefill) == Tile(256, 512)
+    assert cpu.default_tile(prefill) == Tile(256, 1024)
+    causal = dataclasses.replace(prefill, causal=True)
+    assert cpu.default_tile(causal) == Tile(128, 1024)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

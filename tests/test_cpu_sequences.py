@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import tracemalloc
 import warnings
 from itertools import pairwise
@@ -21,7 +20,7 @@ from sequence_support import (
     random_varlen_case,
 )
 
-from cupy_flash import cpu, cpu_rows, cpu_sequences
+from cupy_flash import cpu, cpu_padded, cpu_rows, cpu_sequences, cpu_threads
 from cupy_flash.cpu_sequences import append, kvcache_forward, rotate, varlen_forward
 from cupy_flash.tile import Tile
 
@@ -178,11 +177,13 @@ def test_long_sequences_beside_short_ones_are_right(rng, threads, monkeypatch):
 
 
 def test_a_thousand_single_queries_start_no_thread(monkeypatch):
-    started = []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda t: started.append(t) or start(t))
+    told = []
+    begin = cpu_threads._crew.begin
+    monkeypatch.setattr(cpu_threads._crew, "begin", lambda task: told.append(task) or begin(task))
     check_kvcache(KVCacheCase((20,) * 1000, heads_q=2, heads_kv=1, head_dim=8, head_dim_v=8))
-    assert not started
+    assert not told
+    check_varlen(VarlenCase((799, 700), (799, 700)), threads=2)
+    assert told
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -339,6 +340,76 @@ def test_runs_of_equal_sequences_are_right(lengths, dtype):
     check_varlen(VarlenCase(lengths, lengths, dtype=dtype, causal=True, heads_q=6, rows_of_none=2))
     check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6))
     check_kvcache(KVCacheCase(lengths, dtype=dtype, heads_q=6, indexed=True, seqlen_q=2))
+
+
+# Short packed sequences of unequal lengths
+
+SHORT = (5, 17, 1, 9, 20, 2, 12, 23, 8, 21, 11, 3, 16, 22)
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """How many sequences each step took together, and whether that was the end of it."""
+    steps = []
+    forward = cpu_padded.forward
+
+    def watched(*arrays, seqlens_q, **options):
+        done = forward(*arrays, seqlens_q=seqlens_q, **options)
+        steps.append((len(seqlens_q), done))
+        return done
+
+    monkeypatch.setattr(cpu_padded, "forward", watched)
+    return steps
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_q", [2, 6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_short_sequences_of_unequal_lengths_are_computed_together(dtype, heads_q, causal, padded):
+    longer = tuple(n + n % 4 for n in SHORT)
+    for keys in (SHORT, longer):
+        check_varlen(
+            VarlenCase(SHORT, keys, dtype=dtype, causal=causal, heads_q=heads_q, rows_of_none=2)
+        )
+    assert sum(count for count, _ in padded) == 2 * len(SHORT)
+    assert all(done for _, done in padded)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_nan_in_one_padded_sequence_leaves_no_trace_in_another(causal, padded):
+    problem = VarlenCase(SHORT, SHORT, causal=causal, rows_of_none=0).problem()
+    clean, clean_lse = run_varlen(problem.arguments())
+    ends = np.cumsum(SHORT)
+    others = np.ones(ends[-1], bool)
+    others[ends[3] : ends[4]] = False
+    arguments = problem.arguments()
+    for name in "qkv":
+        arguments[name] = arguments[name].copy()
+        arguments[name][~others] = np.nan
+    out, lse = run_varlen(arguments)
+    assert np.isnan(out[~others]).all()
+    assert_same_bits((clean[others], clean_lse[:, others]), (out[others], lse[:, others]))
+    assert padded
+
+
+def test_padded_sequences_have_the_same_bits_whatever_the_number_of_threads(padded, monkeypatch):
+    monkeypatch.setattr(cpu, "MIN_PAIRS_PER_WORKER", 1)
+    problem = VarlenCase(SHORT * 6, SHORT * 6, causal=True).problem()
+    first = run_varlen(problem.arguments(), threads=1)
+    for threads in (2, 5):
+        assert_same_bits(first, run_varlen(problem.arguments(), threads=threads))
+    assert len(padded) > 6
+
+
+def test_padded_rows_without_weight_are_left_to_another_way(padded):
+    problem = VarlenCase(SHORT, SHORT, rows_of_none=0).problem()
+    arguments = problem.arguments()
+    arguments["k"] = np.full_like(arguments["k"], -np.inf)
+    arguments["q"] = np.abs(arguments["q"]) + 1
+    out, lse = run_varlen(arguments)
+    assert not any(done for _, done in padded)
+    assert not out.any()
+    assert (lse == -np.inf).all()
 
 
 # batch_invariant

@@ -109,22 +109,24 @@ os._exit(os.waitstatus_to_exitcode(status))
 def test_an_error_in_one_thread_stops_the_others_and_is_raised():
     stop = Stop()
     at_work = threading.Barrier(2)
+    caller, ended = threading.get_ident(), []
 
     def work(items):
         for _ in items:
             at_work.wait(10)
-            if threading.current_thread() is threading.main_thread():
+            if threading.get_ident() == caller:
                 while not stop.requested:
                     time.sleep(0.001)
+                ended.append("caller")
             else:
+                ended.append("other")
                 raise RuntimeError("broken")
 
     items = iter(range(100))
-    before = threading.active_count()
     with pytest.raises(RuntimeError, match="broken"):
         share_out(2, items, work, stop)
     assert next(items) == 2
-    assert threading.active_count() == before
+    assert ended == ["other", "caller"]
 
 
 def test_no_more_threads_start_than_there_are_items():

@@ -12,6 +12,8 @@ import click
 
 from cupy_flash import tuning
 
+from .report import write_whole
+
 Finding = dict[str, Any]
 
 
@@ -43,7 +45,7 @@ class Journal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = "".join(json.dumps(finding) + "\n" for finding in self.found.values())
-            self.path.write_text(kept, encoding="utf-8")
+            write_whole(self.path, kept.encode())
         except OSError as error:
             self.is_kept = False
             click.echo(

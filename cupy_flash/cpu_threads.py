@@ -186,21 +186,28 @@ class _SingleThreadedBlas:
             if self._users == 0:
                 # Not by ThreadpoolController.limit, which takes 8 us.
                 self._before = [library.get_num_threads() for library in self._libraries]
-                self._set([1] * len(self._before))
+            # Counted before it is set, and lifted before it is counted off, for who forks meanwhile.
             self._users += 1
+            if self._users == 1:
+                self._set([1] * len(self._before))
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             # A child forked within the pass has lifted the limit already.
             if self._users == 0:
                 return
-            self._users -= 1
-            if self._users == 0:
+            if self._users == 1:
                 self._set(self._before)
+            self._users -= 1
 
     def _set(self, counts: list[int]) -> None:
         for library, count in zip(self._libraries or (), counts, strict=True):
+            # Newer versions of threadpoolctl heed only one thread of a process, the first to set a
+            # limit. Passes begin and end in any, and bar no other from limits of its own.
+            let_any_thread = getattr(library, "clear_controlling_thread", lambda force: None)
+            let_any_thread(force=True)
             library.set_num_threads(count)
+            let_any_thread(force=True)
 
     def _lift_in_child(self) -> None:
         # The thread that held the lock, if one did, is not here.

@@ -106,6 +106,33 @@ os._exit(os.waitstatus_to_exitcode(status))
 """)
 
 
+def test_calls_that_overlap_hold_blas_and_leave_it_as_it_was_whichever_ends_last():
+    run_script("""
+from cupy_flash.cpu_threads import single_threaded_blas
+began, end = threading.Event(), threading.Event()
+held = []
+def last():
+    with single_threaded_blas:
+        began.set()
+        end.wait()
+        held.append(blas_threads())
+thread = threading.Thread(target=last)
+with single_threaded_blas:
+    thread.start()
+    began.wait()
+end.set()
+thread.join()
+assert held == [[1] * len(before)], held
+assert blas_threads() == before
+# A thread that is not the first to hold it, with nobody else at work.
+thread = threading.Thread(target=last)
+thread.start()
+thread.join()
+assert held[1] == [1] * len(before), held
+assert blas_threads() == before
+""")
+
+
 def test_an_error_in_one_thread_stops_the_others_and_is_raised():
     stop = Stop()
     at_work = threading.Barrier(2)

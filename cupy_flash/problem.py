@@ -15,6 +15,9 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
+# Factors on scores beyond which float32 may not hold the product: up to here it holds all of float16
+# inputs, and of others those below 5e33.
+HUGE_SCALE = 2.0**16
 # Sequences, caches and pages, which kernels have in 32-bit integers.
 MAX_COUNT = 2**31 - 1
 # The widest single memory access, in bytes.
@@ -134,6 +137,15 @@ class Problem:
     def is_batch_invariant(self) -> bool:
         """Whether a row's result may depend on nothing but its own sequence."""
         return self.sequences is not None and self.sequences.batch_invariant
+
+    @property
+    def has_huge_scale(self) -> bool:
+        """Whether scores of usual size may be infinite once they are scaled.
+
+        A scaled score of -inf is NaN in the end, as in the formula, where the kernel still knows
+        that the score itself was a number.
+        """
+        return abs(self.softmax_scale) > HUGE_SCALE
 
     @property
     def score_factor(self) -> tuple[tuple[int, int], float]:

@@ -70,6 +70,20 @@ def test_with_one_key_the_result_is_exactly_its_value(case: Case) -> None:
         np.testing.assert_array_equal(bits(out[:, row]), bits(first_values(case, v)))
 
 
+@of_cases(
+    case for case in every_family(seqlen_q=70, seqlen_k=1) if case.dtype in ("float16", "bfloat16")
+)
+def test_with_one_key_of_a_large_score_the_result_is_exactly_its_value(case: Case) -> None:
+    q, k, v = random_values(case)
+    # All scaled scores are below what docs/usage.md gives as the end of this.
+    q[...], k[...] = 0, 8
+    most = 2000 if case.dtype == "float16" else 8000
+    q[..., 0] = np.linspace(-most, most, case.seqlen_q)[:, None]
+    out, _ = run(case, (q, k, v))
+    for row in range(case.seqlen_q):
+        np.testing.assert_array_equal(bits(out[:, row]), bits(first_values(case, v)))
+
+
 @pytest.mark.parametrize("family", SEQUENCE_FAMILIES)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -233,10 +247,11 @@ def test_a_tiny_scale_of_large_scores_is_right(case: Case) -> None:
     for case in every_family(softmax_scale=1e37)
     if case.dtype != "float64"
 )
-def test_scores_that_overflow_are_not_taken_for_no_key(case: Case) -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_that_overflow_are_not_taken_for_no_key(case: Case, sign: int) -> None:
     q, k, v = with_large_scores(case, 1e4)
     with np.errstate(over="ignore"):
-        out, lse = run(case, (q, k, v))
+        out, lse = run(case, (q, sign * k, v))
     assert not np.isfinite(out.astype(np.float32)).any()
     assert not np.isfinite(lse).any()
     assert not (lse == -np.inf).any()

@@ -147,6 +147,29 @@ def test_tensor_cores_come_first_and_the_other_families_say_why_not():
     }
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 4096), (4096, 4096)])
+@pytest.mark.parametrize(("scale", "is_huge"), [(1.0, False), (1e6, True), (-1e6, True)])
+def test_scores_that_a_scale_may_make_infinite_are_for_kernels_that_tell_them_from_masked_ones(
+    seqlen_q, seqlen_k, scale, is_huge
+):
+    case = make_contiguous_problem(
+        dtype="bfloat16",
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=2,
+        heads_kv=2,
+        head_dim=64,
+        head_dim_v=64,
+        softmax_scale=scale,
+    )
+    made = make_plan(case, device_for_arch("sm_90"))
+    assert (made.family == "mma") == is_huge
+    if is_huge:
+        assert made.num_splits == 1
+        assert "a scale of" in made.rejected["hopper"]
+
+
 def test_float64_and_old_gpus_run_on_cuda_cores():
     double = make_plan(problem(dtype="float64"), h100)
     assert (double.family, "float64" in double.rejected["mma"]) == ("simt", True)

@@ -269,6 +269,13 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+def why_not_scale(problem: Problem) -> str | None:
+    """Why a kernel that takes scaled scores of -inf for masked ones cannot serve a problem."""
+    if not problem.has_huge_scale:
+        return None
+    return f"takes scores of -inf for masked, which a scale of {problem.softmax_scale:g} may make"
+
+
 def why_not_shared_memory(device: Device, needed: int) -> str | None:
     """Why a thread block cannot have so many bytes of shared memory, or None if it can."""
     if needed <= device.shared_memory_per_block:

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import MAX_GRID, MAX_GRID_Y, Family, Launch, ceil_div, round_up
+from cupy_flash.families.base import (
+    MAX_GRID,
+    MAX_GRID_Y,
+    Family,
+    Launch,
+    ceil_div,
+    round_up,
+    why_not_scale,
+)
 from cupy_flash.params import sequences_assertions
 from cupy_flash.problem import MAX_SEQLEN, Problem
 from cupy_flash.tile import Tile
@@ -101,6 +109,8 @@ class DecodeFamily(Family):
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        if reason := why_not_scale(problem):
+            return reason
         sequences = problem.sequences
         if sequences is not None and sequences.page_size and sequences.max_pages == 0:
             return "its block_table has no pages"

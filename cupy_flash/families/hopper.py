@@ -15,6 +15,7 @@ from cupy_flash.families.base import (
     Launch,
     ceil_div,
     round_up,
+    why_not_scale,
     why_not_shared_memory,
 )
 from cupy_flash.params import sequences_assertions
@@ -173,6 +174,8 @@ class HopperFamily(Family):
             return f"needs sm_90 for wgmma, not {device.sm}"
         if not device.arch_specific:
             return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
+        if reason := why_not_scale(problem):
+            return reason
         if problem.seqlen_k == 0:
             return "the copy engine cannot address arrays without keys"
         if reason := self._why_not_sequences(problem):

@@ -91,7 +91,8 @@ def num_splits(
         The number that the problem asks for, else from 1, for the keys left whole, to
         `MAX_SPLITS`.
     """
-    if problem.is_batch_invariant:
+    # A share of the keys whose scaled scores are all -inf would be left out when they are merged.
+    if problem.is_batch_invariant or problem.has_huge_scale:
         return 1
     if problem.sequences is not None and problem.sequences.num_splits:
         return problem.sequences.num_splits

@@ -186,7 +186,7 @@ class _SingleThreadedBlas:
             if self._users == 0:
                 # Not by ThreadpoolController.limit, which takes 8 us.
                 self._before = [library.get_num_threads() for library in self._libraries]
-            # Counted before it is set, and lifted before it is counted off, for who forks meanwhile.
+            # Counted before it is set, and lifted before it is counted off, for a fork meanwhile.
             self._users += 1
             if self._users == 1:
                 self._set([1] * len(self._before))

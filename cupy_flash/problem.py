@@ -15,8 +15,8 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 MAX_HEAD_DIM = 256
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
-# Factors on scores beyond which float32 may not hold the product: up to here it holds all of float16
-# inputs, and of others those below 5e33.
+# Factors on scores beyond which float32 may not hold the product: up to here it holds those of all
+# float16 inputs, and of others those below 5e33.
 HUGE_SCALE = 2.0**16
 # Sequences, caches and pages, which kernels have in 32-bit integers.
 MAX_COUNT = 2**31 - 1

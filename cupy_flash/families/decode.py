@@ -202,7 +202,8 @@ class DecodeFamily(Family):
         if _has_clusters(device) and is_free and not (page_size and has_much):
             yield from self._clustered(problem, device, large)
         most_stages = _MOST_STAGES
-        if is_free and several_heads and has_much and not 0 < page_size < _FEWEST_PAGE_ROWS:
+        short_pages = 0 < page_size < _FEWEST_PAGE_ROWS
+        if device.arch == 90 and is_free and several_heads and has_much and not short_pages:
             enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
             most_stages = max(2, enough)
         for tile in tiles:

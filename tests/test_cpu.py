@@ -223,6 +223,8 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
     assert cpu.default_tile(prefill) == Tile(256, 1024)
     causal = dataclasses.replace(prefill, causal=True)
     assert cpu.default_tile(causal) == Tile(128, 1024)
+    long = dataclasses.replace(causal, seqlen_q=4096)
+    assert cpu.default_tile(long) == Tile(256, 2048)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -26,12 +26,6 @@ MAX_BYTES_KEPT = 4 << 20
 # Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
 SHRINK = 2.0**-32
 
-#: Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
-MIN_PAIRS_PER_WORKER = 1 << 16
-
-# Blocks that a call of enough pairs has at least, if it has the heads and sequences for them.
-MIN_BLOCKS = 4
-
 # Elements of scratch of the heads, and sequences, that are taken up in one step. Fewer make more
 # and shorter calls of NumPy, more leave a second thread without work. Two threads, ms, at 2**18,
 # 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
@@ -82,12 +76,7 @@ class Cut(NamedTuple):
         Br = min(tile.Br, seqlen_q)
         Bc = min(tile.Bc, max(seqlen_k, 1))
         one = scratch_elements(Br * heads_per_tile, Bc, head_dim, head_dim_v, copies)
-        # Not by the number of threads, which the results must not depend on.
-        units = batch * heads_kv
-        tiles = -(-seqlen_q // Br) * -(-group // heads_per_tile)
-        worth = units * group * seqlen_q * seqlen_k // MIN_PAIRS_PER_WORKER
-        blocks = min(MIN_BLOCKS, 1 << max(worth.bit_length() - 1, 0))
-        at_once = min(ELEMENTS_AT_ONCE // one, units * tiles // blocks)
+        at_once = ELEMENTS_AT_ONCE // one
         some_heads = _even_share(heads_kv, at_once)
         some_sequences = _even_share(batch, at_once // heads_kv)
         elements = one * some_heads * some_sequences

@@ -78,7 +78,10 @@ def section(path: Path) -> str:
     elif "default_tflops" in rows[0]:
         lines += [*sources(record), "", *tune_table(rows)]
     else:
-        lines += [*sources(record), "", *plain_table(rows)]
+        lines += sources(record)
+        if timing := head.get("timing"):
+            lines += [f"- {timing}"]
+        lines += ["", *plain_table(rows)]
     return "\n".join([*lines, ""])
 
 

@@ -59,13 +59,17 @@ def default_tile(problem: Problem) -> Tile:
     # Best of interleaved runs, ms; AMD Zen 3 at 2 threads, OpenBLAS 0.3.31, float32, heads of 64,
     # by Br = 128, 256, 512: 8 x 512 x 8 full 83, 80, 78, causal 51, 59, 66; 1 x 1024 x 8 full 30,
     # 28, 31, causal 20, 21, 24. By tile, 128x2048, 256x512, 256x1024, 256x2048, 512x1024: 1 x 4096
-    # x 8 full 489, 415, 388, 438, 405, causal 300, 289, 300, 301, 270.
+    # x 8 full 489, 415, 388, 438, 405, causal 300, 289, 300, 301, 270. Causal, by Bc = 1024, 2048,
+    # 4096, Br = 256: 1 x 2048 x 8 70, 58, 59, heads of 128 98, 100, 99; 1 x 4096 x 8 274, 274, 265,
+    # heads of 128 418, 349, 381; 8 x 2048 x 8, heads of 128, 1025, 872, 954; 8 x 4096 x 8 2370,
+    # 2062, 1768.
     # Along the edge of a mask half a tile's rows is wasted; low tiles make poor matrix products.
-    Br = 128 if problem.causal and problem.seqlen_q <= 1024 else 256
+    long_causal = problem.causal and problem.seqlen_q > 1024
+    Br = 128 if problem.causal and not long_causal else 256
     # Rows of a tile are those of all query heads that share a key/value head.
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
     Br = min(Br, max(rows, 1))
-    Bc = 1024 * max(1, min(4, 128 // Br))
+    Bc = 2048 if long_causal else 1024 * max(1, min(4, 128 // Br))
     while Bc > 512 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
         Bc //= 2
     return Tile(Br, min(Bc, max(problem.seqlen_k, 1)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,17 +65,37 @@ def groups(seqlens_q: Array, seqlens_k: Array, elements: int) -> Iterator[Array]
         yield order[first:]
 
 
+class Group(NamedTuple):
+    """Sequences that are computed together, and where their rows are."""
+
+    members: list[int]
+    seqlens_q: Array
+    seqlens_k: Array
+    rows_q: Array  # (sequences, longest): the last one over and over where there are no more
+    rows_k: Array
+    there: Array  # which of rows_q are
+    out_rows: Array  # those, one behind the other
+
+    @classmethod
+    def make(
+        cls, members: Array, firsts_q: Array, seqlens_q: Array, firsts_k: Array, seqlens_k: Array
+    ) -> Group:
+        """Some of all sequences, by their indices."""
+        seqlens_q, seqlens_k = seqlens_q[members], seqlens_k[members]
+        rows_q = _padded(firsts_q[members], seqlens_q)
+        rows_k = _padded(firsts_k[members], seqlens_k)
+        there = np.arange(rows_q.shape[1]) < seqlens_q[:, None]
+        return cls(members.tolist(), seqlens_q, seqlens_k, rows_q, rows_k, there, rows_q[there])
+
+
 def forward(
+    group: Group,
     q: Array,
     k: Array,
     v: Array,
     out: Array,
     lse: Array | None,
     *,
-    firsts_q: Array,
-    firsts_k: Array,
-    seqlens_q: Array,
-    seqlens_k: Array,
     scratch: Scratch,
     causal: bool,
     softmax_scale: float,
@@ -84,10 +104,10 @@ def forward(
 
     With ``causal``, query ``i`` sees only the keys ``j <= i + seqlen_k - seqlen_q``.
     """
+    _, seqlens_q, seqlens_k, rows_q, rows_k, there, rows = group
     count, heads_kv = len(seqlens_q), k.shape[1]
     shared = q.shape[1] // heads_kv
     compute = compute_dtype(q.dtype)
-    rows_q, rows_k = _padded(firsts_q, seqlens_q), _padded(firsts_k, seqlens_k)
     seqlen_q, seqlen_k = rows_q.shape[1], rows_k.shape[1]
 
     def gathered(x: Array, rows: Array) -> Array:
@@ -114,8 +134,6 @@ def forward(
         return False
     acc = scratch.cut("acc", (*rows_q.shape, heads_kv, shared, v.shape[2]), compute)
     np.matmul(scores, v_rows, out=acc.transpose(0, 2, 3, 1, 4))
-    there = np.arange(seqlen_q) < seqlens_q[:, None]
-    rows = rows_q[there]
     out[rows] = acc[there].reshape(-1, *out.shape[1:])
     if lse is not None:
         np.log(row_sum, out=row_sum)
@@ -125,7 +143,6 @@ def forward(
 
 
 def _padded(firsts: Array, seqlens: Array) -> Array:
-    """Rows of each sequence, the last one over and over where there are no more."""
     places = np.arange(seqlens.max())
     rows: Array = firsts[:, None] + np.minimum(places, seqlens[:, None] - 1)
     return rows

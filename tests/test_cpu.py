@@ -196,6 +196,24 @@ def test_scores_that_lie_key_by_key_or_row_by_row_give_the_reference(seqlen):
         check(q, k, v, causal=True, Br=512, Bc=512)
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_a_masked_key_of_a_small_call_leaves_no_trace(poison):
+    q, k, v = random_qkv(8, 8, heads=(2, 2))
+    clean = run(q, k, v, causal=True)
+    k[:, -1] = poison
+    out, lse = run(q, k, v, causal=True)
+    assert out[:, :-1].tobytes() == clean[0][:, :-1].tobytes()
+    assert lse[..., :-1].tobytes() == clean[1][..., :-1].tobytes()
+
+
+def test_rows_of_a_small_call_that_see_no_key_are_zero():
+    q, k, v = random_qkv(8, 8, heads=(2, 2))
+    out, lse = run(q, k, v, causal=True, q_offset=-3)
+    assert not out[:, :3].any()
+    assert (lse[..., :3] == -np.inf).all()
+    assert np.isfinite(lse[..., 3:]).all()
+
+
 def test_scratch_of_calls_before_leaves_no_trace():
     q, k, v = random_qkv(300, 300, heads=(4, 4))
     first, _ = run(q, k, v, causal=True, Br=512, Bc=512)
@@ -223,6 +241,8 @@ def test_the_default_tile_has_rows_for_all_query_heads_of_a_key_head():
     assert cpu.default_tile(prefill) == Tile(256, 1024)
     causal = dataclasses.replace(prefill, causal=True)
     assert cpu.default_tile(causal) == Tile(128, 1024)
+    long = dataclasses.replace(causal, seqlen_q=4096)
+    assert cpu.default_tile(long) == Tile(256, 2048)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

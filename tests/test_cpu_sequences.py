@@ -353,9 +353,9 @@ def padded(monkeypatch):
     steps = []
     forward = cpu_padded.forward
 
-    def watched(*arrays, seqlens_q, **options):
-        done = forward(*arrays, seqlens_q=seqlens_q, **options)
-        steps.append((len(seqlens_q), done))
+    def watched(group, *arrays, **options):
+        done = forward(group, *arrays, **options)
+        steps.append((len(group.members), done))
         return done
 
     monkeypatch.setattr(cpu_padded, "forward", watched)

@@ -141,6 +141,21 @@ def test_the_result_of_a_sequence_is_that_of_a_call_of_its_own(rng):
         np.testing.assert_array_equal(out[first:end], alone)
 
 
+def test_lengths_changed_in_place_are_read_and_checked_anew(rng):
+    ends = np.array([0, 50, 70, 113], np.int32)
+    q, k, v = rng.standard_normal((3, 113, 2, 8), dtype=np.float32)
+
+    def call(ends):
+        return flash_attention_varlen(q, k, v, ends, ends, 63, 63, backend="cpu")
+
+    before = call(ends)
+    ends[1] = 8
+    assert call(ends).tobytes() == call(ends.copy()).tobytes() != before.tobytes()
+    ends[1] = 71
+    with pytest.raises(ValueError, match="cu_seqlens_q decreases from 71 to 70 at index 2"):
+        call(ends)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

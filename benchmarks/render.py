@@ -36,10 +36,10 @@ HEAD = """\
 
 Written by `python benchmarks/render.py` from the records in `benchmarks/results/`; do not edit.
 
-Every number was compared with the float64 reference before it was timed. The providers of a table
-ran in one process on the same inputs, taking turns; times are medians by GPU events with the L2
-cache flushed before each call (on a CPU, by the clock). A ratio is baseline time / our time: above
-1 we are faster.
+Unless a table says otherwise, it is by `cupy-flash bench`: every number was compared with the
+float64 reference before it was timed. The providers of a table ran in one process on the same
+inputs, taking turns; times are medians by GPU events with the L2 cache flushed before each call (on
+a CPU, by the clock). A ratio is baseline time / our time: above 1 we are faster.
 """
 
 # Fields that follow from another one in most records: shown only where they do not.

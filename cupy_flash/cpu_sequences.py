@@ -109,6 +109,8 @@ def varlen_forward(
     threads : int, optional
         At most this many workers; as many as there are CPUs for this process if not given.
     """
+    if not out.size:
+        return
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
     facts: tuple[Any, ...] = (

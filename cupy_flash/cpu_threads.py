@@ -54,10 +54,12 @@ class _Worker:
 
     def begin(self, task: Callable[[], None]) -> threading.Lock:
         """Do a task, and then release the lock."""
-        self._task, self._done = task, threading.Lock()
-        self._done.acquire()
+        done = threading.Lock()
+        done.acquire()
+        self._task, self._done = task, done
         self._told.release()
-        return self._done
+        # By now the task may be done, and forgotten.
+        return done
 
     def _live(self) -> None:
         while True:

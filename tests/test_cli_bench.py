@@ -199,7 +199,7 @@ def test_a_long_case_is_refused_after_a_part_of_its_rows(tmp_path: Path) -> None
 def test_a_case_that_needs_more_memory_than_there_is_gets_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cupy_flash.cli.providers.free_bytes", lambda *, on_gpu: 200_000)
+    monkeypatch.setattr("cupy_flash.cli.providers.free_bytes", lambda *, on_gpu: 350_000)
     _, naive = record(tmp_path, *RAGGED, *ON_CPU)["rows"]
 
     assert "GiB of memory" in naive["reason"]

@@ -441,6 +441,8 @@ def clustered_call(draw: random.Random) -> Call:
         draw.choice((*shares, draw.randint(0, most), most))
         for _ in range(draw.randint(1, min(9, 127 // heads_kv)))
     )
+    # Of more than 64 MiB, pages are for blocks without clusters.
+    size = len(lengths) * (max(lengths) + 64) * heads_kv * 2 * (head_dim + head_dim_v)
     return Call(
         KVCacheCase(
             lengths,
@@ -452,7 +454,7 @@ def clustered_call(draw: random.Random) -> Call:
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             causal=draw.random() < 0.5,
-            page_size=draw.choice((0, 1, 16, 64)),
+            page_size=draw.choice((0, 1, 16, 64) if size <= 60 << 20 else (0,)),
             seed=draw.randrange(2**32),
         )
     )

@@ -320,7 +320,7 @@ def _from_host(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     problem, tile = _host_call(q, k, v, out, backend, options)
     if out is None:
-        out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+        out = np.empty(launch.out_shape(q, v), q.dtype)
     else:
         if not out.flags.writeable:
             raise ValueError("out is read-only; pass an array that can be written")
@@ -370,7 +370,9 @@ def _host_call(
     if host_runs_on_gpu(backend):
         return launch.problem_of(q, k, v, out, options), None
     key = (
-        *(q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype),
+        (q.shape, q.strides, q.dtype),
+        (k.shape, k.strides, k.dtype),
+        (v.shape, v.strides, v.dtype),
         None if out is None else (out.shape, out.strides, out.dtype),
         options,
         tuning.generation(),

@@ -390,8 +390,10 @@ def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch,
         (1, 1024, 8, 4, 1),
         (15, 8192, 8, 8, 1),
         (16, 8192, 0, 8, 1),
-        (64, 1024, 0, 4, 2),
-        (64, 8192, 0, 8, 1),
+        (33, 1024, 0, 4, 2),
+        (62, 8192, 0, 8, 1),
+        (64, 1024, 0, 2, 4),
+        (64, 8192, 0, 2, 4),
         (64, 65536, 8, 8, 1),
     ],
 )
@@ -415,7 +417,8 @@ def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch
             # Of blocks that read much of several heads; the element sizes are those of bfloat16.
             assert (arch, tile.cluster, seqlen_k) == (90, 0, 65536)
             key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
-            assert tile.warps * tile.stages * tile.Bc * key_bytes >= 128 << 10
+            warps = tile.min_blocks * tile.warps
+            assert warps * tile.stages * tile.Bc * key_bytes >= 128 << 10
 
 
 @pytest.mark.parametrize(
@@ -628,6 +631,34 @@ def test_balanced_as_many_blocks_as_run_at_once_share_the_keys_of_each_head(
     # A block leaves up to two partial results: where its share begins, and where it ends.
     blocks = row_tiles * 8 * places
     assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "places"),
+    [(64, 32), (128, 32), (32, 32), (33, 33), (99, 33), (31, 33), (48, 33), (100, 33), (1, 33)],
+)
+def test_blocks_take_whole_sequences_where_that_leaves_few_idle(batch, places):
+    tile = replace(TILE, min_blocks=2)
+    assert planned(problem(batch=batch), tile)[0] == 8 * places
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "batch", "heads_kv", "warps"),
+    [
+        (90, "cache", 64, 8, 2),
+        (90, "pages of 16", 64, 8, 2),
+        (90, "pages of 1", 64, 8, 4),
+        (90, "cache", 66, 8, 2),
+        (90, "cache", 62, 8, 4),
+        (90, "cache", 512, 1, 4),
+        (80, "cache", 64, 8, 4),
+    ],
+)
+def test_four_blocks_of_two_warps_are_for_whole_sequences(arch, layout, batch, heads_kv, warps):
+    device = h100 if arch == 90 else device_for_arch(arch)
+    case = problem(layout, batch=batch, heads_kv=heads_kv, seqlen_k=1024)
+    tile = default_tile(case, device)
+    assert (tile.warps, tile.min_blocks == 4) == (warps, warps == 2)
 
 
 def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():

@@ -66,6 +66,10 @@ _LONG = 16384
 # and 123.1, but 8 such sequences 26.3 and 23.1.
 _MANY = 16
 _SHORT = 4096
+# Of the blocks that run at once, so many are enough if then no sequence is cut, where all are of
+# equal lengths. 8 heads on an H200: 64 sequences of 2048 keys take 33 blocks for each head 138.8
+# us, 32 of them 135.9; 128 of 1024 141.2 and 138.5; unequal lengths about the same time.
+_ENOUGH_PLACES = 0.95
 
 
 @dataclass(frozen=True)
@@ -203,12 +207,21 @@ class DecodeFamily(Family):
             yield from self._clustered(problem, device, large)
         most_stages = _MOST_STAGES
         short_pages = 0 < page_size < _FEWEST_PAGE_ROWS
-        if device.arch == 90 and is_free and several_heads and has_much and not short_pages:
-            enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
-            most_stages = max(2, enough)
+        if device.arch == 90 and is_free and several_heads and not short_pages:
+            # Four blocks of two warps on an SM, where each has whole sequences, begin and end at
+            # different times. 8 heads, batch x keys, us of an H200 beside the next best: 64 x 1024
+            # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 128 x 1024, head_dim 64,
+            # 81.6, 83.5; 32 x 1024 of 32 heads 134.3, 135.8. Where they have not, 48 x 8192: 370.4,
+            # 365.2.
+            fine = DecodeTile(16, 16, warps=2, min_blocks=4)
+            if _places_of_whole_sequences(problem, device, fine):
+                tiles.insert(0, fine)
+            if has_much:
+                enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
+                most_stages = max(2, enough)
         for tile in tiles:
             full = self._with_all_stages(problem, device, tile)
-            most = most_stages if tile is large else full.stages
+            most = full.stages if any(tile is other for other in small) else most_stages
             yield dataclasses.replace(full, stages=min(most, full.stages))
 
     def _clustered(
@@ -300,7 +313,8 @@ class DecodeFamily(Family):
         row_tiles = _row_tiles(problem, tile.Br)
         lines = _lines(problem, tile.Br)
         units = _units(problem, tile)
-        places = max(1, min(device.sm_count * tile.min_blocks // lines, units))
+        places = _places_of_whole_sequences(problem, device, tile)
+        places = max(1, min(places or _places(problem, device, tile), units))
         if tile.cluster:
             clusters = min(_most_clusters(device, lines, tile), ceil_div(units, tile.cluster))
             is_short = units <= _CLUSTER_UNITS * tile.cluster
@@ -351,6 +365,21 @@ class DecodeFamily(Family):
             "sequences": sequences is not None,
             "page_size": sequences.page_size if sequences else 0,
         }
+
+
+def _places(problem: Problem, device: Device, tile: DecodeTile) -> int:
+    """Thread blocks for each line of keys that run at once."""
+    return device.sm_count * tile.min_blocks // _lines(problem, tile.Br)
+
+
+def _places_of_whole_sequences(problem: Problem, device: Device, tile: DecodeTile) -> int:
+    """Nearly as many as `_places`, of which each has whole sequences if lengths are equal.
+
+    0 if there is no such number.
+    """
+    places = _places(problem, device, tile)
+    counts = range(places, math.ceil(_ENOUGH_PLACES * places) - 1, -1)
+    return next((count for count in counts if count and problem.batch % count == 0), 0)
 
 
 def _most_clusters(device: Device, lines: int, tile: DecodeTile) -> int:

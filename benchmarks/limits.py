@@ -17,11 +17,11 @@ from typing import Any
 import click
 
 from cupy_flash import flash_attention
-from cupy_flash.cli.environment import metadata
-from cupy_flash.cli.providers import release_memory
-from cupy_flash.cli.timing import GpuTimer, Timed, spread
-from cupy_flash.device import device_for_id
+from cupy_flash.cli.measure.timing import GpuTimer, Timed, spread
+from cupy_flash.cli.providers.providers import release_memory
+from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
+from cupy_flash.problem.device import device_for_id
 
 _TOKENS = 16384  # batch * seqlen
 _MATRIX = 8192

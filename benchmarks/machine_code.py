@@ -26,16 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cupy_flash import tuning
-from cupy_flash.cli import kernel_sets, records
-from cupy_flash.cli.build import Job, build
-from cupy_flash.cli.cases import Case
-from cupy_flash.cli.report import Row, write_whole
-from cupy_flash.cli.tune_table import digest_of
-from cupy_flash.compiler import Cubin
-from cupy_flash.device import device_for_arch
+from cupy_flash.cli.build import kernel_sets
+from cupy_flash.cli.build.build import Job, build
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.records import records
+from cupy_flash.cli.records.report import Row, write_whole
+from cupy_flash.cli.tune.findings import digest_of
 from cupy_flash.families import FAMILIES
-from cupy_flash.planner import make_plan, plan_tile
+from cupy_flash.gpu.compiler import Cubin
+from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import make_plan, plan_tile
+from cupy_flash.problem.device import device_for_arch
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "machine_code.json"

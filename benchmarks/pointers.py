@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 from cupy_flash import flash_attention
-from cupy_flash.cli.environment import metadata
-from cupy_flash.device import device_for_id
+from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
+from cupy_flash.problem.device import device_for_id
 
 _SHAPE = (1, 128, 4, 64)  # batch, seqlen, heads, head_dim
 _DTYPE = "float16"

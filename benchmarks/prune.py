@@ -17,9 +17,9 @@ from pathlib import Path
 
 import click
 
-from cupy_flash import tuning
-from cupy_flash.cli import records
-from cupy_flash.cli.tune_table import digest_of, is_stale
+from cupy_flash.cli.records import records
+from cupy_flash.cli.tune.findings import digest_of, is_stale
+from cupy_flash.planning import tuning
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

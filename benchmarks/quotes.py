@@ -33,7 +33,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.cli import records
+from cupy_flash.cli.records import records
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -20,10 +20,11 @@ from typing import Any
 
 import click
 
-from cupy_flash.cli import figures, plot, records
-from cupy_flash.cli.records import CASE_FIELDS, SEQUENCE_FIELDS
-from cupy_flash.cli.report import Record, Row, markdown_row
-from cupy_flash.cli.tune_table import digest_of, findings_notes
+from cupy_flash.cli.bench import plot
+from cupy_flash.cli.records import figures, records
+from cupy_flash.cli.records.records import CASE_FIELDS, SEQUENCE_FIELDS
+from cupy_flash.cli.records.report import Record, Row, markdown_row
+from cupy_flash.cli.tune.findings import digest_of, findings_notes
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

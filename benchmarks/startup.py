@@ -19,9 +19,9 @@ from pathlib import Path
 
 import click
 
-from cupy_flash.cli.environment import metadata
-from cupy_flash.device import device_for_id
+from cupy_flash.cli.records.environment import metadata
 from cupy_flash.families import FAMILIES
+from cupy_flash.problem.device import device_for_id
 
 _CALL = """
 import json, sys, time

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from cupy_flash.compiler import prepare_cupy_cache
 from cupy_flash.errors import CompileError
-from cupy_flash.tuning import TableError
+from cupy_flash.gpu.compiler import prepare_cupy_cache
+from cupy_flash.planning.tuning import TableError
 
 
 class NamedCommands(click.Group):

@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 
-from cupy_flash import tuning
-from cupy_flash.compiler import CUBINS_VARIABLE, kernel_cache_dir, why_no_compiler
-from cupy_flash.device import Device, gpu_unavailable
 from cupy_flash.families import FAMILIES
-from cupy_flash.problem import DTYPES, make_contiguous_problem
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE, kernel_cache_dir, why_no_compiler
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Device, gpu_unavailable
+from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
 
-from . import environment, providers
+from .providers import providers
+from .records import environment
 
 
 @click.command()

@@ -6,17 +6,17 @@ import click
 
 import cupy_flash
 
-from .bench import bench
-from .compare import compare
-from .compile import compile_kernels
-from .crossover import crossover
+from .bench.bench import bench
+from .bench.compare import compare
+from .bench.crossover import crossover
+from .bench.plot import plot
+from .build.compile import compile_kernels
 from .errors import OneLineErrors
 from .info import info
-from .plot import plot
-from .profile import profile
-from .roofline import roofline
+from .model.profile import profile
+from .model.roofline import roofline
 from .tables import tables
-from .tune import tune
+from .tune.tune import tune
 
 
 @click.group(

@@ -9,17 +9,18 @@ from pathlib import Path
 
 import click
 
-from cupy_flash import cpu, tuning
-from cupy_flash.device import device_for_arch
 from cupy_flash.families import FAMILIES
-from cupy_flash.tile import Tile
-from cupy_flash.tuning import Entry
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.planning.tuning import Entry
+from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.tile import Tile
 
-from . import environment, report
+from .build.kernel_sets import problem_of_class
+from .cases.options import writable_path
 from .errors import NamedCommands
-from .kernel_sets import problem_of_class
-from .options import writable_path
-from .tune_table import is_stale
+from .records import environment, report
+from .tune.findings import is_stale
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 

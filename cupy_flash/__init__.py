@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cupy_flash.attention import flash_attention, flash_attention_qkvpacked, plan
-from cupy_flash.combine import combine
+from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
+from cupy_flash.api.kvcache import flash_attention_with_kvcache
+from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.errors import CompileError, UnsupportedError
-from cupy_flash.kvcache import flash_attention_with_kvcache
-from cupy_flash.planner import Plan
-from cupy_flash.reference import attention_reference
-from cupy_flash.reference_sequences import (
-    attention_varlen_reference,
-    attention_with_kvcache_reference,
-)
-from cupy_flash.tile import Tile
-from cupy_flash.varlen import flash_attention_varlen
+from cupy_flash.gpu.combine import combine
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.tile import Tile
+from cupy_flash.reference.dense import attention_reference
+from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-// The argument of every kernel. cupy_flash/params.py declares the same struct as a NumPy dtype and
+// The argument of every kernel. cupy_flash/gpu/params.py declares the same struct as a NumPy dtype and
 // asserts at compile time that sizes and offsets agree.
 #pragma once
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupy_flash import compiler, tuning
-from cupy_flash.device import gpu_unavailable
+from cupy_flash.gpu import compiler
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import gpu_unavailable
 
 # Their assertions say as much as those of the tests themselves.
-pytest.register_assert_rewrite(
-    *("gpu_support", "sequence_support", "gpu_sequences", "wrong_numbers", "refusals")
-)
+pytest.register_assert_rewrite("support")
 
 SEED_VARIABLE = "CUPY_FLASH_TEST_SEED"
 # Fresh for each run; set the variable to the number that a failing run printed to repeat it.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gpu_support import DTYPES, Case, random_values, tile_with
-from sequence_support import KVCacheCase, Truth, VarlenCase
-from wrong_numbers import (
+from support.gpu_support import DTYPES, Case, random_values, tile_with
+from support.sequence_support import KVCacheCase, Truth, VarlenCase
+from support.wrong_numbers import (
     HEADS,
     check_kvcache_result,
     check_varlen_result,
@@ -37,7 +37,7 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.families import FAMILIES
-from cupy_flash.problem import MAX_ALIGNMENT
+from cupy_flash.problem.problem import MAX_ALIGNMENT
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
 ALIGNED_DIMS = (

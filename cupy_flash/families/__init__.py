@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.base import Family, Launch, TranslationUnit
+from cupy_flash.families.contract import Family, Launch, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.mma import MmaFamily

@@ -1,4 +1,4 @@
-"""Attention of few query rows over many keys, bound by memory: `kernels_cu/decode.cu`."""
+"""Attention of few query rows over many keys, bound by memory: `kernels_cu/forward/decode.cu`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import (
+from cupy_flash.families.contract import (
     MAX_GRID,
     MAX_GRID_Y,
     Family,
@@ -19,9 +18,10 @@ from cupy_flash.families.base import (
     round_up,
     why_not_scale,
 )
-from cupy_flash.params import sequences_assertions
-from cupy_flash.problem import MAX_SEQLEN, Problem
-from cupy_flash.tile import Tile
+from cupy_flash.gpu.params import sequences_assertions
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import MAX_SEQLEN, Problem
+from cupy_flash.problem.tile import Tile
 
 # Query rows of a key/value head and keys, beyond or below which other families are better.
 _MOST_ROWS = 32
@@ -104,7 +104,7 @@ class DecodeFamily(Family):
     """Flash-Decoding, merged in the same kernel; with equal shares of all keys where it can."""
 
     name = "decode"
-    source = "decode.cu"
+    source = "forward/decode.cu"
     tile_type = DecodeTile
     serves_sequences = True
 

@@ -1,4 +1,4 @@
-"""Fused attention for float16 and bfloat16 on Hopper (sm_90a): `kernels_cu/hopper.cu`."""
+"""Fused attention for float16 and bfloat16 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
 from cupy_flash.families import persistent, split
-from cupy_flash.families.base import (
+from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
     Launch,
@@ -18,10 +17,11 @@ from cupy_flash.families.base import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.params import sequences_assertions
-from cupy_flash.problem import Problem, Strides
-from cupy_flash.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
-from cupy_flash.tile import Tile
+from cupy_flash.gpu.params import sequences_assertions
+from cupy_flash.gpu.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem, Strides
+from cupy_flash.problem.tile import Tile
 
 _WARPGROUP = 128
 # Rows of a warpgroup's products, and so of the lowest tile.
@@ -162,7 +162,7 @@ class HopperFamily(Family):
     """FlashAttention-3 with the blocks of all query tiles in one stream: wgmma and TMA."""
 
     name = "hopper"
-    source = "hopper.cu"
+    source = "forward/hopper.cu"
     tile_type = HopperTile
     arch_specific = True
     serves_sequences = True

@@ -1,4 +1,4 @@
-"""Tensor-core fused attention for float16, bfloat16 and float32: `kernels_cu/mma.cu`."""
+"""Tensor-core fused attention for float16, bfloat16 and float32: `kernels_cu/forward/mma.cu`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import Family, Launch, round_up
-from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
+from cupy_flash.families.contract import Family, Launch, round_up
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class MmaFamily(Family):
     """FlashAttention-2 on mma.sync with cp.async; float32 by three TF32 products."""
 
     name = "mma"
-    source = "mma.cu"
+    source = "forward/mma.cu"
     tile_type = MmaTile
     serves_sequences = True
     serves_any_rows = True

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
-from cupy_flash.families.base import MAX_GRID, Family, Launch, ceil_div
-from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
+from cupy_flash.families.contract import MAX_GRID, Family, Launch, ceil_div
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
 
 _TILE = 32
 _SOFTMAX_WARPS = 8
@@ -30,10 +30,10 @@ def _matrix_bytes(problem: Problem) -> int:
 
 
 class NaiveFamily(Family):
-    """See `kernels_cu/naive.cu`."""
+    """See `kernels_cu/forward/naive.cu`."""
 
     name = "naive"
-    source = "naive.cu"
+    source = "forward/naive.cu"
     tile_type = NaiveTile
     automatic = False
 

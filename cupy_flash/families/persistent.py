@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 
-from cupy_flash.families.base import ceil_div
-from cupy_flash.problem import Problem
+from cupy_flash.families.contract import ceil_div
+from cupy_flash.problem.problem import Problem
 
 # Heads beyond which a section's keys and values come from device memory too often: each head that
 # is worked on at the same time costs a query tile's share of the bandwidth.
@@ -23,7 +23,7 @@ _TILE_COST = 1
 # Takes up to 10 ms, and each layer of a model asks.
 @functools.lru_cache(maxsize=256)
 def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
-    """Query heads whose query tiles are interleaved (see `kernels_cu/schedule.cuh`).
+    """Query heads whose query tiles are interleaved (see `kernels_cu/work/schedule.cuh`).
 
     The fewest with which the thread blocks' shares are nearly as even as they can be: the fewer,
     the more a head's keys and values are read by thread blocks that run at the same time. Without

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cupy_flash.device import Device
 from cupy_flash.families import split
-from cupy_flash.families.base import MAX_GRID, ceil_div
-from cupy_flash.params import sequences_assertions
-from cupy_flash.problem import MAX_COUNT, MAX_SEQLEN, Problem
-from cupy_flash.tile import Tile
+from cupy_flash.families.contract import MAX_GRID, ceil_div
+from cupy_flash.gpu.params import sequences_assertions
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import MAX_COUNT, MAX_SEQLEN, Problem
+from cupy_flash.problem.tile import Tile
 
 
 def group_size(problem: Problem) -> int:

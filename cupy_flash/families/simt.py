@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
 from cupy_flash.families import ragged, split
-from cupy_flash.families.base import MAX_REGISTERS, Family, Launch, ceil_div, round_up
-from cupy_flash.problem import Problem
-from cupy_flash.tile import Tile
+from cupy_flash.families.contract import MAX_REGISTERS, Family, Launch, ceil_div, round_up
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
 
 ENTRY = "simt_forward"
 # Queries that one low tile holds.
@@ -61,10 +61,10 @@ class SimtTile(Tile):
 
 
 class SimtFamily(Family):
-    """See `kernels_cu/simt.cu`."""
+    """See `kernels_cu/forward/simt.cu`."""
 
     name = "simt"
-    source = "simt.cu"
+    source = "forward/simt.cu"
     tile_type = SimtTile
     serves_sequences = True
     serves_any_rows = True

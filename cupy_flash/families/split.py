@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_flash.device import Device
-from cupy_flash.families.base import Launch, ceil_div
-from cupy_flash.problem import Problem
+from cupy_flash.families.contract import Launch, ceil_div
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
 
 MAX_SPLITS = 32
 # A split must do more than write a partial result and have it merged.

@@ -1,0 +1,1 @@
+"""`bench`, and what reads its records."""

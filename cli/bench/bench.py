@@ -1,0 +1,373 @@
+"""`cupy-flash bench`: time providers on the same inputs, each checked against the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.problem.device import gpu_unavailable
+
+from ..cases import presets
+from ..cases.cases import Case, describe
+from ..cases.inputs import InputFile, Inputs, random_inputs
+from ..cases.options import (
+    SIZES,
+    CommaList,
+    Seconds,
+    output_option,
+    refuse,
+    refuse_sequences,
+    refuse_stray_offset,
+    sequence_cases,
+    sequence_options,
+    shape_options,
+    split_sequences,
+    split_shape,
+    tile_request,
+)
+from ..measure import copy_rate
+from ..measure.check import Coverage
+from ..measure.gpu_state import watched
+from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, too_large
+from ..providers import providers
+from ..providers.providers import Provider
+from ..records import environment, records, report
+from .table import outcome_text, print_cells, print_memory, record_row, timing_text
+
+_GPU_DEFAULTS: dict[str, Sequence[Any]] = {
+    "batch": (4,),
+    "seqlen_q": (1024, 4096),
+    "heads": (16,),
+    "head_dim": (128,),
+    "dtype": ("bfloat16",),
+}
+# Some ten seconds on two cores.
+_CPU_DEFAULTS: dict[str, Sequence[Any]] = {
+    "batch": (1,),
+    "seqlen_q": (1024, 2048),
+    "heads": (8,),
+    "head_dim": (64,),
+    "dtype": ("float32",),
+}
+# Untimed and timed calls of a cell.
+_GPU_REPEATS = (3, 20)
+_CPU_REPEATS = (1, 7)
+
+
+def _choose_providers(
+    asked: Sequence[str] | None,
+    preset: presets.Preset | None,
+    dtypes: Sequence[str],
+    tile: dict[str, int] | None,
+    sequences: Mapping[str, Any],
+) -> list[Provider]:
+    if asked is not None:
+        return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
+    if preset is not None:
+        found = [providers.provider(name, tile) for name in preset.providers]
+        return [p for p in found if p.ours or p.missing() is None]
+    packed = sequences["lengths"] is not None and not sequences["cache"]
+    beside = ["cupy_flash-uniform"] if packed else []
+    if gpu_unavailable() is not None:
+        names = ["cupy_flash-cpu", *beside, "numpy-naive"]
+        return [providers.provider(name, tile) for name in names]
+    if packed:
+        return [providers.provider(name, tile) for name in ("cupy_flash", *beside)]
+    compared = []
+    if {"float16", "bfloat16"} & set(dtypes):
+        compared += ["torch-flash", "torch-cudnn"]
+    if {"float32", "float64"} & set(dtypes):
+        compared += ["torch-efficient", "torch-math"]
+    if not sequences["cache"]:
+        compared.append("cupy-library")
+    found = [providers.provider(name) for name in compared]
+    return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
+
+
+def _choose_baseline(
+    asked: Sequence[str] | None, preset: presets.Preset | None, chosen: Sequence[Provider]
+) -> list[str]:
+    names = [provider.name for provider in chosen]
+    if asked is not None:
+        if absent := [name for name in asked if name not in names]:
+            raise click.UsageError(
+                f"--baseline {absent[0]} is not among the providers; expected some of "
+                f"{', '.join(names)}"
+            )
+        return list(asked)
+    if preset is not None and (kept := [name for name in preset.baseline if name in names]):
+        return kept
+    beside = next((name for name in names if name == "cupy_flash-uniform"), names[0])
+    return [next((p.name for p in chosen if not p.ours), beside)]
+
+
+def _refuse_hopeless_tile(cases: Sequence[Case], chosen: Sequence[Provider]) -> None:
+    """Raise a usage error if the forced tile fits no case of any provider of ours."""
+    reasons = [p.why_not(case) for p in chosen if p.ours for case in cases]
+    if reasons and None not in reasons:
+        raise click.UsageError(str(reasons[0]))
+
+
+_PROVIDERS: CommaList[str] = CommaList(str, "a provider", "cupy_flash,torch-flash")
+
+
+def _provider_names(
+    ctx: click.Context, param: click.Parameter, value: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    known = providers.names()
+    for name in value or ():
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is unknown; expected some of {', '.join(known)}")
+    return value
+
+
+@click.command()
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
+@sequence_options
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of the random inputs and lengths.",
+)
+@click.option("--br", type=click.IntRange(1), help="Force the tile's query rows.")
+@click.option("--bc", type=click.IntRange(1), help="Force the tile's key rows.")
+@click.option("--warps", type=click.IntRange(1), help="Force the tile's warps.")
+@click.option("--stages", type=click.IntRange(1), help="Force the tile's stages.")
+@click.option(
+    "--tile", "more", multiple=True, metavar="NAME=N", help="Force another field of the tile."
+)
+@click.option(
+    "--preset",
+    type=click.Choice(presets.NAMES),
+    metavar="NAME",
+    help=f"A named set of cases: {', '.join(presets.NAMES)}.",
+)
+@click.option(
+    "--input",
+    "path",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="An npz file with real q, k and v of shape (batch, seqlen, heads, head_dim).",
+)
+@click.option(
+    "--provider",
+    "asked",
+    type=_PROVIDERS,
+    callback=_provider_names,
+    help="Who computes, separated by commas; 'cupy-flash info' lists them.",
+)
+@click.option(
+    "--baseline",
+    type=_PROVIDERS,
+    callback=_provider_names,
+    help="Whom speedups refer to: the best of these providers on each case.",
+)
+@click.option("--warmup", type=click.IntRange(0), help="Untimed calls: 3; on the CPU 1.")
+@click.option("--repeats", type=click.IntRange(1), help="Timed calls: 20; on the CPU 7.")
+@click.option(
+    "--cell-seconds",
+    type=Seconds(),
+    default=20.0,
+    show_default=True,
+    help="Give a cell that takes longer a reason instead of a number; inf for no limit.",
+)
+@click.option("--skip-check", is_flag=True, help="Do not compare with the reference.")
+@click.option(
+    "--host-time", is_flag=True, help="Also show how long a call takes, and keeps Python."
+)
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Also show the memory that a call takes; as --preset memory does.",
+)
+@output_option
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    /,
+    seed: int,
+    br: int | None,
+    bc: int | None,
+    warps: int | None,
+    stages: int | None,
+    more: tuple[str, ...],
+    preset: str | None,
+    path: Path | None,
+    asked: tuple[str, ...] | None,
+    baseline: tuple[str, ...] | None,
+    warmup: int | None,
+    repeats: int | None,
+    cell_seconds: float,
+    skip_check: bool,
+    host_time: bool,
+    memory: bool,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Time attention on the same inputs by several providers, each checked.
+
+    Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
+    fails its check, or if nothing could be timed.
+    """
+    shape, sequences = split_shape(options), split_sequences(options)
+    tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
+    named = presets.preset(preset, shape["dtype"]) if preset else None
+    file = _read_input(path, preset)
+    dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
+    chosen = _choose_providers(asked, named, dtypes, tile, sequences)
+    compared = _choose_baseline(baseline, named, chosen)
+    no_gpu = gpu_unavailable()
+    on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
+    cases = _cases(shape, sequences, preset, named, file, seed=seed, on_gpu=on_gpu)
+    if tile:
+        _refuse_hopeless_tile(cases, chosen)
+    if no_gpu and asked is None:
+        text = f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n"
+        report.console().print(text, markup=False)
+    device = providers.current_device().name if on_gpu else environment.cpu_name()
+
+    usual_warmup, usual_repeats = _GPU_REPEATS if on_gpu else _CPU_REPEATS
+    settings = Settings(
+        warmup=usual_warmup if warmup is None else warmup,
+        repeats=repeats or usual_repeats,
+        cell_seconds=cell_seconds,
+        seed=seed,
+        check=not skip_check,
+        host_time=host_time,
+        memory=memory or preset == "memory",
+    )
+    runner = Runner(settings)
+    done: list[tuple[list[Cell], Coverage | None, list[dict[str, Any]]]] = []
+    rows: list[dict[str, Any]] = []
+    copied: float | None = None
+    source = named.source if named else None
+
+    def head() -> dict[str, Any]:
+        found = environment.metadata(device) | {
+            "record_version": records.VERSION,
+            "timing": timing_text(settings, on_gpu=on_gpu),
+            "gpu_state": watch.state.as_record() if on_gpu else None,
+            "cpu_state": None if on_gpu else watch.state.as_record(),
+            "preset": preset,
+            "published_by": source.text if source else None,
+            "input": path.name if path else None,
+            "seed": seed,
+            "warmup": settings.warmup,
+            "baseline": compared,
+        }
+        return found if copied is None else found | {"copy_tb_per_s": copied}
+
+    def show() -> None:
+        table, checks, by_case = zip(*done, strict=True)
+        notes = watch.state.notes()
+        found = [check for check in checks if check]
+        print_cells(table, by_case, found, device, compared, settings, named, notes, copied)
+        if preset == "memory":
+            print_memory(table)
+
+    keeping = report.kept(output, rows, head, show)
+    watching = watched(_bus_id() if on_gpu else None)
+    with keeping as save, watching as watch, report.progress("bench", len(cases)) as advance:
+        if on_gpu and any(case.is_cached for case in cases):
+            copied = _copy_rate()
+        for case, label in zip(cases, describe(cases)[1], strict=True):
+            advance(label)
+            draw = functools.partial(_inputs, case, file, seed, on_gpu=on_gpu)
+            cells, check = runner.run(case, chosen, draw)
+            set_speedups(cells, compared)
+            versions = environment.versions()
+            own = [record_row(cell, check, device, versions, source, copied) for cell in cells]
+            done.append((cells, check, own))
+            rows += own
+            save()
+            for cell in cells:
+                cell.release()
+            if label and not sys.stderr.isatty():
+                # A terminal has a progress bar.
+                click.echo(f"[{len(done)}/{len(cases)}] {label}: {outcome_text(cells)}", err=True)
+            # Some errors leave the GPU useless; the rows of the cases to come say so.
+            with contextlib.suppress(RuntimeError):
+                providers.release_memory()
+    flat = [cell for cells, _, _ in done for cell in cells]
+    if any(c.provider.ours and c.passed is False for c in flat) or not any(c.time for c in flat):
+        ctx.exit(1)
+
+
+def _copy_rate() -> float | None:
+    """What the GPU copies at, in TB/s; None if it does not."""
+    try:
+        return copy_rate.measure()
+    except (RuntimeError, MemoryError) as error:
+        click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
+        return None
+    finally:
+        with contextlib.suppress(RuntimeError):
+            providers.release_memory()
+
+
+def _bus_id() -> str:
+    import cupy
+
+    return str(cupy.cuda.Device().pci_bus_id)
+
+
+def _inputs(case: Case, file: InputFile | None, seed: int, *, on_gpu: bool) -> Inputs | str:
+    """A case's inputs, or why it has none."""
+    try:
+        if reason := too_large(case.array_bytes, on_gpu=on_gpu):
+            return reason
+        return file.inputs(case) if file else random_inputs(case, seed, on_gpu=on_gpu)
+    except (RuntimeError, MemoryError) as error:
+        # Drawing takes memory besides; and errors of earlier calls show again.
+        return f"no inputs: {first_line(error)}"
+
+
+def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
+    if path is None:
+        return None
+    if preset:
+        raise click.UsageError("--input does not go with --preset: both name the cases")
+    return InputFile.read(path)
+
+
+def _cases(
+    shape: dict[str, Any],
+    sequences: Mapping[str, Any],
+    preset: str | None,
+    named: presets.Preset | None,
+    file: InputFile | None,
+    *,
+    seed: int,
+    on_gpu: bool,
+) -> list[Case]:
+    if named is not None:
+        refuse(
+            shape,
+            [name for name in shape if name != "dtype"],
+            f"--preset {preset}, which names the cases",
+        )
+        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
+        return list(named.cases)
+    if file is not None:
+        refuse(shape, SIZES, "--input, whose arrays have their own sizes")
+        refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
+        refuse_stray_offset(shape)
+        return [
+            file.case(
+                dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
+            )
+            for dtype in shape["dtype"] or (file.q.dtype.name,)
+            for layout in shape["layout"] or ("bshd",)
+            for causal in shape["causal"] or (False,)
+            for offset in (shape["q_offset"] if causal else None) or (None,)
+            for scale in shape["softmax_scale"] or (None,)
+        ]
+    defaults = _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS
+    return sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)

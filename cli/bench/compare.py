@@ -1,0 +1,288 @@
+"""`cupy-flash compare`: what became faster or slower between two records."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..cases.cases import Case, describe
+from ..cases.options import output_option
+from ..records import records, report
+
+Key = tuple[str, Case]
+
+_RECORD = click.Path(path_type=Path, exists=True, dir_okay=False)
+# Cases that a note names before it only counts.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """A provider on a case that both records have."""
+
+    provider: str
+    case: Case
+    before: report.Row
+    after: report.Row
+    threshold: float
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as before; None without two times of right results."""
+        before, after = self.before["median_ms"], self.after["median_ms"]
+        if not before or not after or records.is_wrong(self.before) or self.is_lost:
+            return None
+        return float(before / after)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there was a time of a right result and is none any more."""
+        had = self.before["median_ms"] is not None and not records.is_wrong(self.before)
+        return had and (self.after["median_ms"] is None or records.is_wrong(self.after))
+
+    @property
+    def verdict(self) -> str:
+        """One of `slower`, `same` and `faster`; or `lost`, or `-` if there is nothing to compare.
+
+        A change counts where it is above the threshold and the middle halves of the repeats, from
+        the lower to the upper quartile, do not overlap.
+        """
+        if self.is_lost:
+            return "lost"
+        if self.ratio is None:
+            return "-"
+        overlap = (
+            self.before["low_quartile_ms"] <= self.after["high_quartile_ms"]
+            and self.after["low_quartile_ms"] <= self.before["high_quartile_ms"]
+        )
+        if overlap or abs(self.ratio - 1) <= self.threshold:
+            return "same"
+        return "faster" if self.ratio > 1 else "slower"
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    # A range of numbers lets NaN through.
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no percentage; expected a number from 0, such as 2")
+    return value
+
+
+_ORDER = ("lost", "slower", "same", "faster", "-")
+
+
+@click.command()
+@click.argument("before", metavar="A.json", type=_RECORD)
+@click.argument("after", metavar="B.json", type=_RECORD)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0),
+    callback=_finite,
+    default=2.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="The smallest change that counts.",
+)
+@click.option(
+    "--fail-on-slower",
+    is_flag=True,
+    help="Exit with 1 if a row became slower, or lost its time or its right result.",
+)
+@output_option
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    /,
+    before: Path,
+    after: Path,
+    threshold: float,
+    fail_on_slower: bool,
+    output: Path | None,
+) -> None:
+    """Show what became faster or slower from one record of 'bench' to another, beyond noise.
+
+    Rows are matched by provider and case. A change counts where it is above the threshold and the
+    interquartile ranges do not overlap.
+    """
+    files = (before, after)
+    heads, tables = [], []
+    for path in files:
+        record = records.read_bench(path)
+        heads.append(record.metadata)
+        tables.append(_by_key(record.rows))
+    common = [key for key in tables[0] if key in tables[1]]
+    if not common:
+        raise click.UsageError(_nothing_in_common(files, tables))
+    changes = [
+        Change(provider, case, tables[0][key], tables[1][key], threshold / 100)
+        for key in common
+        for provider, case in (key,)
+    ]
+    changes.sort(key=lambda change: change.ratio or 0)
+
+    head = {
+        "record_version": records.VERSION,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "threshold_percent": threshold,
+        "a": {"file": before.name} | _origin(heads[0]),
+        "b": {"file": after.name} | _origin(heads[1]),
+    }
+    found = report.Record(head, [_record_row(change) for change in changes])
+    report.keep(output, found, lambda: _print(files, heads, tables, changes, threshold))
+    if fail_on_slower and any(change.verdict in ("lost", "slower") for change in changes):
+        ctx.exit(1)
+
+
+def _by_key(rows: Sequence[report.Row]) -> dict[Key, report.Row]:
+    return {(row["provider"], records.case_of(row)): row for row in rows}
+
+
+def _origin(head: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: head.get(name) for name in ("date", "device")}
+
+
+def _nothing_in_common(files: Sequence[Path], tables: Sequence[Mapping[Key, report.Row]]) -> str:
+    names = [", ".join(dict.fromkeys(provider for provider, _ in table)) for table in tables]
+    providers = [{provider for provider, _ in table} for table in tables]
+    why = (
+        "they timed the same providers on other cases"
+        if providers[0] & providers[1]
+        else f"the one timed {names[0]}, the other {names[1]}"
+    )
+    return f"{files[0]} and {files[1]} have no row in common: {why}"
+
+
+def _record_row(change: Change) -> dict[str, Any]:
+    fields = {name: change.after[name] for name in records.CASE_FIELDS}
+    fields |= records.sequence_fields(change.case)
+    return {"provider": change.provider, **fields} | {
+        "a_ms": change.before["median_ms"],
+        "b_ms": change.after["median_ms"],
+        "ratio": change.ratio,
+        "verdict": change.verdict,
+    }
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * (ratio - 1):+.1f}"
+
+
+_COLUMNS = (
+    report.Column("case", lambda row: row["label"], numeric=False),
+    report.Column("provider", lambda row: row["provider"], numeric=False),
+    report.Column("A ms", lambda row: report.milliseconds(row["a_ms"])),
+    report.Column("B ms", lambda row: report.milliseconds(row["b_ms"])),
+    report.Column("change %", lambda row: _percent(row["ratio"])),
+    report.Column("verdict", lambda row: row["verdict"], numeric=False),
+)
+
+
+def _print(
+    files: Sequence[Path],
+    heads: Sequence[Mapping[str, Any]],
+    tables: Sequence[Mapping[Key, report.Row]],
+    changes: Sequence[Change],
+    threshold: float,
+) -> None:
+    out = report.console()
+    shared, labels = describe([change.case for change in changes])
+    groups: dict[str, list[report.Row]] = {verdict: [] for verdict in _ORDER}
+    for change, label in zip(changes, labels, strict=True):
+        groups[change.verdict].append(_record_row(change) | {"label": label})
+    for letter, path, head in zip("AB", files, heads, strict=True):
+        origin = filter(None, (head.get("device") or "unknown device", head.get("date")))
+        out.print(f"{letter}: {', '.join([path.name, *origin])}", markup=False)
+    columns = _COLUMNS if any(labels) else _COLUMNS[1:]
+    report.print_table(out, shared, columns, filter(None, groups.values()))
+    notes = [
+        "change: of speed, above 0 where B is faster. It counts beyond "
+        f"{threshold:g}% and where the interquartile ranges do not overlap."
+    ]
+    notes += _lost(changes) + _differences(heads, changes) + _unmatched(tables)
+    report.print_notes(out, notes)
+    out.print()
+    for provider in dict.fromkeys(change.provider for change in changes):
+        out.print(_summary([c for c in changes if c.provider == provider]), markup=False)
+
+
+def _summary(changes: Sequence[Change]) -> str:
+    verdicts = [change.verdict for change in changes]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in _ORDER[:-1] if v in verdicts)
+    ratios = [change.ratio for change in changes if change.ratio]
+    mean = (
+        f"B is {statistics.geometric_mean(ratios):.3f} times as fast (geometric mean)"
+        if ratios
+        else "nothing to compare"
+    )
+    return f"{changes[0].provider}: {mean}" + (f"; {counts}" if counts else "")
+
+
+def _lost(changes: Sequence[Change]) -> list[str]:
+    """What became of the times that A has and B has not."""
+    return [
+        f"{change.provider}: lost, "
+        + str(change.after.get("reason") or "its result is over the error bound")
+        for change in changes
+        if change.is_lost
+    ]
+
+
+def _differences(heads: Sequence[Mapping[str, Any]], changes: Sequence[Change]) -> list[str]:
+    """What else differs between the runs, and may explain a change."""
+    notes = []
+    devices = [head.get("device") for head in heads]
+    if devices[0] != devices[1]:
+        notes.append(f"Other device: {devices[0]} in A, {devices[1]} in B.")
+    old, new = (head.get("versions") or {} for head in heads)
+    for name in dict.fromkeys([*old, *new]):
+        in_a, in_b = old.get(name, "none"), new.get(name, "none")
+        if in_a != in_b:
+            notes.append(f"Other {name}: {in_a} in A, {in_b} in B.")
+    if not notes:
+        notes += _machine(changes)
+    for provider in dict.fromkeys(change.provider for change in changes):
+        own = [change for change in changes if change.provider == provider]
+        kernels = [_kernels([c.before for c in own]), _kernels([c.after for c in own])]
+        if kernels[0] != kernels[1]:
+            notes.append(f"Other kernels of {provider}: {kernels[0]} in A, {kernels[1]} in B.")
+    return notes
+
+
+def _machine(changes: Sequence[Change]) -> list[str]:
+    """What moved although neither its code nor the device did."""
+    moved = dict.fromkeys(
+        change.provider
+        for change in changes
+        if change.verdict in ("slower", "faster") and not change.provider.startswith("cupy_flash")
+    )
+    return [
+        f"{provider} moved although device and versions are the same: the machine itself was "
+        "faster or slower, so take a change of that size as noise."
+        for provider in moved
+    ]
+
+
+def _kernels(rows: Sequence[report.Row]) -> str:
+    found = {f"{r.get('family')} {r['kernel_digest']}" for r in rows if r.get("kernel_digest")}
+    return ", ".join(sorted(found)) or "none"
+
+
+def _unmatched(tables: Sequence[Mapping[Key, report.Row]]) -> list[str]:
+    notes = []
+    for letter, own, other in zip("AB", tables, reversed(tables), strict=True):
+        keys = [key for key in own if key not in other]
+        known = {provider for provider, _ in other}
+        for provider in dict.fromkeys(provider for provider, _ in keys):
+            cases = [case for name, case in keys if name == provider]
+            text = f"Only in {letter}: {provider}, {len(cases)} row{'s'[: len(cases) > 1]}"
+            if provider in known:
+                text += ": " + ", ".join(describe([case])[0] for case in cases[:_NAMED])
+                text += f" and {len(cases) - _NAMED} more" if len(cases) > _NAMED else ""
+            notes.append(text + ".")
+    return notes

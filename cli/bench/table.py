@@ -1,0 +1,483 @@
+"""What `bench` measured, as rows of a record and as a table."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cupy_flash.planning.planner import Plan
+
+from ..cases.cases import Case, describe
+from ..cases.presets import Preset
+from ..cases.published_figures import STANDARD_PROVIDERS, Published, Source
+from ..cases.sequences import repeatable
+from ..measure.check import Coverage
+from ..measure.memory import output_bytes
+from ..measure.runner import Cell, Settings
+from ..records import environment, report
+from ..records.records import sequence_fields
+
+
+def record_row(
+    cell: Cell,
+    check: Coverage | None,
+    device: str,
+    versions: dict[str, str],
+    source: Source | None = None,
+    copy_rate: float | None = None,
+) -> dict[str, Any]:
+    """A cell as a record's row, with the figure that the source of its case published for it.
+
+    Of a cache, the rate at which keys and values are read is compared with `copy_rate`, in TB/s.
+    """
+    check = cell.coverage or check
+    case, prepared, time = cell.case, cell.prepared, cell.time
+    problem = case.problem()
+    plan = prepared.plan if prepared else None
+    tflops = case.flops() / time.median / 1e9 if time and time.median else None
+    kv_rate = case.kv_bytes / time.median / 1e9 if case.is_cached and tflops and time else None
+    published = source.answering(case, cell.provider.name) if source else None
+    outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
+    return {
+        "provider": cell.provider.name,
+        "family": plan.family if plan else None,
+        "kernel_digest": prepared.kernel_digest if prepared else None,
+        "device": device,
+        "dtype": case.dtype,
+        "batch": case.batch,
+        "seqlen_q": case.seqlen_q,
+        "seqlen_k": case.seqlen_k,
+        "heads_q": case.heads_q,
+        "heads_kv": case.heads_kv,
+        "head_dim": case.head_dim,
+        "head_dim_v": case.head_dim_v,
+        "layout": case.layout,
+        "causal": case.causal,
+        "q_offset": problem.q_offset if case.is_dense else case.causal * case.first_query,
+        "softmax_scale": problem.softmax_scale,
+        **sequence_fields(case),
+        "tile": prepared.tile if prepared else None,
+        "num_splits": plan.num_splits if plan else None,
+        "median_ms": time.median if time else None,
+        "low_quartile_ms": time.low if time else None,
+        "high_quartile_ms": time.high if time else None,
+        "repeats": time.repeats if time else None,
+        "timed_by": cell.timed_by if time else None,
+        "call_ms": cell.call_ms,
+        "tflops": tflops,
+        "kv_tb_per_s": kv_rate,
+        "copy_share": kv_rate / copy_rate if kv_rate and copy_rate else None,
+        "speedup": cell.speedup,
+        "host_us": cell.host.median if cell.host else None,
+        "workspace_bytes": plan.workspace if plan else None,
+        "peak_bytes": cell.peak_bytes,
+        "max_error": None if cell.max_error is None else report.finite(cell.max_error),
+        "error_bound": check.bound if check else None,
+        "check": outcome,
+        "checked_rows": check.rows if check else 0,
+        "reason": cell.reason,
+        "note": prepared.note if prepared else None,
+        "published_ms": published.ms if published else None,
+        "published_tflops": published.tflops if published else None,
+        "published_remark": published.remark if published else None,
+        "versions": versions,
+    }
+
+
+def timing_text(settings: Settings, *, on_gpu: bool) -> str:
+    """How the times were taken, in a sentence."""
+    taken = f"after {settings.warmup} untimed calls, medians and quartiles of up to"
+    if not on_gpu:
+        return (
+            f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns"
+        )
+    return (
+        "GPU time by events around CUDA graph replays, or around calls where timed_by is events, "
+        f"{taken} {settings.repeats}, providers in turns, the L2 overwritten before each; call_ms "
+        "is the median wall time of a call from an idle GPU to its end, L2 warm"
+    )
+
+
+# Providers that put a cache into pages.
+_PAGED = "cupy_flash-page"
+# Marks a published figure whose time and rate belong to different shapes.
+_DOUBT = "?"
+
+
+def _published_row(figure: Published, source: Source, like: Iterable[str]) -> dict[str, Any]:
+    """A published figure as a row of the table with the fields of the measured ones."""
+    return dict.fromkeys(like) | {
+        "label": "",
+        "provider": f"theirs: {figure.label}",
+        "published": figure,
+        "tflops": figure.tflops,
+        "speedup": source.speedup(figure) if figure.adds_up else None,
+    }
+
+
+def _ms_text(row: report.Row) -> str:
+    figure: Published | None = row.get("published")
+    if figure is None:
+        return report.milliseconds(row["median_ms"])
+    return "-" if figure.ms is None else f"{figure.ms:g}{_doubt(row)}"
+
+
+def _doubt(row: report.Row) -> str:
+    figure: Published | None = row.get("published")
+    return "" if figure is None or figure.adds_up else _DOUBT
+
+
+def _mebibytes(count: int | None) -> str:
+    if count is None:
+        return "-"
+    size = count / 2**20
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}" if size >= 10 else f"{size:.2f}"
+
+
+def _spread_column() -> report.Column:
+    return report.Column("+-%", lambda row: report.number(row["spread"], ".1f"))
+
+
+def _work_columns(rows: Sequence[report.Row]) -> list[report.Column]:
+    rate = report.rate_column(rows)
+    return [
+        report.Column("ms", _ms_text),
+        _spread_column(),
+        report.Column(rate.heading, lambda row: rate.text(row) + _doubt(row)),
+    ]
+
+
+def _reads_caches(rows: Sequence[report.Row]) -> bool:
+    """Whether there is nothing but caches, whose bytes are what takes the time."""
+    return all(row["kind"] == "cache" for row in rows)
+
+
+def _memory_columns(rows: Sequence[report.Row]) -> list[report.Column]:
+    most = max((row["kv_tb_per_s"] or 0 for row in rows), default=0)
+    heading, scale = ("TB/s", 1.0) if most >= 0.1 else ("GB/s", 1e3)
+
+    def rate(row: report.Row) -> str:
+        return "-" if row["kv_tb_per_s"] is None else f"{scale * row['kv_tb_per_s']:.3f}"
+
+    columns = [
+        report.Column("us", lambda row: _microseconds(row["median_ms"])),
+        _spread_column(),
+        report.Column(heading, rate),
+    ]
+    if any(row["copy_share"] for row in rows):
+        columns.append(report.Column("% copy", lambda row: _percent(row["copy_share"])))
+    return columns
+
+
+def _microseconds(ms: float | None) -> str:
+    return "-" if ms is None else f"{1e3 * ms:.1f}" if ms < 1 else f"{1e3 * ms:,.0f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+# Columns that a terminal needs for call times, too, beside the longest names.
+_WIDE = 90
+
+
+def _columns(
+    rows: Sequence[report.Row], settings: Settings, *, call_time: bool
+) -> list[report.Column]:
+    columns = [
+        report.Column("case", lambda row: row["label"], numeric=False),
+        report.Column("provider", lambda row: row["provider"], numeric=False),
+        *(_memory_columns(rows) if _reads_caches(rows) else _work_columns(rows)),
+        report.Column("speedup", lambda row: report.number(row["speedup"], ".2f")),
+        report.Column("error", report.error_text),
+    ]
+    if call_time:
+        columns.insert(4, report.Column("call", lambda row: report.milliseconds(row["call_ms"])))
+    if settings.memory:
+        columns.append(report.Column("MiB", lambda row: _mebibytes(row["peak_bytes"])))
+    if settings.host_time:
+        columns.append(report.Column("host us", lambda row: report.number(row["host_us"], ".1f")))
+    return columns
+
+
+def print_cells(
+    table: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[dict[str, Any]]],
+    checks: Sequence[Coverage],
+    device: str,
+    baseline: Sequence[str],
+    settings: Settings,
+    named: Preset | None = None,
+    gpu_notes: Sequence[str] = (),
+    copy_rate: float | None = None,
+) -> None:
+    """Print the cells of every case, what to know about them, and each provider's mean speedup.
+
+    Below the cells of a case stand the figures that a preset's source published for it;
+    `gpu_notes` tell how the GPU fared; `copy_rate` is what it copies at, in TB/s.
+    """
+    out = report.console()
+    shared, labels = describe([cells[0].case for cells in table])
+    source = named.source if named else None
+    groups = []
+    for cells, case_rows, label in zip(table, rows, labels, strict=True):
+        shown = []
+        for index, (cell, row) in enumerate(zip(cells, case_rows, strict=True)):
+            share = 100 * cell.time.relative if cell.time else None
+            shown.append(row | {"label": label if index == 0 else "", "spread": share})
+        if source:
+            figures = source.of(cells[0].case)
+            shown += [_published_row(figure, source, shown[0]) for figure in figures]
+        groups.append(shown)
+    flat = [cell for cells in table for cell in cells]
+    has_call_time = any(cell.call_ms is not None for cell in flat)
+    call_time = has_call_time and (settings.host_time or out.width >= _WIDE)
+    columns = _columns([r for group in groups for r in group], settings, call_time=call_time)
+    if len(table) == 1:
+        columns = columns[1:]
+    title = f"{named.title}\n" if named else ""
+    report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
+    report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
+    report.print_notes(out, _reason_notes(table, labels))
+    report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
+    report.print_notes(out, _sequence_notes(flat, copy_rate))
+    if named:
+        own = {cells[0].case: label for cells, label in zip(table, labels, strict=True)}
+        report.print_notes(out, _preset_notes(named, own))
+    for provider in dict.fromkeys(cell.provider.name for cell in flat):
+        ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
+        if len(ratios) > 1 and [provider] != list(baseline):
+            out.print(
+                f"{provider}: {statistics.geometric_mean(ratios):.3f} times as fast as "
+                f"{_best_of(baseline)} (geometric mean of {len(ratios)}), at least "
+                f"{min(ratios):.3f}",
+                markup=False,
+            )
+    for line in _page_lines(table):
+        out.print(line, markup=False)
+
+
+def _page_lines(table: Sequence[Sequence[Cell]]) -> list[str]:
+    """How much longer a paged cache takes than the same one in no pages."""
+    found: dict[str, list[float]] = {}
+    for cells in table:
+        times = {cell.provider.name: cell.time.median for cell in cells if cell.time}
+        for name, time in times.items():
+            if name.startswith(_PAGED) and times.get("cupy_flash"):
+                found.setdefault(name, []).append(time / times["cupy_flash"])
+    return [
+        f"{name}: {statistics.geometric_mean(ratios):.3f} times the time of cupy_flash "
+        f"(geometric mean of {len(ratios)}), at most {max(ratios):.3f}"
+        for name, ratios in found.items()
+    ]
+
+
+def outcome_text(cells: Sequence[Cell]) -> str:
+    """What came of a case, in a few words: who was the fastest."""
+    timed = [(cell.time.median, cell.provider.name) for cell in cells if cell.time]
+    if not timed:
+        return "not timed"
+    ms, name = min(timed)
+    return f"{name} {report.milliseconds(ms)} ms"
+
+
+# A number that is no part of a name, a version or a size such as 64x128.
+_NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
+# Cases that a line names.
+_MOST_NAMED = 3
+
+
+def _reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
+    """Why cells were not timed, and of which cases.
+
+    Reasons of a provider that differ in their numbers alone share a line.
+    """
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for cells, label in zip(table, labels, strict=True):
+        for cell in cells:
+            if cell.reason:
+                key = (cell.provider.name, _NUMBER.sub("0", cell.reason))
+                found.setdefault(key, []).append((cell.reason, label))
+    notes = []
+    for (name, _), members in found.items():
+        reason = _joined([reason for reason, _ in members])
+        notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
+    return notes
+
+
+def _cases_text(labels: Sequence[str], cases: int) -> str:
+    if cases == 1:
+        return ""
+    if len(labels) == cases:
+        return f", all {cases} cases"
+    more = len(labels) - _MOST_NAMED
+    rest = [f"and {more} more"] if more > 0 else []
+    return " on " + ", ".join([*labels[:_MOST_NAMED], *rest])
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    """Reasons that differ in numbers as one, with the range of each number."""
+    places = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
+
+    def span(_: re.Match[str]) -> str:
+        place = next(places)
+        low, high = min(place, key=float), max(place, key=float)
+        return low if float(low) == float(high) else f"{low} to {high}"
+
+    return _NUMBER.sub(span, reasons[0])
+
+
+def print_memory(table: Sequence[Sequence[Cell]]) -> None:
+    """Print what a call of each provider takes, one line to a case."""
+    out = report.console()
+    labels = describe([cells[0].case for cells in table])[1]
+    names = [cell.provider.name for cell in table[0]]
+
+    def column(place: int) -> report.Column:
+        return report.Column(names[place], lambda row: _memory_text(row["cells"][place]))
+
+    columns = [
+        report.Column("case", lambda row: row["label"], numeric=False),
+        report.Column("inputs", lambda row: _mebibytes(row["inputs"])),
+        *map(column, range(len(names))),
+    ]
+    rows = [
+        {
+            "label": label,
+            "cells": cells,
+            "inputs": cells[0].case.array_bytes - output_bytes(cells[0].case),
+        }
+        for cells, label in zip(table, labels, strict=True)
+    ]
+    title = "MiB of memory that a call takes at its peak besides its inputs"
+    out.print()
+    report.print_table(out, title, columns, [rows])
+    standard = [name for name in names if name in STANDARD_PROVIDERS]
+    fused = [name for name in names if name not in STANDARD_PROVIDERS]
+    kinds = {"standard algorithm, whole score matrix": standard, "fused": fused}
+    notes = [f"{kind}: {', '.join(found)}." for kind, found in kinds.items() if found]
+    if any(cell.needs_bytes is not None for cells in table for cell in cells):
+        notes.append("( ): more than there is; estimated, not run.")
+    report.print_notes(out, notes)
+
+
+def _memory_text(cell: Cell) -> str:
+    if cell.peak_bytes is None and cell.needs_bytes is not None:
+        return f"({_mebibytes(cell.needs_bytes)})"
+    return _mebibytes(cell.peak_bytes)
+
+
+def _best_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"the best of {', '.join(names)}"
+
+
+def _notes(
+    cells: Sequence[Cell],
+    checks: Sequence[Coverage],
+    baseline: Sequence[str],
+    settings: Settings,
+    *,
+    call_time: bool,
+) -> list[str]:
+    notes = []
+    for cell in cells:
+        name = cell.provider.name
+        if cell.prepared and cell.prepared.note:
+            notes.append(f"{name}: {cell.prepared.note}")
+        if cell.prepared and cell.prepared.plan:
+            plan = cell.prepared.plan
+            notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
+    notes += _timing_notes(cells)
+    if call_time:
+        notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
+    if settings.memory:
+        notes.append("MiB: memory that a call takes at its peak besides its inputs.")
+    notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
+    notes.append(environment.FLOP_CONVENTION + ".")
+    if any(c.rows or not c.not_finite for c in checks):
+        rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
+        share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
+        notes.append(
+            f"error: largest difference from the float64 reference over {share} query rows."
+        )
+    if not_finite := sum(c.not_finite for c in checks):
+        notes.append(
+            f"not compared: {not_finite:,} query rows, on which the naive formula or the reference "
+            "gives inf or NaN too."
+        )
+    if any(cell.passed is False and cell.max_error is not None for cell in cells):
+        notes.append(
+            "!: over the bound, twice the error of the naive formula in the same precision."
+        )
+    if not settings.check:
+        notes.append("Results were not checked (--skip-check).")
+    return notes
+
+
+def _splits_text(plan: Plan) -> str:
+    if plan.num_splits == 1:
+        return ""
+    if plan.num_splits:
+        return f", keys split {plan.num_splits} ways"
+    blocks = math.prod(plan.main.grid) if plan.main else 0
+    return f", all keys in {blocks} equal shares"
+
+
+def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
+    """What to know about caches and packed sequences, and how to have them again."""
+    notes = []
+    cached = any(cell.case.is_cached for cell in cells)
+    if cached:
+        notes.append(
+            "TB/s, GB/s: bytes of the keys and values, batch * heads_kv * seqlen_k * (head_dim + "
+            "head_dim_v) of them, over time."
+        )
+    if copy_rate:
+        notes.append(
+            f"% copy: of {copy_rate:.3f} TB/s, bytes read and written by a copy of 1 GiB on the "
+            "device."
+        )
+    for lengths in dict.fromkeys(cell.case.lengths for cell in cells):
+        if lengths:
+            notes.append(f"The same lengths again: --lengths {repeatable(lengths)}")
+    return notes
+
+
+def _timing_notes(cells: Sequence[Cell]) -> list[str]:
+    timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
+    if not timed:
+        return []
+    others = sorted({cell.provider.name for cell in timed if cell.timed_by == "events"})
+    what = "CUDA graph replays" if len(others) < len({c.provider.name for c in timed}) else "calls"
+    but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
+    unit = "us" if all(cell.case.is_cached for cell in cells) else "ms"
+    return [f"{unit}: GPU time of {what}{but}, the L2 overwritten before each."]
+
+
+def _preset_notes(named: Preset, labels: Mapping[Case, str]) -> list[str]:
+    """What to know about a preset's cases, of which `labels` are short names, and their source."""
+    notes = [f"{note}." for note in named.notes]
+    source = named.source
+    if source is None:
+        return notes
+    shown = [figure for case in labels for figure in source.of(case)]
+    if not shown:
+        why = "no times" if not source.figures else "its times for another dtype"
+        return [f"theirs: {source.name}; it gives {why}.", *notes]
+    where = f"on an {source.gpu}" if source.gpu else "on a GPU that it does not name"
+    notes.insert(0, f"theirs: {source.name}; as published, measured {where}, not here.")
+    if any(source.speedup(figure) for figure in shown):
+        notes.append("Speedups in their rows are over their own standard algorithm.")
+    if any(figure.counts_masked and figure.case.causal for figure in shown):
+        notes.append(
+            "They count the FLOPs of hidden pairs, too; their rates were converted to ours."
+        )
+    for figure in shown:
+        if figure.remark:
+            mark = "" if figure.adds_up else f"{_DOUBT}: "
+            label = " ".join(text for text in (figure.label, labels[figure.case]) if text)
+            notes.append(f"{mark}{label} {figure.remark}.")
+    return notes

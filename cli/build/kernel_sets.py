@@ -1,0 +1,241 @@
+"""Which kernels `cupy-flash compile` builds: the one place that lists them.
+
+A kernel depends on dtype, head dims, causality, the sign of softmax_scale, how rows are aligned,
+whether the keys are split over thread blocks, and its tile; not on batch, heads or lengths. Head
+dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
+
+- `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
+  short ones, which may have tiles of their own; packed ones; and decoding few sequences and many,
+  their caches in pages of 16 rows and in none.
+- `all_plans`: for every family that serves it, every dtype x the head dims of published models x
+  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
+  of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
+  softmax_scale; packed sequences and caches, in pages of 16 rows and in none; and each tile of the
+  tuned tables, where it fits.
+- `other_units`: what appends to a cache, and merges results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+
+from cupy_flash.families import FAMILIES, TranslationUnit
+from cupy_flash.gpu.append import AppendSpec, append_unit
+from cupy_flash.gpu.combine import CombineSpec, combine_unit
+from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, Problem, make_contiguous_problem
+
+from ..cases.cases import Case
+
+# From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256).
+HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+# (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
+_MIXED_HEAD_DIMS = ((192, 128), (65, 33))
+_COMMON_HEAD_DIMS = (64, 128)
+_PAGE_SIZE = 16
+_COMMON_DTYPES = ("bfloat16", "float16", "float32")
+# (batch, heads, seqlen): enough query tiles to fill any GPU, in long and short sequences, and too
+# few.
+_FULL = (4, 16, 4096)
+_SHORT = (32, 16, 512)
+_FEW = (1, 1, 4096)
+
+
+def _problem(
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    size: tuple[int, int, int],
+    softmax_scale: float | None = None,
+) -> Problem:
+    batch, heads, seqlen = size
+    return make_contiguous_problem(
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        heads_q=heads,
+        heads_kv=heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        softmax_scale=softmax_scale,
+    )
+
+
+def default_plans(device: Device) -> list[Plan]:
+    """The dispatcher's choices for common dtypes and head dims."""
+    common = list(itertools.product(_COMMON_DTYPES, _COMMON_HEAD_DIMS))
+    problems = [
+        _problem(dtype, dim, dim, causal, size)
+        for (dtype, dim), causal, size in itertools.product(common, (False, True), (_FULL, _SHORT))
+    ]
+    for dtype, dim in common:
+        packed = Case(dtype, 8, 2048, 2048, 16, 16, dim, dim, True, kind="varlen")
+        problems.append(packed.problem())
+        for batch, page_size in itertools.product((1, 64), (0, _PAGE_SIZE)):
+            case = Case(dtype, batch, 1, 4096, 32, 8, dim, dim, False)
+            cached = dataclasses.replace(case, kind="cache", page_size=page_size)
+            problems.append(cached.problem())
+    return _distinct(make_plan(problem, device) for problem in problems)
+
+
+def all_plans(device: Device) -> list[Plan]:
+    """Everything the planner may choose, at representative head dims."""
+    dims = [(dim, dim) for dim in HEAD_DIMS] + list(_MIXED_HEAD_DIMS)
+    problems = [
+        _problem(dtype, *dim, causal, size)
+        for dtype, dim, causal, size in itertools.product(
+            DTYPES, dims, (False, True), (_FULL, _SHORT, _FEW)
+        )
+    ]
+    problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]
+    problems += _sequence_problems()
+    served = [
+        (problem, family)
+        for problem in problems
+        for family in FAMILIES.values()
+        if family.why_not(problem, device) is None
+        and (problem.sequences is None or family.serves_sequences)
+    ]
+    chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
+    # For GPUs that this one's tuned table is not for.
+    defaults = (
+        plan_tile(
+            family, problem, device, family.default_tile(problem, device), reason="default tile"
+        )
+        for problem, family in served
+    )
+    return _distinct(itertools.chain(chosen, defaults, tuned_plans(device)))
+
+
+def _sequence_problems() -> Iterator[Problem]:
+    """Prefill of packed sequences, decoding, and a chunk of a prompt."""
+    for dtype, dim, causal in itertools.product(DTYPES, _COMMON_HEAD_DIMS, (False, True)):
+        heads = (16, 4, dim, dim)
+        yield Case(dtype, 8, 2048, 2048, *heads, causal, kind="varlen").problem()
+        for rows, page_size in itertools.product((1, 512), (0, _PAGE_SIZE)):
+            case = Case(dtype, 8, rows, 4096, *heads, causal, kind="cache", page_size=page_size)
+            yield case.problem()
+
+
+def tuned_plans(device: Device) -> Iterator[Plan]:
+    """A plan for each entry of the tuned tables whose tile is legal on the device."""
+    for entry in tuning.entries():
+        family = FAMILIES.get(entry.family)
+        problem = problem_of_class(entry.problem_class)
+        if family is None or problem is None or entry.digest != family.digest():
+            continue
+        names = {field.name for field in dataclasses.fields(family.tile_type)}
+        if names != set(entry.tile) or family.why_not(problem, device):
+            continue
+        tile = family.tile_type(**entry.tile)
+        if family.why_not_tile(problem, device, tile) is None:
+            yield plan_tile(family, problem, device, tile, reason="tuned")
+
+
+def other_units(*, everything: bool) -> list[TranslationUnit]:
+    """What appends rows to a cache, plain and rotating them, and what merges results."""
+    dtypes = DTYPES if everything else _COMMON_DTYPES
+    units = []
+    for dtype, dim, page_size in itertools.product(dtypes, _COMMON_HEAD_DIMS, (0, _PAGE_SIZE)):
+        units.append(append_unit(_append_spec(dtype, dim, page_size)))
+        tables = dict.fromkeys((dtype, "float64" if dtype == "float64" else "float32"))
+        rotations = itertools.product(tables, (False, True)) if everything else [(dtype, False)]
+        for rotation in rotations:
+            units.append(append_unit(_append_spec(dtype, dim, page_size, rotation)))
+    for dtype, dim in itertools.product(dtypes, HEAD_DIMS if everything else _COMMON_HEAD_DIMS):
+        rows = (16 * dim, 16 * dim, dim)
+        units.append(
+            combine_unit(CombineSpec(dtype, 2, 1, 1, 16, dim, 16 * dim, rows, rows, 16, 16))
+        )
+    return list({unit.text: unit for unit in units}.values())
+
+
+def _append_spec(
+    dtype: str, dim: int, page_size: int, rotation: tuple[str, bool] | None = None
+) -> AppendSpec:
+    """One new row of 8 heads; rotated by tables of this dtype, interleaved or not, if given."""
+    rows, cached = (8 * dim, 8 * dim, dim), (4096 * 8 * dim, 8 * dim, dim)
+    pages = 4096 // page_size if page_size else 0
+    rotary_dtype, rotary_interleaved = rotation or (dtype, False)
+    return AppendSpec(
+        dtype=dtype,
+        batch=1,
+        seqlen_q=1,
+        seqlen_new=1,
+        heads_q=8,
+        heads_kv=8,
+        head_dim=dim,
+        head_dim_v=dim,
+        seqlen_cache=4096,
+        q_strides=rows,
+        k_strides=rows,
+        v_strides=rows,
+        k_cache_strides=cached,
+        v_cache_strides=cached,
+        caches=0 if page_size else 1,
+        page_size=page_size,
+        pages=pages,
+        max_pages=pages,
+        block_table_stride=pages,
+        rotary_dim=dim if rotation else 0,
+        rotary_rows=4096 if rotation else 0,
+        rotary_stride=dim // 2 if rotation else 0,
+        rotary_dtype=rotary_dtype,
+        rotary_interleaved=rotary_interleaved,
+        causal=True,
+        alignment=MAX_ALIGNMENT,
+        rotary_alignment=MAX_ALIGNMENT,
+    )
+
+
+_CLASS = re.compile(
+    r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
+    r"q(?P<q>\d+) k(?P<k>\d+) rows(?P<rows>\d+) align(?P<align>\d+)"
+    r"(?: (?:(?P<cache>cache)|page(?P<page>\d+)|(?P<packed>packed)))?"
+)
+
+
+def problem_of_class(text: str) -> Problem | None:
+    """A problem of a tuned entry's class; None if the class is not spelled as now."""
+    found = _CLASS.fullmatch(text)
+    if found is None or found["dtype"] not in DTYPES:
+        return None
+    seqlen_q = int(found["q"])
+    heads = max(1, int(found["rows"]) // max(1, seqlen_q))
+    is_cached = found["cache"] or found["page"]
+    case = Case(
+        found["dtype"],
+        1,
+        seqlen_q,
+        int(found["k"]),
+        heads,
+        heads,
+        int(found["head_dim"]),
+        int(found["head_dim_v"]),
+        found["mask"] == "causal",
+        kind="cache" if is_cached else "varlen" if found["packed"] else "dense",
+        page_size=int(found["page"] or 0),
+    )
+    try:
+        problem = case.problem()
+    except ValueError:
+        # Packed sequences of a call have as many queries as keys; a class need not.
+        return None
+    return dataclasses.replace(problem, alignment=int(found["align"]))
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """One plan for each unit: different problems can share a kernel."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        assert plan.unit is not None
+        found.setdefault(plan.unit.text, plan)
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""What is timed: cases, their arrays and options."""

@@ -1,0 +1,395 @@
+"""One attention call to bench or tune, as sizes and flags."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_flash.problem.problem import (
+    ITEMSIZE,
+    ArraySpec,
+    Problem,
+    Strides,
+    check_count,
+    make_problem,
+    make_sequences_problem,
+)
+
+Shape = tuple[int, int, int, int]
+# Blocks of equal length; a key/value cache; sequences packed without padding.
+KINDS = ("dense", "cache", "varlen")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and flags of one call, on new contiguous arrays in `layout`.
+
+    Attributes
+    ----------
+    dtype, batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
+        Sizes. Of a cache, seqlen_k counts the keys that are attended to, appended ones included;
+        where sequences differ in length, seqlen_q and seqlen_k are the most that one has.
+    causal, q_offset, softmax_scale, layout
+        As in `cupy_flash.flash_attention`.
+    kind
+        One of `KINDS`: `flash_attention`, `flash_attention_with_kvcache` or
+        `flash_attention_varlen`.
+    page_size
+        Rows of a page of the cache; 0 for a cache that is not paged.
+    append
+        Whether each call also appends its seqlen_q new rows to the cache.
+    rotary
+        Whether it also rotates them, and the queries.
+    asked_splits
+        num_splits of the functions named above.
+    lengths
+        Keys of each sequence, and of a varlen batch its queries, too; None where all have
+        seqlen_k.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    q_offset: int | None = None
+    softmax_scale: float | None = None
+    layout: str = "bshd"
+    kind: str = "dense"
+    page_size: int = 0
+    append: bool = False
+    rotary: bool = False
+    asked_splits: int = 0
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a call of `flash_attention`."""
+        return self.kind == "dense"
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether it is a call of `flash_attention_with_kvcache`."""
+        return self.kind == "cache"
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return (self.seqlen_k,) * self.batch if self.lengths is None else self.lengths
+
+    @property
+    def query_lengths(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return self.key_lengths if self.kind == "varlen" else (self.seqlen_q,) * self.batch
+
+    @property
+    def length_counts(self) -> dict[tuple[int, int], int]:
+        """How many sequences have so many queries and so many keys.
+
+        It takes no memory that grows with a batch of one length.
+        """
+        if self.lengths is None:
+            is_packed = self.kind == "varlen"
+            return {(self.seqlen_k if is_packed else self.seqlen_q, self.seqlen_k): self.batch}
+        return Counter(zip(self.query_lengths, self.key_lengths, strict=True))
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows over the whole batch and all heads."""
+        return self.heads_q * sum(n * queries for (queries, _), n in self.length_counts.items())
+
+    @property
+    def total_keys(self) -> int:
+        """Keys of all sequences."""
+        return sum(n * keys for (_, keys), n in self.length_counts.items())
+
+    @property
+    def cache_rows(self) -> int:
+        """Rows of k for each head, over the batch or all pages."""
+        caches, rows, _, _ = self.bshd_shapes[1]
+        return caches * rows
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages that hold seqlen_k rows; 0 where the cache is not paged."""
+        return -(-self.seqlen_k // self.page_size) if self.page_size else 0
+
+    @property
+    def bshd_shapes(self) -> tuple[Shape, Shape, Shape]:
+        """Shapes of q, k and v, or of the caches, in (batch, seqlen, heads, dim) order.
+
+        Packed arrays are a batch of one; a paged cache has pages for its batch.
+        """
+        batch, seqlen_q, seqlen_k = self.batch, self.seqlen_q, self.seqlen_k
+        k_batch = batch
+        if self.kind == "varlen":
+            batch = k_batch = 1
+            seqlen_q = seqlen_k = self.total_keys
+        elif self.page_size:
+            k_batch, seqlen_k = batch * self.pages_per_sequence, self.page_size
+        return (
+            (batch, seqlen_q, self.heads_q, self.head_dim),
+            (k_batch, seqlen_k, self.heads_kv, self.head_dim),
+            (k_batch, seqlen_k, self.heads_kv, self.head_dim_v),
+        )
+
+    def problem(self) -> Problem:
+        """The library's record of the call; raises TypeError or ValueError as the library does."""
+        if not self.is_dense:
+            return self._sequences_problem()
+        q, k, v = (self._spec(shape) for shape in self.bshd_shapes)
+        return make_problem(
+            q,
+            k,
+            v,
+            self._spec((*q.shape[:3], self.head_dim_v)),
+            causal=self.causal,
+            softmax_scale=self.softmax_scale,
+            q_offset=self.q_offset,
+        )
+
+    def _sequences_problem(self) -> Problem:
+        self._require_consistent()
+        q, k, v = (ArraySpec.contiguous(shape, self.dtype) for shape in self.bshd_shapes)
+        packed = self.kind == "varlen"
+        pages = self.pages_per_sequence
+        return make_sequences_problem(
+            q,
+            k,
+            v,
+            batch=self.batch,
+            max_seqlen_q=self.seqlen_q if packed else None,
+            max_seqlen_k=self.seqlen_k if packed else None,
+            block_table=(pages, pages) if self.page_size else None,
+            new_keys=self.seqlen_q if self.append else 0,
+            num_splits=self.asked_splits,
+            causal=self.causal,
+            softmax_scale=self.softmax_scale,
+        )
+
+    def _require_consistent(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        check_count("batch", self.batch)
+        if not self.batch:
+            raise ValueError("batch is 0; expected at least 1 sequence")
+        if self.layout != "bshd":
+            raise ValueError(f"layout is {self.layout!r}; caches and packed sequences are 'bshd'")
+        if self.q_offset is not None:
+            raise ValueError("caches and packed sequences have masks aligned at the bottom right")
+        if (self.page_size or self.append or self.rotary) and not self.is_cached:
+            raise ValueError("only a cache is paged, appended to or rotated")
+        if self.rotary and (not self.append or self.head_dim % 2):
+            raise ValueError("rotary embeddings need rows to append, and an even head_dim")
+        if self.lengths is not None and (
+            len(self.lengths) != self.batch or max(self.lengths, default=0) != self.seqlen_k
+        ):
+            raise ValueError(
+                f"{len(self.lengths)} lengths up to {max(self.lengths, default=0)} do not go with "
+                f"batch {self.batch} and seqlen_k {self.seqlen_k}"
+            )
+        if self.kind == "varlen" and self.seqlen_q != self.seqlen_k:
+            raise ValueError(
+                f"seqlen_q is {self.seqlen_q} and seqlen_k {self.seqlen_k}; packed sequences "
+                "attend to themselves"
+            )
+        least = self.seqlen_k if self.lengths is None else min(self.lengths)
+        if self.append and least < self.seqlen_q:
+            raise ValueError(
+                f"{self.seqlen_q} rows are appended, but a sequence has {least} keys with them; "
+                "expected no fewer"
+            )
+
+    def _spec(self, shape: Shape) -> ArraySpec:
+        if self.layout == "bshd":
+            return ArraySpec.contiguous(shape, self.dtype)
+        _, seqlen, heads, dim = shape
+        strides: Strides = (heads * seqlen * dim, dim, seqlen * dim)
+        return ArraySpec(shape, strides, self.dtype)
+
+    def dense_problems(self) -> list[Problem]:
+        """The same attention as calls on blocks of equal length, one for each length."""
+        if self.is_dense:
+            return [self.problem()]
+        return [
+            Case(
+                self.dtype,
+                count,
+                seqlen_q,
+                seqlen_k,
+                self.heads_q,
+                self.heads_kv,
+                self.head_dim,
+                self.head_dim_v,
+                self.causal,
+                softmax_scale=self.softmax_scale,
+            ).problem()
+            for (seqlen_q, seqlen_k), count in self.length_counts.items()
+        ]
+
+    def flops(self) -> float:
+        """Floating-point operations, as `Problem.flops` counts them for each sequence."""
+        return sum(problem.flops() for problem in self.dense_problems())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values that are attended to."""
+        width = self.heads_kv * (self.head_dim + self.head_dim_v)
+        return self.total_keys * width * ITEMSIZE[self.dtype]
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of q, k, v, or the caches, and the output."""
+        rows_k = self.cache_rows * self.heads_kv
+        width = self.head_dim + self.head_dim_v
+        return (self.query_rows + rows_k) * width * ITEMSIZE[self.dtype]
+
+    @property
+    def scores(self) -> int:
+        """Elements of the score matrix of all heads."""
+        pairs = sum(n * queries * keys for (queries, keys), n in self.length_counts.items())
+        return self.heads_q * pairs
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `flash_attention` and of the reference."""
+        return {
+            "causal": self.causal,
+            "q_offset": self.q_offset,
+            "softmax_scale": self.softmax_scale,
+            "layout": self.layout,
+        }
+
+    @property
+    def first_query(self) -> int:
+        """Position of the first query among the keys, where sequences have one length."""
+        return self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
+
+
+_PARTS = (
+    *("dtype", "kind", "batch", "heads", "seqlen", "lengths", "head_dim", "mask", "scale"),
+    *("layout", "step", "splits"),
+)
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_LONG_DTYPE = {short: name for name, short in SHORT_DTYPE.items()}
+
+
+def dtype_name(text: str) -> str:
+    """A dtype's own name, of that or of the short one that tables print."""
+    return _LONG_DTYPE.get(text, text)
+
+
+def _texts(case: Case) -> dict[str, str]:
+    """Each part of a case's description; empty where it is as usual."""
+    mask = "causal" if case.causal else "full"
+    if case.causal and case.q_offset is not None:
+        mask += f"@{case.q_offset}"
+    return {
+        "dtype": SHORT_DTYPE[case.dtype],
+        "kind": _kind_text(case),
+        "batch": f"b{case.batch}",
+        "heads": f"h{_pair(case.heads_q, case.heads_kv)}",
+        "seqlen": f"s{_seqlen_text(case)}",
+        "lengths": f"{sum(case.lengths)} keys" if case.lengths else "",
+        "head_dim": f"d{_pair(case.head_dim, case.head_dim_v)}",
+        "mask": mask,
+        "scale": "" if case.softmax_scale is None else f"scale {case.softmax_scale:g}",
+        "layout": case.layout if case.layout != "bshd" else "",
+        "step": " ".join(name for name in ("append", "rotary") if getattr(case, name)),
+        "splits": f"splits {case.asked_splits}" if case.asked_splits else "",
+    }
+
+
+def _kind_text(case: Case) -> str:
+    if case.is_cached:
+        return f"pages of {case.page_size}" if case.page_size else "cache"
+    return "" if case.is_dense else case.kind
+
+
+def _seqlen_text(case: Case) -> str:
+    if not case.lengths:
+        return _pair(case.seqlen_q, case.seqlen_k)
+    least, most = min(case.lengths), max(case.lengths)
+    span = str(most) if least == most else f"{least}..{most}"
+    return f"{case.seqlen_q}/{span}" if case.is_cached else span
+
+
+def _pair(first: int, second: int) -> str:
+    return str(first) if first == second else f"{first}/{second}"
+
+
+def sequences_text(case: Case) -> str:
+    """What a case of caches or packed sequences has besides; empty for blocks of equal length."""
+    texts = _texts(case)
+    return " ".join(filter(None, (texts[part] for part in ("kind", "lengths", "step", "splits"))))
+
+
+def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
+    """What all cases share, and for each what sets it apart, as short texts."""
+    texts = [_texts(case) for case in cases]
+    varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
+    shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
+    own = [" ".join(t for part in _PARTS if part in varying if (t := x[part])) for x in texts]
+    return shared, own
+
+
+def sweep(
+    *,
+    dtype: Iterable[str],
+    batch: Iterable[int],
+    seqlen_q: Iterable[int],
+    seqlen_k: Iterable[int] | None,
+    heads: Iterable[int],
+    kv_heads: Iterable[int] | None,
+    head_dim: Iterable[int],
+    head_dim_v: Iterable[int] | None,
+    causal: Sequence[bool],
+    q_offset: Iterable[int] | None,
+    softmax_scale: Iterable[float] | None,
+    layout: Iterable[str],
+) -> list[Case]:
+    """Every combination; keys, kv heads and value dims follow the queries' where None.
+
+    A q_offset applies to the causal cases of a sweep over both.
+    """
+    both = True in causal and False in causal
+    cases = []
+    combinations: Iterable[tuple[Any, ...]] = itertools.product(
+        dtype,
+        layout,
+        head_dim,
+        head_dim_v or (None,),
+        causal,
+        batch,
+        heads,
+        kv_heads or (None,),
+        seqlen_q,
+        seqlen_k or (None,),
+        q_offset or (None,),
+        softmax_scale or (None,),
+    )
+    for type_, lay, dim, dim_v, mask, b, h, h_kv, s_q, s_k, offset, scale in combinations:
+        case = Case(
+            dtype=type_,
+            batch=b,
+            seqlen_q=s_q,
+            seqlen_k=s_q if s_k is None else s_k,
+            heads_q=h,
+            heads_kv=h if h_kv is None else h_kv,
+            head_dim=dim,
+            head_dim_v=dim if dim_v is None else dim_v,
+            causal=mask,
+            q_offset=None if both and not mask else offset,
+            softmax_scale=scale,
+            layout=lay,
+        )
+        if case not in cases:
+            cases.append(case)
+    return cases

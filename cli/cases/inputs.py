@@ -1,0 +1,245 @@
+"""The arrays that all providers of a row share."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import ml_dtypes
+import numpy as np
+
+from cupy_flash.problem.problem import DTYPES
+
+from ..errors import library_errors_as_usage
+from . import sequences
+from .cases import Case, Shape
+from .sequences import Arrays, numpy_dtype
+
+# Elements: CuPy's generator counts them in 32 bits, and they are wider than 16-bit inputs.
+_DRAWN_AT_ONCE = 1 << 28
+
+
+@dataclass
+class Inputs:
+    """q, k and v of a case in its layout; copied to the host, or to the GPU, when first asked for.
+
+    Attributes
+    ----------
+    case
+        What they are inputs of. Of a cache, k and v are the caches.
+    more
+        The other arrays of the call, all small, by the names of its arguments.
+    """
+
+    case: Case
+    _gpu: Arrays | None = None
+    _host: Arrays | None = None
+    more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    _more_gpu: dict[str, Any] | None = None
+
+    @property
+    def gpu(self) -> Arrays:
+        """As CuPy arrays on the current device."""
+        if self._gpu is None:
+            import cupy
+
+            assert self._host is not None
+            q, k, v = (cupy.asarray(array) for array in self._host)
+            self._gpu = (q, k, v)
+        return self._gpu
+
+    @property
+    def host(self) -> Arrays:
+        """As NumPy arrays."""
+        if self._host is None:
+            import cupy
+
+            assert self._gpu is not None
+            q, k, v = (cupy.asnumpy(array) for array in self._gpu)
+            self._host = (q, k, v)
+        return self._host
+
+    @property
+    def more_gpu(self) -> Mapping[str, Any]:
+        """The other arrays as CuPy arrays on the current device."""
+        if self._more_gpu is None:
+            import cupy
+
+            self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
+        return self._more_gpu
+
+    def with_pages_of(self, page_size: int) -> Inputs:
+        """Inputs of the same step on a cache in pages of this size, in shuffled order.
+
+        They share the memory of this cache where `can_share_pages`, so that its rows are dealt to
+        the sequences in another order; else they are new.
+        """
+        case = dataclasses.replace(self.case, page_size=page_size)
+        if not can_share_pages(self.case, page_size):
+            return random_inputs(case, 0, on_gpu=self._gpu is not None)
+        _, k_shape, v_shape = case.bshd_shapes
+        more = sequences.arrays_of(case, 0)
+
+        def paged(arrays: Arrays | None) -> Arrays | None:
+            if arrays is None:
+                return None
+            q, k, v = arrays
+            return q, k.reshape(k_shape), v.reshape(v_shape)
+
+        return Inputs(case, paged(self._gpu), paged(self._host), more)
+
+
+def can_share_pages(case: Case, page_size: int) -> bool:
+    """Whether a cache's memory serves as pages, too: it is whole ones, and nobody writes to it."""
+    return case.seqlen_k % page_size == 0 and not case.append
+
+
+def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
+    """Standard normal inputs, generated where they are used."""
+    shapes = [
+        shape if case.layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
+        for shape in case.bshd_shapes
+    ]
+    xp: Any = importlib.import_module("cupy") if on_gpu else np
+    # Not RandomState: CuPy's needs the cuRAND library.
+    generator = xp.random.default_rng(seed)
+    dtype = numpy_dtype(case.dtype)
+    drawn = np.float64 if case.dtype == "float64" else np.float32
+
+    def draw(shape: Shape) -> Any:
+        if math.prod(shape) == 0:
+            # CuPy's generator launches a kernel even for nothing.
+            return xp.empty(shape, dtype)
+        if math.prod(shape) <= _DRAWN_AT_ONCE:
+            return generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
+        array = xp.empty(shape, dtype)
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _DRAWN_AT_ONCE):
+            part = flat[start : start + _DRAWN_AT_ONCE]
+            part[...] = generator.standard_normal(part.size, dtype=drawn)
+        return array
+
+    q, k, v = map(draw, shapes)
+    more = sequences.arrays_of(case, seed)
+    if on_gpu:
+        return Inputs(case, _gpu=(q, k, v), more=more)
+    return Inputs(case, _host=(q, k, v), more=more)
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """Real q, k and v in bshd order."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> InputFile:
+        """Read an npz file that holds q, k and v.
+
+        Raises
+        ------
+        click.UsageError
+            If it is not such a file.
+        """
+        try:
+            arrays = _read_arrays(path)
+        except click.UsageError:
+            raise
+        except Exception as error:
+            # A damaged archive shows in many ways: zlib's, struct's, zipfile's, NumPy's own.
+            raise click.UsageError(f"{path} cannot be read as an npz file: {error}") from error
+        for name, array in zip("qkv", arrays, strict=True):
+            if array.ndim != 4 or array.dtype.name not in DTYPES:
+                raise click.UsageError(
+                    f"{name} in {path} is {array.dtype} of shape {array.shape}; expected a float "
+                    "array of shape (batch, seqlen, heads, head_dim)"
+                )
+        dtypes = [array.dtype.name for array in arrays]
+        if len(set(dtypes)) > 1:
+            raise click.UsageError(
+                f"q, k and v in {path} are {', '.join(dtypes)}; expected one dtype"
+            )
+        return cls(*arrays)
+
+    def case(self, **flags: Any) -> Case:
+        """The case that the file's arrays make, with the remaining fields given.
+
+        Raises
+        ------
+        click.UsageError
+            If the arrays do not go together.
+        """
+        q, k, v = self.q.shape, self.k.shape, self.v.shape
+        if k[:3] != v[:3] or q[0] != k[0] or q[3] != k[3]:
+            raise click.UsageError(
+                f"q, k and v of --input have shapes {q}, {k} and {v}; expected one batch, q and k "
+                "of one head_dim, k and v of one seqlen and number of heads"
+            )
+        case = Case(
+            batch=q[0],
+            seqlen_q=q[1],
+            seqlen_k=k[1],
+            heads_q=q[2],
+            heads_kv=k[2],
+            head_dim=q[3],
+            head_dim_v=v[3],
+            **flags,
+        )
+        with library_errors_as_usage():
+            case.problem()
+        return case
+
+    def inputs(self, case: Case) -> Inputs:
+        """The arrays in the case's dtype and layout."""
+        dtype = numpy_dtype(case.dtype)
+        axes = (0, 1, 2, 3) if case.layout == "bshd" else (0, 2, 1, 3)
+        # What a narrower dtype does not hold becomes inf, and rows of it are not compared.
+        with np.errstate(over="ignore"):
+            q, k, v = (
+                np.ascontiguousarray(array.astype(dtype, copy=False).transpose(axes))
+                for array in (self.q, self.k, self.v)
+            )
+        return Inputs(case, _host=(q, k, v))
+
+
+def _read_arrays(path: Path) -> list[np.ndarray]:
+    # Opened here, since numpy.load leaves open what it cannot read.
+    with path.open("rb") as raw:
+        # numpy.load would take anything else for an array or a pickle, and speak of those.
+        if not zipfile.is_zipfile(raw):
+            raise click.UsageError(
+                f"{path} cannot be read as an npz file: it is no zip archive; expected what "
+                "numpy.savez writes, with arrays q, k and v"
+            )
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            if any(name not in file for name in "qkv"):
+                raise click.UsageError(
+                    f"{path} holds {', '.join(file) or 'nothing'}; expected arrays q, k and v"
+                )
+            return [_with_dtype(_read_array(file, name)) for name in "qkv"]
+
+
+def _read_array(file: Any, name: str) -> np.ndarray:
+    try:
+        found: np.ndarray = file[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        # NumPy would recommend to load it unsafely.
+        raise ValueError(f"{name} holds Python objects; expected numbers") from error
+    return found
+
+
+def _with_dtype(array: np.ndarray) -> np.ndarray:
+    # NumPy files know no bfloat16: it is kept as two bytes of nothing in particular.
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array

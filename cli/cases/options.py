@@ -1,0 +1,484 @@
+"""The shape options that commands share, and comma-separated lists that sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import click
+
+from cupy_flash.calls.arrays import LAYOUTS
+from cupy_flash.problem.problem import DTYPES, MAX_SEQLEN
+
+from ..errors import library_errors_as_usage
+from ..records import report
+from .cases import SHORT_DTYPE, Case, dtype_name, sweep
+from .sequences import long_tail
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class CommaList(click.ParamType, Generic[T]):
+    """Values separated by commas."""
+
+    name = "list"
+
+    def __init__(self, item: Callable[[str], T], what: str, example: str) -> None:
+        self.item, self.what, self.example = item, what, example
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[T, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        items = []
+        for text in value.split(","):
+            try:
+                items.append(self.item(text.strip()))
+            except ValueError:
+                self.fail(f"{text!r} is not {self.what}; for example {self.example}", param, ctx)
+        return tuple(items)
+
+
+def _bounded(low: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if (number := int(text)) < low:
+            raise ValueError(text)
+        return number
+
+    return convert
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return convert
+
+
+_YES_NO = {"yes": True, "no": False}
+
+
+def _yes_no(text: str) -> bool:
+    if text not in _YES_NO:
+        raise ValueError(text)
+    return _YES_NO[text]
+
+
+def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
+    """A list of names out of `choices`."""
+    return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0])
+
+
+COUNTS = CommaList(_bounded(0), "a whole number from 0", "1,2,4")
+HEADS = CommaList(_bounded(1), "a whole number from 1", "8,16")
+INTEGERS = CommaList(int, "a whole number", "0,128")
+FLOATS = CommaList(float, "a number", "0.125,1")
+DTYPE_LIST = CommaList(
+    lambda text: _one_of(*DTYPES)(dtype_name(text)), f"a dtype ({', '.join(DTYPES)})", DTYPES[0]
+)
+FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
+
+
+class Seconds(click.FloatRange):
+    """A time above 0; "inf" is no limit."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("'nan' is no time; expected seconds above 0, or inf", param, ctx)
+        return seconds
+
+
+# What a file of arrays, or a preset, decides instead of the options.
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
+_SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
+    "batch": (COUNTS, "Batch sizes."),
+    "seqlen_q": (COUNTS, "Query rows."),
+    "seqlen_k": (COUNTS, "Key and value rows; --seqlen-q if left out."),
+    "heads": (HEADS, "Query heads."),
+    "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
+    "head_dim": (HEADS, "Width of queries and keys, 1 to 256."),
+    "head_dim_v": (HEADS, "Width of values; --head-dim if left out."),
+    "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
+    "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
+    "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
+    "q_offset": (INTEGERS, "Position of the first query, if causal."),
+    "softmax_scale": (FLOATS, "Factor on the scores."),
+}
+SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
+
+Defaults = Mapping[str, Sequence[Any]]
+
+
+# Of caches: decoding with grouped heads.
+_CACHE_DEFAULTS = {
+    True: {
+        "batch": (8,),
+        "seqlen_q": (1,),
+        "seqlen_k": (8192,),
+        "heads": (32,),
+        "kv_heads": (8,),
+        "head_dim": (128,),
+    },
+    False: {
+        "batch": (2,),
+        "seqlen_q": (1,),
+        "seqlen_k": (1024,),
+        "heads": (8,),
+        "kv_heads": (2,),
+        "head_dim": (64,),
+    },
+}
+_PACKED_DEFAULTS = {
+    True: {"batch": (32,), "seqlen_q": (16384,)},
+    False: {"batch": (8,), "seqlen_q": (512,)},
+}
+
+
+def _told(defaults: Mapping[bool, Defaults]) -> str:
+    """Defaults on a GPU and on the CPU, for help."""
+    gpu, cpu = (
+        ", ".join(f"{name} {value}" for name, (value,) in defaults[on_gpu].items())
+        for on_gpu in (True, False)
+    )
+    return f"  [default: {gpu}; on the CPU {cpu}]"
+
+
+_SEQUENCE_OPTIONS = (
+    click.option(
+        "--cache",
+        is_flag=True,
+        help="--seqlen-q rows attend to a cache of --seqlen-k keys: flash_attention_with_kvcache."
+        + _told(_CACHE_DEFAULTS),
+    ),
+    click.option(
+        "--page-size", type=COUNTS, help="Rows of a page of the cache, pages shuffled; 0 for none."
+    ),
+    click.option("--append", is_flag=True, help="Each call also appends its rows to the cache."),
+    click.option("--rotary", is_flag=True, help="It also rotates queries and appended keys."),
+    click.option(
+        "--lengths",
+        metavar="WHICH",
+        help="Lengths of packed sequences, flash_attention_varlen, or with --cache of the caches: "
+        "uniform, long-tail (16 to the longest, drawn with --seed), numbers, or a file of them."
+        + _told(_PACKED_DEFAULTS),
+    ),
+    click.option(
+        "--num-splits", type=COUNTS, help="Shares of each sequence's keys; 0, the default: chosen."
+    ),
+)
+SEQUENCE_NAMES = ("cache", "page_size", "append", "rotary", "lengths", "num_splits")
+
+
+def sequence_options(command: Command) -> Command:
+    """Add the options that make caches or packed sequences of a command's cases."""
+    for option in reversed(_SEQUENCE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def split_sequences(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options on sequences out of a command's options; those not given are falsy."""
+    return {name: options.pop(name) for name in SEQUENCE_NAMES}
+
+
+def refuse_sequences(sequences: Mapping[str, Any], because: str) -> None:
+    """Raise a usage error if any option on sequences was given."""
+    for name, value in sequences.items():
+        if value:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
+
+
+def shape_options(
+    defaults: Defaults, on_cpu: Defaults | None = None
+) -> Callable[[Command], Command]:
+    """Add the options that `cases_from` reads; their help tells the defaults."""
+
+    def add(command: Command) -> Command:
+        for name, (kind, text) in reversed(_SHAPE_OPTIONS.items()):
+            if name in defaults:
+                default = ",".join(map(str, defaults[name]))
+                cpu = f"; on the CPU {','.join(map(str, on_cpu[name]))}" if on_cpu else ""
+                text += f"  [default: {default}{cpu}]"
+            flag: dict[str, Any] = (
+                {"is_flag": False, "flag_value": "yes"} if name == "causal" else {}
+            )
+            option = f"--{name.replace('_', '-')}"
+            command = click.option(option, type=kind, help=text, **flag)(command)
+        return command
+
+    return add
+
+
+def split_shape(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the shape options out of a command's options; those not given are None."""
+    return {name: options.pop(name) for name in SHAPE_NAMES}
+
+
+def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Every combination of the options, checked by the library.
+
+    Parameters
+    ----------
+    shape
+        As `split_shape` returns it.
+    defaults
+        For batch, seqlen_q, heads, head_dim and dtype.
+
+    Raises
+    ------
+    click.UsageError
+        With the library's message, for what no kernel computes.
+    """
+    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults)
+    given: dict[str, Any] = {
+        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
+    }
+    refuse_stray_offset(given)
+    cases = sweep(**given)
+    with library_errors_as_usage():
+        for case in cases:
+            case.problem()
+    return cases
+
+
+def sequence_cases(
+    sequences: Mapping[str, Any],
+    shape: dict[str, Any],
+    defaults: Mapping[str, Sequence[Any]],
+    *,
+    seed: int,
+    on_gpu: bool,
+) -> list[Case]:
+    """Every combination of the options, as `cases_from` makes them where none is on sequences.
+
+    Parameters
+    ----------
+    sequences, shape
+        As `split_sequences` and `split_shape` return them.
+    defaults
+        As of `cases_from`; batch, lengths and heads of caches and packed sequences are others.
+    seed
+        Of lengths that are drawn.
+    on_gpu
+        Which of the defaults: on the CPU they are smaller.
+
+    Raises
+    ------
+    click.UsageError
+        For options that do not go together.
+    """
+    cache, lengths = sequences["cache"], sequences["lengths"]
+    _refuse_stray_sequences(sequences)
+    if not cache and lengths is None:
+        return cases_from(shape, defaults)
+    what = "--cache" if cache else "--lengths"
+    refuse(shape, ("q_offset",), f"{what}: its masks are aligned at the bottom right")
+    if shape["layout"] not in (None, ("bshd",)):
+        raise click.UsageError(f"--layout {','.join(shape['layout'])} does not go with {what}")
+    if not cache:
+        refuse(shape, ("seqlen_k",), "--lengths: packed sequences attend to themselves")
+    which: Any = None if lengths is None else _lengths(lengths)
+    if isinstance(which, tuple):
+        longest = "seqlen_k" if cache else "seqlen_q"
+        refuse(shape, ("batch", longest), "--lengths with numbers, which give it")
+        shape = shape | {"batch": (len(which),), longest: (max(which),)}
+    own = (_CACHE_DEFAULTS if cache else _PACKED_DEFAULTS)[on_gpu]
+    if cache and shape["heads"] is not None:
+        # Key and value heads follow the heads that were asked for, as they do elsewhere.
+        own = {name: value for name, value in own.items() if name != "kv_heads"}
+    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults) | own
+    given: dict[str, Any] = {
+        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
+    }
+    found = []
+    for case, pages, splits in itertools.product(
+        sweep(**given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
+    ):
+        alike = dataclasses.replace(
+            case,
+            kind="cache" if cache else "varlen",
+            page_size=pages,
+            append=sequences["append"],
+            rotary=sequences["rotary"],
+            asked_splits=splits,
+        )
+        found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
+    with library_errors_as_usage():
+        for case in found:
+            case.problem()
+    return found
+
+
+def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
+    for name in ("page_size", "append", "rotary"):
+        if sequences[name] and not sequences["cache"]:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of a cache; add --cache")
+    if sequences["rotary"] and not sequences["append"]:
+        raise click.UsageError("--rotary rotates the rows that are appended; add --append")
+    if sequences["num_splits"] and not sequences["cache"] and sequences["lengths"] is None:
+        raise click.UsageError(
+            "--num-splits is of caches and packed sequences; add --cache or --lengths"
+        )
+
+
+def _lengths(text: str) -> str | tuple[int, ...]:
+    """How lengths are drawn, or the lengths themselves.
+
+    Raises
+    ------
+    click.UsageError
+        If the text is neither, nor the name of a file of whole numbers.
+    """
+    if text in ("uniform", "long-tail"):
+        return text
+    source, what = text, f"--lengths {text!r}"
+    # Not Path.is_file, which refuses a long list of numbers as a name that is too long.
+    if os.path.isfile(text) or any(map(str.isalpha, text)):
+        try:
+            source, what = Path(text).read_text(encoding="utf-8"), f"the file --lengths {text}"
+        except (OSError, ValueError) as error:
+            raise click.UsageError(
+                f"{what} is not uniform, long-tail or whole numbers such as 16,100,7, and as a "
+                f"file it cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
+    words = source.replace(",", " ").split()
+    if not words:
+        raise click.UsageError(f"{what} has no numbers in it; expected some, such as 16,100,7")
+    if wrong := [word for word in words if not _is_length(word)]:
+        raise click.UsageError(
+            f"{what} has {wrong[0][:40]!r} in it; expected whole numbers from 0 to {MAX_SEQLEN}, "
+            "such as 16,100,7"
+        )
+    lengths = tuple(map(int, words))
+    if not any(lengths):
+        raise click.UsageError(f"{what} has no length above 0; expected one")
+    return lengths
+
+
+def _is_length(word: str) -> bool:
+    is_short = word.isdecimal() and len(word) <= len(str(MAX_SEQLEN))
+    return is_short and int(word) <= MAX_SEQLEN
+
+
+# They are named below the table, so that they can be given again.
+_MOST_DRAWN = 2**16
+
+
+def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[int, ...] | None:
+    if isinstance(which, tuple):
+        return which
+    if which is not None and case.batch > _MOST_DRAWN:
+        raise click.UsageError(
+            f"--batch {case.batch} is too many for --lengths {which}; expected at most "
+            f"{_MOST_DRAWN} sequences"
+        )
+    if which == "long-tail":
+        # Every call appends its rows: a cache holds no fewer.
+        least = case.seqlen_q if case.seqlen_q < case.seqlen_k else 1
+        return long_tail(case.batch, case.seqlen_k, seed, least=least)
+    return (case.seqlen_k,) * case.batch if which == "uniform" else None
+
+
+def refuse_stray_offset(shape: dict[str, Any]) -> None:
+    """Raise a usage error if a q_offset was given and no causal mask."""
+    if shape["q_offset"] is not None and True not in (shape["causal"] or ()):
+        raise click.UsageError("--q-offset places a causal mask; add --causal, or leave it out")
+
+
+def refuse(shape: dict[str, Any], names: Sequence[str], because: str) -> None:
+    """Raise a usage error if any of these options was given."""
+    for name in names:
+        if shape[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {because}")
+
+
+def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str, int] | None:
+    """The fields of a forced tile, from options and from NAME=VALUE texts; None if there are none.
+
+    Raises
+    ------
+    click.UsageError
+        For a text that is not NAME=VALUE, or a field that is given twice.
+    """
+    request = {name: value for name, value in fields.items() if value is not None}
+    for text in more:
+        name, _, value = text.partition("=")
+        if not name or not value.isdecimal():
+            raise click.UsageError(
+                f"--tile {text!r} is not NAME=NUMBER; for example --tile threads=128"
+            )
+        if request.setdefault(name, int(value)) != int(value):
+            raise click.UsageError(
+                f"the tile's {name} is given as {request[name]} and as {value}; give it once"
+            )
+    return request or None
+
+
+def output_option(command: Command) -> Command:
+    """Add `--output`, whose file is known to be writable before any work starts."""
+    return click.option(
+        "--output",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_writable,
+        help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
+    )(command)
+
+
+def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    return None if path is None else writable_path(path, report.WRITERS)
+
+
+def writable_path(path: Path, suffixes: Iterable[str]) -> Path:
+    """The path, if it has one of the suffixes, in any case, and a file can be written there.
+
+    Raises
+    ------
+    click.BadParameter
+        Otherwise.
+    """
+    if path.suffix.lower() not in suffixes:
+        name = repr(str(path)) if path.name else "an empty name"
+        found = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+        raise click.BadParameter(f"{name} {found}; expected one of {', '.join(suffixes)}")
+    make_folder(path.parent)
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that is not there, for `--output`.
+
+    Raises
+    ------
+    click.BadParameter
+        If it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> click.BadParameter:
+    return click.BadParameter(f"{str(path)!r} cannot be written: {error.strerror}")

@@ -1,0 +1,242 @@
+"""Named sets of cases: the benchmarks that results are published for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..providers.providers import PAGE_SIZES
+from . import published_figures
+from .cases import Case
+from .published_figures import Source, square
+from .sequences import long_tail
+
+# FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
+_TOKENS = 16384
+_HIDDEN = 2048
+
+_FLOAT32_ROWS = (
+    # batch, heads, seqlen, head_dim, causal
+    (4, 16, 512, 64, False),
+    (4, 16, 512, 64, True),
+    (1, 16, 2048, 64, False),
+    (1, 16, 2048, 64, True),
+    (1, 1, 4096, 64, False),
+    (4, 16, 4096, 64, False),
+    (4, 16, 4096, 128, False),
+    (4, 16, 4096, 128, True),
+)
+# (query heads, key and value heads): groups of 4 and 8, each beside plain heads of the same FLOPs.
+_GROUPED_HEADS = ((32, 8), (32, 32), (64, 8), (64, 64))
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A benchmark by name.
+
+    Attributes
+    ----------
+    title
+        What it measures.
+    cases
+        In the order of the table.
+    providers
+        Who runs them; those of others that a machine lacks are left out.
+    baseline
+        Whom they are compared with: the best of these.
+    source
+        Whose benchmark it repeats, with the figures published for it.
+    notes
+        What to know besides.
+    """
+
+    title: str
+    cases: tuple[Case, ...]
+    providers: tuple[str, ...]
+    baseline: tuple[str, ...]
+    source: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+_COBRAML_NOTE = (
+    "CobraML names no dtype; its kernel reads float4 vectors and uses CUDA cores, as "
+    "cupy_flash-simt does"
+)
+
+
+def _replit(batch: int, seqlen_q: int, seqlen_k: int, causal: bool = False) -> Case:
+    return Case("bfloat16", batch, seqlen_q, seqlen_k, 24, 8, 128, 128, causal)
+
+
+def _cute_example(causal: bool) -> Case:
+    return Case(
+        "float16",
+        batch=1,
+        seqlen_q=1280,
+        seqlen_k=1536,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        head_dim_v=128,
+        causal=causal,
+        # Its mask is aligned top-left.
+        q_offset=0 if causal else None,
+        softmax_scale=1.0,
+    )
+
+
+def _decode(batch: int, seqlen_k: int) -> Case:
+    """One query row of a model with grouped heads."""
+    return Case("bfloat16", batch, 1, seqlen_k, 32, 8, 128, 128, kind="cache")
+
+
+# Of the varlen preset: lengths from 16 to the longest.
+_PACKED = long_tail(32, 16384, seed=0)
+
+
+def _packed(causal: bool) -> Case:
+    longest = max(_PACKED)
+    return Case(
+        "bfloat16",
+        len(_PACKED),
+        longest,
+        longest,
+        heads_q=16,
+        heads_kv=16,
+        head_dim=128,
+        head_dim_v=128,
+        causal=causal,
+        kind="varlen",
+        lengths=_PACKED,
+    )
+
+
+_PRESETS = {
+    "fa3-grid": Preset(
+        "Forward, as in the FlashAttention-3 paper",
+        cases=tuple(
+            square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
+            for head_dim in (64, 128, 256)
+            for causal in (False, True)
+            for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+        ),
+        providers=("cupy_flash", "torch-flash"),
+        baseline=("torch-flash",),
+    ),
+    "float32": Preset(
+        "float32, from short sequences to long",
+        cases=tuple(square("float32", *row) for row in _FLOAT32_ROWS),
+        providers=("cupy_flash", "cupy_flash-simt", "torch-efficient", "torch-math"),
+        baseline=("torch-efficient", "torch-math"),
+    ),
+    "gqa": Preset(
+        "Grouped heads beside plain ones of the same FLOPs",
+        cases=tuple(
+            square("bfloat16", batch, heads, seqlen, 128, heads_kv=heads_kv)
+            for batch, seqlen in ((2, 8192), (1, 16384))
+            for heads, heads_kv in _GROUPED_HEADS
+        ),
+        providers=("cupy_flash", "torch-cudnn", "torch-flash"),
+        baseline=("torch-cudnn", "torch-flash"),
+    ),
+    "decode": Preset(
+        "Decoding: one query row over a key/value cache",
+        cases=tuple(
+            _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
+        ),
+        providers=(
+            "cupy_flash",
+            *(f"cupy_flash-page{size}" for size in PAGE_SIZES),
+            "torch-flash",
+            "torch-cudnn",
+        ),
+        baseline=("torch-flash", "torch-cudnn"),
+        notes=("cupy_flash-pageN: the rows of the cache in shuffled pages of N",),
+    ),
+    "varlen": Preset(
+        "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
+        cases=(_packed(causal=False), _packed(causal=True)),
+        providers=("cupy_flash", "cupy_flash-uniform"),
+        baseline=("cupy_flash-uniform",),
+    ),
+    "memory": Preset(
+        "The standard algorithm and the fused one by sequence length",
+        cases=tuple(square("float16", 1, 16, 1024 << doubled, 64) for doubled in range(6)),
+        providers=("cupy_flash", "cupy-library", "torch-math"),
+        baseline=("cupy-library", "torch-math"),
+    ),
+    "cobraml-python": Preset(
+        "CobraML FA1 from Python, against eager PyTorch",
+        cases=published_figures.COBRAML_PYTHON.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
+        baseline=("torch-eager",),
+        source=published_figures.COBRAML_PYTHON,
+        notes=(_COBRAML_NOTE,),
+    ),
+    "cobraml-cpp": Preset(
+        "CobraML FA1, the kernel alone",
+        cases=published_figures.COBRAML_CPP.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "torch-eager"),
+        baseline=("torch-eager",),
+        source=published_figures.COBRAML_CPP,
+        notes=(_COBRAML_NOTE,),
+    ),
+    "three-kernel": Preset(
+        "Three kernels (scores, softmax, output) against one",
+        cases=published_figures.THREE_KERNEL.cases,
+        providers=("cupy_flash", "cupy_flash-simt", "cupy_flash-naive", "torch-eager"),
+        baseline=("cupy_flash-naive",),
+        source=published_figures.THREE_KERNEL,
+    ),
+    "replit-context": Preset(
+        "Replit-3B reading 1000 tokens",
+        cases=tuple(
+            _replit(batch, 1000, 1000, causal) for batch in (1, 8) for causal in (False, True)
+        ),
+        providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
+        baseline=("torch-flash", "torch-cudnn"),
+        source=published_figures.REPLIT,
+        notes=("The source leaves batch, dtype and mask open",),
+    ),
+    "replit-generation": Preset(
+        "Replit-3B writing its i-th token after 1000: one query, 1000 + i keys, all seen",
+        cases=tuple(_replit(batch, 1, 1000 + i) for batch in (1, 8) for i in (1, 100, 1000)),
+        providers=("cupy_flash", "torch-flash", "torch-cudnn", "torch-eager"),
+        baseline=("torch-flash", "torch-cudnn"),
+        source=published_figures.REPLIT,
+        notes=("The source leaves batch, dtype and i open",),
+    ),
+    "cute-example": Preset(
+        "The command lines of the CuTe DSL's FlashAttention-2 example",
+        cases=(_cute_example(causal=False), _cute_example(causal=True)),
+        providers=("cupy_flash", "cupy_flash-mma", "torch-flash", "torch-efficient"),
+        baseline=("torch-flash", "torch-efficient"),
+        source=published_figures.CUTE_EXAMPLE,
+        notes=(
+            "The example's causal mask is aligned top-left: q_offset 0",
+            "The example's tile is --provider cupy_flash-mma --br 128 --bc 128 --warps 4, which is "
+            "refused for its registers",
+        ),
+    ),
+    "roofline-article": Preset(
+        "N = 4096, d = 128, 32 heads: the standard algorithm and the fused one",
+        cases=published_figures.ROOFLINE_ARTICLE.cases,
+        providers=("cupy_flash", "torch-flash", "torch-eager"),
+        baseline=("torch-eager",),
+        source=published_figures.ROOFLINE_ARTICLE,
+    ),
+}
+NAMES = tuple(_PRESETS)
+
+
+def preset(name: str, dtypes: Sequence[str] | None = None) -> Preset:
+    """A preset by name, in the dtypes asked for or its own.
+
+    Published figures belong to the source's dtype: cases in another one have none.
+    """
+    named = _PRESETS[name]
+    if dtypes is None:
+        return named
+    cases = tuple(dataclasses.replace(c, dtype=dtype) for dtype in dtypes for c in named.cases)
+    return dataclasses.replace(named, cases=cases)

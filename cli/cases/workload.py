@@ -1,0 +1,233 @@
+"""Weighted cases: what a sweep is to make fast."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.calls.arrays import LAYOUTS
+from cupy_flash.planning import tuning
+from cupy_flash.problem.problem import DTYPES
+
+from ..providers.providers import PAGE_SIZES
+from . import presets
+from .cases import KINDS, Case, dtype_name
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A case and how much its time counts, say how often it is called."""
+
+    case: Case
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that share a tuned tile.
+
+    Attributes
+    ----------
+    problem_class
+        See `cupy_flash.planning.tuning.problem_class`.
+    cases
+        At least one.
+    """
+
+    problem_class: str
+    cases: tuple[Weighted, ...]
+
+
+def groups_of(cases: Iterable[Weighted]) -> list[Group]:
+    """The cases by problem class, in the order in which classes first appear."""
+    found: dict[str, list[Weighted]] = {}
+    for weighted in cases:
+        found.setdefault(tuning.problem_class(weighted.case.problem()), []).append(weighted)
+    return [Group(name, tuple(members)) for name, members in found.items()]
+
+
+# ---- What `tune --preset common` tunes
+
+# Head dims of published models: ViT and GPT-2, 96 of some, LLaMA, DeepSeek's latent attention,
+# Gemma.
+_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# Two lengths of each class (see `tuning.problem_class`), at so many tokens and a hidden size that
+# any GPU is full.
+_LENGTHS = ((512, 1024), (2048, 4096), (8192, 16384))
+_HIDDEN = 2048
+_TOKENS = {2: 16384, 4: 4096}
+
+
+def common() -> list[Weighted]:
+    """The cases of the preset: both 16-bit types and float32, full and causal, by length.
+
+    A class's two lengths count alike: their weights are the inverse of their work.
+    """
+    cases = []
+    for dtype, (dim, dim_v), causal, lengths in itertools.product(
+        ("bfloat16", "float16", "float32"), _DIMS, (False, True), _LENGTHS
+    ):
+        tokens = _TOKENS[4 if dtype == "float32" else 2]
+        for seqlen in (length for length in lengths if length <= tokens):
+            heads = _HIDDEN // dim
+            case = Case(dtype, tokens // seqlen, seqlen, seqlen, heads, heads, dim, dim_v, causal)
+            cases.append(Weighted(case, 1e12 / case.problem().flops()))
+    return cases
+
+
+def decode() -> list[Weighted]:
+    """One query row of `presets`' decode cases in both 16-bit types, in no pages and in pages.
+
+    All read their keys and values at about one rate: weighted by the inverse, they count alike.
+    """
+    return [
+        Weighted(case, 1e9 / case.kv_bytes)
+        for dtype in ("bfloat16", "float16")
+        for page_size in (0, *PAGE_SIZES)
+        for named in presets.preset("decode", (dtype,)).cases
+        for case in (dataclasses.replace(named, page_size=page_size),)
+    ]
+
+
+def varlen() -> list[Weighted]:
+    """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
+    return [
+        Weighted(case, 1e12 / case.flops())
+        for dtype in ("bfloat16", "float16")
+        for case in presets.preset("varlen", (dtype,)).cases
+    ]
+
+
+PRESETS = {"common": common, "decode": decode, "varlen": varlen}
+
+
+# ---- Workloads in files
+
+_TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
+_CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS}
+_REQUIRED = ("seqlen_q", "heads_q", "head_dim")
+# What other kinds have no use for.
+_KINDS_OF = {
+    "page_size": ("cache",),
+    "append": ("cache",),
+    "rotary": ("cache",),
+    "lengths": ("cache", "varlen"),
+    "asked_splits": ("cache", "varlen"),
+}
+_FROM_ONE = ("heads_q", "heads_kv", "head_dim", "head_dim_v")
+
+
+def read_workload(path: Path) -> list[Weighted]:
+    """The weighted cases in a JSON or CSV file.
+
+    Parameters
+    ----------
+    path
+        A JSON list of objects, or a CSV table, with the names of `Case`'s fields and `weight`.
+        seqlen_q, heads_q and head_dim are required; seqlen_k, heads_kv and head_dim_v follow
+        them; dtype is bfloat16, batch and weight are 1 unless given.
+
+    Raises
+    ------
+    click.UsageError
+        For a file that is not like that; the message names the row and the field.
+    """
+    try:
+        # Spreadsheets put a byte order mark before their CSV.
+        text = path.read_text(encoding="utf-8-sig")
+        rows: Any = (
+            list(csv.DictReader(text.splitlines(), skipinitialspace=True))
+            if path.suffix.lower() == ".csv"
+            else json.loads(text)
+        )
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise click.UsageError(f"{path} cannot be read as a workload: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise click.UsageError(f"{path} is no workload; expected a list of objects")
+    if not rows:
+        raise click.UsageError(f"{path} has no rows")
+    return [_weighted(row, f"row {number} of {path}") for number, row in enumerate(rows, 1)]
+
+
+def _weighted(row: Mapping[str, Any], where: str) -> Weighted:
+    if None in row:
+        raise click.UsageError(f"{where} has more cells than the heading has names")
+    fields = {name: value for name, value in row.items() if value not in (None, "")}
+    known = {field.name for field in dataclasses.fields(Case)} | {"weight"}
+    if unknown := [name for name in fields if name not in known]:
+        raise click.UsageError(
+            f"{where} has {unknown[0]!r}; expected some of {', '.join(sorted(known))}"
+        )
+    if missing := [name for name in _REQUIRED if name not in fields]:
+        raise click.UsageError(f"{where} has no {missing[0]}")
+    defaults = {
+        "dtype": "bfloat16",
+        "batch": 1,
+        "seqlen_k": fields["seqlen_q"],
+        "heads_kv": fields["heads_q"],
+        "head_dim_v": fields["head_dim"],
+    }
+    defaults = {name: value for name, value in defaults.items() if name not in fields}
+    # The row's own fields first: a message is to name a field that stands there.
+    values = {name: _value(name, value, where) for name, value in (fields | defaults).items()}
+    kind = values.get("kind", "dense")
+    for name, kinds in _KINDS_OF.items():
+        if values.get(name) and kind not in kinds:
+            raise click.UsageError(
+                f"{where} has {name}, which needs kind {' or '.join(kinds)}; its kind is {kind}"
+            )
+    weight = values.pop("weight", 1.0)
+    case = Case(**values)
+    try:
+        case.problem()
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(f"{where}: {error}") from error
+    return Weighted(case, weight)
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    text = str(value).strip()
+    try:
+        if name == "dtype":
+            text = dtype_name(text)
+        if name in _CHOICES:
+            return _one_of(text, _CHOICES[name])
+        if name == "lengths":
+            numbers = value if isinstance(value, list) else text.split()
+            return tuple(_whole_number(str(number), least=1) for number in numbers)
+        if name in ("causal", "append", "rotary"):
+            return _one_of(text.lower(), (*_TRUE, *_FALSE)) in _TRUE
+        if name in ("softmax_scale", "weight"):
+            number = float(text)
+            if not math.isfinite(number) or (name == "weight" and number <= 0):
+                raise ValueError("expected a number" + " above 0" * (name == "weight"))
+            return number
+        return _whole_number(text, least=None if name == "q_offset" else int(name in _FROM_ONE))
+    except ValueError as error:
+        raise click.UsageError(f"{where} has {name} {value!r}: {error}") from error
+
+
+def _whole_number(text: str, least: int | None) -> int:
+    expected = "expected a whole number" + ("" if least is None else f" from {least}")
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise ValueError(expected) from error
+    if least is not None and number < least:
+        raise ValueError(expected)
+    return number
+
+
+def _one_of(text: str, choices: Sequence[str]) -> str:
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(c for c in choices if c)}")
+    return text

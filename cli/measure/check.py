@@ -1,0 +1,298 @@
+"""Compare results with the float64 reference, on all rows or on a sample of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+
+from ..cases import sequences
+from ..cases.cases import Case
+from ..cases.inputs import Inputs
+from ..cases.sequences import Arrays, Head, numpy_dtype
+
+# Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
+# over float64 scores, on the host by exp.
+_GPU_SCORES = 2_000_000_000
+_HOST_SCORES = 40_000_000
+# More blocks than this cost more in launches than in arithmetic.
+_MOST_BLOCKS = 256
+# A sample: some heads, at least so many where there are, and of each so many rows in blocks spread
+# over the sequence; as many rows in all as long sequences leave time for.
+_LEAST_HEADS = 4
+_ROWS_PER_HEAD = 1024
+_BLOCK_ROWS = 128
+_SAMPLE_ROWS = 16384
+# A sample of sequences of different lengths: so many of them, and so many rows in all.
+_MOST_SEQUENCES = 64
+_SEQUENCES_ROWS = 65536
+# Bytes of a block's float32 scores.
+_BLOCK_BYTES = 1 << 28
+# Below this many rows the naive result may be exact by luck.
+_FEW_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query rows `start` to `stop` of one head of one sequence."""
+
+    batch: int
+    head: int
+    start: int
+    stop: int
+
+
+def choose_blocks(
+    case: Case, seed: int, most_scores: int, most_rows: int | None = None
+) -> list[Block]:
+    """All rows where that is little work, else a random sample that holds every head's last rows.
+
+    Parameters
+    ----------
+    case
+        Whose rows.
+    seed
+        Of the choice.
+    most_scores
+        Elements of the score matrix that may be computed.
+    most_rows
+        Size of a sample, which is then taken even where all rows would be little work.
+    """
+    if case.kind == "varlen":
+        return _blocks_of_sequences(case, seed, most_scores, most_rows or _SEQUENCES_ROWS)
+    if not case.query_rows:
+        return []
+    heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
+    rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
+    starts = range(0, case.seqlen_q, rows)
+    sample_rows = most_rows or _SAMPLE_ROWS
+    affordable = case.scores <= most_scores and len(heads) * len(starts) <= _MOST_BLOCKS
+    if affordable and (most_rows is None or len(heads) * case.seqlen_q <= most_rows):
+        return [Block(b, h, s, min(s + rows, case.seqlen_q)) for b, h in heads for s in starts]
+    per_head = min(case.seqlen_q, _ROWS_PER_HEAD, max(1, sample_rows // _LEAST_HEADS))
+    if case.seqlen_q > per_head:
+        rows = min(rows, _BLOCK_ROWS)
+    rng = np.random.default_rng(seed)
+    chosen = _sample_heads(case, rng, len(heads), per_head, most_scores, sample_rows)
+    last = (case.seqlen_q - 1) // rows
+    blocks = []
+    for index in chosen:
+        others = rng.choice(last, min(last, -(-per_head // rows) - 1), replace=False)
+        for block in sorted({last, *others.tolist()}):
+            stop = min((block + 1) * rows, case.seqlen_q)
+            blocks.append(Block(*heads[index], block * rows, stop))
+    return blocks
+
+
+def _blocks_of_sequences(case: Case, seed: int, most_scores: int, most_rows: int) -> list[Block]:
+    """Blocks of the longest sequence and of others, as if each were a case of its own."""
+    lengths = case.key_lengths
+    order = np.random.default_rng(seed).permutation(case.batch).tolist()
+    order.sort(key=lambda batch: lengths[batch] < max(lengths))
+    chosen = sorted(order[:_MOST_SEQUENCES])
+    share = max(len(chosen), 1)
+    blocks = []
+    for batch in chosen:
+        alone = dataclasses.replace(
+            case,
+            kind="dense",
+            batch=1,
+            seqlen_q=lengths[batch],
+            seqlen_k=lengths[batch],
+            lengths=None,
+        )
+        found = choose_blocks(alone, seed + batch, most_scores // share, most_rows // share)
+        blocks += [dataclasses.replace(block, batch=batch) for block in found]
+    return blocks
+
+
+def _sample_heads(
+    case: Case,
+    rng: np.random.Generator,
+    heads: int,
+    per_head: int,
+    most_scores: int,
+    sample_rows: int,
+) -> list[int]:
+    affordable = most_scores // (per_head * max(case.seqlen_k, 1))
+    wanted = max(_LEAST_HEADS, min(affordable, sample_rows // per_head, _MOST_BLOCKS))
+    return sorted(rng.choice(heads, min(heads, wanted), replace=False).tolist())
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a check compared: query rows over the batch and all heads, and the error it allowed.
+
+    Attributes
+    ----------
+    rows, all_rows
+        Query rows that were compared, and that there are.
+    bound
+        The largest difference that passes.
+    not_finite
+        Query rows left out since the reference or the naive formula gives inf or NaN there.
+    """
+
+    rows: int
+    all_rows: int
+    bound: float
+    not_finite: int = 0
+
+
+@functools.cache
+def why_no_matmul() -> str | None:
+    """Why cupy.matmul cannot be used, or None if it can."""
+    import cupy
+
+    try:
+        one = cupy.ones((2, 2), np.float64)
+        cupy.matmul(one, one)
+    except Exception as error:  # cuBLAS missing shows as one of several kinds
+        return f"cupy.matmul needs the cuBLAS library: {' '.join(str(error).split())[:80]}"
+    return None
+
+
+class Check:
+    """The reference of a case's sampled rows, and the error that it allows.
+
+    The rule is `error_bound`'s: twice what the naive formula in the same precision gets on the
+    same rows, and a few units in the last place.
+
+    Attributes
+    ----------
+    coverage
+        How many rows are compared, and the largest difference that passes.
+    """
+
+    def __init__(
+        self, inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
+    ) -> None:
+        """Compute the reference.
+
+        Parameters
+        ----------
+        inputs
+            Of the case.
+        seed
+            Of the sample.
+        on_gpu
+            Where the results will be.
+        most_rows
+            See `choose_blocks`.
+        """
+        case = inputs.case
+        # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
+        self._on_gpu = on_gpu and why_no_matmul() is None
+        self._case, self._more = case, inputs.more
+        most_scores = _GPU_SCORES if self._on_gpu else _HOST_SCORES
+        self._blocks = choose_blocks(case, seed, most_scores, most_rows)
+        rows = sum(block.stop - block.start for block in self._blocks)
+        bound = 0.0
+        self._reference: Any = None
+        # (rows,), which of the blocks' rows can be compared; None for all.
+        self._finite: Any = None
+        if self._blocks:
+            arrays = inputs.gpu if on_gpu else inputs.host
+            bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
+        compared = rows if self._finite is None else int(self._finite.sum())
+        self.coverage = Coverage(compared, case.query_rows, bound, not_finite=rows - compared)
+
+    def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> float:
+        """Keep the reference, and return the bound."""
+        references, lses, naives = [], [], []
+        for block in self._blocks:
+            head = _head(case, arrays, self._more, block)
+            rows = head.q[:, block.start : block.stop]
+            rows, keys, values = (self._placed(x) for x in (rows, head.k, head.v))
+            options: dict[str, Any] = {
+                "causal": case.causal,
+                "softmax_scale": case.softmax_scale,
+                "q_offset": head.first_query + block.start,
+            }
+            naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
+            if case.append:
+                out, lse = sequences.appended_reference(
+                    case, arrays, self._more, block.batch, block.head, self._placed
+                )
+                out = out[:, block.start : block.stop]
+                lse = lse[:, :, block.start : block.stop]
+            else:
+                out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
+            references.append(out)
+            lses.append(lse)
+        xp = _module(references[0])
+        reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
+        lse = xp.concatenate(lses, 2)
+        finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
+        if not finite.all():
+            # Inputs so large that the plain formula overflows say nothing about a result.
+            self._finite = finite
+            reference, naive, lse = reference[:, finite], naive[:, finite], lse[:, :, finite]
+        self._reference = reference
+        # float64 shares the reference's own error, and few rows may be exact by luck.
+        needs_lse = few or case.dtype == "float64"
+        return error_bound(
+            naive, reference, numpy_dtype(case.dtype), lse=lse if needs_lse else None
+        )
+
+    def error(self, out: Any) -> float:
+        """Largest absolute difference of a result, in the case's layout, from the reference."""
+        if not self._blocks:
+            return 0.0
+        rows = [self._placed(self._rows(out, block)).astype(np.float64) for block in self._blocks]
+        result = _module(rows[0]).concatenate(rows, 1)
+        compared = result if self._finite is None else result[:, self._finite]
+        return max_error(compared, self._reference)
+
+    def _rows(self, out: Any, block: Block) -> Any:
+        """(1, rows, 1, dim) of a result."""
+        if self._case.is_dense:
+            one = _one_head(_to_bshd(out, self._case.layout), block.batch, block.head)
+        else:
+            one = sequences.rows_of(self._case, out, self._more, block.batch, block.head)
+        return one[:, block.start : block.stop]
+
+    def _placed(self, array: Any) -> Any:
+        """The array where the reference is computed."""
+        is_host = isinstance(array, np.ndarray)
+        if self._on_gpu == (not is_host):
+            return array
+        import cupy
+
+        return cupy.asarray(array) if is_host else cupy.asnumpy(array)
+
+
+def _module(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def _to_bshd(array: Any, layout: str) -> Any:
+    return array.swapaxes(1, 2) if layout == "bhsd" else array
+
+
+def _one_head(bshd: Any, batch: int, head: int) -> Any:
+    return bshd[batch : batch + 1, :, head : head + 1]
+
+
+def _head(case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], block: Block) -> Head:
+    """The head of a block, in (1, seqlen, 1, dim) arrays."""
+    if not case.is_dense:
+        return sequences.head_of(case, arrays, more, block.batch, block.head)
+    q, k, v = (_to_bshd(array, case.layout) for array in arrays)
+    kv_head = block.head // (case.heads_q // case.heads_kv)
+    return Head(
+        _one_head(q, block.batch, block.head),
+        _one_head(k, block.batch, kv_head),
+        _one_head(v, block.batch, kv_head),
+        case.first_query,
+    )

@@ -1,0 +1,250 @@
+"""What the GPU's clocks did while it was timed, and who else used it, by nvidia-smi; or the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..records.environment import available_cpus
+
+_FIELDS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "power.draw",
+    "temperature.gpu",
+    "clocks_throttle_reasons.active",
+)
+_SAMPLE_MILLISECONDS = 100
+# NVML's bits of what holds the clocks down ("Clocks Event Reasons"), but for an idle GPU's, for
+# settings that somebody chose, and for the display's.
+_IDLE = 0x1
+_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+# A cap on power is how a GPU works at full load; the others mean that something is wrong.
+_USUAL = "power cap"
+_SELDOM = 0.05
+# Percent of the time, before a run on the GPU or during one on the CPU, in which others worked.
+_BUSY = 10
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """How a GPU fared during a run.
+
+    Attributes
+    ----------
+    samples
+        Taken while it worked.
+    sm_clock_mhz
+        Median, lowest and highest; empty without samples.
+    max_sm_clock_mhz
+        What the GPU could run at.
+    power_w, temperature_c
+        Highest.
+    held_down
+        Reason to the share of samples in which it held the clocks down.
+    busy_before
+        Percent of the time in which the GPU was busy before the run began.
+    other_processes
+        Processes that were computing on it before.
+    """
+
+    samples: int = 0
+    sm_clock_mhz: tuple[float, ...] = ()
+    max_sm_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    held_down: dict[str, float] = field(default_factory=dict)
+    busy_before: float = 0
+    other_processes: int = 0
+
+    def as_record(self) -> dict[str, object]:
+        """For the metadata of a record."""
+        return asdict(self)
+
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know; warnings begin with "!"."""
+        found = []
+        if self.sm_clock_mhz:
+            median, low, high = self.sm_clock_mhz
+            clock = f"SM clock {median:.0f} MHz ({low:.0f} to {high:.0f})"
+            if self.max_sm_clock_mhz:
+                clock += f" of at most {self.max_sm_clock_mhz:.0f}"
+            capped = self.held_down.get(_USUAL, 0)
+            found.append(clock + (f", at the power cap {capped:.0%} of the time" if capped else ""))
+        found += [
+            f"! {reason} in {share:.0%} of the run: times are of a throttled GPU"
+            for reason, share in self.held_down.items()
+            if reason != _USUAL and share > _SELDOM
+        ]
+        if self.busy_before > _BUSY or self.other_processes:
+            found.append(
+                f"! the GPU was in use: {self.busy_before:.0f}% busy before the run, "
+                f"{self.other_processes} other processes"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class CpuState:
+    """Who else used the CPUs during a run.
+
+    Attributes
+    ----------
+    others
+        Percent of the time of the CPUs that this process may run on; None where the system does
+        not tell.
+    """
+
+    others: float | None = None
+
+    def as_record(self) -> dict[str, object]:
+        """For the metadata of a record."""
+        return asdict(self)
+
+    def notes(self) -> list[str]:
+        """A warning, which begins with "!", if others took much."""
+        if self.others is None or self.others <= _BUSY:
+            return []
+        return [f"! the CPU was in use: others took {self.others:.0f}% of it during the run"]
+
+
+class CpuWatch:
+    """Reads the CPUs' clocks; `state` tells who used them since it was made."""
+
+    def __init__(self) -> None:
+        self._start = (time.monotonic(), _busy_seconds(), _own_seconds())
+
+    @property
+    def state(self) -> CpuState:
+        """Of the time until now."""
+        start, busy, own = self._start
+        passed, busy_now = time.monotonic() - start, _busy_seconds()
+        if busy is None or busy_now is None or passed < _LEAST_SECONDS:
+            return CpuState()
+        others = max(0.0, busy_now - busy - (_own_seconds() - own))
+        return CpuState(round(100 * others / passed / available_cpus(), 1))
+
+
+# The system counts in hundredths of a second.
+_LEAST_SECONDS = 0.5
+_STAT = Path("/proc/stat")
+
+
+def _busy_seconds() -> float | None:
+    """What the CPUs that this process may run on have worked since the system began."""
+    try:
+        lines = _STAT.read_text(encoding="utf-8").splitlines()
+        own = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal; then what user includes already.
+    fields = [line.split() for line in lines]
+    counts = [list(map(int, f[1:9])) for f in fields if f and f[0] in own]
+    ticks = sum(sum(count) - count[3] - count[4] for count in counts)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """What this process has worked, and those that it waited for."""
+    return sum(os.times()[:4])
+
+
+class GpuWatch:
+    """Collects samples; `state` tells what they say once the watch has ended."""
+
+    def __init__(self) -> None:
+        self.state = GpuState()
+
+
+@contextlib.contextmanager
+def watched(bus_id: str | None) -> Iterator[GpuWatch | CpuWatch]:
+    """Watch a GPU, or the CPUs, while the block runs; without nvidia-smi a GPU's state stays empty.
+
+    Parameters
+    ----------
+    bus_id
+        The GPU's PCI bus id; None for the CPUs.
+    """
+    if bus_id is None:
+        yield CpuWatch()
+        return
+    watch = GpuWatch()
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield watch
+        return
+    select = [program, f"--id={bus_id}"]
+    busy, others = _load_before(select)
+    query = [*select, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    # Into a file: a pipe that nobody reads while the block runs is full after two minutes.
+    with tempfile.TemporaryFile("w+") as samples:
+        with subprocess.Popen(
+            [*query, f"--loop-ms={_SAMPLE_MILLISECONDS}"],
+            stdout=samples,
+            stderr=subprocess.DEVNULL,
+        ) as sampler:
+            try:
+                yield watch
+            finally:
+                sampler.terminate()
+        samples.seek(0)
+        watch.state = summary(samples.read().splitlines(), busy, others)
+
+
+def _load_before(select: Sequence[str]) -> tuple[float, int]:
+    def ask(query: str) -> list[str]:
+        command = [*select, query, "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        except subprocess.TimeoutExpired:
+            return []
+        return done.stdout.split() if done.returncode == 0 else []
+
+    busy = ask("--query-gpu=utilization.gpu")
+    # This process has a context of its own by now.
+    others = max(0, len(ask("--query-compute-apps=pid")) - 1)
+    return float(busy[0]) if busy and busy[0].isdigit() else 0.0, others
+
+
+def summary(lines: Sequence[str], busy_before: float, other_processes: int) -> GpuState:
+    """The state that lines of nvidia-smi's output tell; lines it cut short are left out."""
+    samples = []
+    for line in lines:
+        values = line.split(", ")
+        try:
+            *numbers, reasons = (*map(float, values[:-1]), int(values[-1], 16))
+        except ValueError:
+            continue
+        if len(numbers) == len(_FIELDS) - 1 and not reasons & _IDLE:
+            samples.append((numbers, reasons))
+    if not samples:
+        return GpuState(busy_before=busy_before, other_processes=other_processes)
+    clocks = [numbers[0] for numbers, _ in samples]
+    shares = {
+        name: sum(bool(reasons & bit) for _, reasons in samples) / len(samples)
+        for bit, name in _REASONS.items()
+    }
+    return GpuState(
+        samples=len(samples),
+        sm_clock_mhz=(statistics.median(clocks), min(clocks), max(clocks)),
+        max_sm_clock_mhz=samples[0][0][1],
+        power_w=max(numbers[2] for numbers, _ in samples),
+        temperature_c=max(numbers[3] for numbers, _ in samples),
+        held_down={name: round(share, 3) for name, share in shares.items() if share},
+        busy_before=busy_before,
+        other_processes=other_processes,
+    )

@@ -1,0 +1,96 @@
+"""Successive halving: time many candidates a little and the best of them more.
+
+Jamieson and Talwalkar, "Non-stochastic best arm identification", 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..tune.candidates import Candidate
+
+# Calls are prepared and queued in lots of so many, so that progress shows and Ctrl-C works.
+_LOT = 16
+
+
+@dataclass(frozen=True)
+class Round:
+    """How often each candidate is timed, and which go on to the next round.
+
+    Attributes
+    ----------
+    repeats
+        Of each case.
+    share
+        So large a part of them goes on.
+    least
+        So many go on at least.
+    """
+
+    repeats: int
+    share: float
+    least: int
+
+
+def rounds(repeats: int) -> tuple[Round, ...]:
+    """The rounds that end with so many repeats."""
+    return (Round(2, 0.15, 12), Round(max(2, repeats // 4), 0.3, 4), Round(repeats, 0, 0))
+
+
+Measure = Callable[[Sequence[Candidate], int], None]
+Advance = Callable[[Sequence[Candidate]], None]
+
+
+def race(
+    candidates: Sequence[Candidate], plan: Sequence[Round], measure: Measure, advance: Advance
+) -> None:
+    """Time candidates in rounds; the default one stays to the end.
+
+    Parameters
+    ----------
+    candidates
+        Those that passed their check.
+    plan
+        The rounds.
+    measure
+        Times some candidates, taking turns, for so many repeats, and notes their medians.
+    advance
+        Told of those that were just timed.
+    """
+    running = list(candidates)
+    for number, each in enumerate(plan, 1):
+        lots = _lots(running) if number == 1 else [running] if running else []
+        for lot in lots:
+            measure(lot, each.repeats)
+            for candidate in lot:
+                candidate.rounds = number
+            advance(lot)
+        running = _best(running, max(each.least, round(each.share * len(running))))
+
+
+def _lots(candidates: list[Candidate]) -> list[list[Candidate]]:
+    return [candidates[i : i + _LOT] for i in range(0, len(candidates), _LOT)]
+
+
+def _best(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    ordered = sorted(candidates, key=lambda candidate: candidate.cost_ms or 0.0)
+    return [c for rank, c in enumerate(ordered) if rank < count or c.is_default]
+
+
+def ranking(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates from the best down: by rounds that they lasted, then by time.
+
+    Those that were not timed follow, by resources: no spills, then many resident threads, then
+    large tiles, which read keys and values less often. Those that failed their check come last.
+    """
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        if candidate.cost_ms is not None:
+            return (0, -candidate.rounds, candidate.cost_ms)
+        spills = candidate.resources.spill_bytes if candidate.resources else 0
+        threads = (candidate.blocks_per_sm or 0) * candidate.plan.threads
+        area = candidate.tile.Br * candidate.tile.Bc
+        return (1, candidate.failed, candidate.dropped is not None, spills, -threads, -area)
+
+    return sorted(candidates, key=key)

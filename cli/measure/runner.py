@@ -1,0 +1,458 @@
+"""Run providers on one case: refuse, check, then time in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import numpy as np
+
+from ..cases.cases import Case
+from ..cases.inputs import Inputs
+from ..cases.sequences import sequence_of
+from ..providers import providers
+from ..providers.providers import Prepared, Provider
+from .check import Check, Coverage
+from .memory import output_bytes
+from .timing import (
+    GpuTimer,
+    HostTimer,
+    Spread,
+    Timed,
+    Timer,
+    call_milliseconds,
+    host_microseconds,
+    repeats_within,
+    spread,
+)
+
+# Calls whose host time is taken: fewer, within reason, where each keeps the GPU for long.
+_HOST_TIME_CALLS = 200
+_FEWEST_HOST_TIME_CALLS = 20
+_HOST_TIME_SECONDS = 2.0
+# A cell on the host that takes more operations than this is first tried on a part of its rows and
+# heads, of about as many: some tenths of a second, enough to keep several cores busy.
+_PROBE_FLOPS = 4e9
+_PROBE_ROWS = 1024
+# How much slower than the whole a part may be, and one case than another with the same head_dim:
+# what is refused by an estimate is over the limit even then.
+_PART_MARGIN = 2
+_CASE_MARGIN = 4
+# Query rows that make a rate: with fewer, keys and values are read for little arithmetic.
+_RATE_ROWS = 256
+# A graph holds the memory of its call. Calls that take more last so long that it does not matter
+# what the host adds to them.
+_GRAPH_BYTES = 1 << 30
+# How a provider refuses a case when it is made ready.
+_REFUSALS = (ValueError, RuntimeError, MemoryError)
+# Errors that are raised with a sentence; of others the kind says as much as the text.
+_TELLING = (ValueError, RuntimeError, MemoryError, OSError)
+
+
+@dataclass
+class Cell:
+    """One provider on one case: what came of it.
+
+    Attributes
+    ----------
+    reason
+        Why it was not timed.
+    one_call
+        Seconds of a call, about.
+    time
+        Milliseconds.
+    timed_by
+        "graph" for the GPU's time of a CUDA graph's replays, "events" for the GPU's time of calls,
+        "clock" for the time of calls on the CPU.
+    call_ms
+        Median wall time of a call from an idle GPU to its end; None on the CPU.
+    peak_bytes
+        Memory that a call takes besides its inputs.
+    needs_bytes
+        Estimate of that, where there was too little memory.
+    coverage
+        Of its check, where it was checked by inputs of its own.
+    """
+
+    provider: Provider
+    case: Case
+    reason: str | None = None
+    prepared: Prepared | None = None
+    max_error: float | None = None
+    passed: bool | None = None
+    one_call: float = 0.0
+    time: Spread | None = None
+    timed_by: str | None = None
+    call_ms: float | None = None
+    host: Spread | None = None
+    speedup: float | None = None
+    peak_bytes: int | None = None
+    needs_bytes: int | None = None
+    coverage: Coverage | None = None
+
+    def release(self) -> None:
+        """Let go of the inputs that the call holds; the plan stays."""
+        if self.prepared:
+            self.prepared = dataclasses.replace(
+                self.prepared, call=_gone, to_array=_gone, inputs=None
+            )
+
+    def refuse(self, error: Exception) -> None:
+        """Remember why it is not timed."""
+        self.reason = first_line(error)
+        if is_out_of_memory(error):
+            self.needs_bytes = needed_bytes(self.provider, self.case)
+
+    def fail(self, error: Exception) -> None:
+        """Remember what went wrong; if we are to answer for that, its check counts as failed."""
+        self.refuse(error)
+        if self.provider.ours and not is_out_of_memory(error):
+            click.echo(_text(error), err=True)
+            self.passed, self.max_error = False, None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a row is timed."""
+
+    warmup: int
+    repeats: int
+    cell_seconds: float
+    seed: int
+    check: bool
+    host_time: bool
+    memory: bool = False
+
+
+@dataclass
+class Runner:
+    """Runs cases one after the other; timers are made once, and rates on the host remembered."""
+
+    settings: Settings
+    _timers: dict[bool, Timer] = field(default_factory=dict)
+    _rates: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def run(
+        self, case: Case, chosen: Sequence[Provider], draw: Callable[[], Inputs | str]
+    ) -> tuple[list[Cell], Coverage | None]:
+        """The cells of one case.
+
+        `draw` gives the inputs or says why there are none; it is not called for a case that every
+        provider refuses.
+        """
+        cells = [Cell(provider, case) for provider in chosen]
+        check = None
+        left = [cell for cell in cells if self._may_run(cell)]
+        if not left:
+            return cells, None
+        inputs = draw()
+        if isinstance(inputs, str):
+            for cell in left:
+                cell.reason = inputs
+            return cells, None
+        ready = [cell for cell in left if self._prepare(cell, inputs)]
+        if ready and self.settings.check:
+            on_gpu = any(cell.provider.on_gpu for cell in ready)
+            try:
+                check = Check(inputs, self.settings.seed, on_gpu=on_gpu)
+            except (RuntimeError, MemoryError) as error:
+                for cell in ready:
+                    cell.reason = f"there is nothing to check it by: {first_line(error)}"
+                return cells, None
+        for cell in ready:
+            self._try(cell, check)
+        for on_gpu in (True, False):
+            self._time([c for c in ready if c.reason is None and c.provider.on_gpu == on_gpu])
+        return cells, check.coverage if check else None
+
+    def _timer(self, provider: Provider) -> Timer:
+        if provider.on_gpu not in self._timers:
+            self._timers[provider.on_gpu] = GpuTimer() if provider.on_gpu else HostTimer()
+        return self._timers[provider.on_gpu]
+
+    def _may_run(self, cell: Cell) -> bool:
+        """Refuse what can be refused without inputs."""
+        try:
+            cell.reason = cell.provider.why_not(cell.case)
+            if cell.reason is None:
+                cell.reason = self._too_slow_by_rate(cell.provider, cell.case, _CASE_MARGIN)
+        except Exception as error:
+            cell.fail(error)
+        return cell.reason is None
+
+    def _prepare(self, cell: Cell, inputs: Inputs) -> bool:
+        provider, case = cell.provider, cell.case
+        try:
+            needed = provider.scratch_bytes(case)
+            if reason := too_large(needed, on_gpu=provider.on_gpu):
+                cell.reason, cell.needs_bytes = reason, needed_bytes(provider, case)
+            if cell.reason is None and not provider.on_gpu:
+                cell.reason = self._too_slow_on_host(provider, inputs)
+            if cell.reason is None:
+                cell.prepared = _prepared(provider, inputs)
+        except _Refusal as refusal:
+            cell.refuse(refusal.error)
+        except Exception as error:
+            cell.fail(error)
+        return cell.reason is None
+
+    def _too_slow_on_host(self, provider: Provider, inputs: Inputs) -> str | None:
+        """Time a part of the rows, where the whole would keep the user waiting for a refusal."""
+        case = inputs.case
+        if case.flops() < _PROBE_FLOPS or _rate_key(provider, case) in self._rates:
+            return None
+        part = _part(inputs)
+        if not case.is_dense and provider.why_not(part.case):
+            return None
+        prepared = _prepared(provider, part)
+        seconds = self._timer(provider).once(prepared.timed)
+        self._learn(provider, part.case, seconds)
+        return self._too_slow_by_rate(provider, case, _PART_MARGIN)
+
+    def _too_slow_by_rate(self, provider: Provider, case: Case, margin: int) -> str | None:
+        """Estimate from what was measured before."""
+        rate = self._rates.get(_rate_key(provider, case))
+        if rate is None:
+            return None
+        return self._over_limit(provider, case.flops() / rate, margin)
+
+    def _learn(self, provider: Provider, case: Case, seconds: float) -> None:
+        """Remember the best rate on the host: the estimates that follow err to the short side."""
+        flops = case.flops()
+        if provider.on_gpu or not flops or not seconds:
+            return
+        key = _rate_key(provider, case)
+        self._rates[key] = max(flops / seconds, self._rates.get(key, 0.0))
+
+    def _repeats(self, provider: Provider, one_call: float) -> int:
+        """How often a call is timed; 0 where --cell-seconds does not allow enough."""
+        s = self.settings
+        one_repeat = one_call + self._timer(provider).pause
+        return repeats_within(s.cell_seconds, one_repeat, s.warmup, s.repeats)
+
+    def _over_limit(self, provider: Provider, one_call: float, margin: int = 1) -> str | None:
+        """Why a call is not repeated, though it may be shorter than estimated by the margin."""
+        if self._repeats(provider, one_call / margin):
+            return None
+        pause = self._timer(provider).pause
+        after = f" after {_seconds(pause)} of rest" if pause > one_call else ""
+        return f"one call takes about {_seconds(one_call)}{after}, too long for --cell-seconds"
+
+    def _try(self, cell: Cell, check: Check | None) -> None:
+        """The first call, which may compile; its check; and others for its time and memory."""
+        prepared = cell.prepared
+        assert prepared is not None
+        try:
+            if check is not None and prepared.inputs is not None:
+                check = Check(prepared.inputs, self.settings.seed, on_gpu=cell.provider.on_gpu)
+                cell.coverage = check.coverage
+            with prepared.scope():
+                result = prepared.call()
+            if check is not None and (check.coverage.rows or not check.coverage.not_finite):
+                cell.max_error = check.error(prepared.to_array(result))
+                cell.passed = cell.max_error <= check.coverage.bound
+            del result
+            cell.one_call = self._timer(cell.provider).once(prepared.timed)
+            if cell.case.flops() >= _PROBE_FLOPS:
+                self._learn(cell.provider, cell.case, cell.one_call)
+            cell.reason = self._over_limit(cell.provider, cell.one_call)
+            if cell.reason is None:
+                cell.peak_bytes = cell.provider.peak_bytes(prepared)
+        except Exception as error:
+            # Other libraries refuse in ways of their own; what is ours to answer for is no reason
+            # to lose the other cells, either.
+            cell.fail(error)
+
+    def _time(self, cells: Sequence[Cell]) -> None:
+        if not cells:
+            return
+        on_gpu = cells[0].provider.on_gpu
+        timer = self._timer(cells[0].provider)
+        # The graphs, and with them their memory, are gone when this returns.
+        self._time_in_turns(timer, cells, self._replays(cells) if on_gpu else {})
+        if not on_gpu:
+            return
+        for cell in cells:
+            if cell.prepared is None or cell.time is None:
+                continue
+            try:
+                wall_time = call_milliseconds(timer, cell.prepared.timed, cell.one_call)
+                cell.call_ms = cell.prepared.scale * wall_time
+                if self.settings.host_time:
+                    cell.host = _host_time(cell.prepared.timed, cell.one_call)
+            except Exception as error:
+                cell.time = None
+                cell.fail(error)
+
+    def _replays(self, cells: Sequence[Cell]) -> dict[int, Timed]:
+        """The calls that can be replayed, by their cell's place."""
+        found = {}
+        for index, cell in enumerate(cells):
+            if cell.prepared is None or (cell.peak_bytes or 0) >= _GRAPH_BYTES:
+                continue
+            # What cannot be captured can still be called, or then says why not.
+            with contextlib.suppress(Exception):
+                if (replay := cell.provider.replayed(cell.prepared)) is not None:
+                    found[index] = replay
+        return found
+
+    def _time_in_turns(
+        self, timer: Timer, cells: Sequence[Cell], replays: Mapping[int, Timed]
+    ) -> None:
+        """Time the cells in turns; one whose call fails drops out, and the others start anew."""
+        s = self.settings
+        calls = []
+        for index, cell in enumerate(cells):
+            if cell.prepared is not None and cell.reason is None:
+                calls.append((cell, _telling(cell, replays.get(index, cell.prepared.timed))))
+                kind = "graph" if index in replays else "events"
+                cell.timed_by = kind if cell.provider.on_gpu else "clock"
+        while calls:
+            repeats = [self._repeats(cell.provider, cell.one_call) for cell, _ in calls]
+            try:
+                times = timer.interleaved([timed for _, timed in calls], s.warmup, repeats)
+            except Exception as error:
+                if not any(cell.reason for cell, _ in calls):
+                    # The GPU reports some errors late: nobody knows whose call it was.
+                    for cell, _ in calls:
+                        cell.fail(error)
+                calls = [(cell, timed) for cell, timed in calls if cell.reason is None]
+                continue
+            for (cell, _), taken in zip(calls, times, strict=True):
+                assert cell.prepared is not None
+                cell.time = spread([cell.prepared.scale * time for time in taken])
+            return
+
+
+def _telling(cell: Cell, timed: Timed) -> Timed:
+    """The call, which leaves in the cell why it failed."""
+
+    def call() -> Any:
+        try:
+            return timed.call()
+        except Exception as error:
+            cell.fail(error)
+            raise
+
+    return dataclasses.replace(timed, call=call)
+
+
+def _host_time(timed: Timed, one_call: float) -> Spread:
+    import cupy
+
+    affordable = int(_HOST_TIME_SECONDS / max(one_call, 1e-6))
+    count = min(_HOST_TIME_CALLS, max(_FEWEST_HOST_TIME_CALLS, affordable))
+    return host_microseconds(timed, cupy.cuda.get_current_stream().synchronize, calls=count)
+
+
+class _Refusal(Exception):
+    """A provider was not made ready."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _prepared(provider: Provider, inputs: Inputs) -> Prepared:
+    try:
+        return provider.prepare(inputs)
+    except _REFUSALS as error:
+        raise _Refusal(error) from error
+
+
+def needed_bytes(provider: Provider, case: Case) -> int:
+    """Estimate of the memory that a call takes besides its inputs."""
+    return provider.scratch_bytes(case) + output_bytes(case)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: CUDA and torch have RuntimeErrors of their own for that."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+
+
+def _text(error: Exception) -> str:
+    kind, text = type(error).__name__, str(error).strip()
+    if isinstance(error, _TELLING):
+        return text or kind
+    return f"{kind}: {text}" if text else kind
+
+
+def first_line(error: Exception) -> str:
+    return _text(error).splitlines()[0]
+
+
+def too_large(needed: int, *, on_gpu: bool) -> str | None:
+    free = providers.free_bytes(on_gpu=on_gpu)
+    if free is None or needed <= free:
+        return None
+    return f"needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+
+
+def _rate_key(provider: Provider, case: Case) -> tuple[Any, ...]:
+    """What cases share that a provider computes at about one rate."""
+    rows = min(case.seqlen_q, _RATE_ROWS)
+    return provider.name, case.dtype, case.head_dim, case.head_dim_v, rows
+
+
+def _seconds(value: float) -> str:
+    """Two significant digits, without an exponent."""
+    digits = np.format_float_positional(
+        value, precision=2, unique=False, fractional=False, trim="-"
+    )
+    return f"{digits} s"
+
+
+def _part(inputs: Inputs) -> Inputs:
+    """The last query rows of some heads: about as much work as a probe may be."""
+    if not inputs.case.is_dense:
+        inputs = _longest_alone(inputs)
+    case = inputs.case
+    rows, group = min(_PROBE_ROWS, case.seqlen_q), case.heads_q // case.heads_kv
+    offset = case.first_query + case.seqlen_q - rows if case.causal else None
+    one = dataclasses.replace(
+        case, batch=1, heads_q=group, heads_kv=1, seqlen_q=rows, q_offset=offset
+    )
+    kv = min(case.heads_kv, max(1, int(_PROBE_FLOPS / one.flops())))
+    part = dataclasses.replace(one, heads_q=kv * group, heads_kv=kv)
+    q, k, v = inputs.host
+    if case.layout == "bshd":
+        q, k, v = q[:1, -rows:, : kv * group], k[:1, :, :kv], v[:1, :, :kv]
+    else:
+        q, k, v = q[:1, : kv * group, -rows:], k[:1, :kv], v[:1, :kv]
+    return Inputs(part, _host=(q, k, v))
+
+
+def _longest_alone(inputs: Inputs) -> Inputs:
+    """The longest sequence as a batch of one."""
+    case = inputs.case
+    batch = max(range(case.batch), key=case.key_lengths.__getitem__)
+    alone = Case(
+        case.dtype,
+        1,
+        case.query_lengths[batch],
+        case.key_lengths[batch],
+        case.heads_q,
+        case.heads_kv,
+        case.head_dim,
+        case.head_dim_v,
+        case.causal,
+        softmax_scale=case.softmax_scale,
+    )
+    return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
+
+
+def set_speedups(cells: Sequence[Cell], baseline: Sequence[str]) -> None:
+    """Relate the cells of a case to the fastest of the baseline providers."""
+    times = [c.time.median for c in cells if c.time and c.provider.name in baseline]
+    base = min(times, default=None)
+    for cell in cells:
+        if base is not None and cell.time and cell.time.median:
+            cell.speedup = base / cell.time.median
+
+
+def _gone(*_: Any) -> Any:
+    raise AssertionError("the arrays of this cell were released")

@@ -1,0 +1,1 @@
+"""Models and counters: `roofline` and `profile`."""

@@ -1,0 +1,416 @@
+"""`cupy-flash roofline`: what memory and arithmetic let attention reach on a GPU, as a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.cells import cell_len
+from rich.console import Console
+
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import Device, gpu_unavailable
+
+from ..cases.cases import Case, describe
+from ..cases.inputs import random_inputs
+from ..cases.options import (
+    SHAPE_NAMES,
+    CommaList,
+    cases_from,
+    output_option,
+    refuse,
+    shape_options,
+    split_shape,
+)
+from ..errors import library_errors_as_usage
+from ..measure.runner import too_large
+from ..measure.timing import GpuTimer, spread
+from ..providers import providers
+from ..records import environment, report
+from ..records.figures import COLOURS, figure, plot_option
+from ..records.report import Column
+from . import gpus
+from .articles import all_rows, print_articles
+from .gpus import Gpu
+from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
+
+# The shape of the articles that draw a roofline of attention.
+_DEFAULTS: dict[str, Sequence[Any]] = {
+    "batch": (1,),
+    "seqlen_q": (4096,),
+    "heads": (32,),
+    "head_dim": (128,),
+    "dtype": ("float16",),
+}
+_WARMUP, _REPEATS = 3, 20
+# Query and key rows of a tile where there are no kernels to ask.
+_USUAL_TILE = (64, 64)
+
+_STANDARD, _FUSED, _NO_CACHE = "standard", "fused", "fused, no L2"
+_SHORT = {_STANDARD: "standard", _FUSED: "fused", _NO_CACHE: "no L2"}
+
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to draw the roof of.
+
+    Attributes
+    ----------
+    gpu
+        Its published figures.
+    device
+        What the planner plans for; None where there are no kernels for the architecture.
+    present
+        Whether it is CuPy's current device.
+    """
+
+    gpu: Gpu
+    device: Device | None
+    present: bool
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The dispatcher's rate in FLOP/s, or why there is none."""
+
+    flops: float | None = None
+    reason: str | None = None
+
+
+@click.command()
+@shape_options(_DEFAULTS)
+@click.option(
+    "--gpu",
+    "asked",
+    type=CommaList(str, "a GPU", "A100,H100"),
+    help=f"Published figures of which GPUs, here or not: {', '.join(gpus.names())}.",
+)
+@click.option(
+    "--measure/--no-measure",
+    default=None,
+    help="Also time the library; by default where the GPU is the present one.",
+)
+@click.option(
+    "--articles",
+    is_flag=True,
+    help="Recompute the roofline figures of two articles.",
+)
+@output_option
+@plot_option("the rooflines with the algorithms on them")
+def roofline(
+    asked: tuple[str, ...] | None,
+    measure: bool | None,
+    articles: bool,
+    output: Path | None,
+    plot: Path | None,
+    **options: Any,
+) -> None:
+    """Model the memory traffic of standard and fused attention, and the rate that it allows.
+
+    Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
+    """
+    shape = split_shape(options)
+    if articles:
+        refuse(shape, SHAPE_NAMES, "--articles, which has shapes of its own")
+        if asked or measure is not None or plot:
+            raise click.UsageError("--articles goes with --output only")
+        found = report.Record(environment.metadata("published figures"), all_rows())
+        report.keep(output, found, lambda: print_articles(report.console()))
+        return
+    targets = _targets(asked)
+    cases = cases_from(shape, _DEFAULTS)
+    if measure and not all(target.present for target in targets):
+        raise click.UsageError(
+            "--measure times the present GPU; leave --gpu out or name that one only"
+        )
+    with library_errors_as_usage():
+        for target, case in itertools.product(targets, cases):
+            target.gpu.peak(case.dtype)
+
+    rows: list[dict[str, Any]] = []
+    timed = [target.present and measure is not False for target in targets]
+    names = ", ".join(target.gpu.name for target in targets)
+
+    def show() -> None:
+        _print(rows)
+        if plot:
+            draw(plot, rows)
+            click.echo(f"Drawn to {plot}.", err=True)
+
+    keeping = report.kept(output, rows, lambda: environment.metadata(names), show)
+    with keeping as save, report.progress("roofline", len(cases) * sum(timed)) as advance:
+        for target, measuring in zip(targets, timed, strict=True):
+            for case in cases:
+                measured = None
+                if measuring:
+                    advance(describe([case])[0])
+                    measured = measure_rate(case)
+                rows += case_rows(target, case, measured)
+                save()
+
+
+def _targets(asked: Sequence[str] | None) -> list[Target]:
+    """The GPUs to model: those asked for, or the present one."""
+    no_gpu = gpu_unavailable()
+    current = None if no_gpu else providers.current_device()
+    if asked is None and current is None:
+        raise click.UsageError(
+            f"no GPU here ({no_gpu}); name one with --gpu: {', '.join(gpus.names())}"
+        )
+    names = (current.name,) if asked is None and current else asked or ()
+    targets = []
+    with library_errors_as_usage():
+        present = _present_gpu(current)
+        for gpu in {found.name: found for found in map(gpus.find, names)}.values():
+            is_present = gpu is present
+            targets.append(Target(gpu, current if is_present else gpu.device(), is_present))
+    return targets
+
+
+def _present_gpu(current: Device | None) -> Gpu | None:
+    """The table's entry of the current device, if it has one."""
+    try:
+        return gpus.find(current.name) if current else None
+    except ValueError:
+        return None
+
+
+def measure_rate(case: Case) -> Measured:
+    """The dispatcher's rate on the present GPU, timed as `bench` does, L2 flushed."""
+    provider = providers.provider("cupy_flash")
+    reason = provider.why_not(case) or too_large(
+        case.array_bytes + provider.scratch_bytes(case), on_gpu=True
+    )
+    if reason:
+        return Measured(reason=reason)
+    try:
+        prepared = provider.prepare(random_inputs(case, 0, on_gpu=True))
+        (times,) = GpuTimer().interleaved([prepared.timed], _WARMUP, [_REPEATS])
+    except (RuntimeError, MemoryError) as error:
+        return Measured(reason=(str(error) or type(error).__name__).splitlines()[0])
+    finally:
+        providers.release_memory()
+    median = spread(times).median
+    return Measured(case.problem().flops() / median * 1e3 if median else None)
+
+
+def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dict[str, Any]]:
+    """A row for each algorithm on one case, as a record holds them."""
+    problem, gpu = case.problem(), target.gpu
+    plan = make_plan(problem, target.device) if target.device else None
+    Br, Bc = (plan.tile.Br, plan.tile.Bc) if plan else _USUAL_TILE
+    schedule = (
+        Schedule.of(plan)
+        if plan
+        else Schedule(Br, Bc, gpu.sm_count, problem.heads_q // problem.heads_kv, gpu.l2_bytes)
+    )
+    traffic = {
+        _STANDARD: standard(problem),
+        _FUSED: fused(problem, schedule),
+        _NO_CACHE: fused_without_cache(problem, Br=Br, Bc=Bc),
+    }
+    return [
+        _row(target, case, plan, schedule, name, moved, measured if name == _FUSED else None)
+        for name, moved in traffic.items()
+    ]
+
+
+def _row(
+    target: Target,
+    case: Case,
+    plan: Plan | None,
+    schedule: Schedule,
+    algorithm: str,
+    traffic: Traffic,
+    measured: Measured | None,
+) -> dict[str, Any]:
+    gpu, problem = target.gpu, case.problem()
+    peak = gpu.peak(case.dtype)
+    roof = Roof(peak.flops, gpu.hbm_bytes_per_second)
+    intensity = traffic.intensity(problem.flops())
+    attainable = roof.attainable(intensity)
+    rate = measured.flops if measured else None
+    is_standard = algorithm == _STANDARD
+    return {
+        "gpu": gpu.name,
+        "source": gpu.source,
+        "peak_tflops": peak.flops / 1e12,
+        "peak_units": peak.units,
+        "bandwidth_gb_per_s": gpu.hbm_bytes_per_second / 1e9,
+        "ridge": roof.ridge,
+        **dataclasses.asdict(case),
+        "algorithm": algorithm,
+        "flops": problem.flops(),
+        "bytes_read": traffic.read,
+        "bytes_written": traffic.written,
+        "key_value_reads": traffic.key_value_reads,
+        "intensity": intensity,
+        "bound": roof.bound(intensity) if problem.flops() else None,
+        "attainable_tflops": attainable / 1e12,
+        "measured_tflops": None if rate is None else rate / 1e12,
+        "share": rate / attainable if rate is not None and attainable else None,
+        "reason": measured.reason if measured else None,
+        "family": plan.family if plan and not is_standard else None,
+        "Br": None if is_standard else schedule.Br,
+        "Bc": None if is_standard else schedule.Bc,
+        "blocks": schedule.blocks if algorithm == _FUSED else None,
+        "section_heads": schedule.section_heads if algorithm == _FUSED else None,
+        "num_splits": schedule.num_splits if algorithm == _FUSED else None,
+    }
+
+
+def _case_of(row: Mapping[str, Any]) -> Case:
+    return Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
+
+
+def _by(rows: Iterable[dict[str, Any]], *names: str) -> Iterator[Rows]:
+    """Neighbouring rows that agree in some fields."""
+    for _, group in itertools.groupby(rows, key=lambda row: [row[name] for name in names]):
+        yield list(group)
+
+
+def _by_case(rows: Rows) -> list[Rows]:
+    return [list(group) for _, group in itertools.groupby(rows, key=_case_of)]
+
+
+def _print(rows: Rows) -> None:
+    out = report.console()
+    for of_roof in _by(rows, "gpu", "dtype"):
+        _print_roof(out, of_roof)
+    plans = dict.fromkeys(_plan_note(row) for row in rows if row["algorithm"] == _FUSED)
+    notes = [*plans, *(f"not measured: {row['reason']}" for row in rows if row["reason"])]
+    notes += [
+        "standard: the score matrix is written and read twice, in the inputs' dtype.",
+        "no L2: fused, but every query tile reads its keys and values from device memory.",
+        "K/V: how often keys and values are read from there. TFLOP/s: attainable.",
+    ]
+    if any(row["measured_tflops"] is not None for row in rows):
+        notes.append("measured: cupy_flash's own choice, and its share of what is attainable.")
+    report.print_notes(out, [*notes, environment.FLOP_CONVENTION + "."])
+
+
+def _print_roof(out: Console, rows: Rows) -> None:
+    first = rows[0]
+    of_cases = _by_case(rows)
+    shared, labels = describe([_case_of(group[0]) for group in of_cases])
+    peak = f"{first['gpu']}: {first['peak_tflops']:.4g} TFLOP/s dense ({first['peak_units']}),"
+    bandwidth = f"{first['bandwidth_gb_per_s']:.0f} GB/s"
+    ridge = f"ridge point {first['ridge']:.1f} FLOP/byte."
+    lines = (_fitting(out, peak, bandwidth), _fitting(out, ridge, first["source"]), shared)
+    title = "\n".join(lines)
+    most = max(max(row["bytes_read"], row["bytes_written"]) for row in rows)
+    unit, scale = ("GB", 1e9) if most >= 1e10 else ("MB", 1e6)
+    columns = [
+        Column("algorithm", lambda row: _SHORT[row["algorithm"]], numeric=False),
+        Column(f"{unit} in", lambda row: report.four_digits(row["bytes_read"] / scale)),
+        Column(f"{unit} out", lambda row: report.four_digits(row["bytes_written"] / scale)),
+        Column("K/V", lambda row: f"{row['key_value_reads']:.4g}"),
+        Column("FLOP/B", lambda row: report.four_digits(row["intensity"])),
+        Column("bound", lambda row: row["bound"] or "-", numeric=False),
+        Column("TFLOP/s", lambda row: report.four_digits(row["attainable_tflops"])),
+    ]
+    if any(row["measured_tflops"] is not None for row in rows):
+        columns.append(Column("measured", _measured_text))
+    if len(of_cases) > 1:
+        out.print(title, markup=False, soft_wrap=True)
+    # A table for each case: beside the figures there is no place for a label at 80 columns.
+    for label, group in zip(labels, of_cases, strict=True):
+        report.print_table(out, label if len(of_cases) > 1 else title, columns, [group])
+
+
+def _fitting(out: Console, *parts: str) -> str:
+    """Parts beside each other where the terminal has the place, else below."""
+    line = " ".join(parts)
+    return line if cell_len(line) <= out.width else "\n".join(parts)
+
+
+def _measured_text(row: report.Row) -> str:
+    if row["measured_tflops"] is None:
+        return "-"
+    share = "" if row["share"] is None else f" ({row['share']:.0%})"
+    return report.four_digits(row["measured_tflops"]) + share
+
+
+def _plan_note(row: Mapping[str, Any]) -> str:
+    tile = f"tiles of {row['Br']}x{row['Bc']}"
+    if row["family"] is None:
+        return f"fused on {row['gpu']}: no kernels of ours; modelled with {tile}."
+    splits = f", keys split {row['num_splits']} ways" if row["num_splits"] > 1 else ""
+    # The peak is the GPU's, not the kernel's.
+    slower = row["family"] == "simt" and row["peak_units"] != "CUDA cores"
+    units = ", on CUDA cores, which do not reach that peak" if slower else ""
+    return (
+        f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} blocks at once"
+        f"{splits}{units}."
+    )
+
+
+_MARKERS = {_STANDARD: "s", _FUSED: "o", _NO_CACHE: "^"}
+
+
+def draw(path: Path, rows: Rows) -> None:
+    """The roofs of the rows' GPUs and dtypes, with the algorithms on and the measurements below."""
+    cases = list(dict.fromkeys(map(_case_of, rows)))
+    shared, texts = describe(cases)
+    labels = dict(zip(cases, texts, strict=True))
+    at = [row["intensity"] for row in rows if row["intensity"] > 0]
+    at += [row["ridge"] for row in rows]
+    ends = (min(at) / 4, max(at) * 4)
+    with figure(path) as axes:
+        for of_roof, colour in zip(_by(rows, "gpu", "dtype"), itertools.cycle(COLOURS)):
+            _draw_roof(axes, of_roof[0], ends, colour)
+            for row in of_roof:
+                if row["intensity"] > 0:
+                    _mark(axes, row, colour, labels[_case_of(row)])
+        for algorithm, marker in _MARKERS.items():
+            axes.plot([], [], marker, color="black", markerfacecolor="none", label=algorithm)
+        if any(row["measured_tflops"] for row in rows):
+            axes.plot([], [], "*", color="black", label="fused, measured")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="arithmetic intensity, FLOP per byte from and to device memory",
+            ylabel="TFLOP/s",
+            title=shared,
+        )
+        axes.grid(visible=True, which="major", alpha=0.3)
+        axes.figure.legend(loc="outside lower center", ncols=3)
+
+
+def _draw_roof(axes: Any, row: Mapping[str, Any], ends: tuple[float, float], colour: str) -> None:
+    roof = Roof(row["peak_tflops"], row["bandwidth_gb_per_s"] / 1e3)
+    corners = [ends[0], roof.ridge, ends[1]]
+    axes.plot(
+        corners,
+        [roof.attainable(x) for x in corners],
+        color=colour,
+        label=f"{row['gpu']} {row['dtype']}, ridge {roof.ridge:.0f}",
+    )
+
+
+def _mark(axes: Any, row: Mapping[str, Any], colour: str, label: str) -> None:
+    x, y, measured = row["intensity"], row["attainable_tflops"], row["measured_tflops"]
+    axes.plot([x], [y], _MARKERS[row["algorithm"]], color=colour, markerfacecolor="none")
+    if measured:
+        axes.plot([x, x], [measured, y], ":", color=colour, linewidth=1)
+        axes.plot([x], [measured], "*", color=colour)
+        label = f"{label}: {measured:.0f}" if label else f"{measured:.0f}"
+    if row["algorithm"] == _FUSED:
+        # Upright below the lower mark: causal and full lie a factor of two apart, side by side.
+        axes.annotate(
+            label,
+            (x, measured or y),
+            xytext=(0, -6),
+            textcoords="offset points",
+            horizontalalignment="center",
+            verticalalignment="top",
+            rotation=90 if len(label) > 5 else 0,
+            fontsize=7,
+        )

@@ -1,0 +1,1 @@
+"""Who can compute a case."""

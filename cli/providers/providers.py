@@ -1,0 +1,420 @@
+"""Who can compute a case: every provider behind one small interface."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.families import FAMILIES
+from cupy_flash.host import cpu
+from cupy_flash.planning.planner import Plan, choose_cpu_tile, make_cpu_plan, make_plan
+from cupy_flash.problem.device import Device, device_for_id, gpu_unavailable
+from cupy_flash.problem.tile import Tile, freeze_tile
+from cupy_flash.reference.dense import attention_naive
+
+from ..cases.calls import call_of
+from ..cases.cases import Case
+from ..cases.inputs import Inputs, can_share_pages, random_inputs
+from ..cases.sequences import sequence_of, uniform_twin
+from ..measure import check, graphs, memory
+from ..measure.timing import Timed
+
+TileFields = Mapping[str, int] | None
+# Of the providers that put a case's cache into pages.
+PAGE_SIZES = (1, 16, 64)
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A provider made ready for one case's inputs.
+
+    Attributes
+    ----------
+    call
+        Computes the output.
+    to_array
+        Turns what `call` returned into a NumPy or CuPy array in the case's layout.
+    scope
+        Entered around calls, outside the timed span.
+    plan
+        What the library chose; None for other providers.
+    kernel_digest
+        Of the sources of what runs; None for other providers.
+    note
+        What a reader of the numbers should know.
+    inputs
+        What it computes, and is checked by, where that is not what it was made ready for.
+    scale
+        What its times are multiplied by.
+    """
+
+    call: Callable[[], Any]
+    to_array: Callable[[Any], Any] = _same
+    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    plan: Plan | None = None
+    kernel_digest: str | None = None
+    note: str | None = None
+    inputs: Inputs | None = None
+    scale: float = 1.0
+
+    @property
+    def tile(self) -> dict[str, int] | None:
+        """Fields of the plan's tile."""
+        return dataclasses.asdict(self.plan.tile) if self.plan else None
+
+    @property
+    def timed(self) -> Timed:
+        """What a timer takes."""
+        return Timed(self.call, self.scope)
+
+
+class Provider(ABC):
+    """One way to compute attention.
+
+    Attributes
+    ----------
+    name
+        As the option and the results spell it.
+    on_gpu
+        Whether it takes CuPy arrays; NumPy arrays otherwise.
+    ours
+        Whether a failed check is ours to answer for.
+    """
+
+    name: str
+    on_gpu: bool
+    ours: bool = False
+
+    @abstractmethod
+    def why_not(self, case: Case) -> str | None:
+        """Why it cannot compute the case here, or None if it may."""
+
+    @abstractmethod
+    def scratch_bytes(self, case: Case) -> int:
+        """Estimate of the memory it takes besides inputs and output."""
+
+    @abstractmethod
+    def prepare(self, inputs: Inputs) -> Prepared:
+        """Make it ready; raises ValueError or RuntimeError with the reason if it refuses."""
+
+    def missing(self) -> str | None:
+        """Why it cannot run on this machine at all, or None if it can."""
+        return gpu_unavailable() if self.on_gpu else None
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        """The call's work as a CUDA graph that is launched; None where there is no such thing."""
+        return graphs.replayed(prepared.timed) if self.on_gpu else None
+
+    def peak_bytes(self, prepared: Prepared) -> int:
+        """Memory that a call takes at its peak besides its inputs; it was called before."""
+        measure = memory.cupy_peak_bytes if self.on_gpu else memory.host_peak_bytes
+        return measure(prepared.timed)
+
+
+def current_device() -> Device:
+    """CuPy's current device."""
+    import cupy
+
+    return device_for_id(cupy.cuda.runtime.getDevice())
+
+
+class Dispatcher(Provider):
+    """The library: its own choice of family, or one family."""
+
+    ours = True
+
+    def __init__(self, name: str, family: str | None, tile: TileFields) -> None:
+        self.name = name
+        self.family = family
+        self.tile = dict(tile) if tile else None
+        # The dispatcher's choice where there is no GPU is the CPU backend.
+        self.on_gpu = family is not None or gpu_unavailable() is None
+
+    def _plan(self, case: Case) -> Plan:
+        if not self.on_gpu:
+            return cpu_plan(case, self.tile)
+        return make_plan(
+            case.problem(), current_device(), family=self.family, tile=freeze_tile(self.tile)
+        )
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        try:
+            self._plan(case)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return self._plan(case).workspace
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        plan = self._plan(inputs.case)
+        call = call_of(inputs, on_gpu=self.on_gpu, family=self.family, tile=self.tile)
+        return Prepared(
+            call,
+            plan=plan,
+            kernel_digest=FAMILIES[plan.family].digest() if self.on_gpu else cpu.digest(),
+        )
+
+
+class _Variant(Provider):
+    """The library, serving a case in another way than the case has it."""
+
+    ours = True
+
+    def __init__(self, name: str, tile: TileFields) -> None:
+        self.name = name
+        self.dispatcher = Dispatcher(name, None, tile)
+        self.on_gpu = self.dispatcher.on_gpu
+
+    @abstractmethod
+    def served(self, case: Case) -> Case | str:
+        """The case that is computed, or why there is none."""
+
+    @abstractmethod
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        """Inputs of the served case."""
+
+    def scale(self, case: Case) -> float:
+        """What times of the served case are multiplied by."""
+        return 1.0
+
+    def why_not(self, case: Case) -> str | None:
+        served = self.served(case)
+        return served if isinstance(served, str) else self.dispatcher.why_not(served)
+
+    def _served(self, case: Case) -> Case:
+        served = self.served(case)
+        if isinstance(served, str):
+            raise ValueError(served)
+        return served
+
+    def scratch_bytes(self, case: Case) -> int:
+        return self.dispatcher.scratch_bytes(self._served(case))
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        own = self.inputs_of(inputs)
+        return dataclasses.replace(
+            self.dispatcher.prepare(own), inputs=own, scale=self.scale(inputs.case)
+        )
+
+
+class OnPages(_Variant):
+    """The library on the same cache in shuffled pages."""
+
+    def __init__(self, page_size: int, tile: TileFields) -> None:
+        super().__init__(f"cupy_flash-page{page_size}", tile)
+        self.page_size = page_size
+
+    def served(self, case: Case) -> Case | str:
+        if not case.is_cached or case.page_size:
+            return "it puts caches into pages that are in none"
+        return dataclasses.replace(case, page_size=self.page_size)
+
+    def scratch_bytes(self, case: Case) -> int:
+        served = self._served(case)
+        new = 0 if can_share_pages(case, self.page_size) else served.array_bytes
+        return self.dispatcher.scratch_bytes(served) + new
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return inputs.with_pages_of(self.page_size)
+
+
+class Uniform(_Variant):
+    """`flash_attention` of a batch of equal lengths beside a varlen batch."""
+
+    def __init__(self, tile: TileFields) -> None:
+        super().__init__("cupy_flash-uniform", tile)
+
+    def served(self, case: Case) -> Case | str:
+        if case.kind != "varlen":
+            return "it stands beside varlen batches only"
+        return uniform_twin(case)
+
+    def scratch_bytes(self, case: Case) -> int:
+        served = self._served(case)
+        return self.dispatcher.scratch_bytes(served) + served.array_bytes
+
+    def scale(self, case: Case) -> float:
+        return case.flops() / self._served(case).flops()
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return random_inputs(self._served(inputs.case), 0, on_gpu=self.on_gpu)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        twin = self._served(inputs.case)
+        made = super().prepare(inputs)
+        return dataclasses.replace(
+            made,
+            note=f"flash_attention of {twin.batch} x {twin.seqlen_q}; times of "
+            f"{made.scale:.4f} times its FLOPs, which are those of the case",
+        )
+
+
+class CpuBackend(Provider):
+    """The library's NumPy backend."""
+
+    name = "cupy_flash-cpu"
+    on_gpu = False
+    ours = True
+
+    def __init__(self, tile: TileFields) -> None:
+        self.tile = dict(tile) if tile else None
+
+    def why_not(self, case: Case) -> str | None:
+        try:
+            cpu_plan(case, self.tile)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return cpu_plan(case, self.tile).workspace
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        return Prepared(
+            call_of(inputs, on_gpu=False, backend="cpu", tile=self.tile),
+            plan=cpu_plan(inputs.case, self.tile),
+            kernel_digest=cpu.digest(),
+        )
+
+
+def cpu_plan(case: Case, tile: TileFields) -> Plan:
+    """The CPU backend's plan of a case; raises ValueError for a tile that it does not take."""
+    problem = case.problem()
+    chosen = choose_cpu_tile(problem, freeze_tile(tile))
+    # As the backend clips it: to the query rows that share a key and value head, and to the keys.
+    rows = case.seqlen_q * (case.heads_q // case.heads_kv)
+    clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
+    plan = make_cpu_plan(problem, clipped, gpu_unavailable())
+    if plan.workspace > cpu.SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {clipped} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
+            f"than {cpu.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
+        )
+    return plan
+
+
+class Formula(Provider):
+    """`attention_naive`: matmul, softmax, matmul on the whole score matrix.
+
+    In float32 for 16-bit inputs, whose products NumPy does not offer.
+    """
+
+    def __init__(self, name: str, *, on_gpu: bool) -> None:
+        self.name = name
+        self.on_gpu = on_gpu
+
+    def missing(self) -> str | None:
+        return super().missing() or (check.why_no_matmul() if self.on_gpu else None)
+
+    def why_not(self, case: Case) -> str | None:
+        return self.missing() or ("the plain formula appends nothing" if case.append else None)
+
+    def scratch_bytes(self, case: Case) -> int:
+        # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
+        itemsize = 8 if case.dtype == "float64" else 4
+        rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
+        return case.scores * (2 * itemsize + rounded)
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        arrays = inputs.gpu if self.on_gpu else inputs.host
+        case = inputs.case
+        if case.is_dense:
+            return Prepared(functools.partial(attention_naive, *arrays, **case.arguments))
+
+        def one_by_one() -> Any:
+            found = [
+                attention_naive(
+                    *sequence_of(case, arrays, inputs.more, batch),
+                    causal=case.causal,
+                    softmax_scale=case.softmax_scale,
+                )
+                for batch in range(case.batch)
+            ]
+            if case.is_cached:
+                return module.concatenate(found)
+            return module.concatenate([out[0] for out in found])
+
+        module: Any = importlib.import_module("cupy") if self.on_gpu else np
+        return Prepared(one_by_one, note="one sequence after the other")
+
+
+def _makers() -> dict[str, Callable[[TileFields], Provider]]:
+    from . import torch_providers
+
+    def of_family(family: str) -> Callable[[TileFields], Provider]:
+        return lambda tile: Dispatcher(f"cupy_flash-{family}", family, tile)
+
+    def on_pages(size: int) -> Callable[[TileFields], Provider]:
+        return lambda tile: OnPages(size, tile)
+
+    makers: dict[str, Callable[[TileFields], Provider]] = {
+        "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
+        **{f"cupy_flash-{family}": of_family(family) for family in FAMILIES},
+        **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
+        "cupy_flash-uniform": Uniform,
+        "cupy_flash-cpu": CpuBackend,
+        "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
+        "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),
+    }
+
+    def just(found: Provider) -> Callable[[TileFields], Provider]:
+        return lambda _: found
+
+    return makers | {found.name: just(found) for found in torch_providers.ALL}
+
+
+def names() -> tuple[str, ...]:
+    """All providers, whether they can run here or not."""
+    return tuple(_makers())
+
+
+def provider(name: str, tile: TileFields = None) -> Provider:
+    """A provider by name; `tile` forces the tile of the library's own."""
+    return _makers()[name](tile)
+
+
+def free_bytes(*, on_gpu: bool) -> int | None:
+    """Memory that can still be allocated, or None where the system does not tell."""
+    if on_gpu:
+        import cupy
+
+        from . import torch_providers
+
+        free = int(cupy.cuda.runtime.memGetInfo()[0])
+        return free + cupy.get_default_memory_pool().free_bytes() + torch_providers.idle_bytes()
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def release_memory() -> None:
+    """Hand cached device memory back, so that every provider finds the same."""
+    from . import torch_providers
+
+    if gpu_unavailable() is None:
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch_providers.release_memory()

@@ -1,0 +1,288 @@
+"""torch's attention on the same CuPy arrays, where torch is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from cupy_flash.problem.device import gpu_unavailable
+
+from ..cases.cases import Case
+from ..cases.inputs import Inputs
+from ..measure import memory
+from ..measure.timing import Timed
+from .providers import Prepared, Provider
+
+_REFUSAL = "kernel not used because"
+
+
+def _why_no_call(case: Case) -> str | None:
+    """Why torch has no call that computes a case of caches or packed sequences, or None."""
+    if case.is_dense:
+        return None
+    if not case.is_cached:
+        return "scaled_dot_product_attention takes no packed sequences"
+    for has_it, what in (
+        (case.page_size, "no pages"),
+        (case.append, "no rows to append"),
+        (case.lengths, "no caches of different lengths"),
+    ):
+        if has_it:
+            return f"scaled_dot_product_attention takes {what}"
+    return None
+
+
+def _has_mask(case: Case) -> bool:
+    """Whether a causal mask hides anything: the last query sees every key."""
+    return case.causal and not (case.is_cached and case.seqlen_q == 1)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+@functools.cache
+def why_no_torch() -> str | None:
+    """Why torch cannot run on this GPU beside CuPy, or None if it can."""
+    if reason := gpu_unavailable():
+        return reason
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    with warnings.catch_warnings():
+        # What its imports warn of is not about us.
+        warnings.simplefilter("ignore")
+        try:
+            torch = _torch()
+        except Exception as error:  # a library missing or of another version shows in many ways
+            return f"torch cannot be imported: {' '.join(str(error).split())[:80]}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    return None
+
+
+def idle_bytes() -> int:
+    """Device memory that torch has reserved and does not use."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
+def release_memory() -> None:
+    """Hand torch's unused device memory back."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def to_torch(array: Any) -> Any:
+    """A torch tensor over a CuPy array's memory."""
+    torch = _torch()
+    if array.dtype.name != "bfloat16":
+        return torch.from_dlpack(array)
+    # The bits travel as integers: not every CuPy exports bfloat16.
+    return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+
+
+def to_cupy(tensor: Any) -> Any:
+    """A CuPy array over a torch tensor's memory."""
+    import cupy
+    import ml_dtypes
+
+    torch = _torch()
+    tensor = tensor.detach()
+    if tensor.dtype != torch.bfloat16:
+        return cupy.from_dlpack(tensor)
+    return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+
+
+def _tensors(inputs: Inputs) -> tuple[Any, Any, Any]:
+    """q, k and v as torch takes them, (batch, heads, seqlen, dim), over the same memory.
+
+    For bshd arrays these are transposed views, as users of that layout have them.
+    """
+    import cupy
+
+    torch = _torch()
+    ours = cupy.cuda.get_current_stream().ptr
+    theirs = torch.cuda.current_stream().cuda_stream
+    if ours != theirs:
+        raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
+    # The default, said for a process whose environment changed it: float32 means float32.
+    torch.set_float32_matmul_precision("highest")
+    q, k, v = (to_torch(array) for array in inputs.gpu)
+    if inputs.case.layout == "bshd":
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return q, k, v
+
+
+def _back(inputs: Inputs) -> Callable[[Any], Any]:
+    if inputs.case.layout == "bshd":
+        return lambda out: to_cupy(out).swapaxes(1, 2)
+    return to_cupy
+
+
+def _replay(graph: Any, result: Any) -> None:
+    # The result's memory is the graph's to write to as long as it lives.
+    graph.replay()
+
+
+class _TorchProvider(Provider):
+    on_gpu = True
+
+    def missing(self) -> str | None:
+        return why_no_torch()
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        # torch keeps the memory of its own graphs apart; it launches them on its current stream,
+        # which is CuPy's.
+        torch = _torch()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with prepared.scope(), torch.cuda.graph(graph, capture_error_mode="relaxed"):
+                result = prepared.call()
+        except RuntimeError:
+            return None
+        return Timed(functools.partial(_replay, graph, result))
+
+    def peak_bytes(self, prepared: Prepared) -> int:
+        return memory.torch_peak_bytes(prepared.timed)
+
+
+class ScaledDotProduct(_TorchProvider):
+    """torch.nn.functional.scaled_dot_product_attention held to one backend."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name = name
+        self.backend = backend
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        if reason := _why_no_call(case):
+            return reason
+        if _has_mask(case) and (case.problem().q_offset if case.is_dense else case.first_query):
+            return "torch's causal mask is aligned top-left: it has q_offset 0 only"
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        if self.backend != "MATH":
+            return 0
+        # Scores, probabilities and a mask's sum, 16-bit inputs in float32.
+        return 3 * case.scores * (8 if case.dtype == "float64" else 4)
+
+    @contextlib.contextmanager
+    def _scope(self) -> Iterator[None]:
+        torch = _torch()
+        attention = torch.nn.attention
+        with (
+            attention.sdpa_kernel([getattr(attention.SDPBackend, self.backend)]),
+            torch.no_grad(),
+        ):
+            yield
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        case = inputs.case
+        q, k, v = _tensors(inputs)
+        # `import torch` alone does not bring this module in every version.
+        importlib.import_module("torch.nn.attention")
+        attention = _torch().nn.functional.scaled_dot_product_attention
+        arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
+        grouped = case.heads_q != case.heads_kv
+        note = None
+        if grouped:
+            call = functools.partial(attention, q, k, v, enable_gqa=True, **arguments)
+            try:
+                self._try(call)
+            except RuntimeError:
+                if case.is_cached:
+                    # A repeated cache would be another one, several times as large.
+                    raise
+                group = case.heads_q // case.heads_kv
+                k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+                note = "refuses grouped heads: k and v were repeated beforehand, untimed"
+                grouped = False
+        if not grouped:
+            call = functools.partial(attention, q, k, v, **arguments)
+            self._try(call)
+        return Prepared(call, _back(inputs), self._scope, note=note)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """Call once; a refusal's RuntimeError then says what torch only warns of."""
+        with warnings.catch_warnings(record=True) as caught, self._scope():
+            warnings.simplefilter("always")
+            try:
+                call()
+            except RuntimeError as error:
+                raise RuntimeError(refusal([str(w.message) for w in caught], str(error))) from error
+
+
+def refusal(warned: list[str], error: str) -> str:
+    """Why a backend refused, out of torch's warnings about all backends.
+
+    Each backend has a heading, "... kernel not used because:", and reasons after it; those of the
+    backends that we switched off say no more than that.
+    """
+    reasons = [text.split(" (Triggered")[0].strip() for text in warned]
+    reasons = [r for r in reasons if _REFUSAL not in r and "runtime disabled" not in r]
+    return "; ".join(dict.fromkeys(reasons)) or error.strip().splitlines()[0]
+
+
+class Eager(_TorchProvider):
+    """Plain torch: q @ k^T, softmax, @ v, in the input's dtype."""
+
+    name = "torch-eager"
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        if not case.is_dense:
+            return "the plain formula here is of blocks of equal length"
+        if case.causal and case.problem().q_offset < 0:
+            return "a row that sees no key gives NaN in the plain formula"
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return 3 * case.scores * case.problem().itemsize
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        torch = _torch()
+        case = inputs.case
+        problem = case.problem()
+        q, k, v = _tensors(inputs)
+        note = None
+        if case.heads_q != case.heads_kv:
+            group = case.heads_q // case.heads_kv
+            k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+            note = "k and v were repeated for their heads beforehand, untimed"
+        hidden = None
+        if case.causal:
+            shape = (case.seqlen_q, case.seqlen_k)
+            seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
+            hidden = seen.logical_not()
+
+        def call() -> Any:
+            scores = (q * problem.softmax_scale) @ k.transpose(-2, -1)
+            if hidden is not None:
+                scores.masked_fill_(hidden, float("-inf"))
+            return torch.softmax(scores, -1) @ v
+
+        scope: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+        return Prepared(call, _back(inputs), scope, note=note)
+
+
+ALL: tuple[Provider, ...] = (
+    ScaledDotProduct("torch-flash", "FLASH_ATTENTION"),
+    ScaledDotProduct("torch-cudnn", "CUDNN_ATTENTION"),
+    ScaledDotProduct("torch-efficient", "EFFICIENT_ATTENTION"),
+    ScaledDotProduct("torch-math", "MATH"),
+    Eager(),
+)

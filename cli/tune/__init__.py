@@ -1,0 +1,1 @@
+"""`tune`: sweeps over tiles."""

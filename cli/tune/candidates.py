@@ -1,0 +1,205 @@
+"""Which tiles a sweep tries, and what comes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cupy_flash.families import FAMILIES
+from cupy_flash.host import cpu
+from cupy_flash.planning.planner import Plan, make_cpu_plan, make_plan, plan_tile
+from cupy_flash.problem.device import Device, Resources, gpu_unavailable
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+from ..cases.workload import Weighted
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which of the legal tiles are wanted.
+
+    Attributes
+    ----------
+    Br, Bc
+        Allowed sizes; None for all.
+    max_smem
+        Most shared memory of a block, in KiB.
+    max_spills
+        Most bytes that a thread may spill.
+    max_tiles
+        Most tiles to try, evenly chosen.
+    """
+
+    Br: tuple[int, ...] | None = None
+    Bc: tuple[int, ...] | None = None
+    max_smem: float | None = None
+    max_spills: int = 32
+    max_tiles: int | None = None
+
+    @property
+    def exclude_nothing(self) -> bool:
+        """Whether all legal tiles that do not spill are tried."""
+        return self == Limits(max_spills=self.max_spills)
+
+    def why_not(self, tile: Tile, shared_memory: int) -> str | None:
+        """Why a tile is not wanted, or None if it is."""
+        for name, allowed in (("br", self.Br), ("bc", self.Bc)):
+            value = tile.Br if name == "br" else tile.Bc
+            if allowed is not None and value not in allowed:
+                return f"not in --{name}"
+        if self.max_smem is not None and shared_memory > 1024 * self.max_smem:
+            return f"{shared_memory / 1024:.0f} KiB are over --max-smem"
+        return None
+
+
+@dataclass
+class Candidate:
+    """One tile for the cases of a group, and what came of it.
+
+    Attributes
+    ----------
+    plans
+        Of each case.
+    weights
+        How much a case's time counts.
+    flops
+        Of each case.
+    medians_ms
+        Time of each case, as last measured; empty until then.
+    rounds
+        How many rounds of the race it was timed in.
+    twin
+        The candidate with the same machine code that is timed in its place.
+    """
+
+    plans: tuple[Plan, ...]
+    weights: tuple[float, ...]
+    flops: tuple[float, ...]
+    is_default: bool = False
+    resources: Resources | None = None
+    dropped: str | None = None
+    max_error: float | None = None
+    failed: bool = False
+    medians_ms: list[float] = field(default_factory=list)
+    rounds: int = 0
+    twin: Candidate | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the first case."""
+        return self.plans[0]
+
+    @property
+    def tile(self) -> Tile:
+        """The tile, the same for all cases."""
+        return self.plan.tile
+
+    @property
+    def cost_ms(self) -> float | None:
+        """Weighted sum of the cases' times; None until it was timed."""
+        if not self.medians_ms:
+            return None
+        return sum(w * ms for w, ms in zip(self.weights, self.medians_ms, strict=True))
+
+    @property
+    def tflops(self) -> float | None:
+        """Rate over all cases, as they are weighted."""
+        cost = self.cost_ms
+        if not cost:
+            return None
+        return sum(w * n for w, n in zip(self.weights, self.flops, strict=True)) / cost / 1e9
+
+    @property
+    def blocks_per_sm(self) -> int | None:
+        """Blocks that fit an SM; None where registers are not known."""
+        if self.resources is None:
+            return None
+        return dataclasses.replace(self.plan, resources=self.resources).blocks_per_sm()
+
+    def take_twins_result(self) -> None:
+        """Note what came of the candidate that was timed in this one's place."""
+        assert self.twin is not None
+        for name in ("max_error", "failed", "medians_ms", "rounds", "dropped"):
+            setattr(self, name, getattr(self.twin, name))
+
+
+def evenly(tiles: Sequence[Tile], default: Tile, most: int | None) -> list[Tile]:
+    """The default, and evenly out of the others so many that they are `most` together."""
+    others = [tile for tile in tiles if tile != default]
+    if most is None or len(others) < most:
+        return [default, *others]
+    step = len(others) / max(1, most - 1)
+    return [default, *(others[int(index * step)] for index in range(most - 1))]
+
+
+def gpu_candidates(
+    cases: Sequence[Weighted], device: Device, family: str | None, limits: Limits
+) -> list[Candidate]:
+    """The wanted tiles that are legal for all cases, and the default one of the first.
+
+    Parameters
+    ----------
+    cases
+        What the tile is for.
+    device
+        Where it runs.
+    family
+        Whose tiles; None for the family that the planner would choose.
+    limits
+        Which tiles are wanted; the default one is tried in any case.
+    """
+    problems = [case.case.problem() for case in cases]
+    chosen = FAMILIES[make_plan(problems[0], device, family=family).family]
+    default = chosen.default_tile(problems[0], device)
+    wanted = [
+        tile
+        for tile in chosen.tiles(problems[0], device)
+        if limits.why_not(tile, chosen.shared_memory(problems[0], tile)) is None
+        and all(chosen.why_not_tile(problem, device, tile) is None for problem in problems[1:])
+    ]
+    return [
+        Candidate(
+            tuple(plan_tile(chosen, p, device, tile, reason="tuning") for p in problems),
+            tuple(case.weight for case in cases),
+            tuple(case.case.flops() for case in cases),
+            is_default=tile == default,
+        )
+        for tile in evenly(wanted, default, limits.max_tiles)
+    ]
+
+
+def cpu_candidates(cases: Sequence[Weighted], limits: Limits) -> list[Candidate]:
+    """The CPU backend's tiles that are worth timing, and the default one of the first case."""
+    problems = [case.case.problem() for case in cases]
+    default = cpu.default_tile(problems[0])
+    wanted = [tile for tile in cpu.candidate_tiles(problems[0]) if limits.why_not(tile, 0) is None]
+    return [
+        Candidate(
+            tuple(make_cpu_plan(problem, tile, gpu_unavailable()) for problem in problems),
+            tuple(case.weight for case in cases),
+            tuple(case.case.flops() for case in cases),
+            is_default=tile == default,
+        )
+        for tile in evenly(wanted, default, limits.max_tiles)
+    ]
+
+
+def illegal_sizes(
+    problem: Problem, device: Device, family: str, limits: Limits
+) -> dict[tuple[int, int], str]:
+    """Why pairs of (Br, Bc) in the family's search space have no tile, where they have none."""
+    the_family = FAMILIES[family]
+    reasons: dict[tuple[int, int], str] = {}
+    legal = set()
+    for tile in the_family.candidates(problem, device):
+        size = (tile.Br, tile.Bc)
+        reason = the_family.why_not_tile(problem, device, tile) or limits.why_not(
+            tile, the_family.shared_memory(problem, tile)
+        )
+        if reason is None:
+            legal.add(size)
+        else:
+            reasons.setdefault(size, reason)
+    return {size: reason for size, reason in reasons.items() if size not in legal}

@@ -1,0 +1,265 @@
+"""What `tune` found, as rows of a record and as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cupy_flash.families import FAMILIES
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import MAX_ALIGNMENT
+
+from ..cases.cases import SHORT_DTYPE
+from ..records import environment, report
+from .candidates import Candidate
+from .journal import Finding
+from .sweep import Sweep
+
+
+def digest_of(family: str) -> str | None:
+    """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
+    if family == "cpu":
+        return cpu.digest()
+    return FAMILIES[family].digest() if family in FAMILIES else None
+
+
+def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
+    """A candidate as a record's row."""
+    plan, resources = candidate.plan, candidate.resources
+    static = resources.static_shared_memory if resources else 0
+    error = candidate.max_error
+    return {
+        "rank": rank,
+        "family": plan.family,
+        "kernel_digest": digest_of(plan.family),
+        "device": plan.device.name if plan.device else environment.cpu_name(),
+        "problem_class": tuning.problem_class(plan.problem),
+        "tile": dataclasses.asdict(candidate.tile),
+        "is_default": candidate.is_default,
+        "median_ms": candidate.medians_ms[0] if len(candidate.medians_ms) == 1 else None,
+        "medians_ms": list(candidate.medians_ms),
+        "tflops": candidate.tflops,
+        "rounds": candidate.rounds,
+        "max_error": None if error is None else report.finite(error),
+        "check": "skipped" if error is None else "failed" if candidate.failed else "passed",
+        "registers": resources.registers if resources else None,
+        "shared_memory": plan.shared_memory + static if plan.device else None,
+        "spills": resources.spill_bytes if resources else None,
+        "blocks_per_sm": candidate.blocks_per_sm,
+        "same_binary_as": (
+            dataclasses.asdict(candidate.twin.tile) if candidate.twin is not None else None
+        ),
+        "dropped": candidate.dropped,
+    }
+
+
+def print_ranking(ranked: Sequence[Candidate], title: str, top: int) -> None:
+    """Print the best tiles, and why others were dropped."""
+    rows = [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
+    on_gpu = any(row["registers"] is not None for row in rows)
+    timed = any(row["tflops"] is not None for row in rows)
+    texts = [
+        {"text": report.tile_text(c.tile) + (" (default)" if c.is_default else "")} for c in ranked
+    ]
+    shown = [
+        row | text
+        for row, text in zip(rows, texts, strict=True)
+        if row["dropped"] is None and row["same_binary_as"] is None
+    ][:top]
+    columns = [report.Column("tile", lambda row: row["text"], numeric=False)]
+    if timed:
+        columns.append(report.rate_column(shown))
+        if all(row["median_ms"] is not None for row in shown if row["tflops"]):
+            columns.append(report.Column("ms", lambda row: report.milliseconds(row["median_ms"])))
+        columns.append(report.Column("error", report.error_text))
+    if on_gpu:
+        columns += [
+            report.Column("regs", lambda row: report.number(row["registers"], "d")),
+            report.Column("KiB", lambda row: f"{row['shared_memory'] / 1024:.1f}"),
+            report.Column("spills", lambda row: report.number(row["spills"], "d")),
+            report.Column("blocks", lambda row: report.number(row["blocks_per_sm"], "d")),
+        ]
+    out = report.console()
+    report.print_table(out, title, columns, [shown])
+    dropped = [row["dropped"] for row in rows if row["dropped"] is not None]
+    twins = sum(row["same_binary_as"] is not None for row in rows)
+    notes = []
+    if len(shown) + len(dropped) + twins < len(rows):
+        notes.append(f"The best {len(shown)} of {len(rows)}; --output writes all.")
+    if any(candidate.rounds for candidate in ranked):
+        notes.append("By rounds of the race that a tile lasted, then by time.")
+    if twins:
+        notes.append(f"{twins} tiles gave the same machine code as another and were not timed.")
+    if on_gpu:
+        legend = report.tile_legend(ranked[0].plan.family, ranked[0].tile)
+        notes.append(legend + ".")
+        notes.append("KiB: shared memory of a block. spills: bytes per thread. blocks: per SM.")
+    notes += [f"dropped: {reason}" for reason in dropped]
+    report.print_notes(out, notes)
+
+
+def finding_of(
+    sweep: Sweep, ranked: Sequence[Candidate], device: str, least_gain: float
+) -> Finding:
+    """What a sweep found, for its journal and its report.
+
+    Parameters
+    ----------
+    sweep, ranked
+        The sweep, and its candidates from the best down.
+    device
+        Where it ran.
+    least_gain
+        Percent by which a tile must beat the default to be stored.
+    """
+    best = ranked[0]
+    default = next(c for c in sweep.candidates if c.is_default)
+    usable = best.tflops is not None and not best.failed
+    gained = gain_percent(best, default)
+    won = usable and not best.is_default and (gained is None or gained >= least_gain)
+    return {
+        "problem_class": sweep.group.problem_class,
+        "family": sweep.family,
+        "kernel_digest": digest_of(sweep.family),
+        "device": device,
+        "cases": [
+            dataclasses.asdict(each.case) | {"weight": each.weight} for each in sweep.group.cases
+        ],
+        "tiles": len(sweep.candidates),
+        "default_tile": dataclasses.asdict(default.tile),
+        "default_tflops": default.tflops,
+        "best_tile": dataclasses.asdict(best.tile) if usable else None,
+        "best_tflops": best.tflops if usable else None,
+        "gain_percent": gained,
+        "stored": won,
+        "failed": sum(candidate.failed for candidate in sweep.candidates),
+        "finalists": [dataclasses.asdict(tile) for tile in sweep.finalists()],
+        "date": environment.metadata(device)["date"],
+    }
+
+
+def gain_percent(best: Candidate, default: Candidate) -> float | None:
+    """By how many percent the best tile is faster than the default; None if that did not run."""
+    if best.cost_ms is None or default.cost_ms is None or default.failed:
+        return None
+    return round(100 * (default.cost_ms / best.cost_ms - 1), 2)
+
+
+def entry_of(finding: Finding, device: Device | None, which: str = "best") -> tuning.Entry:
+    """The table entry that a finding makes, of its best tile or of its default.
+
+    Parameters
+    ----------
+    finding
+        What a sweep found.
+    device
+        The GPU that it ran on; None for the CPU backend.
+    which
+        "best" or "default".
+    """
+    return tuning.Entry(
+        gpu=device.name if device else tuning.CPU,
+        arch=device.arch if device else 0,
+        sm_count=device.sm_count if device else 0,
+        family=finding["family"],
+        digest=finding["kernel_digest"],
+        problem_class=finding["problem_class"],
+        tile=finding[f"{which}_tile"],
+        tflops=finding[f"{which}_tflops"],
+    )
+
+
+def is_stale(entry: tuning.Entry) -> bool:
+    """Whether an entry was tuned on other kernel sources than the present ones."""
+    return entry.digest != digest_of(entry.family)
+
+
+def outcome_text(finding: Finding, saves: bool) -> str:
+    """A finding in few words."""
+    if finding["best_tile"] is None:
+        return "no tile ran and passed its check"
+    if finding["best_tile"] == finding["default_tile"]:
+        return "the default"
+    gain = finding["gain_percent"]
+    by = "the default did not run" if gain is None else f"{gain:+.1f}% over the default"
+    return by + (", saved" if saves and finding["stored"] else "")
+
+
+def class_text(problem_class: str) -> str:
+    """A problem class in few words: what is as usual, or follows, is left out."""
+    dtype, dim, dim_v, mask, q, k, rows, align, *kind = problem_class.split()
+    parts = [
+        SHORT_DTYPE[dtype],
+        dim if dim[1:] == dim_v[2:] else f"{dim}/{dim_v[2:]}",
+        mask,
+        f"s{q[1:]}" if q[1:] == k[1:] else f"s{q[1:]}/{k[1:]}",
+        "" if rows == f"rows{tuning.MOST_ROWS}" else rows,
+        "" if align == f"align{MAX_ALIGNMENT}" else align,
+        *kind,
+    ]
+    return " ".join(filter(None, parts))
+
+
+def print_findings(findings: Sequence[Finding], title: str) -> None:
+    """Print each class's default and best tile, and how near the defaults are to the best."""
+    rows = [
+        finding
+        | {
+            "best": _tile_text(finding["best_tile"]),
+            "default": _tile_text(finding["default_tile"]),
+            "class": f"{finding['family']} {class_text(finding['problem_class'])}",
+        }
+        for finding in findings
+    ]
+    rate = report.rate_column({"tflops": f["best_tflops"]} for f in findings)
+
+    def rate_of(which: str) -> report.Column:
+        return report.Column(rate.heading, lambda row: rate.text({"tflops": row[which]}))
+
+    columns = [
+        report.Column("class", lambda row: row["class"], numeric=False),
+        report.Column("default", lambda row: row["default"], numeric=False),
+        rate_of("default_tflops"),
+        report.Column("best", lambda row: row["best"], numeric=False),
+        rate_of("best_tflops"),
+        report.Column("gain %", lambda row: report.number(row["gain_percent"], ".1f")),
+        report.Column("kept", lambda row: "yes" if row["stored"] else ""),
+    ]
+    out = report.console()
+    report.print_table(out, title, columns, [rows])
+    legends = [_tile_legend(f["family"], f["default_tile"]) for f in findings]
+    report.print_notes(out, [*dict.fromkeys(legends), *findings_notes(findings)])
+
+
+def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How near the defaults are to the best of their sweeps."""
+    shares = [
+        f["default_tflops"] / f["best_tflops"]
+        for f in findings
+        if f["best_tflops"] and f["default_tflops"]
+    ]
+    if not shares:
+        return ["Nothing was timed."]
+    stored = sum(f["stored"] for f in findings)
+    return [
+        f"The defaults reach {statistics.geometric_mean(shares):.1%} of the best tile's rate "
+        f"(geometric mean of {len(shares)}), at least {min(shares):.1%}.",
+        f"{stored} of {len(findings)} classes keep a tile of their own"
+        + ("; in the others the default is near enough." if stored < len(findings) else "."),
+    ]
+
+
+def _tile_legend(family: str, tile: Mapping[str, int]) -> str:
+    rest = [name for name in tile if name not in ("Br", "Bc")]
+    return f"{family} tiles: {', '.join(['BrxBc', *rest])}."
+
+
+def _tile_text(tile: Mapping[str, int] | None) -> str:
+    if tile is None:
+        return "-"
+    rest = [str(value) for name, value in tile.items() if name not in ("Br", "Bc")]
+    return " ".join([f"{tile['Br']}x{tile['Bc']}", *rest])

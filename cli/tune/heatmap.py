@@ -1,0 +1,171 @@
+"""Rates by tile size, Br down and Bc across, on the terminal and as a picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ..records import report
+from ..records.figures import figure
+from .candidates import Candidate
+
+Size = tuple[int, int]
+
+# From slow to fast, as RGB: viridis at five places.
+_COLOURS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_LEAST_WIDTH = 4
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The best rate of each size, and why other sizes have none.
+
+    Attributes
+    ----------
+    title
+        What was swept, on what.
+    rates
+        TFLOP/s of the best tile of each (Br, Bc).
+    reasons
+        Why a size in the search space has no rate.
+    """
+
+    title: str
+    rates: Mapping[Size, float]
+    reasons: Mapping[Size, str]
+
+    @classmethod
+    def of(
+        cls, title: str, candidates: Sequence[Candidate], illegal: Mapping[Size, str]
+    ) -> HeatMap:
+        """The map of a sweep's candidates and of the sizes that have no legal tile."""
+        rates: dict[Size, float] = {}
+        reasons = dict(illegal)
+        for candidate in candidates:
+            size = (candidate.tile.Br, candidate.tile.Bc)
+            if candidate.tflops is None or candidate.failed:
+                why = "wrong result" if candidate.failed else candidate.dropped or "not timed"
+                reasons.setdefault(size, why)
+            else:
+                rates[size] = max(rates.get(size, 0.0), candidate.tflops)
+        sizes = rates.keys() | reasons.keys()
+        for size in itertools.product({Br for Br, _ in sizes}, {Bc for _, Bc in sizes}):
+            reasons.setdefault(size, "not tried")
+        return cls(title, rates, {s: why for s, why in reasons.items() if s not in rates})
+
+    @property
+    def rows(self) -> list[int]:
+        """Br of the lines."""
+        return sorted({size[0] for size in (*self.rates, *self.reasons)})
+
+    @property
+    def columns(self) -> list[int]:
+        """Bc of the columns."""
+        return sorted({size[1] for size in (*self.rates, *self.reasons)})
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """What the rates are shown in, and how much of that a TFLOP/s is."""
+        name = report.rate_column([{"tflops": rate} for rate in self.rates.values()]).heading
+        return name, 1.0 if name == "TFLOP/s" else 1e3
+
+    def rate_text(self, rate: float) -> str:
+        """A rate in that unit, without a fraction where all are large."""
+        scale = self.unit[1]
+        return f"{rate * scale:{'.0f' if max(self.rates.values()) * scale >= 20 else '.3g'}}"
+
+    def legend(self) -> dict[str, str]:
+        """A letter for each kind of reason: reasons that differ in their numbers are one kind."""
+        kinds = dict.fromkeys(_kind(why) for why in self.reasons.values())
+        return dict(zip(kinds, _LETTERS, strict=False))
+
+
+def _kind(reason: str) -> str:
+    return " ".join("N" if any(c.isdigit() for c in word) else word for word in reason.split())
+
+
+def _colour(share: float) -> tuple[int, int, int]:
+    place = min(max(share, 0.0), 1.0) * (len(_COLOURS) - 1)
+    low = min(int(place), len(_COLOURS) - 2)
+    part = place - low
+    pairs = zip(_COLOURS[low], _COLOURS[low + 1], strict=True)
+    red, green, blue = (round(a + part * (b - a)) for a, b in pairs)
+    return red, green, blue
+
+
+def print_heat_map(out: Console, heat: HeatMap) -> None:
+    """Print the map: the best rate is marked by a star, sizes without one by a letter."""
+    if not heat.rates:
+        return
+    best, worst = max(heat.rates.values()), min(heat.rates.values())
+    legend = heat.legend()
+    grid = [[Text("Br\\Bc"), *(Text(str(Bc)) for Bc in heat.columns)]]
+    for Br in heat.rows:
+        cells = [Text(str(Br))]
+        for Bc in heat.columns:
+            rate = heat.rates.get((Br, Bc))
+            if rate is None:
+                reason = heat.reasons.get((Br, Bc))
+                cells.append(Text(legend.get(_kind(reason), "?") if reason else "", style="dim"))
+            else:
+                star = "*" if rate == best else ""
+                cells.append(Text(star + heat.rate_text(rate), style=_style(rate, worst, best)))
+        grid.append(cells)
+    widths = [max(_LEAST_WIDTH, *map(len, column)) for column in zip(*grid, strict=True)]
+    unit = heat.unit[0]
+    out.print(f"{heat.title}: {unit} of the best tile of each size, * the best", markup=False)
+    for cells in grid:
+        for cell, width in zip(cells, widths, strict=True):
+            cell.align("right", width)
+        # A map that is wider than the terminal is left whole.
+        out.print(Text(" ").join(cells), soft_wrap=True)
+    for kind, letter in legend.items():
+        out.print(f"{letter}: {kind}", markup=False)
+
+
+def _style(rate: float, worst: float, best: float) -> str:
+    # Most differences are near the top: the colours are spread over the upper part.
+    share = (rate / best - max(0.5, worst / best)) / (1 - max(0.5, worst / best) or 1.0)
+    red, green, blue = _colour(share)
+    ink = "black" if 299 * red + 587 * green + 114 * blue > 128000 else "white"
+    return f"{ink} on rgb({red},{green},{blue})"
+
+
+def draw_heat_map(path: Path, heat: HeatMap) -> None:
+    """Draw the map into a .png or .svg file."""
+    rows, columns, legend = heat.rows, heat.columns, heat.legend()
+    best = max(heat.rates.values(), default=0.0)
+    width = max(5.0, 0.62 * len(columns) + 2)
+    height = max(2.5, 0.42 * len(rows) + 1.2 + 0.2 * len(legend))
+    with figure(path, width=width, height=height) as axes:
+        unit, scale = heat.unit
+        top = best * scale
+        grid = [[scale * heat.rates.get((Br, Bc), math.nan) for Bc in columns] for Br in rows]
+        image = axes.imshow(grid, cmap="viridis", vmin=0.5 * top, vmax=top, aspect="auto")
+        axes.figure.colorbar(image, ax=axes, label=unit)
+        for y, Br in enumerate(rows):
+            for x, Bc in enumerate(columns):
+                rate = heat.rates.get((Br, Bc))
+                if rate is not None:
+                    ink = "black" if rate > 0.85 * best else "white"
+                    weight = "bold" if rate == best else "normal"
+                    text = heat.rate_text(rate)
+                    axes.text(
+                        x, y, text, ha="center", va="center", color=ink, weight=weight, size=8
+                    )
+                elif reason := heat.reasons.get((Br, Bc)):
+                    letter = legend.get(_kind(reason), "?")
+                    axes.text(x, y, letter, ha="center", va="center", color="grey", size=8)
+        axes.set_xticks(range(len(columns)), [str(Bc) for Bc in columns])
+        axes.set_yticks(range(len(rows)), [str(Br) for Br in rows])
+        notes = [f"{letter}: {kind}" for kind, letter in legend.items()]
+        axes.set_xlabel("\n".join(["Bc", *notes]))
+        axes.set_ylabel("Br")
+        axes.set_title(heat.title, size=9)

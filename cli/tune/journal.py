@@ -1,0 +1,90 @@
+"""What a sweep has found so far, in a file: an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.planning import tuning
+
+from ..records.report import write_whole
+
+Finding = dict[str, Any]
+
+
+def folder() -> Path:
+    """Where journals lie: beside the user's table."""
+    return tuning.user_table_path().parent / "sweeps"
+
+
+class Journal:
+    """The findings of one sweep, by problem class.
+
+    A sweep is known by its settings: with others, or other kernel sources, it is another one.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Read what an interrupted sweep of these settings left; forget a complete one.
+
+        Where the file cannot be written a line on stderr says so, and nothing is kept.
+        """
+        text = json.dumps(settings, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.path = folder() / f"{name}.jsonl"
+        lines = _lines(self.path)
+        complete = bool(lines) and lines[-1].get("complete", False)
+        self.found: dict[str, Finding] = {}
+        if not complete:
+            self.found = {line["problem_class"]: line for line in lines if "problem_class" in line}
+        self.is_kept = True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = "".join(json.dumps(finding) + "\n" for finding in self.found.values())
+            write_whole(self.path, kept.encode())
+        except OSError as error:
+            self.is_kept = False
+            click.echo(
+                f"{self.path} cannot be written: {error.strerror}; this sweep cannot be resumed",
+                err=True,
+            )
+
+    def add(self, finding: Finding) -> None:
+        """Note what was found for a class."""
+        self.found[finding["problem_class"]] = finding
+        self._append(finding)
+
+    def finish(self) -> None:
+        """Note that the sweep is complete: the next one of its settings starts anew."""
+        self._append({"complete": True})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if not self.is_kept:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path) -> list[Finding]:
+    """The whole lines of a journal; one that was cut short by an interruption is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def findings() -> Iterator[Finding]:
+    """What all sweeps have found, the oldest first."""
+    for path in sorted(folder().glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        yield from (line for line in _lines(path) if "problem_class" in line)

@@ -1,0 +1,129 @@
+"""How a sweep is getting on: a live table on a terminal, a line for each group elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Group
+from rich.live import Live as RichLive
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from ..records import report
+from .candidates import Candidate
+
+# Finished groups that stay in view.
+_SHOWN = 8
+
+
+class Live:
+    """Told what happens, shows it on stderr; a context manager."""
+
+    def __init__(
+        self, groups: int, resumed: int = 0, save: Callable[[], None] = lambda: None
+    ) -> None:
+        """Show nothing yet.
+
+        Parameters
+        ----------
+        groups, resumed
+            How many there are, and how many of them were done before.
+        save
+            Called whenever there are new times.
+        """
+        self._groups, self._resumed, self._done = groups, resumed, resumed
+        self._save = save
+        self._start = time.monotonic()
+        self._finished: list[tuple[str, str, str]] = []
+        self._label = self._step = ""
+        self._best: Candidate | None = None
+        self._share = 0.0
+        self._on_terminal = sys.stderr.isatty()
+        self._live = RichLive(
+            get_renderable=self._page,
+            console=report.console(stderr=True),
+            transient=True,
+            refresh_per_second=4,
+            auto_refresh=self._on_terminal,
+        )
+
+    def __enter__(self) -> Live:
+        if self._on_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._on_terminal:
+            self._live.stop()
+
+    def begin(self, label: str) -> None:
+        """A group begins."""
+        self._label, self._step, self._best, self._share = label, "", None, 0.0
+
+    def compiled(self, done: int, total: int) -> None:
+        """So many of the group's kernels are compiled."""
+        self._step, self._share = f"compile {done}/{total}", 0.3 * done / total
+
+    def checked(self, done: int, total: int) -> None:
+        """So many of the group's tiles are checked."""
+        self._step, self._share = f"check {done}/{total}", 0.3 + 0.4 * done / total
+
+    def timed(self, candidates: Sequence[Candidate]) -> None:
+        """These tiles were timed."""
+        # A round is timed in lots, and the best so far may be of an earlier one.
+        so_far = [*candidates, self._best] if self._best else candidates
+        self._best = best = min(so_far, key=lambda c: (-c.rounds, c.cost_ms or 0.0))
+        self._step = f"time, round {best.rounds}"
+        self._share = max(self._share, 0.6 + 0.1 * best.rounds)
+        self._save()
+
+    def end(self, outcome: str) -> None:
+        """The group is done."""
+        self._save()
+        self._done += 1
+        best, self._share = _text(self._best), 0.0
+        self._finished.append((self._label, best, outcome))
+        if not self._on_terminal:
+            result = ", ".join(filter(None, (best, outcome)))
+            line = f"[{self._done}/{self._groups}] {self._label}: {result}"
+            print(line, file=sys.stderr, flush=True)
+        self._label = ""
+
+    def _page(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        for row in self._finished[-_SHOWN:]:
+            table.add_row(*row, style="dim")
+        if self._label:
+            table.add_row(self._label, _text(self._best), self._step)
+        bar = ProgressBar(self._groups, self._done + self._share, width=30)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(f"{self._done} done, {self._groups - self._done} left", bar, self._time_left())
+        return Group(head, table)
+
+    def _time_left(self) -> str:
+        passed = time.monotonic() - self._start
+        progress = self._done - self._resumed + self._share
+        if progress < 0.2:
+            return f"{_clock(passed)} passed"
+        left = passed / progress * (self._groups - self._resumed - progress)
+        return f"{_clock(passed)} passed, about {_clock(left)} left"
+
+
+def _text(candidate: Candidate | None) -> str:
+    if candidate is None:
+        return ""
+    row = {"tflops": candidate.tflops}
+    rate = report.rate_column([row])
+    return f"{report.tile_text(candidate.tile)}  {rate.text(row)} {rate.heading}"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

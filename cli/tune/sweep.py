@@ -1,0 +1,253 @@
+"""Compile, check and time the tiles of one group of cases after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.tile import Tile
+
+from ..build.build import Builder, Built, Job, write_cubin
+from ..cases.calls import call_of
+from ..cases.inputs import Inputs, random_inputs
+from ..cases.workload import Group
+from ..measure.check import Check
+from ..measure.race import race, rounds
+from ..measure.runner import first_line, too_large
+from ..measure.timing import GpuTimer, HostTimer, Timed, Timer, spread
+from ..providers.providers import release_memory
+from .candidates import Candidate, Limits, cpu_candidates, gpu_candidates
+from .live import Live
+
+# What differs between these two types in machine code is the type alone, so that tiles which came
+# off badly with one need not be tried with the other.
+_TWIN_DTYPES = {"float16": "bfloat16", "bfloat16": "float16"}
+
+
+# Query rows that each tile's result is compared on, for each case: hundreds of tiles are checked.
+_CHECKED_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tiles are timed."""
+
+    seed: int
+    warmup: int
+    repeats: int
+
+
+@dataclass
+class Sweep:
+    """A group of cases and the tiles that are tried for it."""
+
+    group: Group
+    candidates: list[Candidate]
+
+    @property
+    def family(self) -> str:
+        """The kernel family, or "cpu"."""
+        return self.candidates[0].plan.family
+
+    def finalists(self) -> list[Tile]:
+        """The tiles that went past the first round."""
+        return [candidate.tile for candidate in self.candidates if candidate.rounds > 1]
+
+
+def plan_sweeps(
+    groups: Sequence[Group], device: Device | None, family: str | None, limits: Limits
+) -> list[Sweep]:
+    """The sweeps of all groups; on the CPU without a device."""
+    return [
+        Sweep(
+            group,
+            gpu_candidates(group.cases, device, family, limits)
+            if device
+            else cpu_candidates(group.cases, limits),
+        )
+        for group in groups
+    ]
+
+
+def too_large_for(sweep: Sweep) -> str | None:
+    """Why the arrays of a sweep's cases do not fit the free memory, or None if they do."""
+    needed = sum(weighted.case.array_bytes for weighted in sweep.group.cases)
+    return too_large(needed, on_gpu=sweep.candidates[0].plan.device is not None)
+
+
+def twin_class(problem_class: str) -> str | None:
+    """The same class in the other 16-bit type; None for other types."""
+    dtype, _, rest = problem_class.partition(" ")
+    other = _TWIN_DTYPES.get(dtype)
+    return f"{other} {rest}" if other else None
+
+
+def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:
+    """Keep only the tiles that did well in the other 16-bit type, where that was swept before."""
+    best = finalists.get(twin_class(sweep.group.problem_class) or "")
+    if best:
+        sweep.candidates = [c for c in sweep.candidates if c.tile in best or c.is_default]
+
+
+@dataclass
+class Compilation:
+    """Builds the candidates of sweeps, each unit once, ahead of when they are wanted."""
+
+    builder: Builder
+    folder: Path | None
+    max_spills: int
+    _futures: dict[str, Future[Built]] = field(default_factory=dict)
+    _hashes: dict[str, str] = field(default_factory=dict)
+
+    def start(self, candidates: Sequence[Candidate]) -> None:
+        """Have the candidates' units built."""
+        for candidate in candidates:
+            for plan in candidate.plans:
+                job = Job.of(plan)
+                if job.unit.text not in self._futures:
+                    self._futures[job.unit.text] = self.builder.submit(job)
+
+    def finish(self, candidates: Sequence[Candidate], live: Live) -> None:
+        """Wait for the candidates' units; note resources, and drop what fails or spills."""
+        self.start(candidates)
+        units = {job.unit.text: job for c in candidates for job in map(Job.of, c.plans)}
+        waiting = {self._futures[text]: text for text in units}
+        for done, future in enumerate(as_completed(waiting), 1):
+            text = waiting[future]
+            cubin = future.result().cubin
+            if cubin is not None and text not in self._hashes:
+                self._hashes[text] = hashlib.sha256(cubin.image).hexdigest()
+                if self.folder is not None:
+                    write_cubin(self.folder, units[text], cubin)
+            live.compiled(done, len(waiting))
+        for candidate in candidates:
+            self._note(candidate)
+        self._find_twins(candidates)
+
+    def _note(self, candidate: Candidate) -> None:
+        built = [self._futures[plan.unit.text].result() for plan in candidate.plans if plan.unit]
+        candidate.resources = built[0].resources
+        if errors := [b.error for b in built if b.error]:
+            candidate.dropped = "does not compile"
+            click.echo(errors[0], err=True)
+            return
+        spilled = max(b.resources.spill_bytes for b in built if b.resources)
+        # The default is what the others are compared with.
+        if spilled > self.max_spills and not candidate.is_default:
+            candidate.dropped = f"spills {spilled} bytes per thread"
+
+    def _find_twins(self, candidates: Sequence[Candidate]) -> None:
+        first: dict[tuple[Any, ...], Candidate] = {}
+        # The default is timed itself.
+        for candidate in sorted(candidates, key=lambda c: not c.is_default):
+            if candidate.dropped is None:
+                key = tuple(
+                    (self._hashes[plan.unit.text], plan.launches, plan.section_heads)
+                    for plan in candidate.plans
+                    if plan.unit
+                )
+                earlier = first.setdefault(key, candidate)
+                candidate.twin = earlier if earlier is not candidate else None
+
+
+@contextlib.contextmanager
+def prebuilt_from(folder: Path) -> Iterator[None]:
+    """Have the library load kernels from a folder of cubins."""
+    before = os.environ.get(CUBINS_VARIABLE)
+    os.environ[CUBINS_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CUBINS_VARIABLE]
+        else:
+            os.environ[CUBINS_VARIABLE] = before
+
+
+CallOf = Callable[[Candidate, int], Callable[[], Any]]
+
+
+def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
+    """Check every candidate that was not dropped, then race those that passed."""
+    on_gpu = sweep.candidates[0].plan.device is not None
+    cases = [weighted.case for weighted in sweep.group.cases]
+    try:
+        inputs = [random_inputs(case, settings.seed, on_gpu=on_gpu) for case in cases]
+        checks = [
+            Check(each, settings.seed, on_gpu=on_gpu, most_rows=_CHECKED_ROWS) for each in inputs
+        ]
+    except MemoryError as error:
+        for candidate in sweep.candidates:
+            candidate.dropped = first_line(error)
+        click.echo(f"{sweep.group.problem_class}: {first_line(error)}", err=True)
+        release_memory()
+        return
+    timer: Timer = GpuTimer() if on_gpu else HostTimer()
+    time_all(
+        sweep.candidates, functools.partial(_call, inputs, on_gpu), checks, timer, settings, live
+    )
+    release_memory()
+
+
+def _call(
+    inputs: Sequence[Inputs], on_gpu: bool, candidate: Candidate, case: int
+) -> Callable[[], Any]:
+    return call_of(
+        inputs[case],
+        on_gpu=on_gpu,
+        backend="auto" if on_gpu else "cpu",
+        family=candidate.plan.family,
+        tile=dataclasses.asdict(candidate.tile),
+    )
+
+
+def time_all(
+    candidates: Sequence[Candidate],
+    call_of: CallOf,
+    checks: Sequence[Check],
+    timer: Timer,
+    settings: Settings,
+    live: Live,
+) -> None:
+    """Check the candidates that were not dropped, and race those that passed."""
+    running = [c for c in candidates if c.dropped is None and c.twin is None]
+    for done, candidate in enumerate(running, 1):
+        _check(candidate, call_of, checks)
+        live.checked(done, len(running))
+    passed = [c for c in running if c.dropped is None and not c.failed]
+    cases = range(len(checks))
+
+    def take_turns(lot: Sequence[Candidate], repeats: int) -> None:
+        calls = [Timed(call_of(candidate, case)) for candidate in lot for case in cases]
+        times = iter(timer.interleaved(calls, settings.warmup, [repeats] * len(calls)))
+        for candidate in lot:
+            candidate.medians_ms = [spread(next(times)).median for _ in cases]
+
+    race(passed, rounds(settings.repeats), take_turns, live.timed)
+    for candidate in candidates:
+        if candidate.twin is not None:
+            candidate.take_twins_result()
+
+
+def _check(candidate: Candidate, call_of: CallOf, checks: Sequence[Check]) -> None:
+    errors = []
+    for case, check in enumerate(checks):
+        try:
+            errors.append(check.error(call_of(candidate, case)()))
+        except (RuntimeError, MemoryError) as error:
+            candidate.dropped = first_line(error)
+            return
+        candidate.failed |= not errors[-1] <= check.coverage.bound
+    candidate.max_error = max(errors)

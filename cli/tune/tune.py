@@ -1,0 +1,632 @@
+"""`cupy-flash tune`: race the legal tiles of a family and save what beats the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from cupy_flash.families import FAMILIES
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Device, device_for_arch, gpu_unavailable
+
+from ..build.build import Builder
+from ..build.compile import arch_option
+from ..cases.cases import describe
+from ..cases.options import (
+    HEADS,
+    SHAPE_NAMES,
+    output_option,
+    refuse,
+    refuse_sequences,
+    sequence_cases,
+    sequence_options,
+    shape_options,
+    split_sequences,
+    split_shape,
+    writable_path,
+)
+from ..cases.workload import PRESETS, Group, Weighted, groups_of, read_workload
+from ..errors import library_errors_as_usage
+from ..measure.race import ranking
+from ..providers.providers import current_device
+from ..records import environment, report
+from ..records.figures import plot_option
+from .candidates import Limits, illegal_sizes
+from .findings import (
+    class_text,
+    digest_of,
+    entry_of,
+    finding_of,
+    outcome_text,
+    print_findings,
+    print_ranking,
+    ranking_row,
+)
+from .heatmap import HeatMap, draw_heat_map, print_heat_map
+from .journal import Finding, Journal, findings
+from .live import Live
+from .sweep import (
+    Compilation,
+    Settings,
+    Sweep,
+    measure,
+    plan_sweeps,
+    prebuilt_from,
+    shorten,
+    too_large_for,
+    twin_class,
+)
+
+_GPU_DEFAULTS = {
+    "batch": (4,),
+    "seqlen_q": (4096,),
+    "heads": (16,),
+    "head_dim": (128,),
+    "dtype": ("bfloat16",),
+}
+_CPU_DEFAULTS = {
+    "batch": (1,),
+    "seqlen_q": (2048,),
+    "heads": (8,),
+    "head_dim": (64,),
+    "dtype": ("float32",),
+}
+
+
+class _Finite(click.ParamType):
+    """A number from 0, not infinite."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            self.fail(f"{value!r} is not a number from 0", param, ctx)
+        return number
+
+
+FINITE = _Finite()
+
+
+def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """A table file that can be written; one that is there must be a table."""
+    if path is None:
+        return None
+    writable_path(path, (".json",))
+    try:
+        tuning.read_table(path)
+    except tuning.TableError as error:
+        raise click.BadParameter(str(error)) from error
+    return path
+
+
+@click.command()
+@shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
+@sequence_options
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
+@click.option(
+    "--workload",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A .json or .csv file of weighted cases; see docs/tuning.md.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
+@click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to tune.")
+@click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
+@click.option("--br", type=HEADS, help="Try only these query rows.")
+@click.option("--bc", type=HEADS, help="Try only these key rows.")
+@click.option("--max-smem", type=FINITE, help="Most KiB of shared memory per block.")
+@click.option("--max-tiles", type=click.IntRange(1), help="Try only so many tiles, evenly chosen.")
+@click.option(
+    "--max-spills",
+    type=click.IntRange(0),
+    default=32,
+    show_default=True,
+    help="Drop tiles that spill more bytes per thread.",
+)
+@click.option(
+    "--min-gain",
+    type=FINITE,
+    default=2.0,
+    show_default=True,
+    help="Save only what beats the default tile by so many percent.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes that compile.")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="Rows to show.")
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_table_file,
+    help="Save into this .json table instead of the user's.",
+)
+@click.option("--dry-run", is_flag=True, help="Save nothing.")
+@click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
+@plot_option("the heat map of one sweep")
+@output_option
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    /,
+    preset: str | None,
+    workload: Path | None,
+    seed: int,
+    family: str | None,
+    backend: str | None,
+    br: tuple[int, ...] | None,
+    bc: tuple[int, ...] | None,
+    max_smem: float | None,
+    max_tiles: int | None,
+    max_spills: int,
+    min_gain: float,
+    workers: int | None,
+    warmup: int,
+    repeats: int,
+    top: int,
+    table: Path | None,
+    dry_run: bool,
+    reporting: bool,
+    plot: Path | None,
+    output: Path | None,
+    arch: str | None,
+    **options: Any,
+) -> None:
+    """Race every legal tile of a kernel family on the given shapes and save what wins.
+
+    Cases that share a tile are timed together. A tile is saved if it beats the family's default by
+    --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
+    family's sources change. An interrupted sweep goes on where it was. Exits with 1 if a tile's
+    result fails its check.
+    """
+    shape, sequences = split_shape(options), split_sequences(options)
+    if reporting:
+        _refuse_given(
+            ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
+        )
+        _report(output)
+        return
+    on_cpu = _runs_on_cpu(backend, arch, family)
+    if on_cpu:
+        _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
+    if arch is not None:
+        _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
+    cases = _cases(shape, sequences, preset, workload, seed=seed, on_cpu=on_cpu)
+    if on_cpu and not all(weighted.case.is_dense for weighted in cases):
+        raise click.UsageError(
+            "--backend cpu goes through caches and packed sequences without tuned tiles"
+        )
+    if any(weighted.case.flops() == 0 for weighted in cases):
+        raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
+    groups = groups_of(cases)
+    device = None if on_cpu else _device(arch)
+    limits = Limits(br, bc, max_smem, max_spills, max_tiles)
+    with library_errors_as_usage():
+        # All groups first: a wrong option shows before anything is compiled.
+        sweeps = plan_sweeps(groups, device, family, limits)
+    if (br or bc) and not any(_has_size(sweep, br, bc) for sweep in sweeps):
+        everything = plan_sweeps(groups[:1], device, family, Limits())[0]
+        if not _has_size(everything, br, bc):
+            raise click.UsageError(_no_such_size(everything, br, bc))
+    if plot and len(sweeps) > 1:
+        raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
+    if arch is not None:
+        assert device is not None
+        if plot:
+            raise click.UsageError("--plot draws rates, and --arch times nothing")
+        _rank_by_resources(sweeps, device, limits, workers, top, output)
+        return
+    saver = None
+    if not dry_run:
+        _require_writable(table)
+        saver = _Saver(table, device, limits.exclude_nothing, _command())
+    sweeps = _that_fit(sweeps)
+    settings = Settings(seed, warmup, repeats)
+    name = device.name if device else environment.cpu_name()
+    job = _Job(sweeps, device, name, limits, settings, min_gain, saver)
+    rows: list[dict[str, Any]] = []
+
+    def show() -> None:
+        if sweep := job.only:
+            _show(sweep, device, limits, name, top, plot)
+        else:
+            print_findings(job.found, name)
+
+    with report.kept(output, rows, lambda: environment.metadata(name), show) as save:
+        job.run(workers, rows, save)
+    found = job.found
+    for finding in found if len(found) == 1 else ():
+        outcome = outcome_text(finding, saves=saver is not None)
+        click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
+    # Also what an earlier, interrupted command found.
+    click.echo(saver.save(found) if saver else "Nothing saved (--dry-run).")
+    if any(finding["failed"] for finding in found):
+        click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
+        ctx.exit(1)
+    if all(finding["best_tile"] is None for finding in found):
+        ctx.exit(1)
+
+
+tune = arch_option(tune, multiple=False)
+
+
+def _runs_on_cpu(backend: str | None, arch: str | None, family: str | None) -> bool:
+    if backend == "cpu":
+        if arch or family:
+            raise click.UsageError("--backend cpu has no --arch and no --family")
+        return True
+    if arch is None and (reason := gpu_unavailable()):
+        raise click.UsageError(
+            f"no GPU to tune on ({reason}); --backend cpu tunes the CPU tiles, --arch sm_90 "
+            "compiles the sweep and ranks it by resources"
+        )
+    return False
+
+
+def _cases(
+    shape: dict[str, Any],
+    sequences: Mapping[str, Any],
+    preset: str | None,
+    workload: Path | None,
+    *,
+    seed: int,
+    on_cpu: bool,
+) -> list[Weighted]:
+    if preset and workload:
+        raise click.UsageError("--preset does not go with --workload: both name the cases")
+    if preset:
+        if on_cpu:
+            raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
+        refuse(shape, SHAPE_NAMES, f"--preset {preset}, which names the cases")
+        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
+        return PRESETS[preset]()
+    if workload:
+        refuse(shape, SHAPE_NAMES, "--workload, which names the cases")
+        refuse_sequences(sequences, "--workload, which names the cases")
+        return read_workload(workload)
+    defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
+    found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
+    return [Weighted(case) for case in found]
+
+
+def _device(arch: str | None) -> Device:
+    if arch is None:
+        return current_device()
+    with library_errors_as_usage():
+        return device_for_arch(arch)
+
+
+def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
+    """The sweeps whose arrays fit the free memory; a line on stderr says why others do not."""
+    reasons = [too_large_for(sweep) for sweep in sweeps]
+    for sweep, reason in zip(sweeps, reasons, strict=True):
+        if reason:
+            text = f"{_label(sweep)}: {reason}"
+            if all(reasons):
+                raise click.UsageError(text)
+            click.echo(f"Left out: {text}", err=True)
+    return [sweep for sweep, reason in zip(sweeps, reasons, strict=True) if not reason]
+
+
+def _refuse_given(ctx: click.Context, names: set[str], because: str) -> None:
+    """Raise a usage error if any of these parameters was given on the command line."""
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in names and ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} does not go with {because}")
+
+
+def _has_size(sweep: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> bool:
+    tiles = [candidate.tile for candidate in sweep.candidates]
+    return any((not br or t.Br in br) and (not bc or t.Bc in bc) for t in tiles)
+
+
+def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, ...] | None) -> str:
+    """What was asked for and what there is; of Bc, beside the Br that was asked for."""
+    tiles = [candidate.tile for candidate in everything.candidates]
+    of_br = [tile for tile in tiles if not br or tile.Br in br]
+    parts = []
+    for option, given, sizes in (
+        ("--br", br, {tile.Br for tile in tiles}),
+        ("--bc", bc, {tile.Bc for tile in of_br or tiles}),
+    ):
+        if given is not None and not sizes & set(given):
+            asked, known = (", ".join(map(str, sorted(n))) for n in (set(given), sizes))
+            parts.append(f"{option} {asked}: expected some of {known}")
+    beside = f" beside --br {', '.join(map(str, br))}" if br and of_br else ""
+    return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
+
+
+def _require_writable(table: Path | None) -> None:
+    if table:
+        return
+    path = tuning.user_table_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not the table itself: another process may be reading or replacing it.
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise click.UsageError(
+            f"{path} cannot be written: {error.strerror}; --dry-run saves nothing"
+        ) from error
+
+
+@dataclasses.dataclass
+class _Saver:
+    """Puts the tiles that beat the default into a table.
+
+    Attributes
+    ----------
+    table
+        The file; the user's table if None.
+    device
+        Whose tiles they are; None for the CPU backend.
+    removes
+        Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
+    command
+        For people who read the file.
+    removed
+        Entries that went so far.
+    """
+
+    table: Path | None
+    device: Device | None
+    removes: bool
+    command: str
+    removed: int = 0
+
+    def save(self, found: Sequence[Finding]) -> str:
+        """Save the findings; return what was done, as text."""
+        path = self.table or tuning.user_table_path()
+        usable = [finding for finding in found if finding["best_tile"] is not None]
+        won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
+        lost = [f for f in usable if self.removes and not f["stored"]]
+        kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
+        losers = {entry_of(f, self.device).key for f in lost} - {entry.key for entry in kept}
+
+        def changed(old: list[tuning.Entry]) -> list[tuning.Entry]:
+            staying = [entry for entry in old if entry.key not in losers]
+            self.removed += len(old) - len(staying)
+            return tuning.merged(staying, won + kept)
+
+        name = self.device.name if self.device else tuning.CPU
+        made_by = environment.metadata(name) | {"command": self.command} if self.table else None
+        tuning.change(path, changed, made_by=made_by)
+        texts = [f"{len(won)} saved in {path}"] if won else []
+        if kept:
+            defaults = "1 default" if len(kept) == 1 else f"{len(kept)} defaults"
+            texts.append(f"{defaults} saved over another table's tile.")
+        texts = texts or ["Nothing saved."]
+        if self.removed:
+            texts.append(f"{self.removed} removed, where the default is the best now.")
+        return "\n".join(texts)
+
+    def _is_overruled(self, finding: Finding) -> bool:
+        """Whether a class without an entry in the user's table would not get the default tile."""
+        if self.table:
+            return False
+        key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
+        other = tuning.lookup_class(self.device, *key, but_own=True)
+        return other is not None and other.tile != finding["default_tile"]
+
+
+@dataclasses.dataclass
+class _Job:
+    """All groups of one command, one after the other.
+
+    Attributes
+    ----------
+    last
+        The sweep that runs, or ran last; None if none did.
+    """
+
+    sweeps: list[Sweep]
+    device: Device | None
+    name: str
+    limits: Limits
+    settings: Settings
+    min_gain: float
+    saver: _Saver | None
+    journal: Journal = dataclasses.field(init=False)
+    last: Sweep | None = None
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self._identity())
+
+    @property
+    def only(self) -> Sweep | None:
+        """The sweep, where there is one alone, whose tiles can be shown."""
+        return self.last if len(self.sweeps) == 1 else None
+
+    @property
+    def found(self) -> list[Finding]:
+        """What was found so far."""
+        found = self.journal.found
+        return [found[c] for s in self.sweeps if (c := s.group.problem_class) in found]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a record: the tiles of one sweep, or what several found."""
+        if self.only is None:
+            return [{k: v for k, v in f.items() if k != "finalists"} for f in self.found]
+        ranked = ranking(self.only.candidates)
+        if not self.found and not any(candidate.rounds for candidate in ranked):
+            return []
+        return [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
+
+    def run(
+        self, workers: int | None, rows: list[dict[str, Any]], save: Callable[[], None]
+    ) -> None:
+        """Run what is left to do; put into `rows`, and have saved, what was found so far."""
+        journal = self.journal
+        if journal.found:
+            click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
+
+        def note() -> None:
+            rows[:] = self.rows()
+            save()
+
+        try:
+            note()
+            with (
+                Live(len(self.sweeps), len(journal.found), note) as live,
+                tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder,
+                prebuilt_from(Path(folder)),
+            ):
+                if self.device is None:
+                    self._run_all(live, None)
+                else:
+                    with Builder(workers) as builder:
+                        compilation = Compilation(builder, Path(folder), self.limits.max_spills)
+                        self._run_all(live, compilation)
+        except (Exception, KeyboardInterrupt):
+            going_on = "; the same command goes on from there" if journal.is_kept else ""
+            done = f"{len(journal.found)} of {len(self.sweeps)} are done"
+            click.echo(f"{done}{going_on}.", err=True)
+            raise
+        journal.finish()
+
+    def _identity(self) -> dict[str, Any]:
+        families = {sweep.family for sweep in self.sweeps}
+        return {
+            "device": self.name,
+            "digests": {family: digest_of(family) for family in sorted(families)},
+            "versions": environment.versions(),
+            "groups": [_group_identity(sweep.group) for sweep in self.sweeps],
+            "tiles": [[str(c.tile) for c in sweep.candidates] for sweep in self.sweeps],
+            "settings": dataclasses.asdict(self.settings) | {"min_gain": self.min_gain},
+        }
+
+    def _run_all(self, live: Live, compilation: Compilation | None) -> None:
+        journal = self.journal
+        left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
+        if compilation:
+            # Everything is compiled ahead, but for what a shortlist will cut.
+            classes = {sweep.group.problem_class for sweep in self.sweeps}
+            for sweep in left:
+                if not self._comes_after_its_twin(sweep, classes):
+                    compilation.start(sweep.candidates)
+        for sweep in left:
+            self.last = sweep
+            live.begin(_label(sweep))
+            shorten(sweep, _finalists(self.sweeps, journal))
+            if compilation:
+                compilation.finish(sweep.candidates, live)
+            measure(sweep, self.settings, live)
+            ranked = ranking(sweep.candidates)
+            finding = finding_of(sweep, ranked, self.name, self.min_gain)
+            journal.add(finding)
+            if self.saver:
+                self.saver.save([finding])
+            live.end(outcome_text(finding, saves=False))
+
+    def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
+        twin = twin_class(sweep.group.problem_class)
+        order = [each.group.problem_class for each in self.sweeps]
+        return twin in classes and order.index(twin) < order.index(sweep.group.problem_class)
+
+
+def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:
+    """The tiles that did well, by class, of what is done; also where another run did it."""
+    found = {}
+    for sweep in sweeps:
+        finding = journal.found.get(sweep.group.problem_class)
+        if finding:
+            tile_type = type(sweep.candidates[0].tile)
+            found[sweep.group.problem_class] = [tile_type(**t) for t in finding["finalists"]]
+    return found
+
+
+def _group_identity(group: Group) -> list[Any]:
+    return [group.problem_class, [[str(each.case), each.weight] for each in group.cases]]
+
+
+def _label(sweep: Sweep) -> str:
+    return f"{sweep.family} {class_text(sweep.group.problem_class)}"
+
+
+def _title(sweep: Sweep, device: str) -> str:
+    shared, own = describe([each.case for each in sweep.group.cases])
+    parts = [sweep.family, shared, " + ".join(filter(None, own)), device]
+    return ", ".join(filter(None, parts))
+
+
+def _show(
+    sweep: Sweep, device: Device | None, limits: Limits, name: str, top: int, plot: Path | None
+) -> None:
+    title = _title(sweep, name)
+    print_ranking(ranking(sweep.candidates), title, top)
+    problem = sweep.candidates[0].plan.problem
+    illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
+    heat = HeatMap.of(title, sweep.candidates, illegal)
+    if plot:
+        draw_heat_map(plot, heat)
+        click.echo(f"Written to {plot}.", err=True)
+    else:
+        print_heat_map(report.console(), heat)
+
+
+def _rank_by_resources(
+    sweeps: Sequence[Sweep],
+    device: Device,
+    limits: Limits,
+    workers: int | None,
+    top: int,
+    output: Path | None,
+) -> None:
+    done: list[Sweep] = []
+    rows: list[dict[str, Any]] = []
+
+    def show() -> None:
+        for sweep in done:
+            print_ranking(ranking(sweep.candidates), _title(sweep, device.name), top)
+            click.echo(f"Nothing was timed: ranked by resources for {device.sm}, nothing saved.")
+
+    keeping = report.kept(output, rows, lambda: environment.metadata(device.name), show)
+    with keeping as save, Builder(workers) as builder, Live(len(sweeps)) as live:
+        compilation = Compilation(builder, None, limits.max_spills)
+        for sweep in sweeps:
+            live.begin(_label(sweep))
+            compilation.finish(sweep.candidates, live)
+            done.append(sweep)
+            rows += [ranking_row(c, rank) for rank, c in enumerate(ranking(sweep.candidates), 1)]
+            save()
+
+
+def _command() -> str:
+    ctx = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')} {ctx.params[name]}"
+        for name in ("preset", "workload", "family", "min_gain")
+        if ctx.params.get(name) is not None
+    ]
+    return " ".join(["cupy-flash tune", *given])
+
+
+def _report(output: Path | None) -> None:
+    """Show the newest finding of each class on this machine's processors, timing nothing."""
+    newest: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings():
+        if finding["kernel_digest"] == digest_of(finding["family"]):
+            key = (finding["device"], finding["family"], finding["problem_class"])
+            newest[key] = finding
+    if not newest:
+        click.echo("No sweep of these kernels has been made; 'cupy-flash tune' makes one.")
+        return
+
+    def show() -> None:
+        for device in dict.fromkeys(key[0] for key in newest):
+            print_findings([f for key, f in newest.items() if key[0] == device], device)
+
+    head = environment.metadata(next(iter(newest))[0])
+    report.keep(output, report.Record(head, list(newest.values())), show)

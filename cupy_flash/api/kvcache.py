@@ -1,0 +1,374 @@
+"""Attention to a key/value cache, which new keys and values are first appended to."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.calls.arrays import require_mutable
+from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.host_calls import (
+    all_cupy,
+    kept_problem,
+    new_lse,
+    requested_tile,
+    require_writable,
+    runs_on_gpu,
+)
+from cupy_flash.calls.options import plain_options
+from cupy_flash.calls.overlap import require_apart
+from cupy_flash.calls.sequence_arrays import (
+    CACHES,
+    CacheArrays,
+    CacheOptions,
+    cache_problem,
+    check_cache_contents,
+    length_limits,
+    normalized,
+    require_length,
+)
+from cupy_flash.gpu import launch_sequences
+from cupy_flash.host import batches, cpu
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.device import device_for_id
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile, TileRequest, freeze_tile
+
+
+def flash_attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any | None = None,
+    v: Any | None = None,
+    *,
+    cache_seqlens: Any,
+    cache_batch_idx: Any | None = None,
+    block_table: Any | None = None,
+    rotary_cos: Any | None = None,
+    rotary_sin: Any | None = None,
+    rotary_interleaved: bool = True,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    out: Any | None = None,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+) -> Any:
+    """One step of generation: append to a key/value cache, then attend to it.
+
+    The keys of a sequence may be split over thread blocks and the shares merged by their
+    log-sum-exp (Flash-Decoding: Dao, Haziza, Massa and Sizov, 2023), so that few queries over many
+    keys fill a GPU.
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries, usually one for each sequence. float16, bfloat16, float32 or float64; NumPy, CuPy,
+        or any array that speaks DLPack. Read in place with a contiguous last axis, else copied.
+    k_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim)
+        Keys, of the same dtype and kind; or (pages, page_size, heads_kv, head_dim) with
+        block_table, of any page_size from 1 up. Written in place if k is given. Its last axis is
+        contiguous. heads_q is a multiple of heads_kv; query head h reads head h // (heads_q //
+        heads_kv).
+    v_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim_v)
+        Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 256, head_dim_v may
+        differ from head_dim.
+    k : array, shape (batch, seqlen_new, heads_kv, head_dim), optional
+        New keys. Row j of sequence b becomes row cache_seqlens[b] + j of its cache, and is
+        attended to. Together with v, or neither.
+    v : array, shape (batch, seqlen_new, heads_kv, head_dim_v), optional
+        New values.
+    cache_seqlens : int or array of int32, shape (batch,)
+        Lengths in the cache before new rows are appended; an array of the same kind as q, for
+        NumPy q also a list. What is attended to has the length cache_seqlens + seqlen_new. The
+        array is not written.
+    cache_batch_idx : array of int32, shape (batch,), optional
+        Which cache each sequence has; by default sequence b has cache b. If two share one that is
+        appended to, either's rows are left there.
+    block_table : array of int32, shape (batch, max_pages), optional
+        Row j of sequence b's cache is row j % page_size of page block_table[b, j // page_size]. Its
+        capacity is max_pages * page_size; entries behind the pages that it needs are not read.
+    rotary_cos, rotary_sin : arrays, shape (seqlen_ro, rotary_dim / 2), optional
+        Cosine and sine of the angles of a rotary embedding at each position (Su et al., 2021), of
+        q's dtype or float32, for float64 float64. The first rotary_dim columns are rotated: of new
+        key j at position cache_seqlens[b] + j, and of query i at cache_seqlens[b] + i if causal,
+        else all at cache_seqlens[b]. Needs k and v; q and k themselves are not written.
+    rotary_interleaved : bool
+        Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
+    causal : bool
+        Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
+        append: the last query sees every key.
+    softmax_scale : float, optional
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
+    num_splits : int
+        Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
+        the planner. The CPU backend has no use for it.
+    return_lse : bool
+        Also return the log-sum-exp of each row's scaled scores.
+    out : array, optional
+        Where to write the result; same kind, dtype and shape as the result, contiguous last
+        axis, no overlap with the inputs.
+    batch_invariant : bool
+        The bits of a row's result depend on nothing but its own sequence: not on what else is in
+        the batch, and not on how the sequence was split into chunks of queries. Excludes
+        num_splits > 1. It costs time: on a GPU any number of queries goes to one family and tile,
+        `mma` or, where that cannot serve, `simt`; and keys are not split, so that with few
+        sequences and heads most of the GPU is idle while the longest sequence is read.
+    backend : {"auto", "gpu", "cpu"}
+        Where NumPy arrays are computed. "auto": on the GPU where there is one that can, to which
+        the whole cache is copied in each call; a cache that lives on is better kept there.
+    family : str, optional
+        Kernel family to use instead of the planner's choice.
+    tile : Tile, mapping or (Br, Bc), optional
+        Tile to use instead of the tuned or default one.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Of the inputs' kind and dtype. A row that sees no key is 0.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
+        row that sees no key.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind of array or dtype; cache_seqlens, cache_batch_idx and block_table are
+        int32. For arrays of JAX to append to, which are immutable.
+    ValueError
+        For shapes that do not go together, a wrong value, a family or tile that does not fit; for
+        caches that are read-only, overlap the other arrays, or have no contiguous last axis; and
+        for lengths, caches, pages and rotary positions that lie outside of the arrays, where they
+        are Python integers or stand in NumPy arrays. The cache is then as it was.
+    CompileError
+        If a kernel does not compile.
+
+    Notes
+    -----
+    Runs on the current device and stream and does not synchronize (NumPy results apart). The
+    kernels are enqueued one after the other: an append, if there is one, then attention.
+
+    The step can be captured in a CUDA graph. With an array of cache_seqlens the graph reads the
+    lengths anew at each launch, so that one graph serves a growing cache; an integer is captured
+    as it is. The workspace of a captured call, rotated queries included, comes from CuPy's current
+    pool and goes back to it when the call returns, though the graph goes on writing to it: warm up
+    and capture under a `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph.
+    Counters, at most 8 bytes for each thread block or split of a query tile, stay with a captured
+    call for the life of the process.
+
+    What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
+    kernel outside of the arrays:
+
+    - a length is taken to be within [0, capacity], capacity being seqlen_cache or max_pages *
+      page_size; new rows beyond the capacity are dropped, and so are those for a page outside of
+      [0, pages);
+    - a sequence whose entry in cache_batch_idx is no cache has no keys, and nothing is appended;
+    - the rows of a page outside of [0, pages) are zeros;
+    - a rotary position outside of the table takes its nearest row.
+
+    Same inputs give the same bits, on one GPU model with one version. 16-bit inputs are
+    accumulated in float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_with_kvcache
+    >>> k_cache, v_cache = np.zeros((2, 1, 16, 2, 8), np.float32)
+    >>> q = k = v = np.ones((1, 1, 2, 8), np.float32)
+    >>> out = flash_attention_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=[5])
+    >>> out.shape, float(k_cache[0, 5, 0, 0])
+    ((1, 1, 2, 8), 1.0)
+    """
+    options = plain_options(
+        CacheOptions(
+            causal,
+            softmax_scale,
+            return_lse,
+            num_splits,
+            batch_invariant,
+            family,
+            freeze_tile(tile),
+            rotary_interleaved,
+        )
+    )
+    keys = 0
+    lengths = cache_seqlens
+    if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
+        keys, lengths = operator.index(cache_seqlens), None
+    elif cache_seqlens is None:
+        raise _no_lengths(cache_seqlens)
+    arrays = CacheArrays(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        lengths,
+        cache_batch_idx,
+        block_table,
+        rotary_cos,
+        rotary_sin,
+        out,
+    )
+    if backend == "auto" and all_cupy(arrays):
+        # The common call, without the checks that its arguments passed by their types.
+        result, lse = launch_sequences.with_kvcache(arrays, keys, options)
+        return (result, lse) if return_lse else result
+    if isinstance(lengths, (bool, float, str, np.generic)):
+        raise _no_lengths(lengths)
+    require_backend(backend)
+    if k is not None:
+        require_mutable("k_cache", k_cache)
+        require_mutable("v_cache", v_cache)
+    arrays, convert = normalized(arrays)
+    if isinstance(arrays.q, np.ndarray):
+        result, lse = _from_host(arrays, keys, options, backend)
+    else:
+        require_gpu_backend(backend)
+        result, lse = launch_sequences.with_kvcache(arrays, keys, options)
+    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
+    result = convert(result) if out is None else (convert(result), out)[1]
+    return (result, convert(lse)) if return_lse else result
+
+
+def _no_lengths(cache_seqlens: Any) -> TypeError:
+    return TypeError(
+        f"cache_seqlens is {cache_seqlens!r}; expected an integer or an int32 array of shape "
+        "(batch,)"
+    )
+
+
+def _from_host(
+    arrays: CacheArrays, keys: int, options: CacheOptions, backend: str
+) -> tuple[np.ndarray, np.ndarray | None]:
+    problem = kept_problem(cache_problem, arrays, options)
+    if arrays.cache_seqlens is None:
+        require_length("cache_seqlens", keys, length_limits(arrays, problem))
+        lengths = np.full(problem.batch, keys, np.int64)
+    else:
+        lengths = arrays.cache_seqlens.astype(np.int64)
+    check_cache_contents(arrays, lengths, problem)
+    out = arrays.out
+    if out is None:
+        out = np.empty((*arrays.q.shape[:3], problem.head_dim_v), arrays.q.dtype)
+    else:
+        require_writable("out", out)
+    assert problem.sequences is not None
+    appends = problem.sequences.new_keys > 0
+    if appends:
+        require_writable("k_cache", arrays.k_cache)
+        require_writable("v_cache", arrays.v_cache)
+    require_apart(arrays._fields, arrays, (*CACHES, "out") if appends else ("out",))
+    # Nothing may be refused once the cache is written.
+    on_gpu = runs_on_gpu(problem, options, backend)
+    tile = None if on_gpu else requested_tile(problem, options)
+    lengths_after = lengths + problem.sequences.new_keys
+    if on_gpu:
+        _require_a_plan(problem, options)
+    elif tile is not None:
+        _require_scratch(problem, tile, int(lengths_after.max(initial=0)))
+    q = _append(arrays, lengths, options, problem)
+    if on_gpu:
+        return _on_gpu(arrays, q, lengths_after, out, options)
+    lse = None
+    if options.return_lse:
+        lse = new_lse(problem, (problem.batch, problem.heads_q, problem.seqlen_q))
+    batches.kvcache_forward(
+        q,
+        arrays.k_cache,
+        arrays.v_cache,
+        out,
+        lse,
+        lengths=lengths_after,
+        cache_batch_idx=arrays.cache_batch_idx,
+        block_table=arrays.block_table,
+        causal=problem.causal,
+        softmax_scale=problem.softmax_scale,
+        tile=tile,
+        batch_invariant=problem.sequences.batch_invariant,
+    )
+    return out, lse
+
+
+def _require_a_plan(problem: Problem, options: CacheOptions) -> None:
+    """Raise as a call on the current GPU does for a family or tile that does not fit."""
+    import cupy
+
+    device = device_for_id(cupy.cuda.runtime.getDevice())
+    make_plan(problem, device, family=options.family, tile=options.tile)
+
+
+def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:
+    """Raise ValueError for a tile that the CPU backend would refuse later on."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    clipped = Tile(min(tile.Br, max(rows, 1)), min(tile.Bc, max(seqlen_k, 1)))
+    needed = cpu.scratch_bytes(problem, clipped)
+    if needed > cpu.SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {needed} bytes of scratch per worker, more than "
+            f"{cpu.SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )
+
+
+def _append(
+    arrays: CacheArrays, lengths: np.ndarray, options: CacheOptions, problem: Problem
+) -> np.ndarray:
+    """Append what is new to the cache; q as it is attended with."""
+    q, k = arrays.q, arrays.k
+    if arrays.rotary_cos is not None:
+        q, k = (
+            batches.rotate(
+                rows,
+                arrays.rotary_cos,
+                arrays.rotary_sin,
+                lengths,
+                interleaved=bool(options.rotary_interleaved),
+                advance=advance,
+            )
+            for rows, advance in ((q, problem.causal), (k, True))
+        )
+    if k is not None:
+        batches.append(
+            arrays.k_cache,
+            arrays.v_cache,
+            k,
+            arrays.v,
+            lengths=lengths,
+            cache_batch_idx=arrays.cache_batch_idx,
+            block_table=arrays.block_table,
+        )
+    return q
+
+
+def _on_gpu(
+    arrays: CacheArrays,
+    q: np.ndarray,
+    lengths: np.ndarray,
+    out: np.ndarray,
+    options: CacheOptions,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Attention of host arrays whose cache is complete, on copies of them."""
+    import cupy
+
+    uploaded = CacheArrays(
+        q=cupy.asarray(q),
+        k_cache=cupy.asarray(arrays.k_cache, order="C"),
+        v_cache=cupy.asarray(arrays.v_cache, order="C"),
+        cache_seqlens=cupy.asarray(lengths, np.int32),
+        cache_batch_idx=_uploaded(cupy, arrays.cache_batch_idx),
+        block_table=_uploaded(cupy, arrays.block_table),
+    )
+    result, lse = launch_sequences.with_kvcache(uploaded, 0, options)
+    out[...] = cupy.asnumpy(result)
+    return out, None if lse is None else cupy.asnumpy(lse)
+
+
+def _uploaded(cupy: Any, array: np.ndarray | None) -> Any | None:
+    return None if array is None else cupy.asarray(array)

@@ -1,0 +1,230 @@
+"""Attention of sequences of different lengths, packed one behind the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.host_calls import (
+    all_cupy,
+    kept_problem,
+    new_lse,
+    requested_tile,
+    require_writable,
+    runs_on_gpu,
+)
+from cupy_flash.calls.options import plain_options
+from cupy_flash.calls.overlap import require_apart
+from cupy_flash.calls.sequence_arrays import (
+    VarlenArrays,
+    VarlenOptions,
+    check_varlen_contents,
+    normalized,
+    varlen_problem,
+)
+from cupy_flash.gpu import launch_sequences
+from cupy_flash.host import batches
+from cupy_flash.problem.tile import TileRequest, freeze_tile
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any | None = None,
+    block_table: Any | None = None,
+    return_lse: bool = False,
+    out: Any | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+) -> Any:
+    """`flash_attention` of sequences of different lengths, packed without padding.
+
+    Sequence b has the queries q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]] and the keys and values
+    k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]], and attends to those alone. Any length may be 0.
+
+    Parameters
+    ----------
+    q : array, shape (total_q, heads_q, head_dim)
+        Queries of all sequences. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array
+        that speaks DLPack. Read in place with a contiguous last axis, else copied.
+    k : array, shape (total_k, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
+        Keys, of the same dtype and kind; in pages with block_table. heads_q is a multiple of
+        heads_kv; query head h reads head h // (heads_q // heads_kv).
+    v : array, shape (total_k, heads_kv, head_dim_v) or (pages, page_size, heads_kv, head_dim_v)
+        Values. Head dims are 1 to 256, head_dim_v may differ from head_dim.
+    cu_seqlens_q : array of int32, shape (batch + 1,)
+        Where in q each sequence begins, and where the last one ends: running totals of the
+        lengths. Of the same kind as q; for NumPy q also a list. Rows of q before the first and
+        behind the last belong to no sequence.
+    cu_seqlens_k : array of int32, shape (batch + 1,)
+        The same in k; with block_table only the differences count, and with seqused_k besides it
+        nothing of it (pass cu_seqlens_q, say).
+    max_seqlen_q, max_seqlen_k : int
+        Bounds of the lengths, which the grid and the kernel are chosen by. They need not be
+        tight. On a GPU calls share a plan while these and the arrays' shapes stay the same,
+        total_q and total_k included; planning anew costs about a millisecond on the host.
+    causal : bool
+        Each sequence has a mask of its own, aligned bottom right: query i sees the keys j <= i +
+        seqlen_k - seqlen_q.
+    softmax_scale : float, optional
+        Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
+        each call, which waits for it where it lies on a GPU.
+    seqused_k : array of int32, shape (batch,), optional
+        Number of keys of each sequence, instead of the differences in cu_seqlens_k. Arrays of
+        integers may all be lists where q is NumPy's.
+    block_table : array of int32, shape (batch, max_pages), optional
+        Key j of sequence b is row j % page_size of page block_table[b, j // page_size]. Entries
+        behind the pages that a sequence needs are not read.
+    return_lse : bool
+        Also return the log-sum-exp of each row's scaled scores.
+    out : array, optional
+        Where to write the result; same kind, dtype and shape as the result, contiguous last
+        axis, no overlap with the inputs. Rows that belong to no sequence are left as they are.
+    num_splits : int
+        Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
+        the planner. The CPU backend has no use for it.
+    batch_invariant : bool
+        The bits of a row's result depend on nothing but its own sequence: not on what else is in
+        the batch, and not on how many of the sequence's queries the call holds. Excludes
+        num_splits > 1. It costs time: on a GPU sequences of all lengths go to one family and tile,
+        `mma` or, where that cannot serve, `simt`; and keys are not split where the batch has too
+        few query tiles for the GPU.
+    backend : {"auto", "gpu", "cpu"}
+        Where NumPy arrays are computed. "auto": on the GPU where there is one that
+        can.
+    family : str, optional
+        Kernel family to use instead of the planner's choice.
+    tile : Tile, mapping or (Br, Bc), optional
+        Tile to use instead of the tuned or default one.
+
+    Returns
+    -------
+    out : array, shape (total_q, heads_q, head_dim_v)
+        Of the inputs' kind and dtype. A row that sees no key is 0; one that belongs to no sequence
+        is undefined.
+    lse : array, shape (heads_q, total_q)
+        Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
+        row that sees no key; undefined for one that belongs to no sequence.
+
+    Raises
+    ------
+    TypeError
+        For a wrong kind of array or dtype; cu_seqlens_q, cu_seqlens_k, seqused_k and block_table
+        are int32.
+    ValueError
+        For shapes that do not go together, a wrong value, a family or tile that does not fit; and
+        in NumPy arrays for lengths, places and pages that lie outside of the arrays or beyond
+        max_seqlen_q and max_seqlen_k.
+    CompileError
+        If a kernel does not compile.
+
+    Notes
+    -----
+    Runs on the current device and stream and does not synchronize (NumPy results apart), so that
+    it can be captured in a CUDA graph, which then reads lengths, places and pages anew at each
+    launch. The workspace of a captured call comes from CuPy's current pool and goes back to it
+    when the call returns, though the graph goes on writing to it: warm up and capture under a
+    `cupy.cuda.MemoryPool` of the graph's own, kept as long as the graph. Counters, 4 bytes for
+    each split of a query tile's keys, stay with a captured call for the life of the process.
+
+    What stands in arrays on a GPU is not known on the host, and is not checked. It cannot lead a
+    kernel outside of the arrays:
+
+    - what cu_seqlens_q and cu_seqlens_k say is taken to be within [0, total_q] and [0, total_k],
+      and a pair that decreases is an empty sequence;
+    - a sequence has at most max_seqlen_q queries, and at most max_seqlen_k keys, the rows left in
+      k, or what its pages hold; query rows beyond are not computed;
+    - the rows of a page outside of [0, pages) are zeros.
+
+    Same inputs give the same bits, on one GPU model with one version. 16-bit inputs are
+    accumulated in float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import flash_attention_varlen
+    >>> q = k = v = np.ones((7, 2, 8), np.float32)
+    >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
+    (7, 2, 8)
+    """
+    options = plain_options(
+        VarlenOptions(
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+            softmax_scale,
+            return_lse,
+            num_splits,
+            batch_invariant,
+            family,
+            freeze_tile(tile),
+        )
+    )
+    arrays = VarlenArrays(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out)
+    if backend == "auto" and all_cupy(arrays):
+        # The common call, without the checks that its arguments passed by their types.
+        result, lse = launch_sequences.varlen(arrays, options)
+        return (result, lse) if return_lse else result
+    require_backend(backend)
+    arrays, convert = normalized(arrays)
+    if isinstance(arrays.q, np.ndarray):
+        result, lse = _from_host(arrays, options, backend)
+    else:
+        require_gpu_backend(backend)
+        result, lse = launch_sequences.varlen(arrays, options)
+    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
+    result = convert(result) if out is None else (convert(result), out)[1]
+    return (result, convert(lse)) if return_lse else result
+
+
+def _from_host(
+    arrays: VarlenArrays, options: VarlenOptions, backend: str
+) -> tuple[np.ndarray, np.ndarray | None]:
+    problem = kept_problem(varlen_problem, arrays, options)
+    check_varlen_contents(arrays, options, problem)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out = arrays
+    if out is None:
+        out = np.empty((*q.shape[:2], problem.head_dim_v), q.dtype)
+    else:
+        require_writable("out", out)
+        require_apart(arrays._fields, arrays, ("out",))
+    if runs_on_gpu(problem, options, backend):
+        import cupy
+
+        # With `out`, for its rows that belong to no sequence.
+        uploaded = [None if x is None else cupy.asarray(x, order="C") for x in arrays]
+        result, lse = launch_sequences.varlen(VarlenArrays(*uploaded), options)
+        out[...] = cupy.asnumpy(result)
+        return out, None if lse is None else cupy.asnumpy(lse)
+    lse = new_lse(problem, (problem.heads_q, q.shape[0])) if options.return_lse else None
+    batches.varlen_forward(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=problem.seqlen_q,
+        max_seqlen_k=problem.seqlen_k,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        causal=problem.causal,
+        softmax_scale=problem.softmax_scale,
+        tile=requested_tile(problem, options),
+        batch_invariant=problem.sequences is not None and problem.sequences.batch_invariant,
+    )
+    return out, lse

@@ -1,0 +1,412 @@
+"""What the caller passed in: array kinds, layouts, and how to hand the result back in kind."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.calls.jax_arrays import JaxMemory, from_jax, gpu_of, is_jax, to_jax
+from cupy_flash.calls.torch_arrays import (
+    is_torch_on_gpu,
+    order,
+    tensor_as_cupy,
+    tensor_type,
+    two_streams,
+)
+from cupy_flash.errors import needs_cupy
+from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
+
+LAYOUTS = ("bshd", "bhsd")
+# DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
+_DLPACK_CPU = 1
+_DLPACK_CUDA = (2, 3, 13)
+
+
+def is_cupy(array: Any) -> bool:
+    """Whether an array is CuPy's, without importing CuPy."""
+    return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
+
+
+def kind_of(value: Any) -> str:
+    """A value's type with its article, for messages."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
+def array_module(array: Any) -> Any:
+    """The module whose functions take an array: CuPy for CuPy's, else NumPy."""
+    return importlib.import_module("cupy") if is_cupy(array) else np
+
+
+def require_layout(layout: str) -> None:
+    """Raise ValueError for an unknown layout."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
+
+
+def to_bshd(array: Any, layout: str) -> Any:
+    """View of an array in (batch, seqlen, heads, dim) order."""
+    return array.swapaxes(1, 2) if layout == "bhsd" else array
+
+
+def require_4d(name: str, array: Any) -> None:
+    """Raise ValueError unless an array has four axes."""
+    require_axes(name, array, 4, "batch, seqlen, heads and head_dim in the order of layout")
+
+
+def require_axes(name: str, array: Any, count: int, meaning: str) -> None:
+    """Raise ValueError unless an array has so many axes."""
+    if array.ndim != count:
+        raise ValueError(
+            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected {count}: {meaning}"
+        )
+
+
+def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Raise ValueError unless an array has a shape."""
+    if tuple(array.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {expected}, {meaning}")
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype's name as `cupy_flash.problem.problem.DTYPES` spells it."""
+    return _dtype_name(array.dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    # NumPy takes 4 us to tell.
+    return str(dtype.name)
+
+
+def has_contiguous_rows(array: Any) -> bool:
+    """Whether the last axis is contiguous, or of length 1, and strides are whole elements.
+
+    Or there is nothing to address.
+    """
+    if array.ndim == 0 or array.size == 0:
+        return True
+    size = array.itemsize
+    strides = array.strides
+    return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
+
+
+def is_aligned(array: Any) -> bool:
+    """Whether elements lie at multiples of their size, as loads on a GPU need them."""
+    return array.size == 0 or address_of(array) % array.itemsize == 0
+
+
+def is_readable_in_place(array: Any) -> bool:
+    """Whether kernels can address an array as it lies."""
+    return has_contiguous_rows(array) and is_aligned(array)
+
+
+def as_cupy(array: Any) -> Any:
+    """A CuPy array over the memory of a tensor or an array of JAX on a GPU; any other as it is."""
+    if array.__class__ is JaxMemory:
+        return array.as_cupy()
+    return tensor_as_cupy(array) if array.__class__ is tensor_type() else array
+
+
+def readable_in_place(array: Any) -> Any:
+    """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
+    on_gpu = as_cupy(array)
+    if is_readable_in_place(on_gpu):
+        return array
+    return on_gpu.copy(order="C") if is_aligned(on_gpu) else _copied_as_bytes(on_gpu)
+
+
+def require_in_place(name: str, array: Any, why: str = "") -> None:
+    """Raise ValueError unless an array that is no mere input can be addressed as it lies.
+
+    NumPy reads and writes at any address.
+    """
+    if not has_contiguous_rows(array):
+        raise ValueError(
+            f"{name} has strides {array.strides}; expected a contiguous last axis{why}"
+        )
+    if not isinstance(array, np.ndarray) and not is_aligned(array):
+        raise ValueError(
+            f"{name} lies at address {address_of(array):#x}; expected a multiple of "
+            f"{array.itemsize}, the size of a {dtype_name(array)}{why}"
+        )
+
+
+def _copied_as_bytes(array: Any) -> Any:
+    """A contiguous copy of a CuPy array whose elements no load can take whole."""
+    ndarray = array_module(array).ndarray
+    shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
+    copy = ndarray(shape, "uint8", array.data, strides).copy(order="C")
+    return ndarray(array.shape, array.dtype, copy.data)
+
+
+def address_of(array: Any) -> int:
+    """Address of the first element of a NumPy or CuPy array."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def spec_of(array: Any, address: int) -> ArraySpec:
+    """How a (batch, seqlen, heads, dim) array lies in memory, or a packed one without batch.
+
+    Parameters
+    ----------
+    array
+        NumPy or CuPy array with a contiguous last axis. Of three axes it is taken for a batch of
+        one.
+    address
+        Of its first element.
+    """
+    size = array.itemsize
+    shape, strides = tuple(array.shape), array.strides
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, seqlen, heads, _ = (stride // size for stride in strides)
+    alignment = address & -address if address else MAX_ALIGNMENT
+    return ArraySpec(
+        shape=shape,
+        strides=(batch, seqlen, heads),
+        dtype=dtype_name(array),
+        alignment=min(alignment, MAX_ALIGNMENT),
+    )
+
+
+def normalize(name: str, array: Any) -> Any:
+    """An input as a NumPy or CuPy array over the same memory; see `way_back`.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for messages.
+    array
+        NumPy, CuPy, or any array with ``__dlpack__``.
+
+    Returns
+    -------
+    array
+        NumPy for host memory, CuPy for device memory; or a tensor on a GPU, or a `JaxMemory`,
+        which launches take as they take CuPy's arrays. Device memory of another library is
+        ordered after its producer's current stream.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    if is_torch_on_gpu(array):
+        if streams := torch_streams(name, array):
+            order(*streams)
+        return array
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
+            f"{name}.data"
+        )
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return array
+    if (memory := from_jax(name, array)) is not None:
+        return memory
+    if not hasattr(array, "__dlpack_device__"):
+        raise TypeError(
+            f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
+        )
+    device_type = int(array.__dlpack_device__()[0])
+    if device_type in _DLPACK_CUDA:
+        return _device_array(name, array)
+    if device_type == _DLPACK_CPU:
+        return _host_array(name, array)
+    raise TypeError(
+        f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
+    )
+
+
+def read(name: str, array: Any) -> Any:
+    """`normalize` to what NumPy's or CuPy's functions take."""
+    return as_cupy(normalize(name, array))
+
+
+def torch_streams(name: str, tensor: Any) -> tuple[int, int] | None:
+    """`two_streams`, which CuPy has to be there for."""
+    try:
+        return two_streams(tensor)
+    except ImportError as error:
+        raise needs_cupy(name) from error
+
+
+def normalize_out(name: str, array: Any) -> Any:
+    """`normalize` of an array that is written.
+
+    Raises
+    ------
+    TypeError
+        Also for arrays of JAX, which are immutable.
+    """
+    require_mutable(name, array)
+    return normalize(name, array)
+
+
+def require_mutable(name: str, array: Any) -> None:
+    """Raise TypeError for an array of JAX."""
+    if is_jax(array):
+        raise TypeError(
+            f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
+            "CuPy array over a copy of it"
+        )
+
+
+def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
+    """An array of lengths or places as a NumPy or CuPy array; see `require_int32`.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for messages.
+    array
+        As for `normalize`; a list of integers will do on the host.
+    on_host
+        Whether q lies there.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, or lies elsewhere than q.
+    ValueError
+        For a list of integers that int32 does not hold.
+    """
+    if isinstance(array, (list, tuple)):
+        if not on_host:
+            raise TypeError(
+                f"{name} is {kind_of(array)} and q lies on a GPU; pass "
+                f"cupy.asarray({name}, 'int32')"
+            )
+        return _int32_of_list(name, array)
+    array = normalize(name, array)
+    if isinstance(array, np.ndarray) != on_host:
+        raise TypeError(
+            f"{name} lies on a GPU and q in host memory; pass {name}.get()"
+            if on_host
+            else f"{name} lies in host memory and q on a GPU; pass cupy.asarray({name})"
+        )
+    return array
+
+
+def require_int32(name: str, array: Any) -> None:
+    """Raise TypeError unless the dtype is that of lengths and places."""
+    if dtype_name(array) != "int32" or not array.dtype.isnative:
+        raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
+
+
+def _int32_of_list(name: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is no list of integers: {error}") from error
+    # Integers beyond 64 bits make it an array of objects, or of float64.
+    numbers = np.asarray(values, object).ravel().tolist()
+    others = [x for x in numbers if isinstance(x, bool) or not isinstance(x, (int, np.integer))]
+    if others:
+        raise TypeError(f"{name} holds {kind_of(others[0])}; expected integers")
+    bounds = np.iinfo(np.int32)
+    if not all(bounds.min <= x <= bounds.max for x in numbers):
+        raise ValueError(f"{name} holds integers that int32 does not; expected smaller ones")
+    return array.astype(np.int32)
+
+
+def _identity(result: Any) -> Any:
+    return result
+
+
+def _device_array(name: str, array: Any) -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise needs_cupy(name) from error
+    try:
+        return cupy.from_dlpack(array)
+    except (TypeError, BufferError) as error:
+        raise TypeError(f"{name} cannot be read through DLPack: {error}") from error
+
+
+def _host_array(name: str, array: Any) -> np.ndarray:
+    is_bfloat16 = str(getattr(array, "dtype", "")).endswith("bfloat16")
+    try:
+        if _root_module(array) == "torch":
+            # Not through DLPack, which knows no bfloat16 in NumPy and makes `out` read-only.
+            bits = array.view(_torch().int16) if is_bfloat16 else array
+            return bits.numpy().view(_bfloat16()) if is_bfloat16 else bits.numpy()
+        return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
+    except (TypeError, RuntimeError, BufferError) as error:
+        raise TypeError(f"{name} cannot be read by NumPy: {error}") from error
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def _root_module(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def way_back(name: str, array: Any) -> Callable[[Any], Any]:
+    """What turns a NumPy or CuPy result into an array of the library that `array` belongs to.
+
+    Raises
+    ------
+    TypeError
+        If the library takes none, naming the argument.
+    """
+    if (device := gpu_of(array)) is not None:
+        return functools.partial(to_jax, device=device)
+    if isinstance(array, np.ndarray) or is_cupy(array):
+        return _identity
+    root = _root_module(array)
+    if root == "torch":
+        return to_torch
+    if is_jax(array):
+        return _to_jax
+    namespace = getattr(array, "__array_namespace__", None)
+    if namespace is not None and hasattr(namespace(), "from_dlpack"):
+        return lambda result: namespace().from_dlpack(result)
+    raise TypeError(
+        f"{name} is {kind_of(array)}, which offers no from_dlpack to hand the result back with"
+    )
+
+
+def to_torch(result: Any) -> Any:
+    """A result as a tensor, whose current stream then waits for it; see `way_back`."""
+    if result.__class__ is tensor_type():
+        if streams := two_streams(result):
+            order(*reversed(streams))
+        return result
+    torch = _torch()
+    if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
+        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(result)
+
+
+def _to_jax(result: Any) -> Any:
+    import jax
+
+    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, None)
+
+
+def require_float(name: str, array: Any) -> None:
+    """Raise TypeError unless the dtype is one that attention is computed in."""
+    if dtype_name(array) not in DTYPES:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "
+            f"{name}.astype({dtype_name(array)!r})"
+        )

@@ -1,0 +1,57 @@
+"""Where a call is computed: the argument `backend`, and the CPU's part of `family` and `tile`."""
+
+from __future__ import annotations
+
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families import FAMILIES
+from cupy_flash.planning.planner import choose_cpu_tile
+from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import FrozenTile, Tile
+
+BACKENDS = ("auto", "gpu", "cpu")
+
+
+def require_backend(backend: str) -> None:
+    """Raise ValueError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+
+
+def require_gpu_backend(backend: str) -> None:
+    """Raise ValueError where the CPU is asked for, for arrays in GPU memory."""
+    if backend == "cpu":
+        raise ValueError("backend is 'cpu', but the arrays lie in GPU memory; pass NumPy arrays")
+
+
+def host_runs_on_gpu(backend: str) -> bool:
+    """Whether arrays in host memory go to a GPU.
+
+    Raises
+    ------
+    UnsupportedError
+        If one is asked for and there is none.
+    """
+    if backend == "gpu" and (reason := gpu_unavailable()):
+        raise UnsupportedError(f"backend is 'gpu', but {reason}")
+    return backend == "gpu" or (backend == "auto" and gpu_unavailable() is None)
+
+
+def cpu_tile(problem: Problem, family: str | None, tile: FrozenTile) -> Tile:
+    """The tile of the CPU backend: the one asked for, tuned, or its default.
+
+    Raises
+    ------
+    ValueError
+        For an unknown family, or a tile that does not fit.
+    UnsupportedError
+        For a family of GPU kernels.
+    """
+    if family not in (None, "cpu", *FAMILIES):
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}, cpu")
+    if family not in (None, "cpu"):
+        raise UnsupportedError(
+            f"family {family!r} is a GPU kernel, but the CPU backend computes this"
+            + (f": {reason}" if (reason := gpu_unavailable()) else "")
+        )
+    return choose_cpu_tile(problem, tile)

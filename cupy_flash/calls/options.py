@@ -1,0 +1,85 @@
+"""Options as plain values, so that a call's key holds nothing that can change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cupy_flash.calls.arrays import kind_of, require_layout
+from cupy_flash.problem.problem import check_bool, finite, integer
+from cupy_flash.problem.tile import Tile
+
+# Types of options that were found to be plain, with the class of the options before them.
+_plain: set[tuple[type, ...]] = set()
+
+
+def plain_options(options: Any) -> Any:
+    """The same options as Python's own numbers, bools and strings.
+
+    Parameters
+    ----------
+    options
+        A NamedTuple of them. A number may be an array of one, which is read here.
+
+    Raises
+    ------
+    TypeError
+        For an option of the wrong kind.
+    ValueError
+        For a number that is not finite.
+    """
+    # Types tell whether options are plain, and a program's calls mostly have the same.
+    types = (options.__class__, *map(type, options))
+    if types in _plain:
+        return options
+    named = zip(options._fields, options, strict=True)
+    plain = options._replace(**{name: _FIELDS[name](name, value) for name, value in named})
+    if types == (plain.__class__, *map(type, plain)):
+        _plain.add(types)
+    return plain
+
+
+def _bool(name: str, value: Any) -> bool:
+    check_bool(name, value)
+    return bool(value)
+
+
+def _integer_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value)
+
+
+def _number_or_none(name: str, value: Any) -> float | None:
+    # An integer is a number like any other, and cannot change either.
+    return value if value is None or type(value) is int else finite(name, value)
+
+
+def _name_or_none(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} is {kind_of(value)}; expected a name")
+    return None if value is None else str(value)
+
+
+def _layout(name: str, value: Any) -> str:
+    require_layout(value)
+    return str(value)
+
+
+def _frozen_tile(name: str, value: Any) -> Any:
+    assert value is None or isinstance(value, (Tile, tuple)), name
+    return value
+
+
+_FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    "causal": _bool,
+    "return_lse": _bool,
+    "batch_invariant": _bool,
+    "rotary_interleaved": _bool,
+    "softmax_scale": _number_or_none,
+    "q_offset": _integer_or_none,
+    "max_seqlen_q": _integer_or_none,
+    "max_seqlen_k": _integer_or_none,
+    "num_splits": integer,
+    "layout": _layout,
+    "family": _name_or_none,
+    "tile": _frozen_tile,
+}

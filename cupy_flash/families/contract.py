@@ -1,0 +1,297 @@
+"""The contract of a kernel family: one `.cu` file and one subclass of `Family`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupy_flash.gpu.params import layout_assertions
+from cupy_flash.gpu.tensor_map import TensorMapSpec
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# In a wheel the kernels lie inside the package, in a checkout beside it.
+KERNEL_DIR = next(
+    (path for path in (_PACKAGE / "kernels_cu", _PACKAGE.parent / "kernels_cu") if path.is_dir()),
+    _PACKAGE / "kernels_cu",
+)
+
+# Thread blocks of one launch, and along the second axis of its grid.
+MAX_GRID = 2**31 - 1
+MAX_GRID_Y = 2**16 - 1
+# Registers that an instruction can name.
+MAX_REGISTERS = 255
+
+# The main kernel of a family that launches others before it.
+MAIN_ENTRY = "attention"
+
+_ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
+
+
+@dataclass(frozen=True)
+class TranslationUnit:
+    """Source text of one compilation: it includes a family's `.cu` and names one config.
+
+    Attributes
+    ----------
+    text
+        CUDA C++ that includes the family's file and defines the entries.
+    entries
+        Names of the ``extern "C"`` kernels, in launch order.
+    title
+        What it is, for people: family, dtype, head dims, tile.
+    arch_specific
+        Whether it uses instructions that only its own architecture has (``sm_90a``).
+    """
+
+    text: str
+    entries: tuple[str, ...]
+    title: str
+    arch_specific: bool = False
+
+    @property
+    def main_entry(self) -> str:
+        """The kernel that attends: the first, unless a later one is called `MAIN_ENTRY`."""
+        return MAIN_ENTRY if MAIN_ENTRY in self.entries else self.entries[0]
+
+    def target(self, device: Device) -> str:
+        """The compiler's name of the architecture to compile for."""
+        return device.sm + "a" * self.arch_specific
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: an entry of the unit with its grid, threads and dynamic shared memory."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_memory: int = 0
+
+
+class Family(ABC):
+    """A kernel family. Pure arithmetic on records: no arrays, no GPU."""
+
+    name: str
+    source: str
+    tile_type: type[Tile]
+    # Whether the planner may choose it unasked.
+    automatic: bool = True
+    # Whether its code is for one architecture only (see `TranslationUnit`).
+    arch_specific: bool = False
+    # Whether it serves problems whose sequences are packed, cached or paged.
+    serves_sequences: bool = False
+    # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
+    # may go to it.
+    serves_any_rows: bool = False
+
+    @abstractmethod
+    def why_not(self, problem: Problem, device: Device) -> str | None:
+        """Why the family cannot serve the problem on the device, or None if it can."""
+
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        """Why another family that serves the problem too is the better choice, or None.
+
+        Not asked about batch-invariant problems (see `serves_any_rows`).
+        """
+        return None
+
+    @abstractmethod
+    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        """Every tile of the family's search space for this problem, legal or not."""
+
+    @abstractmethod
+    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+        """Why a tile cannot be launched, by resource arithmetic, or None if it can."""
+
+    @abstractmethod
+    def default_tile(self, problem: Problem, device: Device) -> Tile:
+        """The tile used where the tuned table has none."""
+
+    @abstractmethod
+    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+        """Dynamic shared memory of a thread block, in bytes."""
+
+    @abstractmethod
+    def threads(self, tile: Tile) -> int:
+        """Threads of a block."""
+
+    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+        """Thread blocks that share the keys of one query tile."""
+        return 1
+
+    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        """Bytes of device memory needed besides the arrays."""
+        return 0
+
+    def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+        """32-bit words of device memory that are zero before a launch and after it."""
+        return 0
+
+    def takes_sequences(self, problem: Problem) -> bool:
+        """Whether the kernels take the struct of `sequences.cuh` after the params."""
+        return problem.sequences is not None
+
+    def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
+        """Query heads whose query tiles are interleaved (see `kernels_cu/work/schedule.cuh`)."""
+        return heads_in_l2(problem, device)
+
+    def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
+        """Tensor maps of q, k and v, which the kernels take after the params, if any."""
+        return ()
+
+    @abstractmethod
+    def launches(
+        self, problem: Problem, device: Device, tile: Tile, num_splits: int
+    ) -> tuple[Launch, ...]:
+        """The kernel launches, in order."""
+
+    @abstractmethod
+    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
+        """C++ definition of each entry, in launch order."""
+
+    @abstractmethod
+    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+        """The family's own members of the `Config` struct."""
+
+    def why_not_blocks(
+        self, problem: Problem, device: Device, tile: Tile, *, registers: int, min_blocks: int
+    ) -> str | None:
+        """Why so many thread blocks of a tile do not fit an SM, or None if they do.
+
+        Parameters
+        ----------
+        registers
+            That a thread needs at least.
+        min_blocks
+            What `__launch_bounds__` is told; the compiler then keeps to the registers that are
+            left.
+        """
+        threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
+        if reason := why_not_shared_memory(device, shared_memory):
+            return reason
+        most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
+        if registers > most:
+            return f"needs about {registers} registers per thread; {most} are left to it"
+        if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
+            return f"fewer than {min_blocks} blocks fit an SM's shared memory"
+        return None
+
+    def tiles(self, problem: Problem, device: Device) -> Iterator[Tile]:
+        """Every legal tile."""
+        for tile in self.candidates(problem, device):
+            if self.why_not_tile(problem, device, tile) is None:
+                yield tile
+
+    def unit(self, problem: Problem, tile: Tile, num_splits: int) -> TranslationUnit:
+        """The translation unit of one tile."""
+        members = {
+            "head_dim": problem.head_dim,
+            "head_dim_v": problem.head_dim_v,
+            "causal": problem.causal,
+            "score_sign": problem.score_factor[0][0],
+            "score_shift": problem.score_factor[0][1],
+            "alignment": problem.alignment,
+            "out_alignment": problem.out_alignment,
+            "split_keys": num_splits > 1,
+        }
+        members |= self.config(problem, tile)
+        entries = self.entries(problem, tile, num_splits)
+        lines = [
+            f"// cupy_flash {self.name}, sources {self.digest()}",
+            f'#include "{self.source}"',
+            layout_assertions(),
+            config_struct({"Element": problem.dtype}, members),
+            *entries.values(),
+        ]
+        title = (
+            f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
+            + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+            + (" causal" if problem.causal else "")
+            + (" split" if num_splits > 1 else "")
+            + f" tile {tile}"
+        )
+        return TranslationUnit("\n".join(lines) + "\n", tuple(entries), title, self.arch_specific)
+
+    def digest(self) -> str:
+        """Hash of the family's `.cu` and every header it reaches."""
+        return source_digest(self.source)
+
+
+def config_struct(dtypes: Mapping[str, str], members: Mapping[str, int | bool]) -> str:
+    """C++ definition of the `Config` that a kernel is made for.
+
+    Parameters
+    ----------
+    dtypes
+        Of each element type that it names.
+    members
+        Value of each of its constants.
+    """
+    lines = [f"  using {name} = {_ELEMENT[dtype]};" for name, dtype in dtypes.items()]
+    for name, value in members.items():
+        kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
+        lines.append(f"  static constexpr {kind} {name} = {literal};")
+    return "\n".join(["struct Config {", *lines, "};"])
+
+
+@functools.cache
+def source_digest(source: str) -> str:
+    """Sixteen hex digits over a kernel file and, transitively, all it includes."""
+    pending, seen = [source], set[str]()
+    while pending:
+        name = pending.pop()
+        if name not in seen:
+            seen.add(name)
+            text = (KERNEL_DIR / name).read_text(encoding="utf-8")
+            pending += re.findall(r'^#include "(.+)"', text, re.MULTILINE)
+    digest = hashlib.sha256()
+    for name in sorted(seen):
+        text = (KERNEL_DIR / name).read_text(encoding="utf-8")
+        digest.update(name.encode() + b"\0" + text.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Quotient rounded up."""
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple not below value."""
+    return ceil_div(value, multiple) * multiple
+
+
+def why_not_scale(problem: Problem) -> str | None:
+    """Why a kernel that takes scaled scores of -inf for masked ones cannot serve a problem."""
+    if not problem.has_huge_scale:
+        return None
+    return f"takes scores of -inf for masked, which a scale of {problem.softmax_scale:g} may make"
+
+
+def why_not_shared_memory(device: Device, needed: int) -> str | None:
+    """Why a thread block cannot have so many bytes of shared memory, or None if it can."""
+    if needed <= device.shared_memory_per_block:
+        return None
+    return (
+        f"needs {needed / 1024:.0f} KiB of shared memory; {device.name} has "
+        f"{device.shared_memory_per_block // 1024} KiB per block"
+    )
+
+
+def heads_in_l2(problem: Problem, device: Device) -> int:
+    """Query heads whose keys and values half the L2 cache holds together.
+
+    Whole groups that share a key/value head: at least one group, at most all heads of the batch.
+    """
+    group = problem.heads_q // problem.heads_kv
+    key_value_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
+    groups = device.l2_cache // 2 // max(1, key_value_bytes)
+    return group * max(1, min(groups, problem.batch * problem.heads_kv))

@@ -1,0 +1,156 @@
+"""Tensor maps: what Hopper's copy engine needs to know of an array.
+
+CUDA driver API, "Tensor Map Object Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.errors import DriverError
+from cupy_flash.gpu.by_value import ByValue
+from cupy_flash.gpu.driver import driver_function
+
+# Strides must be multiples of 16 bytes below 2^40.
+STRIDE_UNIT = 16
+MAX_STRIDE = 2**40
+
+_MAP_BYTES = 128
+# cuTensorMapEncodeTiled wants the record on 64 bytes.
+_MAP_ALIGNMENT = 64
+# Enumerators of cuda.h.
+_DATA_TYPE = {"float16": 6, "bfloat16": 9}
+_SWIZZLE = {64: 2, 128: 3}
+_NO_INTERLEAVE = 0
+_PROMOTE_TO_128_BYTES = 2
+_FILL_WITH_ZEROS = 0
+# Distinct sets of addresses kept by one call; a set takes 0.5 KiB.
+_MAX_SETS = 64
+# What an address is changed by, to see where the driver writes it: all bits but the lowest, which
+# are 0, and the highest, which it might refuse.
+_PROBES = (0x2AAAAAAAAA00, 0x155555555500)
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tensor map without its address.
+
+    Attributes
+    ----------
+    dtype
+        ``"float16"`` or ``"bfloat16"``.
+    shape
+        (dim, seqlen, heads, batch), none of them 0.
+    strides
+        Of seqlen, heads and batch, in bytes: multiples of 16 below 2^40.
+    box
+        Columns and rows of one copy. The columns are one line of shared memory, 64 or 128 bytes,
+        which is also the swizzle.
+    """
+
+    dtype: str
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box: tuple[int, int]
+
+
+class TensorMaps:
+    """The tensor maps of a call's arrays, encoded once for each set of addresses."""
+
+    def __init__(self, specs: Sequence[TensorMapSpec]) -> None:
+        size = len(specs) * _MAP_BYTES
+        buffer = np.zeros(size + _MAP_ALIGNMENT, np.uint8)
+        start = -buffer.ctypes.data % _MAP_ALIGNMENT
+        # Where the driver writes.
+        self._target = buffer[start : start + size]
+        address = self._target.ctypes.data
+        self._requests = [_request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs)]
+        # First word and the rest of each map, in turns.
+        self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
+        self._parts: list[Any] = []
+        self._only_address_changes: bool | None = None
+        self._encoded: dict[tuple[int, ...], ByValue] = {}
+        self._lock = threading.Lock()
+
+    def at(self, addresses: tuple[int, ...]) -> ByValue:
+        """The maps, one after another.
+
+        Parameters
+        ----------
+        addresses
+            Device address of each array, a multiple of 16.
+        """
+        maps = self._encoded.get(addresses)
+        if maps is None:
+            with self._lock:
+                maps = ByValue(bytearray(self._encode(addresses)))
+                if len(self._encoded) >= _MAX_SETS:
+                    self._encoded.clear()
+                self._encoded[addresses] = maps
+        return maps
+
+    def _encode(self, addresses: tuple[int, ...]) -> bytes:
+        if self._only_address_changes is None:
+            self._only_address_changes = self._probe(addresses)
+        # The record is opaque, and asking takes 6 us. But where encodings for addresses that differ
+        # in every bit differ in nothing but the first word, writing that is as good.
+        if self._only_address_changes:
+            self._parts[::2] = addresses
+            return self._struct.pack(*self._parts)
+        self._ask_driver(addresses)
+        return self._target.tobytes()
+
+    def _probe(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the maps of all addresses are alike but for their first words, the addresses."""
+        self._ask_driver(addresses)
+        self._parts = list(self._struct.unpack(self._target.tobytes()))
+        if tuple(self._parts[::2]) != addresses:
+            return False
+        for probe in _PROBES:
+            others = tuple(address ^ probe for address in addresses)
+            try:
+                self._ask_driver(others)
+            except DriverError:
+                return False
+            parts = self._struct.unpack(self._target.tobytes())
+            if parts[::2] != others or list(parts[1::2]) != self._parts[1::2]:
+                return False
+        return True
+
+    def _ask_driver(self, addresses: tuple[int, ...]) -> None:
+        encode = driver_function("cuTensorMapEncodeTiled")
+        for (pointer, arguments), address in zip(self._requests, addresses, strict=True):
+            pointer.value = address
+            status = encode(*arguments)
+            if status:
+                raise DriverError(f"cuTensorMapEncodeTiled failed with CUresult {status}")
+
+
+# Arguments are made once: ctypes takes 1 us for a call with its own objects, and 4 us where it has
+# to make them of Python's.
+def _request(spec: TensorMapSpec, target: int) -> tuple[ctypes.c_void_p, tuple[Any, ...]]:
+    columns, rows = spec.box
+    rank = len(spec.shape)
+    pointer = ctypes.c_void_p()
+    arguments = (
+        ctypes.c_void_p(target),
+        ctypes.c_int(_DATA_TYPE[spec.dtype]),
+        ctypes.c_uint32(rank),
+        pointer,
+        (ctypes.c_uint64 * rank)(*spec.shape),
+        (ctypes.c_uint64 * (rank - 1))(*spec.strides),
+        (ctypes.c_uint32 * rank)(columns, rows, 1, 1),
+        (ctypes.c_uint32 * rank)(1, 1, 1, 1),
+        ctypes.c_int(_NO_INTERLEAVE),
+        ctypes.c_int(_SWIZZLE[2 * columns]),
+        ctypes.c_int(_PROMOTE_TO_128_BYTES),
+        ctypes.c_int(_FILL_WITH_ZEROS),
+    )
+    return pointer, arguments

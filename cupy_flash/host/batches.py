@@ -1,0 +1,621 @@
+"""Packed, cached and paged sequences on the CPU: one forward pass for each run of equal ones.
+
+Keys are read where they lie; those in pages are gathered, a tile at a time, or all of a sequence's
+where they are read again and again. Threads share out the tiles of all sequences
+(`cupy_flash.host.cpu`), but for the shortest, which the calling one computes. With
+``batch_invariant`` each row is computed on its own (`cupy_flash.host.row_by_row`).
+
+The caller has checked the arguments. Integers that point outside of the arrays are nevertheless
+taken as the kernels take them (`cupy_flash.host.sequence_places`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.calls.arrays import dtype_name
+from cupy_flash.host import cpu, formula, padding, row_by_row, sequence_places
+from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
+from cupy_flash.host.rotary import rotated
+from cupy_flash.host.sequence_places import (
+    Keys,
+    PagedRows,
+    Queries,
+    find_cached_keys,
+    find_packed_keys,
+    find_queries,
+)
+from cupy_flash.problem.problem import make_contiguous_problem
+from cupy_flash.problem.tile import Tile
+
+Array = NDArray[Any]
+
+# Query-key pairs of a sequence, over all heads, from which on threads share such sequences out. In
+# the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
+# 1 x 20 take 97 ms on one thread, 147 on two, 261 on four.
+MIN_PAIRS_TO_SHARE = 1 << 15
+
+# Rows that each key is read for, from which on all pages are gathered first.
+MIN_ROWS_TO_GATHER_FOR = 128
+
+# Rows of packed queries up to which it is kept how their sequences are computed.
+MAX_ROWS_TO_KEEP = 1 << 16
+
+# Rows that a key tile is read for by `cpu_rows`, and query-key pairs that are not cut any further.
+MAX_ROWS_OF_PIECE = 128
+MAX_PAIRS_OF_PIECE = 1 << 16
+
+
+def varlen_forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Array | None,
+    block_table: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    tile: Tile | None = None,
+    batch_invariant: bool = False,
+    threads: int | None = None,
+) -> None:
+    """Attention of packed sequences into ``out``, and its log-sum-exp into ``lse``.
+
+    Parameters
+    ----------
+    q : numpy.ndarray, (total_q, heads_q, head_dim)
+        float16, bfloat16 (ml_dtypes), float32 or float64; any strides, as for the other arrays.
+    k : numpy.ndarray, (total_k, heads_kv, head_dim)
+        With ``block_table`` (pages, page_size, heads_kv, head_dim).
+    v : numpy.ndarray, (total_k, heads_kv, head_dim_v)
+        With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+    out : numpy.ndarray, (total_q, heads_q, head_dim_v)
+        Written where a row belongs to a sequence; must not overlap the inputs.
+    lse : numpy.ndarray, (heads_q, total_q), or None
+        Likewise, with natural logarithms.
+    cu_seqlens_q : numpy.ndarray, (batch + 1,)
+        First row of each sequence in q, and the last one's end.
+    cu_seqlens_k : numpy.ndarray, (batch + 1,), or None
+        Likewise in k and v; with ``block_table`` only the differences count.
+    max_seqlen_q, max_seqlen_k : int
+        No more rows of a sequence than these are looked at.
+    seqused_k : numpy.ndarray, (batch,), or None
+        The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
+    block_table : numpy.ndarray, (batch, max_pages), or None
+        The pages of each sequence in order.
+    causal : bool
+        Query ``i`` of a sequence sees only its keys ``j <= i + seqlen_k - seqlen_q``.
+    softmax_scale : float
+        Factor on the scores.
+    tile : Tile, optional
+        A default if not given. With ``batch_invariant`` only its Bc has an influence on the bits.
+    batch_invariant : bool
+        The bits of a row then depend on its query and the keys it sees, and on nothing else: not on
+        other sequences, nor on the rows and keys before and behind it in its own (but for NaN and
+        inf among the values of keys that it does not see). See `cupy_flash.host.row_by_row`.
+    threads : int, optional
+        At most this many workers; as many as there are CPUs for this process if not given.
+    """
+    if not out.size:
+        return
+    paged = block_table is not None
+    integers = cu_seqlens_q, cu_seqlens_k, seqused_k
+    facts: tuple[Any, ...] = (
+        *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
+        *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
+        *(q.shape[1], k.shape[-2], q.shape[2], not batch_invariant, tile is None),
+    )
+    if paged or len(q) > MAX_ROWS_TO_KEEP:
+        schedule = _Schedule.make(block_table, *facts)
+    else:
+        schedule = _kept_schedule(*facts)
+    runs = schedule.runs
+    if schedule.groups:
+        runs = runs + _pad(schedule, q, k, v, out, lse, causal, softmax_scale, threads)
+    pieces = []
+    for rows, keys, count in runs:
+        # (total, ...) as (count, seqlen, ...)
+        span = slice(rows.first, rows.first + count * rows.seqlen)
+        q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
+        lse_rows = None
+        if lse is not None:
+            lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
+        pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys))
+    k, v = (k, v) if paged else (k[None], v[None])
+    batch = _Batch(k, v, causal, softmax_scale)
+    _forward(pieces, batch, tile, batch_invariant, threads)
+
+
+def kvcache_forward(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    lengths: Array,
+    cache_batch_idx: Array | None,
+    block_table: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    tile: Tile | None = None,
+    batch_invariant: bool = False,
+    threads: int | None = None,
+) -> None:
+    """Attention over a cache into ``out``, and its log-sum-exp into ``lse``.
+
+    Parameters
+    ----------
+    q : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim)
+        As in :func:`varlen_forward`.
+    k_cache : numpy.ndarray, (caches, seqlen_cache, heads_kv, head_dim)
+        With ``block_table`` (pages, page_size, heads_kv, head_dim).
+    v_cache : numpy.ndarray, (caches, seqlen_cache, heads_kv, head_dim_v)
+        With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+    out : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
+        Overwritten; must not overlap the inputs.
+    lse : numpy.ndarray, (batch, heads_q, seqlen_q), or None
+        Overwritten with natural logarithms.
+    lengths : numpy.ndarray, (batch,)
+        Rows of each sequence in the cache, those of :func:`append` included.
+    cache_batch_idx : numpy.ndarray, (batch,), or None
+        The index of each sequence's cache; 0, 1, ... if None.
+    block_table, causal, softmax_scale, tile, batch_invariant, threads
+        As in :func:`varlen_forward`.
+    """
+    places = find_cached_keys(
+        lengths,
+        cache_shape=k_cache.shape,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+    )
+    seqlen_q = q.shape[1]
+    queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
+    pieces = []
+    b = 0
+    for _, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+        some = slice(b, b + count)
+        pieces.append(_Piece.whole(q[some], out[some], None if lse is None else lse[some], keys))
+        b += count
+    batch = _Batch(k_cache, v_cache, causal, softmax_scale)
+    _forward(pieces, batch, tile, batch_invariant, threads)
+
+
+def append(
+    k_cache: Array,
+    v_cache: Array,
+    k: Array,
+    v: Array,
+    *,
+    lengths: Array,
+    cache_batch_idx: Array | None,
+    block_table: Array | None,
+) -> None:
+    """Write new keys and values into a cache, behind those of each sequence.
+
+    Parameters
+    ----------
+    k_cache, v_cache, cache_batch_idx, block_table
+        As in :func:`kvcache_forward`. Only the appended rows change.
+    k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim)
+        Of the caches' dtype. Rows that the cache has no room for are dropped.
+    lengths : numpy.ndarray, (batch,)
+        Rows of each sequence in the cache before.
+    """
+    places = find_cached_keys(
+        lengths,
+        cache_shape=k_cache.shape,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+    )
+    for b, keys in enumerate(places):
+        sequence_places.append(k_cache, keys, k[b])
+        sequence_places.append(v_cache, keys, v[b])
+
+
+def rotate(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    first_positions: Array,
+    *,
+    interleaved: bool,
+    advance: bool,
+) -> Array:
+    """A new array of the dtype of ``x``, its leading columns turned by the rows' positions.
+
+    Computed in float32, in float64 for float64.
+
+    Parameters
+    ----------
+    x : numpy.ndarray, (batch, seqlen, heads, head_dim)
+    cos, sin : numpy.ndarray, (rows, rotary_dim / 2)
+        Of the angle of each position and pair of columns.
+    first_positions : numpy.ndarray, (batch,)
+        Position of the first row of each sequence.
+    interleaved : bool
+        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+    advance : bool
+        Whether row ``i`` is ``i`` positions further; else all rows are at the first position.
+    """
+    turned: Array = rotated(
+        x,
+        cos,
+        sin,
+        first_positions,
+        interleaved=interleaved,
+        advance=advance,
+        compute=compute_dtype(x.dtype),
+    )
+    return turned.astype(x.dtype, copy=False)
+
+
+def _runs(
+    sequences: Iterable[tuple[Queries, Keys]], join: bool
+) -> Iterator[tuple[Queries, Keys, int]]:
+    """The first of each run of sequences of one shape at equal distances, and how many they are.
+
+    Runs of one where they are not to be joined.
+    """
+    first: tuple[Queries, Keys] | None = None
+    count = 0
+    for queries, keys in sequences:
+        if first is not None and join and _continues(*first, count, queries, keys):
+            count += 1
+            continue
+        if first is not None:
+            yield *first, count
+        first, count = (queries, keys), 1
+    if first is not None:
+        yield *first, count
+
+
+def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) -> bool:
+    """Whether a sequence lies where the next one of a run would."""
+    return (
+        queries.seqlen == q0.seqlen
+        and queries.first == q0.first + count * q0.seqlen
+        and keys.seqlen == k0.seqlen > 0
+        and keys.pages is None
+        and (keys.block, keys.first)
+        in (
+            (k0.block, k0.first + count * k0.seqlen),
+            (k0.block + count, k0.first),
+        )
+    )
+
+
+# Integers as part of a key.
+_Frozen = tuple[bytes, np.dtype[Any]]
+
+
+class _Schedule(NamedTuple):
+    """Packed sequences in the steps that they are computed in."""
+
+    sequences: list[tuple[Queries, Keys]]
+    groups: list[padding.Group]
+    padded_pairs: int  # query-key pairs of all groups
+    runs: list[tuple[Queries, Keys, int]]  # of the other sequences, as by `_runs`
+
+    @classmethod
+    def make(
+        cls,
+        block_table: Array | None,
+        cu_seqlens_q: _Frozen,
+        cu_seqlens_k: _Frozen | None,
+        seqused_k: _Frozen | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        total_q: int,
+        rows_k: int,
+        heads_q: int,
+        heads_kv: int,
+        head_dim: int,
+        join: bool,
+        pad: bool,
+    ) -> _Schedule:
+        """Sequences at these places.
+
+        Parameters
+        ----------
+        rows_k : int
+            Of all packed keys, or of a page.
+        join, pad : bool
+            Whether a step may hold several sequences, and those of unequal lengths.
+        """
+        cu_q = np.frombuffer(*cu_seqlens_q)
+        cu_k = None if cu_seqlens_k is None else np.frombuffer(*cu_seqlens_k)
+        used = None if seqused_k is None else np.frombuffer(*seqused_k)
+        paged = block_table is not None
+        places = find_packed_keys(
+            cu_k,
+            max_seqlen_k,
+            batch=len(cu_q) - 1,
+            total_k=0 if paged else rows_k,
+            page_size=rows_k if paged else 0,
+            seqused_k=used,
+            block_table=block_table,
+        )
+        queries = find_queries(cu_q, total_q, max_seqlen_q)
+        sequences = list(zip(queries, places, strict=True))
+        groups: list[padding.Group] = []
+        pairs, rest = 0, sequences
+        if join and pad and not paged:
+            facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
+            columns = np.array(facts, np.int64).reshape(-1, 4).T
+            _, seqlens_q, _, seqlens_k = columns
+            short = padding.are_worth_it(seqlens_q, seqlens_k, heads_q)
+            indices = np.flatnonzero(short)
+            pairs = heads_q * int((seqlens_q * seqlens_k)[indices].sum())
+            elements = 2 * (heads_q + heads_kv) * head_dim
+            parts = padding.groups(seqlens_q[indices], seqlens_k[indices], elements)
+            groups = [padding.Group.make(indices[part], *columns) for part in parts]
+            rest = [
+                pair for pair, padded in zip(sequences, short.tolist(), strict=True) if not padded
+            ]
+        return cls(sequences, groups, pairs, list(_runs(rest, join)))
+
+
+# The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4
+# to 16 tokens, 12 heads of 32, finding the steps takes 150 us of 500.
+_kept_schedule = functools.lru_cache(16)(functools.partial(_Schedule.make, None))
+
+
+def _pad(
+    schedule: _Schedule,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    threads: int | None,
+) -> list[tuple[Queries, Keys, int]]:
+    """Compute the groups of a schedule; return sequences that are left to do, each by itself."""
+    left: list[int] = []
+
+    def work(groups: Iterator[padding.Group]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+            for group in groups:
+                done = padding.forward(
+                    *(group, q, k, v, out, lse),
+                    scratch=scratch,
+                    causal=causal,
+                    softmax_scale=softmax_scale,
+                )
+                if not done:
+                    left.extend(group.members)
+
+    workers = min(threads or cpus(), max(1, schedule.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
+    with single_threaded_blas:
+        share_out(workers, iter(schedule.groups), work, Stop())
+    return [(*schedule.sequences[b], 1) for b in sorted(left)]
+
+
+class _Piece(NamedTuple):
+    """Sequences of one shape, or some rows and heads of one sequence."""
+
+    q: Array  # (sequences, rows, heads, head_dim)
+    out: Array  # (sequences, rows, heads, head_dim_v)
+    lse: Array | None  # (sequences, heads, rows)
+    keys: Keys  # of the first sequence; those of the others lie behind, or in the next blocks
+    q_offset: int  # absolute position of the first row
+    kv_heads: slice  # those that the heads share
+
+    @classmethod
+    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys) -> _Piece:
+        """All rows and heads."""
+        return cls(q, out, lse, keys, keys.seqlen - q.shape[1], slice(None))
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs, masked ones too."""
+        return self.q.shape[0] * self.q.shape[1] * self.q.shape[2] * self.keys.seqlen
+
+    def cut(self, heads_kv: int) -> Iterator[_Piece]:
+        """Pieces of a sequence for `cpu_rows`: for its scratch, and some for all threads."""
+        group = self.q.shape[2] // heads_kv
+        if max(self.pairs, self.q.size) <= MAX_PAIRS_OF_PIECE:
+            yield self
+            return
+        step = max(1, MAX_ROWS_OF_PIECE // group)
+        # The rows that see most keys first.
+        for first in reversed(range(0, self.q.shape[1], step)):
+            rows = slice(first, first + step)
+            for kv_head in range(heads_kv):
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                yield _Piece(
+                    self.q[:, rows, heads],
+                    self.out[:, rows, heads],
+                    None if self.lse is None else self.lse[:, heads, rows],
+                    self.keys,
+                    self.q_offset + first,
+                    slice(kv_head, kv_head + 1),
+                )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What all sequences share."""
+
+    k: Array  # (blocks, rows, heads_kv, head_dim)
+    v: Array  # (blocks, rows, heads_kv, head_dim_v)
+    causal: bool
+    softmax_scale: float
+
+    def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
+        """The forward pass of a piece of all heads; no more than `most_bytes` of pages copied."""
+        keys, count = piece.keys, len(piece.q)
+        k: Array | PagedRows
+        v: Array | PagedRows
+        if keys.pages is not None and not self._copies_pages(piece, most_bytes):
+            k, v = PagedRows(self.k, keys), PagedRows(self.v, keys)
+        else:
+            k, v = (_keys_of_all(x, keys, count) for x in (self.k, self.v))
+        return Pass.make(
+            piece.q,
+            k,
+            v,
+            piece.out,
+            piece.lse,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
+        )
+
+    def computes_small(self, piece: _Piece, tile: Tile) -> bool:
+        """Compute a small piece in one go; False if it is none, and is left as it was."""
+        if piece.keys.pages is not None:
+            return False
+        k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
+        return formula.forward_small(
+            piece.q,
+            k,
+            v,
+            piece.out,
+            piece.lse,
+            self.causal,
+            piece.q_offset,
+            self.softmax_scale,
+            tile,
+        )
+
+    def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:
+        """Whether to gather all pages first: where each key is read again and again.
+
+        512 rows over 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms, a tile at a time
+        413; one row 90 and 72.
+        """
+        heads_kv = self.k.shape[2]
+        rows = piece.q.shape[1] * (piece.q.shape[2] // heads_kv)
+        columns = self.k.shape[3] + self.v.shape[3]
+        size = piece.keys.seqlen * heads_kv * columns * self.k.itemsize
+        return rows >= MIN_ROWS_TO_GATHER_FOR and size <= most_bytes
+
+    def by_rows(self, piece: _Piece, Bc: int) -> None:
+        """One piece by `cpu_rows`."""
+        row_by_row.forward(
+            piece.q[0],
+            self.k[:, :, piece.kv_heads],
+            self.v[:, :, piece.kv_heads],
+            piece.out[0],
+            None if piece.lse is None else piece.lse[0],
+            keys=piece.keys,
+            causal=self.causal,
+            q_offset=piece.q_offset,
+            softmax_scale=self.softmax_scale,
+            Bc=Bc,
+        )
+
+
+def _keys_of_all(blocks: Array, keys: Keys, count: int) -> Array:
+    """The rows of so many sequences: (sequences, rows, heads, dim)."""
+    if count == 1:
+        one: Array = sequence_places.read(blocks, keys)
+        return one[None]
+    if len(blocks) == 1:
+        rows = blocks[0, keys.first : keys.first + count * keys.seqlen]
+        return rows.reshape(count, keys.seqlen, *rows.shape[1:])
+    return blocks[keys.block : keys.block + count, keys.first : keys.first + keys.seqlen]
+
+
+def _forward(
+    pieces: list[_Piece],
+    batch: _Batch,
+    tile: Tile | None,
+    batch_invariant: bool,
+    threads: int | None,
+) -> None:
+    pieces = [piece for piece in pieces if piece.q.size]
+    if not pieces:
+        return
+    if batch_invariant:
+        _by_rows(pieces, batch, row_by_row.DEFAULT_BC if tile is None else tile.Bc, threads)
+        return
+    tile, worker_bytes = _tile_and_scratch(
+        dtype_name(batch.k),
+        max(piece.q.shape[1] for piece in pieces),
+        max(piece.keys.seqlen for piece in pieces),
+        pieces[0].q.shape[2],
+        batch.k.shape[2],
+        batch.k.shape[3],
+        batch.v.shape[3],
+        tile,
+    )
+    # Of threads that work on short sequences, each waits for the other's turn with the GIL.
+    short = [piece for piece in pieces if piece.pairs < MIN_PAIRS_TO_SHARE]
+    long = [piece for piece in pieces if piece.pairs >= MIN_PAIRS_TO_SHARE]
+    long.sort(key=lambda piece: -piece.pairs)
+    short = [piece for piece in short if not batch.computes_small(piece, tile)]
+    with single_threaded_blas:
+        for some, workers in ((long, threads or cpus()), (short, 1)):
+            if not some:
+                continue
+            pairs = sum(piece.pairs for piece in some)
+            # Copied pages are there for a tile at work and for one that waits, of each worker.
+            most_bytes = cpu.SCRATCH_LIMIT // (2 * workers)
+            passes = (batch.as_pass(piece, tile, most_bytes) for piece in some)
+            cpu.run(passes, pairs, worker_bytes, workers)
+
+
+def _by_rows(pieces: list[_Piece], batch: _Batch, Bc: int, threads: int | None) -> None:
+    heads_kv = batch.k.shape[2]
+    cut = [part for piece in pieces for part in piece.cut(heads_kv)]
+    cut.sort(key=lambda part: -part.pairs)
+    pairs = sum(part.pairs for part in cut)
+    workers = min(threads or cpus(), max(1, pairs // cpu.MIN_PAIRS_PER_WORKER))
+
+    def work(parts: Iterator[_Piece]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with np.errstate(all="ignore"):
+            for part in parts:
+                batch.by_rows(part, Bc)
+
+    with single_threaded_blas:
+        share_out(workers, iter(cut), work, Stop())
+
+
+@functools.lru_cache(256)
+def _tile_and_scratch(
+    dtype: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    tile: Tile | None,
+) -> tuple[Tile, int]:
+    """The tile to use, and bytes that are enough scratch for a pass of each sequence.
+
+    Kept for the steps and layers to come, as it takes as long as a short sequence.
+    """
+    problem = make_contiguous_problem(
+        dtype=dtype,
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
+    tile = cpu.default_tile(problem) if tile is None else tile
+    at_once = ELEMENTS_AT_ONCE * (8 if dtype == "float64" else 4)
+    return tile, max(cpu.scratch_bytes(problem, tile), at_once)

@@ -1,0 +1,185 @@
+"""The plain formula on the CPU: where a step takes up all keys that its rows see.
+
+Weights are divided by their sum before they meet the values, as in the formula, so that no sum of
+products overflows where a result does not.
+
+Scores of few keys lie in memory key by key, those of all rows and heads behind each other: NumPy
+takes 1.3 ns an element for maxima of rows of 32, 0.1 for maxima of as many columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.passes import Block, Pass, Scratch, hidden, lost_rows, lowest, mask, ones
+from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.problem.tile import Tile
+
+Array = NDArray[Any]
+
+# Elements of the scores and queries of a call up to which it is computed in one go, in new arrays.
+MAX_ELEMENTS_OF_CALL = 1 << 16
+
+# Multiplications of a matrix product up to which OpenBLAS takes one thread in any case.
+MAX_PRODUCT_OF_ONE_THREAD = 1 << 18
+
+# Scores that are looked at, and the magnitude up to which no maximum is subtracted from them: exp
+# stays within [1e-13, 1e13].
+MAX_SCORES_TO_LOOK_AT = 1024
+SCORE_BOUND = 30.0
+
+# Keys up to which scores lie key by key.
+MAX_KEYS_FIRST = 128
+
+
+def forward_small(
+    q: Array,
+    k: Array | PagedRows,
+    v: Array | PagedRows,
+    out: Array,
+    lse: Array | None,
+    causal: bool,
+    q_offset: int,
+    softmax_scale: float,
+    tile: Tile,
+) -> bool:
+    """A whole call at once, if it is small: without record, blocks, scratch and threads.
+
+    Takes what `cpu.forward` does. False, and no output, if it is not for this function.
+    A call of 8 queries and keys of 8 heads of 64 takes 24 us here; the record alone takes 8.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    _, seqlen_k, heads_kv, _ = k.shape
+    rows = batch * heads * seqlen_q
+    if (
+        rows * max(seqlen_k, head_dim) > MAX_ELEMENTS_OF_CALL
+        or seqlen_q * seqlen_k * head_dim > MAX_PRODUCT_OF_ONE_THREAD
+        or seqlen_q > tile.Br
+        or not 0 < seqlen_k <= tile.Bc
+        or (heads != heads_kv and seqlen_q > 1)
+        or q.dtype.char not in "fd"
+        or not isinstance(k, np.ndarray)
+        or not isinstance(v, np.ndarray)
+    ):
+        return False
+    with np.errstate(all="ignore"):
+        scaled = q * q.dtype.type(softmax_scale)
+        if heads == heads_kv:
+            scaled, out = scaled.swapaxes(1, 2), out.swapaxes(1, 2)
+        else:
+            # The heads of a group are the rows of one matrix.
+            scaled, out = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (scaled, out))
+        masked = causal and q_offset + 1 < seqlen_k
+        # NumPy takes 1 us to find so few scores to be small, 5 for maxima and to subtract them. Not
+        # where some are hidden from some rows: of those a row then bears the trace.
+        few = rows * seqlen_k <= MAX_SCORES_TO_LOOK_AT and not masked
+        if few:
+            scores = np.matmul(scaled, k.transpose(0, 2, 3, 1))
+            matrix, keys_axis = scores.reshape(rows, seqlen_k), 1
+        else:
+            matrix, keys_axis = cut_scores(np.empty(rows * seqlen_k, q.dtype), seqlen_k)
+            scores = by_head(matrix, keys_axis, scaled.shape[:3])
+            np.matmul(scaled, k.transpose(0, 2, 3, 1), out=scores)
+        if few and np.vdot(matrix, matrix) <= SCORE_BOUND**2:
+            row_max: Array | float = 0.0
+            np.exp(matrix, out=matrix)
+            row_sum = sums(matrix, keys_axis)
+            matrix /= row_sum
+        else:
+            if masked:
+                unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
+                np.copyto(scores, -np.inf, where=unseen)
+            row_max, row_sum, empty = to_weights(matrix, keys_axis)
+            if empty is not None:
+                return False
+        np.matmul(scores, v.swapaxes(1, 2), out=out)
+        if lse is not None:
+            np.log(row_sum, out=row_sum)
+            row_sum += row_max
+            lse[...] = row_sum.reshape(lse.shape)
+    return True
+
+
+def attend(job: Pass, scratch: Scratch, block: Block) -> None:
+    """Output and lse of the rows of a block."""
+    compute = job.compute
+    seen = job.keys_seen(block.rows.stop - 1)
+    out = job.out[tuple(block)]
+    if seen == 0:
+        out[...] = 0
+        if job.lse is not None:
+            job.lse[tuple(block)] = -np.inf
+        return
+    q = job.queries(block, scratch)
+    k = job.keys(block, 0, seen, scratch)
+    v = job.values(block, 0, seen, scratch)
+    # The rows of all heads that share keys are one matrix.
+    rows = q.reshape(*q.shape[:2], -1, q.shape[4])
+    flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
+    matrix, keys_axis = cut_scores(flat, seen)
+    scores = by_head(matrix, keys_axis, rows.shape[:3])
+    np.matmul(rows, k.swapaxes(-1, -2), out=scores)
+    mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), 0, seen)
+    row_max, row_sum, empty = to_weights(matrix, keys_axis)
+    if out.dtype == compute and 1 in q.shape[2:4]:
+        np.matmul(scores, v, out=out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0])
+    else:
+        acc = scratch.cut("acc", (*rows.shape[:3], v.shape[3]), compute)
+        np.matmul(scores, v, out=acc)
+        np.copyto(out, acc.reshape(out.shape), casting="same_kind")
+    if empty is None and job.lse is None:
+        return
+    row_lse = np.log(row_sum)
+    row_lse += row_max
+    row_lse = row_lse.reshape(*q.shape[:4], 1)
+    if empty is not None:
+        empty = empty.reshape(row_lse.shape)
+        lost = lost_rows(job, block, scratch, empty)
+        for array, nothing in ((out, 0), (row_lse, -np.inf)):
+            np.copyto(array, nothing, where=empty)
+            np.copyto(array, np.nan, where=lost)
+    if job.lse is not None:
+        job.lse[tuple(block)] = row_lse[..., 0]
+
+
+def cut_scores(flat: Array, keys: int) -> tuple[Array, int]:
+    """A matrix of rows by keys or of keys by rows, and which of its axes are the keys."""
+    if keys <= MAX_KEYS_FIRST and keys * keys <= flat.size:
+        return flat.reshape(keys, -1), 0
+    return flat.reshape(-1, keys), 1
+
+
+def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
+    """A view of scores as (*rows, keys)."""
+    by_row = matrix if keys_axis == 1 else matrix.T
+    return by_row.reshape(*rows, -1)
+
+
+def to_weights(scores: Array, keys_axis: int) -> tuple[Array, Array, Array | None]:
+    """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.
+
+    Returns the row maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
+    """
+    # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+    least = lowest(scores.dtype.char)
+    row_max = np.maximum.reduce(scores, axis=keys_axis, keepdims=True, initial=least)
+    scores -= row_max
+    np.exp(scores, out=scores)
+    row_sum = sums(scores, keys_axis)
+    empty = None
+    if np.count_nonzero(row_sum) < row_sum.size:
+        empty = row_sum == 0
+        row_sum[empty] = 1
+    # A row of one key weighs it with 1, as p / p is.
+    scores /= row_sum
+    return row_max, row_sum, empty
+
+
+def sums(scores: Array, keys_axis: int) -> Array:
+    """Row sums, by a product with ones: faster than add.reduce."""
+    column = ones(scores.shape[keys_axis], scores.dtype.char)
+    return scores.dot(column)[:, None] if keys_axis == 1 else column.dot(scores)[None]

@@ -1,0 +1,143 @@
+"""Attention of a tile of query rows over tiles of keys: the heart of the CPU backend's algorithm.
+
+See `cupy_flash.host.cpu`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.crew import Stop
+from cupy_flash.host.passes import SHRINK, Block, Pass, Scratch, lost_rows, lowest, mask, ones
+
+Array = NDArray[Any]
+
+
+def attend(job: Pass, scratch: Scratch, block: Block, stop: Stop) -> None:
+    """Output and lse of one block; nothing is written once ``stop`` is requested."""
+    tile = _Tile(job, scratch, block)
+    if not tile.take_all(stop):
+        return
+    overflown = tile.overflown()
+    tile.finish()
+    if overflown is not None:
+        # Of the other rows not a bit may change.
+        tile = _Tile(job, scratch, block, shrink=True)
+        if tile.take_all(stop):
+            tile.finish_shrunk(overflown)
+
+
+class _Tile:
+    """The rows of a block on their way through the keys.
+
+    Arrays are (sequences, kv heads, heads, rows, ...).
+    """
+
+    def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
+        self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
+        self.q = job.queries(block, scratch)
+        rows = self.q.shape[:4]
+        self.acc = self._cut("acc", (*rows, job.v.shape[3]))
+        self.row_sum = self._cut("row_sum", (*rows, 1))
+        self.row_max = self._cut("row_max", (*rows, 1))
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self.scratch.cut(name, shape, self.job.compute)
+
+    def take_all(self, stop: Stop) -> bool:
+        """Take up all keys that a row sees; False if stopped on the way."""
+        end = self.job.keys_seen(self.block.rows.stop - 1)
+        for start in range(0, end, self.job.cut.Bc):
+            if stop.requested:
+                return False
+            self._take(start, min(start + self.job.cut.Bc, end))
+        return True
+
+    def _take(self, start: int, stop: int) -> None:
+        """Take up some keys; the first ones write what others add to."""
+        job, scratch = self.job, self.scratch
+        k = job.keys(self.block, start, stop, scratch)
+        v = job.values(self.block, start, stop, scratch)
+        if self.shrink:
+            v = v * job.compute.type(SHRINK)
+        # The rows of all heads that share keys are one matrix.
+        q, acc, row_sum, row_max = (
+            x.reshape(*x.shape[:2], -1, x.shape[4])
+            for x in (self.q, self.acc, self.row_sum, self.row_max)
+        )
+        count = stop - start
+        scores = self._cut("scores", (*q.shape[:-1], count))
+        np.matmul(q, k.swapaxes(-1, -2), out=scores)
+        mask(job, self.block, scores.reshape(*self.q.shape[:4], count), start, stop)
+        new_max = row_max if start == 0 else self._cut("new_max", row_max.shape)
+        # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
+        lowest_score = lowest(job.compute.char)
+        np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest_score, out=new_max)
+        if start:
+            np.maximum(new_max, row_max, out=new_max)
+            # The maxima seldom move after the first tiles; comparing them is cheap.
+            if not np.array_equal(new_max, row_max):
+                row_max -= new_max
+                np.exp(row_max, out=row_max)
+                row_sum *= row_max
+                acc *= row_max
+                row_max[...] = new_max
+        scores -= new_max
+        np.exp(scores, out=scores)
+        # A product with ones sums rows three times as fast as add.reduce.
+        column = ones(count, job.compute.char)
+        if start == 0:
+            np.matmul(scores.reshape(-1, count), column, out=row_sum.reshape(-1))
+            np.matmul(scores, v, out=acc)
+            return
+        tile_sum = self._cut("tile_sum", row_sum.shape)
+        np.matmul(scores.reshape(-1, count), column, out=tile_sum.reshape(-1))
+        row_sum += tile_sum
+        product = self._cut("product", acc.shape)
+        np.matmul(scores, v, out=product)
+        acc += product
+
+    def overflown(self) -> Array | None:
+        """Rows with a sum of weighted values that is not finite, though the values may be."""
+        acc = self.acc.reshape(-1)
+        # The sum of squares, which takes no memory, is inf or NaN then, though not only then.
+        if math.isfinite(np.dot(acc, acc)):
+            return None
+        overflown = ~np.asarray(np.isfinite(self.acc).all(axis=-1, keepdims=True))
+        # Rows without weight are 0, whatever the values.
+        overflown[self.row_sum == 0] = False
+        return overflown if overflown.any() else None
+
+    def finish(self) -> None:
+        """Write the output and the lse."""
+        job, acc, row_sum = self.job, self.acc, self.row_sum
+        # 0 only where no score is above -inf: the largest term is exp(0), or bounded from below.
+        if not row_sum.all():
+            empty = row_sum == 0
+            row_sum[empty] = 1
+            np.copyto(acc, 0, where=empty)
+            self.row_max[empty] = -np.inf
+            lost = lost_rows(job, self.block, self.scratch, empty)
+            np.copyto(acc, np.nan, where=lost)
+            self.row_max[lost] = np.nan
+        where = tuple(self.block)
+        out = job.out[where]
+        if out.dtype == job.compute:
+            np.divide(acc, row_sum, out=out)
+        else:
+            acc /= row_sum
+            np.copyto(out, acc, casting="same_kind")
+        if job.lse is not None:
+            np.log(row_sum, out=row_sum)
+            row_sum += self.row_max
+            job.lse[where] = row_sum[..., 0]
+
+    def finish_shrunk(self, rows: Array) -> None:
+        """Write the output of some rows, whose values were shrunk."""
+        self.acc /= self.row_sum
+        self.acc /= self.job.compute.type(SHRINK)
+        np.copyto(self.job.out[tuple(self.block)], self.acc, casting="same_kind", where=rows)

@@ -1,0 +1,321 @@
+"""One forward pass of the CPU backend as a record: arrays, how it is cut up, scratch memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.problem.tile import Tile
+
+Array = NDArray[Any]
+
+#: Bytes that the scratch of all workers together stays under; no more workers start than fit.
+SCRATCH_LIMIT = 60 << 20
+
+# Scratch that is kept for calls to come: of so many workers, each at most so large.
+MAX_KEPT = 8
+MAX_BYTES_KEPT = 4 << 20
+
+# Values are multiplied by this where sums of p * v overflow: exact, and room for 2**32 keys.
+SHRINK = 2.0**-32
+
+# Elements of scratch of the heads, and sequences, that are taken up in one step. Fewer make more
+# and shorter calls of NumPy, more leave a second thread without work. Two threads, ms, at 2**18,
+# 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
+# 7.7, 7.6.
+ELEMENTS_AT_ONCE = 1 << 19
+
+
+@functools.cache
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What arrays of a dtype are computed in: float64 in itself, all others in float32."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+class Block(NamedTuple):
+    """A tile of query rows: some rows of some query heads, of one or several key/value heads."""
+
+    batch: slice
+    kv_heads: slice
+    heads: slice  # of those that share a kv head
+    rows: slice
+
+
+class Cut(NamedTuple):
+    """How a pass is cut up into blocks."""
+
+    Br: int
+    Bc: int
+    heads_per_tile: int  # query heads of one kv head whose rows, if few, are stacked in one tile
+    kv_heads: int  # of a block
+    batch: int  # sequences of a block
+    elements: int  # of scratch
+
+    @classmethod
+    def make(
+        cls,
+        batch: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        heads_kv: int,
+        group: int,
+        head_dim: int,
+        head_dim_v: int,
+        copies: bool,
+        tile: Tile,
+    ) -> Cut:
+        """As many whole heads and sequences to a block as one step takes."""
+        heads_per_tile = min(group, max(1, tile.Br // seqlen_q))
+        Br = min(tile.Br, seqlen_q)
+        Bc = min(tile.Bc, max(seqlen_k, 1))
+        one = scratch_elements(Br * heads_per_tile, Bc, head_dim, head_dim_v, copies)
+        at_once = ELEMENTS_AT_ONCE // one
+        some_heads = _even_share(heads_kv, at_once)
+        some_sequences = _even_share(batch, at_once // heads_kv)
+        elements = one * some_heads * some_sequences
+        return cls(Br, Bc, heads_per_tile, some_heads, some_sequences, elements)
+
+
+class Pass(NamedTuple):
+    """One forward pass: the arrays, and what all its tiles share."""
+
+    q: Array  # (batch, heads_kv, group, seqlen_q, head_dim)
+    k: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim)
+    v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
+    out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
+    lse: Array | None  # (batch, heads_kv, group, seqlen_q)
+    causal: bool
+    q_offset: int
+    softmax_scale: float
+    compute: np.dtype[Any]
+    cut: Cut
+    copies: bool  # whether BLAS reads copies of k and v
+    scratch_bytes: int
+
+    @classmethod
+    def make(
+        cls,
+        q: Array,
+        k: Array | PagedRows,
+        v: Array | PagedRows,
+        out: Array,
+        lse: Array | None,
+        causal: bool,
+        q_offset: int,
+        softmax_scale: float,
+        tile: Tile,
+    ) -> Pass:
+        """A pass over what `forward` is given."""
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        _, seqlen_k, heads_kv, head_dim_v = v.shape
+        group = heads_q // heads_kv
+        compute = compute_dtype(q.dtype)
+        copies = not (_is_operand(k, compute) and _is_operand(v, compute))
+        cut = Cut.make(
+            batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, head_dim_v, copies, tile
+        )
+        worker_bytes = cut.elements * compute.itemsize
+        if worker_bytes > SCRATCH_LIMIT:
+            raise ValueError(
+                f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+                f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+            )
+        split = (batch, seqlen_q, heads_kv, group)
+        return cls(
+            q=q.reshape(*split, head_dim).transpose(0, 2, 3, 1, 4),
+            k=k,
+            v=v,
+            out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
+            lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
+            causal=causal,
+            # Further out makes no difference, and would not fit the index arithmetic.
+            q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
+            softmax_scale=softmax_scale,
+            compute=compute,
+            cut=cut,
+            copies=copies,
+            scratch_bytes=worker_bytes,
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs, masked ones too."""
+        batch, heads_kv, group, seqlen_q, _ = self.q.shape
+        return batch * heads_kv * group * seqlen_q * self.k.shape[1]
+
+    def keys_seen(self, row: int) -> int:
+        """How many keys, from the first on, query ``row`` sees."""
+        seqlen_k = self.k.shape[1]
+        if not self.causal:
+            return seqlen_k
+        return min(max(row + self.q_offset + 1, 0), seqlen_k)
+
+    def blocks(self) -> Iterator[Block]:
+        """The tiles of query rows, those that see most keys first."""
+        batch, heads_kv, group, seqlen_q, _ = self.q.shape
+        cut = self.cut
+        for rows in reversed(list(_slices(seqlen_q, cut.Br))):
+            for sequences in _slices(batch, cut.batch):
+                for kv_heads in _slices(heads_kv, cut.kv_heads):
+                    for heads in _slices(group, cut.heads_per_tile):
+                        yield Block(sequences, kv_heads, heads, rows)
+
+    def queries(self, block: Block, scratch: Scratch) -> Array:
+        """Scaled queries, (sequences, kv heads, heads, rows, head_dim)."""
+        source = self.q[tuple(block)]
+        if source.shape[2] == 1:
+            # As they most likely lie in q: in one piece for NumPy.
+            b, h, g, s, d = source.shape
+            q = scratch.cut("q", (b, s, h, g, d), self.compute).transpose(0, 2, 3, 1, 4)
+        else:
+            q = scratch.cut("q", source.shape, self.compute)
+        # With the scale folded in here, no pass over the scores is needed for it.
+        scale = self.compute.type(self.softmax_scale)
+        if source.dtype == self.compute:
+            np.multiply(source, scale, out=q)
+        else:
+            np.copyto(q, source, casting="same_kind")
+            q *= scale
+        return q
+
+    def keys(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
+        """Keys as BLAS reads them: (sequences, kv heads, stop - start, head_dim)."""
+        k = self.k[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        return scratch.copy("k", k, self.compute) if self.copies else k
+
+    def values(self, block: Block, start: int, stop: int, scratch: Scratch) -> Array:
+        """Values likewise."""
+        v = self.v[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        return scratch.copy("v", v, self.compute) if self.copies else v
+
+
+def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
+    """Whether BLAS reads the rows of (batch, seqlen, heads, dim) where they lie."""
+    if isinstance(x, PagedRows):
+        # The rows at hand are a new array.
+        return x.dtype == compute
+    row, _, column = x.strides[1:]
+    return (
+        x.dtype == compute
+        and column == x.itemsize
+        and row >= x.shape[3] * column
+        and row % column == 0
+        and x.flags.aligned
+    )
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    for first in range(0, count, size):
+        yield slice(first, min(first + size, count))
+
+
+def _even_share(count: int, most: int) -> int:
+    """The size of equal parts, each of at most `most` or of one."""
+    return -(-count // -(-count // max(most, 1)))
+
+
+def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool) -> int:
+    """Elements of all buffers for a tile of m rows."""
+    q, k, v = m * head_dim, Bc * head_dim, Bc * head_dim_v
+    acc = product = m * head_dim_v
+    row_max = new_max = row_sum = tile_sum = m
+    scores = m * Bc
+    of_rows = q + scores + acc + product + row_max + new_max + row_sum + tile_sum
+    return of_rows + (k + v if copies else 0)
+
+
+class Scratch:
+    """One worker's buffers, cut to each tile's size; as large as the largest yet."""
+
+    # Of workers that are through, for those to come: the system hands out new memory page by page,
+    # at the first write to each. 1 x 128 x 8 x 64 takes 1.6 ms, in buffers at hand 0.95.
+    _kept: ClassVar[list[Scratch]] = []
+
+    def __init__(self) -> None:
+        self._flat: dict[str, Array] = {}
+
+    @classmethod
+    @contextmanager
+    def borrowed(cls) -> Iterator[Scratch]:
+        """Buffers for a worker."""
+        try:
+            scratch = cls._kept.pop()
+        except IndexError:
+            scratch = cls()
+        yield scratch
+        size = sum(flat.nbytes for flat in scratch._flat.values())
+        if len(cls._kept) < MAX_KEPT and size <= MAX_BYTES_KEPT:
+            cls._kept.append(scratch)
+
+    def cut(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array of any content."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            # First let go of, lest both be there at once.
+            self._flat.pop(name, None)
+            flat = self._flat[name] = np.empty(size, dtype)
+        return flat[:size].reshape(shape)
+
+    def copy(self, name: str, source: Array, dtype: np.dtype[Any]) -> Array:
+        """A contiguous copy in another dtype."""
+        copy = self.cut(name, source.shape, dtype)
+        np.copyto(copy, source, casting="same_kind")
+        return copy
+
+
+def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
+    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see."""
+    rows = block.rows
+    # From here on, keys are not seen by all.
+    first = max(job.keys_seen(rows.start), start)
+    if first < stop:
+        unseen = hidden(rows.stop - rows.start, stop - first, rows.start + job.q_offset - first)
+        np.copyto(scores[..., first - start :], -np.inf, where=unseen)
+
+
+def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
+    """Which rows without a score above -inf have finite queries and see finite keys, but some.
+
+    The formula then gives NaN, not 0: such scores are too large for the dtype.
+    """
+    source = job.q[tuple(block)]
+    seen = np.array([job.keys_seen(i) for i in range(block.rows.start, block.rows.stop)])
+    lost: Array = empty & (seen > 0)[:, None]
+    if not lost.any():
+        return lost
+    lost &= np.isfinite(source).all(axis=-1, keepdims=True)
+    tiles = ((start, min(start + job.cut.Bc, seen[-1])) for start in range(0, seen[-1], job.cut.Bc))
+    keys = (job.keys(block, start, stop, scratch) for start, stop in tiles)
+    finite = np.concatenate([np.isfinite(k).all(axis=-1) for k in keys], axis=-1)
+    finite = np.logical_and.accumulate(finite, axis=-1)[:, :, np.maximum(seen - 1, 0)]
+    return lost & finite[:, :, None, :, None]
+
+
+@functools.cache
+def lowest(dtype: str) -> float:
+    """The lowest finite number of a dtype, given by its character."""
+    return float(np.finfo(dtype).min)
+
+
+def ones(count: int, dtype: str) -> Array:
+    """A vector of ones, not to be written."""
+    return _ones((count - 1).bit_length(), dtype)[:count]
+
+
+@functools.cache
+def _ones(bits: int, dtype: str) -> Array:
+    return np.ones(1 << bits, dtype)
+
+
+@functools.lru_cache(32)
+def hidden(rows: int, columns: int, last_seen: int) -> Array:
+    """Which of some columns a row does not see; the first sees those up to ``last_seen``."""
+    return np.arange(columns) > np.arange(last_seen, last_seen + rows)[:, None]

@@ -1,0 +1,157 @@
+"""The forward pass row by row: bits that depend on a row's own query and keys alone.
+
+BLAS adds up the same row in another order when a matrix has more rows, or when the row stands
+elsewhere in it (OpenBLAS 0.3.31 on AVX2: the seventh row of a float32 product differs from the
+first, of equal inputs). So here each row is a matrix product of its own, (1, head_dim) x
+(head_dim, Bc) and then (1, Bc) x (Bc, head_dim_v + 1), with key tiles that begin at multiples of Bc
+and are filled up with zeros, and a running maximum that is always kept. What surrounds a row has
+then no way into its result, but for NaN and inf among the values of unseen keys in its tiles.
+
+All heads of a sequence are taken at once, in few calls of NumPy each: for a handful of queries and
+keys that is also the fastest way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.passes import SHRINK, compute_dtype
+from cupy_flash.host.sequence_places import Keys, read
+
+Array = NDArray[Any]
+
+#: Keys of a tile, where none are asked for: the same for all problems.
+DEFAULT_BC = 256
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    keys: Keys,
+    causal: bool,
+    q_offset: int,
+    softmax_scale: float,
+    Bc: int,
+) -> None:
+    """Attention of one sequence into ``out``, and its log-sum-exp into ``lse``.
+
+    Scratch memory grows with heads_q * seqlen_q * Bc.
+
+    Parameters
+    ----------
+    q : numpy.ndarray, (seqlen_q, heads_q, head_dim)
+    k : numpy.ndarray, (blocks, rows, heads_kv, head_dim)
+        Packed arrays are one block.
+    v : numpy.ndarray, (blocks, rows, heads_kv, head_dim_v)
+    out : numpy.ndarray, (seqlen_q, heads_q, head_dim_v)
+    lse : numpy.ndarray, (heads_q, seqlen_q), or None
+    keys : Keys
+        Where those of the sequence lie in k and v.
+    causal : bool
+        Query ``i`` sees only the keys ``j <= i + q_offset``.
+    q_offset : int
+        Absolute position of the first query.
+    softmax_scale : float
+        Factor on the scores.
+    Bc : int
+        Keys of a tile; the bits depend on it.
+    """
+    seqlen_q, heads_q, head_dim = q.shape
+    heads_kv, head_dim_v = v.shape[2:]
+    compute = compute_dtype(q.dtype)
+    # (heads_kv, m, 1, dim): m rows, query by query, of all the heads that share a kv head.
+    group = heads_q // heads_kv
+    m = seqlen_q * group
+    by_kv_head = q.reshape(seqlen_q, heads_kv, group, head_dim).swapaxes(0, 1)
+    rows = by_kv_head.astype(compute).reshape(heads_kv, m, 1, head_dim)
+    rows *= compute.type(softmax_scale)
+    seen = np.full(m, keys.seqlen)
+    if causal:
+        position = np.repeat(np.arange(q_offset, q_offset + seqlen_q), group)
+        seen = np.clip(position + 1, 0, keys.seqlen)
+    acc, row_max = _take_all(rows, k, v, keys, seen, Bc)
+    row_sum, result = _finished(acc)
+    if not np.isfinite(result).all():
+        # A sum of weighted values has left the numbers, though they may not have. Row by row, as
+        # all else.
+        acc, _ = _take_all(rows, k, v, keys, seen, Bc, compute.type(SHRINK))
+        _, shrunk = _finished(acc)
+        result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
+    row_lse = row_max + np.log(row_sum)
+    empty = row_sum == 0
+    if empty.any():
+        lost = empty & _overflown(rows, k, keys, seen)
+        for array, of_empty in ((result, 0), (row_lse, -np.inf)):
+            np.copyto(array, of_empty, where=empty)
+            np.copyto(array, np.nan, where=lost)
+    result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
+    np.copyto(out, result.reshape(out.shape), casting="same_kind")
+    if lse is not None:
+        by_head = row_lse.reshape(heads_kv, seqlen_q, group).swapaxes(1, 2)
+        np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
+
+
+def _finished(acc: Array) -> tuple[Array, Array]:
+    """Row sums and rows of the output."""
+    # Copied: NumPy may take another logarithm for strided arrays.
+    row_sum = acc[..., -1:].copy()
+    return row_sum, acc[..., :-1] / row_sum
+
+
+def _take_all(
+    rows: Array, k: Array, v: Array, keys: Keys, seen: Array, Bc: int, factor: Any = 1
+) -> tuple[Array, Array]:
+    """Sums of weighted values, with the weights' own as a last column, and the rows' maxima.
+
+    The values are multiplied by a factor, where that is not 1.
+    """
+    heads_kv, m, _, head_dim = rows.shape
+    head_dim_v, compute = v.shape[3], rows.dtype
+    seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
+    k_tile = np.zeros((heads_kv, Bc, head_dim), compute)
+    # A last column of ones adds up the row sums.
+    v_tile = np.zeros((heads_kv, Bc, head_dim_v + 1), compute)
+    v_tile[..., -1] = 1
+    scores = np.empty((heads_kv, m, 1, Bc), compute)
+    acc = np.zeros((heads_kv, m, 1, head_dim_v + 1), compute)
+    row_max = np.full((heads_kv, m, 1, 1), -np.inf, compute)
+    for start in range(0, seen_by_any, Bc):
+        stop = min(start + Bc, seen_by_any)
+        count = stop - start
+        k_tile[:, :count] = read(k, keys, start, stop).swapaxes(0, 1)
+        v_tile[:, :count, :-1] = read(v, keys, start, stop).swapaxes(0, 1)
+        if factor != 1:
+            v_tile[:, :count, :-1] *= factor
+        k_tile[:, count:] = 0
+        v_tile[:, count:, :-1] = 0
+        np.matmul(rows, k_tile.swapaxes(1, 2)[:, None], out=scores)
+        if start + Bc > seen_by_all:
+            masked = np.arange(start, start + Bc) >= seen[:, None]
+            np.copyto(scores, -np.inf, where=masked[:, None])
+        new_max = np.maximum(scores.max(axis=-1, keepdims=True), row_max)
+        # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
+        safe = np.where(new_max == -np.inf, 0, new_max)
+        scores -= safe
+        np.exp(scores, out=scores)
+        if start:
+            acc *= np.exp(row_max - safe)
+        acc += np.matmul(scores, v_tile[:, None])
+        row_max = new_max
+    return acc, row_max
+
+
+def _overflown(rows: Array, k: Array, keys: Keys, seen: Array) -> Array:
+    """Which rows see keys and, as these, are finite: as `cupy_flash.host.passes.lost_rows`."""
+    finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1)
+    if not finite.size:
+        return np.zeros((*rows.shape[:3], 1), bool)
+    finite = np.logical_and.accumulate(finite)[np.maximum(seen - 1, 0)].T
+    lost: Array = (seen > 0) & finite & np.isfinite(rows[:, :, 0]).all(axis=-1)
+    return lost[:, :, None, None]

@@ -1,0 +1,215 @@
+"""Where each sequence of a batch lies, found on the host; and its keys, read and written.
+
+The counterpart of `kernels_cu/work/sequences.cuh` for the CPU backend and the reference: the same
+numbers give the same sequences, so that whatever stands in cu_seqlens, cache_seqlens, block_table
+or cache_batch_idx, no element outside of the arrays is touched, and the result is the kernels'.
+
+The arrays of keys and values are NumPy's or CuPy's; those of lengths and places are brought here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.calls.arrays import array_module
+
+Ints = NDArray[Any]
+
+
+class Keys(NamedTuple):
+    """Where the keys, and values, of one sequence lie.
+
+    Attributes
+    ----------
+    seqlen
+        How many there are.
+    capacity
+        How many there can be.
+    block, first
+        Index along the first axis of an array (blocks, rows, heads, dim), and the first row there.
+    pages
+        Indices along that axis, in order, where each holds a page of the sequence; None where it
+        is not paged. Those outside of the array are pages of zeros.
+    """
+
+    seqlen: int
+    capacity: int
+    block: int
+    first: int
+    pages: Ints | None
+
+
+class Queries(NamedTuple):
+    """The rows of one sequence in packed q and out."""
+
+    first: int
+    seqlen: int
+
+    @property
+    def rows(self) -> slice:
+        """The rows as an index."""
+        return slice(self.first, self.first + self.seqlen)
+
+
+def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> Iterator[Queries]:
+    """The rows of each packed sequence: within the array, and none where cu_seqlens_q decreases."""
+    ends = [_clamp(end, 0, total_q) for end in cu_seqlens_q.tolist()]
+    for first, end in pairwise(ends):
+        yield Queries(first, min(max(end - first, 0), max_seqlen_q))
+
+
+def find_packed_keys(
+    cu_seqlens_k: Ints | None,
+    max_seqlen_k: int,
+    *,
+    batch: int,
+    total_k: int,
+    page_size: int,
+    seqused_k: Ints | None,
+    block_table: Ints | None,
+) -> Iterator[Keys]:
+    """The keys of each sequence of a `flash_attention_varlen`.
+
+    Packed ones begin where cu_seqlens_k says. Their number is seqused_k's, or the difference in
+    cu_seqlens_k, but no more than max_seqlen_k, than the packed array or the pages hold.
+    """
+    used = None if seqused_k is None else seqused_k.tolist()
+    ends = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for b in range(batch):
+        first, capacity, pages = 0, max_seqlen_k, None
+        if block_table is not None:
+            pages = block_table[b]
+            capacity = min(capacity, len(pages) * page_size)
+        elif ends is not None:
+            first = _clamp(ends[b], 0, total_k)
+            capacity = min(capacity, total_k - first)
+        keys = capacity
+        if used is not None:
+            keys = used[b]
+        elif ends is not None:
+            keys = max(ends[b + 1], 0) - max(ends[b], 0)
+        yield Keys(_clamp(keys, 0, capacity), capacity, 0, first, pages)
+
+
+def find_cached_keys(
+    cache_seqlens: Ints,
+    *,
+    cache_shape: tuple[int, ...],
+    cache_batch_idx: Ints | None,
+    block_table: Ints | None,
+) -> Iterator[Keys]:
+    """The keys of each sequence in a cache.
+
+    Parameters
+    ----------
+    cache_seqlens
+        Their number, no more of which counts than the cache has room for.
+    cache_shape
+        (caches, capacity, heads_kv, dim) or (pages, page_size, heads_kv, dim).
+    cache_batch_idx
+        Which cache each sequence has; one that is none of them leaves it without room for a key.
+    block_table
+        (batch, max_pages)
+    """
+    blocks, rows = cache_shape[:2]
+    for b, length in enumerate(cache_seqlens.tolist()):
+        block, capacity, pages = b, rows, None
+        if block_table is not None:
+            block, pages = 0, block_table[b]
+            capacity = len(pages) * rows
+        elif cache_batch_idx is not None:
+            block = int(cache_batch_idx[b])
+            if not 0 <= block < blocks:
+                block = capacity = 0
+        yield Keys(_clamp(length, 0, capacity), capacity, block, 0, pages)
+
+
+def read(blocks: Any, keys: Keys, first: int = 0, stop: int | None = None) -> Any:
+    """Rows ``first`` to ``stop``, all if not given, of one sequence: (rows, heads_kv, dim).
+
+    A view, unless they are in pages.
+    """
+    stop = keys.seqlen if stop is None else stop
+    xp = array_module(blocks)
+    if first >= stop or len(blocks) == 0:
+        return xp.zeros((max(stop - first, 0), *blocks.shape[2:]), blocks.dtype)
+    if keys.pages is None:
+        return blocks[keys.block, keys.first + first : keys.first + stop]
+    pages, page_size = blocks.shape[:2]
+    if stop - first < page_size:
+        # Of large pages not all of their rows.
+        rows = xp.empty((stop - first, *blocks.shape[2:]), blocks.dtype)
+        for page, there, here in _rows_of_pages(keys.pages, page_size, first, stop):
+            rows[here] = blocks[page, there] if 0 <= page < pages else 0
+        return rows
+    first_page = first // page_size
+    needed = keys.pages[first_page : -(-stop // page_size)]
+    missing = (needed < 0) | (needed >= pages)
+    rows = blocks[xp.asarray(np.where(missing, 0, needed))]
+    if missing.any():
+        rows[xp.asarray(missing)] = 0
+    skipped = first_page * page_size
+    return rows.reshape(-1, *blocks.shape[2:])[first - skipped : stop - skipped]
+
+
+def _rows_of_pages(
+    pages: Ints, page_size: int, first: int, stop: int
+) -> Iterator[tuple[int, slice, slice]]:
+    """Each page that has some of a sequence's rows ``first`` to ``stop``.
+
+    Yields its number, which of its rows they are, and which of those asked for.
+    """
+    row = first
+    while row < stop:
+        index, start = divmod(row, page_size)
+        count = min(page_size - start, stop - row)
+        here = slice(row - first, row - first + count)
+        yield int(pages[index]), slice(start, start + count), here
+        row += count
+
+
+class PagedRows:
+    """One sequence's keys or values in pages, read where an index asks for some.
+
+    Stands for an array (1, seqlen, heads, dim) that is indexed as ``[0:1, first:stop, heads]``.
+    """
+
+    def __init__(self, blocks: Any, keys: Keys) -> None:
+        self._blocks, self._keys = blocks, keys
+        self.shape = (1, keys.seqlen, *blocks.shape[2:])
+        self.dtype = blocks.dtype
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Any:
+        _, rows, heads = index
+        return read(self._blocks[:, :, heads], self._keys, rows.start, rows.stop)[None]
+
+
+def append(blocks: Any, keys: Keys, new: Any) -> None:
+    """Write rows (seqlen_new, heads_kv, dim) behind those of a sequence, as many as there is room.
+
+    What would go to a page outside of the array is dropped.
+    """
+    stop = min(keys.seqlen + len(new), keys.capacity)
+    if keys.seqlen >= stop:
+        return
+    if keys.pages is None:
+        blocks[keys.block, keys.seqlen : stop] = new[: stop - keys.seqlen]
+        return
+    pages, page_size = blocks.shape[:2]
+    for page, there, here in _rows_of_pages(keys.pages, page_size, keys.seqlen, stop):
+        if 0 <= page < pages:
+            blocks[page, there] = new[here]
+
+
+def longer(keys: Keys, seqlen_new: int) -> Keys:
+    """The keys after `append`."""
+    return keys._replace(seqlen=min(keys.seqlen + seqlen_new, keys.capacity))
+
+
+def _clamp(x: int, low: int, high: int) -> int:
+    return max(low, min(x, high))

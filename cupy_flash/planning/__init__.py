@@ -1,0 +1,1 @@
+"""Which family and tile, and why."""

@@ -1,0 +1,361 @@
+"""Choose the kernel family and tile for a problem, and explain the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
+from cupy_flash.families.contract import MAIN_ENTRY
+from cupy_flash.gpu.tensor_map import TensorMapSpec
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Device, Resources
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import FrozenTile, Tile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed.
+
+    Attributes
+    ----------
+    problem, device
+        What is computed, and on what; device is None for the CPU backend.
+    family, tile
+        The kernel family's name ("cpu" for the CPU backend) and its compile-time tile.
+    num_splits
+        Thread blocks that share the keys of a query tile; 1 where they are not split.
+    launches
+        Kernel launches, in order.
+    workspace
+        Bytes of device memory besides the arrays.
+    counters
+        32-bit words of device memory that are zero before a launch and after it.
+    takes_sequences
+        Whether the kernels take the struct of `sequences.cuh` after the params.
+    section_heads
+        Query heads whose query tiles are interleaved in the order of the work.
+    tensor_maps
+        What the kernels are told of q, k and v besides their addresses; empty for most.
+    unit
+        The translation unit; None for the CPU backend.
+    reason
+        Why this family and tile.
+    rejected
+        Every other family, with why not.
+    resources
+        Of the compiled main kernel; None where it is not loaded.
+    """
+
+    problem: Problem
+    device: Device | None
+    family: str
+    tile: Tile
+    num_splits: int
+    launches: tuple[Launch, ...]
+    workspace: int
+    counters: int
+    takes_sequences: bool
+    section_heads: int
+    tensor_maps: tuple[TensorMapSpec, ...] = field(repr=False)
+    unit: TranslationUnit | None = field(repr=False)
+    reason: str
+    rejected: Mapping[str, str]
+    resources: Resources | None = None
+
+    @property
+    def main(self) -> Launch | None:
+        """Launch of the main kernel, whose figures the plan shows; None for the CPU backend."""
+        named = (launch for launch in self.launches if launch.entry == MAIN_ENTRY)
+        return next(named, self.launches[0] if self.launches else None)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block of the main kernel."""
+        return self.main.threads if self.main else 0
+
+    @property
+    def shared_memory(self) -> int:
+        """Dynamic shared memory of a block of the main kernel, in bytes."""
+        return self.main.shared_memory if self.main else 0
+
+    def blocks_per_sm(self) -> int:
+        """Blocks of the main kernel that fit an SM; an upper bound until it is compiled."""
+        if self.device is None:
+            return 0
+        registers = self.resources.registers if self.resources else 0
+        return self.device.blocks_per_sm(self.threads, self.shared_memory, registers)
+
+    def __str__(self) -> str:
+        problem = self.problem
+        sizes = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_k}"
+        heads = f"heads {problem.heads_q}" + (
+            f" over {problem.heads_kv}" if problem.heads_kv != problem.heads_q else ""
+        )
+        dims = f"head_dim {problem.head_dim}" + (
+            f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
+        )
+        rows = [
+            ("problem", f"{problem.dtype}, {sizes}, {heads}, {dims}" + _mask_text(problem)),
+            *(self._gpu_rows() if self.device else [("device", "CPU (NumPy)")]),
+            ("family", self.family),
+            ("tile", str(self.tile)),
+            ("why", self.reason),
+            ("workspace", f"{self.workspace:,} bytes" if self.workspace else "none"),
+            *((f"not {name}", reason) for name, reason in self.rejected.items()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _gpu_rows(self) -> list[tuple[str, str]]:
+        device, resources = self.device, self.resources
+        assert device is not None
+        share = self.shared_memory / device.shared_memory_per_sm
+        return [
+            ("device", f"{device.name} ({device.sm}, {device.sm_count} SMs)"),
+            ("grid", " + ".join(f"{e.entry} {_grid_text(e)}" for e in self.launches)),
+            ("threads", f"{self.threads} per block"),
+            ("registers", f"{resources.registers} per thread" if resources else "not compiled yet"),
+            ("shared memory", f"{self.shared_memory / 1024:.1f} KiB, {share:.0%} of the SM's"),
+            ("blocks per SM", ("" if resources else "at most ") + str(self.blocks_per_sm())),
+        ]
+
+
+def _mask_text(problem: Problem) -> str:
+    return f", causal (q_offset {problem.q_offset})" if problem.causal else ""
+
+
+def _grid_text(launch: Launch) -> str:
+    return " x ".join(str(n) for n in launch.grid if n > 1) or "1"
+
+
+def make_plan(
+    problem: Problem, device: Device, *, family: str | None = None, tile: FrozenTile = None
+) -> Plan:
+    """Plan a problem on a device.
+
+    Parameters
+    ----------
+    problem, device
+        What to compute, and on what.
+    family
+        Name of the family to use; None for the first that can serve the problem.
+    tile
+        A tile of that family, or some of its fields (see `freeze_tile`); None for the tuned or
+        default one.
+
+    Raises
+    ------
+    UnsupportedError
+        If the family cannot serve the problem, or the tile does not fit; the message says why.
+    ValueError
+        For an unknown family or tile field.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    rejected = {}
+    for name, candidate in FAMILIES.items():
+        if reason := _why_not(candidate, problem, device):
+            rejected[name] = reason
+    usable = [name for name in FAMILIES if name not in rejected]
+    later = {
+        name: reason
+        for name in usable
+        if (reason := _why_not_first(FAMILIES[name], problem, device))
+    }
+    if family is None:
+        automatic = [name for name in usable if FAMILIES[name].automatic]
+        if not automatic:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+            raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
+        chosen = next((name for name in automatic if name not in later), automatic[0])
+        reason = "first choice for this dtype and GPU"
+    elif family in rejected:
+        raise UnsupportedError(f"family {family!r} cannot serve this: {rejected[family]}")
+    else:
+        chosen, reason = family, "asked for"
+    for name in usable:
+        if name != chosen:
+            rejected[name] = later.get(name) or (
+                f"{chosen} comes first"
+                if FAMILIES[name].automatic
+                else "a baseline for benchmarks, used only on request"
+            )
+    the_family = FAMILIES[chosen]
+    the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
+    return plan_tile(
+        the_family,
+        problem,
+        device,
+        the_tile,
+        reason=f"{reason}; {tile_reason}",
+        rejected=rejected,
+    )
+
+
+def is_served(problem: Problem, device: Device) -> bool:
+    """Whether there is a family that would be chosen for the problem unasked."""
+    return any(f.automatic and _why_not(f, problem, device) is None for f in FAMILIES.values())
+
+
+def _why_not(family: Family, problem: Problem, device: Device) -> str | None:
+    if problem.sequences is not None and not family.serves_sequences:
+        return "its kernels take sequences of equal length, neither packed nor cached"
+    return family.why_not(problem, device)
+
+
+def _why_not_first(family: Family, problem: Problem, device: Device) -> str | None:
+    # The bits of a row are those of a family and tile: one family for all batch-invariant problems
+    # of a dtype and head dims, chosen without a look at rows, lengths and batch.
+    if not problem.is_batch_invariant:
+        return family.why_not_first(problem, device)
+    if family.serves_any_rows or not family.automatic:
+        return None
+    return "is for some numbers of query rows, and batch-invariant ones of all go to one family"
+
+
+def plan_tile(
+    family: Family,
+    problem: Problem,
+    device: Device,
+    tile: Tile,
+    *,
+    reason: str,
+    rejected: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan of one tile that is known to be legal."""
+    num_splits = family.num_splits(problem, device, tile)
+    return Plan(
+        problem=problem,
+        device=device,
+        family=family.name,
+        tile=tile,
+        num_splits=num_splits,
+        launches=family.launches(problem, device, tile, num_splits),
+        workspace=family.workspace(problem, device, tile, num_splits),
+        counters=family.counters(problem, device, tile, num_splits),
+        takes_sequences=family.takes_sequences(problem),
+        section_heads=family.section_heads(problem, device, tile),
+        tensor_maps=family.tensor_maps(problem, tile),
+        unit=family.unit(problem, tile, num_splits),
+        reason=reason,
+        rejected=rejected or {},
+    )
+
+
+def _choose_tile(
+    family: Family, problem: Problem, device: Device, request: FrozenTile
+) -> tuple[Tile, str]:
+    if request is not None:
+        return _requested_tile(family, problem, device, request), "tile asked for"
+    entry = tuning.lookup(device, family.name, family.digest(), problem)
+    if entry is not None:
+        tile = _tuned_tile(family.tile_type, entry.tile)
+        if tile is not None and family.why_not_tile(problem, device, tile) is None:
+            return tile, _tuned_reason(entry, device)
+    return family.default_tile(problem, device), "default tile"
+
+
+def _tuned_reason(entry: tuning.Entry, device: Device) -> str:
+    if entry.gpu == device.name:
+        return f"tile from the tuned table ({entry.tflops:.0f} TFLOP/s)"
+    rate = f"{entry.tflops:.0f} TFLOP/s there"
+    return f"tile tuned on {entry.gpu}, the nearest GPU with a table ({rate})"
+
+
+def _tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
+    try:
+        return tile_type(**fields)
+    except (TypeError, ValueError):
+        return None
+
+
+def _requested_tile(family: Family, problem: Problem, device: Device, request: FrozenTile) -> Tile:
+    if isinstance(request, Tile) and type(request) is not Tile:
+        if not isinstance(request, family.tile_type):
+            raise ValueError(
+                f"tile is a {type(request).__name__}; family {family.name!r} takes a "
+                f"{family.tile_type.__name__}"
+            )
+        if reason := family.why_not_tile(problem, device, request):
+            raise UnsupportedError(f"tile {request} of family {family.name!r}: {reason}")
+        return request
+    wanted = tile_fields(family.tile_type, request)
+    default = family.default_tile(problem, device)
+    first = dataclasses.replace(default, **wanted)
+    if (reason := family.why_not_tile(problem, device, first)) is None:
+        return first
+    fitting = [
+        tile
+        for tile in family.candidates(problem, device)
+        if all(getattr(tile, name) == value for name, value in wanted.items())
+    ]
+    # Nearest to the default first: the fields that were not asked for should stay good ones.
+    fitting.sort(key=lambda tile: _distance(tile, default))
+    reasons = []
+    for tile in fitting:
+        if (why_not := family.why_not_tile(problem, device, tile)) is None:
+            return tile
+        reasons.append(why_not)
+    text = " ".join(f"{name}={value}" for name, value in wanted.items())
+    # The nearest candidate's: the default's other fields may be what is in the way.
+    reason = reasons[0] if reasons else reason
+    raise UnsupportedError(f"family {family.name!r} has no tile with {text} here: {reason}")
+
+
+def _distance(tile: Tile, other: Tile) -> float:
+    """How much two tiles of a family differ: the sum over their fields of the relative change."""
+    pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
+    return sum(abs(a - b) / max(a, b, 1) for a, b in pairs)
+
+
+def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:
+    """A request's fields, checked against those of a tile type.
+
+    Raises
+    ------
+    ValueError
+        For a field that the tile type does not have.
+    """
+    names = [f.name for f in dataclasses.fields(tile_type)]
+    fields = dataclasses.asdict(request) if isinstance(request, Tile) else dict(request or ())
+    for name in fields:
+        if name not in names:
+            raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(names)}")
+    return fields
+
+
+def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
+    """The CPU backend's tile: the one asked for, the tuned one, or the default."""
+    default = cpu.default_tile(problem)
+    if request is not None:
+        return dataclasses.replace(default, **tile_fields(type(default), request))
+    entry = tuning.lookup(None, "cpu", cpu.digest(), problem)
+    tile = _tuned_tile(Tile, entry.tile) if entry else None
+    fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
+    return tile if tile is not None and fits else default
+
+
+def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
+    """The plan of the CPU backend; `no_gpu` says why no GPU computes it."""
+    reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
+    return Plan(
+        problem=problem,
+        device=None,
+        family="cpu",
+        tile=tile,
+        num_splits=1,
+        launches=(),
+        workspace=cpu.scratch_bytes(problem, tile),
+        counters=0,
+        takes_sequences=False,
+        section_heads=1,
+        tensor_maps=(),
+        unit=None,
+        reason=reason,
+        rejected=dict.fromkeys(FAMILIES, no_gpu) if no_gpu else {},
+    )

@@ -1,0 +1,1 @@
+"""Records of what is asked for, and every check of values."""

@@ -1,0 +1,564 @@
+"""What one attention call asks for, validated once, with no arrays and no pointers in it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupy_flash.problem.sequences import Sequences
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MAX_HEAD_DIM = 256
+# Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
+MAX_SEQLEN = 2**30 - 2**10
+# Factors on scores beyond which float32 may not hold the product: up to here it holds those of all
+# float16 inputs, and of others those below 5e33.
+HUGE_SCALE = 2.0**16
+# Sequences, caches and pages, which kernels have in 32-bit integers.
+MAX_COUNT = 2**31 - 1
+# The widest single memory access, in bytes.
+MAX_ALIGNMENT = 16
+
+# What a scale's magnitude may be at most: with the factor log2(e) that kernels give it, it is a
+# number of the type that scores are kept in.
+_LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
+
+# More thread blocks for a sequence's keys than any GPU runs at once.
+MAX_SPLITS = 2**16 - 1
+
+Strides = tuple[int, int, int]
+Shape = tuple[int, int, int, int]
+
+
+def contiguous_strides(shape: tuple[int, int, int, int]) -> Strides:
+    """Strides of the first three axes of a C-contiguous array, in elements."""
+    return (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An array in (batch, seqlen, heads, dim) order, as the kernels address it.
+
+    Attributes
+    ----------
+    shape
+        (batch, seqlen, heads, dim).
+    strides
+        Of batch, row and head, in elements. The last axis is contiguous.
+    dtype
+        One of `DTYPES`.
+    alignment
+        Bytes (at most 16) that the address of the first element is a multiple of.
+    """
+
+    shape: tuple[int, int, int, int]
+    strides: Strides
+    dtype: str
+    alignment: int = MAX_ALIGNMENT
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, int, int, int], dtype: str) -> ArraySpec:
+        """Spec of a freshly allocated C-contiguous array."""
+        return cls(shape, contiguous_strides(shape), dtype)
+
+    def row_alignment(self) -> int:
+        """Bytes (a power of two, at most 16) that every row's address is a multiple of."""
+        size = ITEMSIZE[self.dtype]
+        alignment = self.alignment
+        for length, stride in zip(self.shape, self.strides, strict=False):
+            if length > 1:
+                alignment = math.gcd(alignment, stride * size)
+        return math.gcd(alignment, MAX_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One forward attention problem.
+
+    Attributes
+    ----------
+    dtype
+        Of q, k, v and out: one of `DTYPES`.
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
+        Sizes; heads_q is a multiple of heads_kv.
+    causal
+        Whether query i sees only the keys j <= i + q_offset.
+    q_offset
+        Position of the first query among the keys, kept within [-seqlen_q, seqlen_k], beyond
+        which it changes nothing. 0 when not causal.
+    softmax_scale
+        Factor on the scores.
+    q_strides, k_strides, v_strides, out_strides
+        Of batch, row and head, in elements.
+    alignment
+        Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2.
+    out_alignment
+        The same of out.
+    sequences
+        How the sequences lie where they are not blocks of equal length; then seqlen_q and seqlen_k
+        are the most that one may have, and each has a causal mask of its own, aligned at the
+        bottom right. The first of the strides is 0 for packed arrays, a page's for paged ones.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    q_offset: int
+    softmax_scale: float
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    alignment: int
+    out_alignment: int
+    sequences: Sequences | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def rows(self) -> int:
+        """Query rows over the whole batch and all heads."""
+        return self.batch * self.heads_q * self.seqlen_q
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's result may depend on nothing but its own sequence."""
+        return self.sequences is not None and self.sequences.batch_invariant
+
+    @property
+    def has_huge_scale(self) -> bool:
+        """Whether scores of usual size may be infinite once they are scaled.
+
+        A scaled score of -inf is NaN in the end, as in the formula, where the kernel still knows
+        that the score itself was a number.
+        """
+        return abs(self.softmax_scale) > HUGE_SCALE
+
+    @property
+    def score_factor(self) -> tuple[tuple[int, int], float]:
+        """The scale as kernels have it: sign * 2**-shift, compiled in, times a positive number.
+
+        A shift keeps the number clear of the smallest normal ones of the type that scores are kept
+        in. Below them all the sign is 0: no score makes a difference.
+        """
+        smallest = 2.0**-1000 if self.dtype == "float64" else 2.0**-100
+        scale = abs(self.softmax_scale)
+        shift = 0 if scale >= smallest else 64
+        scale *= 2.0**shift
+        if scale < smallest:
+            return (0, 0), 1.0
+        return (1 if self.softmax_scale > 0 else -1, shift), scale
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the output has no element, so that there is nothing to compute."""
+        return self.rows == 0
+
+    def flops(self) -> float:
+        """Floating-point operations by the field's convention.
+
+        4 * batch * heads_q * seqlen_q * seqlen_k * head_dim (the mean of both head dims), of
+        which a causal problem counts the fraction of pairs that are seen; for seqlen_q =
+        seqlen_k that is half (FlashAttention-3 paper, section 4.1).
+        """
+        pairs: float = self.seqlen_q * self.seqlen_k
+        if self.causal:
+            pairs = self._seen_pairs()
+        return 2.0 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
+
+    def _seen_pairs(self) -> float:
+        # Row i sees clamp(i + q_offset + 1/2, 0, seqlen_k) keys; the half makes a square problem
+        # count exactly half of its pairs, as the papers do.
+        low = min(self.seqlen_q, max(0, -self.q_offset))
+        high = min(self.seqlen_q, max(0, self.seqlen_k - self.q_offset))
+        rising = (high - low) * (low + high) / 2 + (high - low) * self.q_offset
+        return rising + (self.seqlen_q - high) * float(self.seqlen_k)
+
+
+def make_problem(
+    q: ArraySpec,
+    k: ArraySpec,
+    v: ArraySpec,
+    out: ArraySpec | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+) -> Problem:
+    """Check the caller's input and put it in a `Problem`.
+
+    Parameters
+    ----------
+    q, k, v
+        Specs of shapes (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_k, heads_kv,
+        head_dim) and (batch, seqlen_k, heads_kv, head_dim_v).
+    out
+        Spec of the output; None for a new contiguous one.
+    causal, softmax_scale, q_offset
+        As in `cupy_flash.flash_attention`.
+
+    Raises
+    ------
+    TypeError
+        For dtypes that are not supported or differ, or an option of the wrong kind.
+    ValueError
+        For shapes that do not go together, or values out of range.
+    """
+    _check_dtypes(q, k, v)
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, head_dim_v = v.shape
+    _check_shapes(q.shape, k.shape, v.shape)
+    check_bool("causal", causal)
+    if q_offset is None:
+        q_offset = seqlen_k - seqlen_q
+    elif not causal:
+        raise ValueError("q_offset places a causal mask; pass causal=True or leave q_offset out")
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(head_dim)
+    out_shape = (batch, seqlen_q, heads_q, head_dim_v)
+    if out is None:
+        out = ArraySpec.contiguous(out_shape, q.dtype)
+    _check_out(out, out_shape, q.dtype)
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        causal=bool(causal),
+        q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
+        softmax_scale=_scale(softmax_scale, q.dtype),
+        q_strides=q.strides,
+        k_strides=k.strides,
+        v_strides=v.strides,
+        out_strides=out.strides,
+        alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
+        out_alignment=out.row_alignment(),
+    )
+
+
+def make_contiguous_problem(
+    *,
+    dtype: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+) -> Problem:
+    """`make_problem` for new contiguous arrays of the given sizes."""
+    return make_problem(
+        ArraySpec.contiguous((batch, seqlen_q, heads_q, head_dim), dtype),
+        ArraySpec.contiguous((batch, seqlen_k, heads_kv, head_dim), dtype),
+        ArraySpec.contiguous((batch, seqlen_k, heads_kv, head_dim_v), dtype),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+    )
+
+
+def make_sequences_problem(
+    q: ArraySpec,
+    k: ArraySpec,
+    v: ArraySpec,
+    out: ArraySpec | None = None,
+    *,
+    batch: int,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: tuple[int, int] | None = None,
+    chosen_caches: bool = False,
+    new_keys: int = 0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Problem:
+    """`make_problem` for sequences that are packed, cached or paged.
+
+    Checked is what needs no contents of the arrays that say where the sequences lie.
+
+    Parameters
+    ----------
+    q
+        Spec of shape (1, total_q, heads_q, head_dim) where max_seqlen_q is given, else (batch,
+        seqlen_q, heads_q, head_dim).
+    k, v
+        Specs of (pages, page_size, heads_kv, dim) where block_table is given; else of (1, total_k,
+        heads_kv, dim) where max_seqlen_q is, or of a cache, (caches, seqlen_cache, heads_kv, dim).
+    out
+        Spec of the output, as q; None for a new contiguous one.
+    batch
+        Number of sequences.
+    max_seqlen_q, max_seqlen_k
+        The most rows that a sequence of a packed batch has. None, both of them, for a cache.
+    block_table
+        Pages that a sequence may have, and elements between the rows of the table.
+    chosen_caches
+        Whether each sequence names its cache; else sequence b has cache b.
+    new_keys
+        Rows to be appended to each sequence of a cache.
+    num_splits, batch_invariant, causal, softmax_scale
+        As in `cupy_flash.flash_attention_with_kvcache`.
+
+    Raises
+    ------
+    TypeError
+        For dtypes that are not supported or differ, or an option of the wrong kind.
+    ValueError
+        For shapes that do not go together, or values out of range.
+    """
+    is_packed = max_seqlen_q is not None
+    names = ("k", "v") if is_packed else ("k_cache", "v_cache")
+    _check_dtypes(q, k, v, names)
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names)
+    _check_places(k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None)
+    check_count("batch", batch)
+    check_bool("causal", causal)
+    check_bool("batch_invariant", batch_invariant)
+    max_pages, table_stride = block_table or (0, 0)
+    capacity = max_pages * k.shape[1] if block_table is not None else k.shape[1]
+    seqlen_q = q.shape[1]
+    if is_packed:
+        keys = "total length of k" if block_table is None else "capacity of a row of block_table"
+        _check_seqlens((("total length of q", seqlen_q), (keys, capacity)))
+        seqlen_q = min(seqlen_q, _count("max_seqlen_q", max_seqlen_q))
+        seqlen_k = min(capacity, _count("max_seqlen_k", max_seqlen_k))
+    else:
+        _check_seqlens((("seqlen of q", seqlen_q), ("capacity of a cache", capacity)))
+        if block_table is None and not chosen_caches and k.shape[0] < batch:
+            raise ValueError(
+                f"k_cache and v_cache hold {k.shape[0]} caches, but q has batch {batch}; expected "
+                "one for each sequence, or cache_batch_idx"
+            )
+        if new_keys > capacity:
+            raise ValueError(
+                f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
+            )
+        seqlen_k = capacity
+    out_shape = (*q.shape[:3], v.shape[3])
+    if out is None:
+        out = ArraySpec.contiguous(out_shape, q.dtype)
+    _check_out(out, out_shape, q.dtype)
+    is_cache = not is_packed and block_table is None
+    packed_k = is_packed and block_table is None
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[3])
+    return Problem(
+        dtype=q.dtype,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        causal=bool(causal),
+        q_offset=0,
+        softmax_scale=_scale(softmax_scale, q.dtype),
+        q_strides=_strides_of(q, is_packed),
+        k_strides=_strides_of(k, packed_k),
+        v_strides=_strides_of(v, packed_k),
+        out_strides=_strides_of(out, is_packed),
+        alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
+        out_alignment=out.row_alignment(),
+        sequences=Sequences(
+            packed_q=is_packed,
+            packed_k=packed_k,
+            total_q=q.shape[1] if is_packed else 0,
+            total_k=k.shape[1] if packed_k else 0,
+            caches=k.shape[0] if is_cache else 0,
+            page_size=k.shape[1] if block_table is not None else 0,
+            pages=k.shape[0] if block_table is not None else 0,
+            max_pages=max_pages,
+            block_table_stride=table_stride,
+            new_keys=new_keys,
+            num_splits=_splits(num_splits, batch_invariant),
+            batch_invariant=bool(batch_invariant),
+        ),
+    )
+
+
+def _strides_of(spec: ArraySpec, is_packed: bool) -> Strides:
+    return (0, *spec.strides[1:]) if is_packed else spec.strides
+
+
+def _splits(num_splits: int, batch_invariant: bool) -> int:
+    number = integer("num_splits", num_splits)
+    if not 0 <= number <= MAX_SPLITS:
+        raise ValueError(
+            f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
+        )
+    if not batch_invariant:
+        return number
+    if number > 1:
+        raise ValueError(
+            f"num_splits is {number}, but batch_invariant=True does not split keys; pass 0 or 1"
+        )
+    return 1
+
+
+def _count(name: str, value: int | None) -> int:
+    if value is None:
+        raise TypeError(f"{name} is None; expected an integer")
+    number = integer(name, value)
+    if number < 0:
+        raise ValueError(f"{name} is {number}; expected at least 0")
+    return number
+
+
+def integer(name: str, value: int) -> int:
+    """A value that can be an index as an int; TypeError, naming the option, for any other."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} is {value!r}; expected an integer")
+
+
+def _scale(value: float, dtype: str) -> float:
+    scale = finite("softmax_scale", value)
+    kept_in = "float64" if dtype == "float64" else "float32"
+    if abs(scale) > _LARGEST_SCALE[kept_in]:
+        raise ValueError(
+            f"softmax_scale is {scale:g}; expected a magnitude of at most "
+            f"{_LARGEST_SCALE[kept_in]:.3g}, as scores of {dtype} arrays are kept in {kept_in}"
+        )
+    return scale
+
+
+def finite(name: str, value: float) -> float:
+    """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        # Not its digits, of which there are more than 300.
+        raise ValueError(f"{name} is beyond any float; expected a finite number") from None
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; expected a number") from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected a number")
+    if not is_finite:
+        raise ValueError(f"{name} is {value}; expected a finite number")
+    return float(value)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise ValueError for more than kernels count in 32 bits, as stride-0 views may have."""
+    if count > MAX_COUNT:
+        raise ValueError(f"{name} is {count}; expected at most {MAX_COUNT}")
+
+
+def check_bool(name: str, value: bool) -> None:
+    """Raise TypeError for what is neither True nor False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; expected True or False")
+
+
+def _check_dtypes(
+    q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str] = ("k", "v")
+) -> None:
+    for name, spec in (("q", q), (names[0], k), (names[1], v)):
+        if spec.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, {' and '.join(names)} must have one dtype, but are {q.dtype}, {k.dtype} and "
+            f"{v.dtype}"
+        )
+
+
+def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
+    for name, shape in (("k", k), ("v", v)):
+        if shape[0] != q[0]:
+            raise ValueError(f"{name} has batch {shape[0]}, but q has {q[0]}")
+    check_count("batch", q[0])
+    if k[1] != v[1]:
+        raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
+    _check_heads_and_dims(q, k, v)
+    _check_seqlens((("seqlen of q", q[1]), ("seqlen of k and v", k[1])))
+
+
+def _check_heads_and_dims(
+    q: Shape, k: Shape, v: Shape, names: tuple[str, str] = ("k", "v")
+) -> None:
+    both = " and ".join(names)
+    if k[3] != q[3]:
+        raise ValueError(f"{names[0]} has head_dim {k[3]}, but q has {q[3]}")
+    if k[2] != v[2]:
+        raise ValueError(f"{both} must have one number of heads, but have {k[2]} and {v[2]}")
+    if k[2] == 0:
+        raise ValueError(f"{both} have no heads; expected at least 1")
+    if q[2] % k[2]:
+        raise ValueError(f"q has {q[2]} heads; expected a multiple of the {k[2]} heads of {both}")
+    for name, dim in ((f"q and {names[0]}", q[3]), (names[1], v[3])):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim of {name} is {dim}; expected 1 to {MAX_HEAD_DIM}")
+
+
+def _check_seqlens(seqlens: tuple[tuple[str, int], ...]) -> None:
+    for name, seqlen in seqlens:
+        if seqlen > MAX_SEQLEN:
+            raise ValueError(f"{name} is {seqlen}; expected at most {MAX_SEQLEN}")
+
+
+def _check_places(
+    k: Shape, v: Shape, names: tuple[str, str], *, is_packed: bool, is_paged: bool
+) -> None:
+    """Raise ValueError unless k and v have places for the same rows."""
+    both = " and ".join(names)
+    rows = "page_size" if is_paged else "total length" if is_packed else "seqlen"
+    places = f"number of {'pages' if is_paged else 'caches'}"
+    for axis, what in ((0, places), (1, rows)):
+        if k[axis] != v[axis]:
+            raise ValueError(f"{both} must have one {what}, but have {k[axis]} and {v[axis]}")
+    check_count(f"{places} in {both}", k[0])
+    if is_paged and k[1] == 0:
+        raise ValueError(f"{both} have pages of 0 rows; expected at least 1")
+
+
+def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"out has dtype {out.dtype}; expected {dtype}, as q has")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; expected {shape}")
+    check_no_self_overlap("out", out)
+
+
+def check_no_self_overlap(name: str, spec: ArraySpec) -> None:
+    """Raise ValueError if two elements of an array that is written share an address."""
+    shape = spec.shape
+    if 0 in shape:
+        return
+    # They do when a longer axis does not step over the shorter ones.
+    extent = shape[3]
+    for stride, length in sorted(zip((abs(s) for s in spec.strides), shape[:3], strict=True)):
+        if length > 1:
+            if stride < extent:
+                raise ValueError(
+                    f"{name} overlaps itself: shape {shape}, strides {spec.strides} in elements; "
+                    "pass an array whose elements all have memory of their own"
+                )
+            extent = stride * (length - 1) + extent

@@ -1,0 +1,1 @@
+"""The formula in float64, and the error rule."""

@@ -1,0 +1,298 @@
+"""The attention formula written out: what results are compared with, and how far they may be off.
+
+:func:`attention_reference` computes in float64 and is the oracle. :func:`attention_naive` is the
+formula as one writes it without a fused kernel, in the precision of its inputs; its error is the
+yardstick of :func:`error_bound`, and its time the baseline of the benchmarks.
+
+All of it runs on NumPy and on CuPy arrays; CuPy is imported only when an array of its kind comes
+in. The formulas also take what `cupy_flash.flash_attention` takes besides, such as torch tensors,
+and then give the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.calls.arrays import array_module, read, way_back
+
+#: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
+#: of scores, if that alone is more).
+CHUNK_BYTES = 128 << 20
+
+#: Units in the last place, of the output dtype at the largest reference value, that
+#: :func:`error_bound` adds. One is the final rounding and one the reference landing just above a
+#: power of two; the rest is for sums taken in another order, which matters where the naive result
+#: happens to be exact.
+BOUND_ULPS = 4
+
+
+def attention_reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+) -> Any:
+    """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
+
+    The scores are computed in chunks of at most :data:`CHUNK_BYTES`, so sequence length is limited
+    by time, not by memory. Exact to float64 rounding: no online softmax, no tiling over keys.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, heads_q, head_dim)
+        Queries, of any float dtype, ``ml_dtypes.bfloat16`` included: NumPy's, CuPy's, or one that
+        speaks DLPack, such as a torch tensor.
+    k : same kind of array, (batch, seqlen_k, heads_kv, head_dim)
+        Keys. ``heads_q`` is a multiple of ``heads_kv``; query head ``h`` reads key/value head
+        ``h // (heads_q // heads_kv)``.
+    v : same kind of array, (batch, seqlen_k, heads_kv, head_dim_v)
+        Values.
+    causal : bool
+        Query ``i`` sees only the keys ``j <= i + q_offset``.
+    softmax_scale : float, optional
+        Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
+    q_offset : int, optional
+        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given. Used only if
+        ``causal``.
+    layout : {"bshd", "bhsd"}
+        "bhsd" reads and returns (batch, heads, seqlen, head_dim).
+    return_lse : bool
+        Also return the log-sum-exp of the scaled scores.
+
+    Returns
+    -------
+    out : float64 array, (batch, seqlen_q, heads_q, head_dim_v)
+        In the layout of the inputs.
+    lse : float64 array, (batch, heads_q, seqlen_q)
+        Natural logarithm; only with ``return_lse``.
+
+    Raises
+    ------
+    TypeError
+        q, k or v is no array.
+    ValueError
+        A shape or the layout is not one of the above.
+
+    Notes
+    -----
+    NaN and inf in what a query sees propagate as the formula has them, with one exception: a query
+    that sees no key, or whose every seen score is -inf, gives 0 and an lse of -inf. A masked key
+    never reaches the query's result, whatever it holds. A NaN or inf in the *value* row of a masked
+    key may or may not reach it (the formula has 0 * NaN there, but whole chunks of keys that no
+    query sees are left out): do not rely on either.
+    """
+    convert = way_back("q", q)
+    q, k, v = _as_bhsd(q, k, v, layout)
+    xp = array_module(q)
+    scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
+    batch, heads_q, seqlen_q, _ = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), np.float64)
+    lse = xp.full((batch, heads_q, seqlen_q), -np.inf, np.float64)
+    chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
+    for b in range(batch):
+        for head in range(heads_q):
+            kv_head = head // (heads_q // heads_kv)
+            k_head, v_head = (x[b, kv_head].astype(np.float64) for x in (k, v))
+            for row in range(0, seqlen_q, chunk):
+                rows = slice(row, min(row + chunk, seqlen_q))
+                seen = _keys_seen(rows.stop - 1, seqlen_k, causal, q_offset)
+                if seen == 0:
+                    continue
+                with np.errstate(all="ignore"):
+                    q_rows = q[b, head, rows].astype(np.float64)
+                    scores = xp.matmul(q_rows, k_head[:seen].T)
+                    scores *= scale
+                    if causal:
+                        _mask(xp, scores, row, q_offset)
+                    row_lse, row_sum = _softmax_terms(xp, scores)
+                    out[b, head, rows] = xp.matmul(scores, v_head[:seen]) / row_sum
+                lse[b, head, rows] = row_lse
+                out[b, head, rows][row_lse == -np.inf] = 0
+    if layout == "bshd":
+        out = xp.ascontiguousarray(out.swapaxes(1, 2))
+    return (convert(out), convert(lse)) if return_lse else convert(out)
+
+
+def attention_naive(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    dtype: Any = None,
+) -> Any:
+    """Attention as one writes it without a fused kernel, the whole score matrix in memory.
+
+    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones the
+    probabilities are rounded to ``dtype`` before the second product, as separate kernels with
+    16-bit arrays between them do.
+
+    Parameters
+    ----------
+    q, k, v, causal, softmax_scale, q_offset, layout
+        As in :func:`attention_reference`.
+    dtype : dtype, optional
+        Of the probabilities and of the result; the dtype of ``q`` if not given.
+
+    Returns
+    -------
+    out : array of ``dtype``, (batch, seqlen_q, heads_q, head_dim_v)
+        In the layout of the inputs.
+
+    Notes
+    -----
+    Memory: batch * heads_q * seqlen_q * seqlen_k scores.
+    """
+    convert = way_back("q", q)
+    q, k, v = _as_bhsd(q, k, v, layout)
+    xp = array_module(q)
+    dtype = np.dtype(q.dtype if dtype is None else dtype)
+    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
+    scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    _, heads_kv, seqlen_k, head_dim_v = v.shape
+    if batch * heads_q * seqlen_q * seqlen_k == 0:
+        out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), dtype)
+    else:
+        # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that
+        # share them.
+        grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
+        with np.errstate(all="ignore"):
+            q = (q * compute.type(scale)).reshape(*grouped, head_dim)
+            scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
+            if causal:
+                _mask(xp, scores, 0, q_offset)
+            row_lse, row_sum = _softmax_terms(xp, scores)
+            scores /= row_sum
+            if dtype != compute:
+                scores = scores.astype(dtype).astype(compute)
+            out = xp.matmul(scores, v[:, :, None])
+            out[row_lse == -np.inf] = 0
+            out = out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
+    return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
+
+
+def max_error(out: Any, reference: Any) -> float:
+    """Largest absolute difference between two arrays of one shape.
+
+    Positions where both hold NaN, or both the same infinity, count 0; NaN or inf against anything
+    else is inf. Arrays without elements differ by 0.
+    """
+    if out.shape != reference.shape:
+        raise ValueError(
+            f"out has shape {out.shape}, reference {reference.shape}; they must be equal"
+        )
+    xp = array_module(reference)
+    largest = 0.0
+    for result, truth in zip(out, reference, strict=True) if out.size else ():
+        result, truth = result.astype(np.float64), truth.astype(np.float64)
+        with np.errstate(all="ignore"):
+            difference = xp.abs(result - truth)
+        same = (result == truth) | (xp.isnan(result) & xp.isnan(truth))
+        difference = xp.where(same, 0, xp.where(xp.isnan(difference), np.inf, difference))
+        largest = max(largest, float(difference.max()))
+    return largest
+
+
+def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> float:
+    """Error against ``reference`` that a result of ``dtype`` is allowed.
+
+    Twice the error of ``naive``, the formula in the same precision (:func:`attention_naive`), plus
+    :data:`BOUND_ULPS` * ulp. The ulp is that of ``dtype`` in the binade of the largest finite
+    ``|reference|``, ``eps * 2**floor(log2(max))``, and no less than its smallest subnormal. Only
+    positions where both arrays are finite count, so a naive overflow does not excuse everything;
+    that NaN and inf stand where they should is for :func:`max_error` to say.
+
+    A score of size s is known to s * eps at best, and its exponential is off by as much. Over many
+    rows the naive result shows that error; over a few it may be lucky, and in float64 it shares the
+    reference's own. For such cases pass the reference's ``lse``: twice its largest finite
+    magnitude, which is about that of the scores that count, is added to :data:`BOUND_ULPS`.
+    """
+    import ml_dtypes
+
+    xp = array_module(reference)
+    info: Any = ml_dtypes.finfo(np.dtype(dtype))  # type: ignore[no-untyped-call]
+    error = largest = 0.0
+    for result, truth in zip(naive, reference, strict=True) if reference.size else ():
+        result, truth = result.astype(np.float64), truth.astype(np.float64)
+        finite = xp.isfinite(result) & xp.isfinite(truth)
+        with np.errstate(all="ignore"):
+            error = max(error, float(xp.where(finite, xp.abs(result - truth), 0).max()))
+        largest = max(largest, float(xp.where(xp.isfinite(truth), xp.abs(truth), 0).max()))
+    # frexp's mantissa is in [0.5, 1): the binade starts at half of 2**exponent.
+    ulp = float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest else 0.0
+    ulps = float(BOUND_ULPS)
+    if lse is not None and lse.size:
+        ulps += 2 * float(xp.where(xp.isfinite(lse), xp.abs(lse), 0).max())
+    return 2 * error + ulps * max(ulp, float(info.smallest_subnormal))
+
+
+def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
+    """Views of shape (batch, heads, seqlen, dim), their shapes checked against each other."""
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
+    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")
+    if layout == "bshd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "q, k and v must agree in batch, q and k in head_dim, k and v in heads and seqlen; as "
+            f"(batch, heads, seqlen, dim) they are {q.shape}, {k.shape}, {v.shape}"
+        )
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
+        raise ValueError(f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]})")
+    return q, k, v
+
+
+def _resolve(
+    q: Any, k: Any, softmax_scale: float | None, q_offset: int | None
+) -> tuple[float, int]:
+    """The scale and offset that apply; the offset no further out than makes a difference."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
+    offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
+    return scale, min(max(offset, -seqlen_q), seqlen_k)
+
+
+def _keys_seen(row: int, seqlen_k: int, causal: bool, q_offset: int) -> int:
+    return min(max(row + q_offset + 1, 0), seqlen_k) if causal else seqlen_k
+
+
+def _mask(xp: Any, scores: Any, first_row: int, q_offset: int) -> None:
+    """Set to -inf what a query does not see.
+
+    ``scores`` is (..., rows from ``first_row`` on, keys).
+    """
+    rows, keys = scores.shape[-2:]
+    last_seen = xp.arange(first_row + q_offset, first_row + q_offset + rows)[:, None]
+    xp.copyto(scores, -np.inf, where=xp.arange(keys) > last_seen)
+
+
+def _softmax_terms(xp: Any, scores: Any) -> tuple[Any, Any]:
+    """Turn ``scores`` into exp(scores - row maximum) in place; return lse and row sums.
+
+    The lse is (..., rows). The sums keep the axis of keys, to be divided by, and are 1 where
+    nothing is seen.
+    """
+    row_max = scores.max(axis=-1, keepdims=True)
+    scores -= xp.where(row_max == -np.inf, 0, row_max)
+    xp.exp(scores, out=scores)
+    row_sum = scores.sum(axis=-1, keepdims=True)
+    row_lse = (row_max + xp.log(row_sum))[..., 0]
+    return row_lse, xp.where(row_sum == 0, 1, row_sum)

@@ -1,0 +1,244 @@
+"""The attention formula over packed, cached and paged sequences: what results are compared with.
+
+One call of :func:`~cupy_flash.reference.attention_reference` for each sequence, in float64, on the
+kinds of array that it takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.calls.arrays import array_module, is_cupy, read, way_back
+from cupy_flash.host import sequence_places
+from cupy_flash.host.rotary import rotated
+from cupy_flash.host.sequence_places import find_cached_keys, find_packed_keys, find_queries, longer
+from cupy_flash.reference.dense import attention_reference
+
+
+class KVCacheResult(NamedTuple):
+    """What :func:`attention_with_kvcache_reference` gives.
+
+    Attributes
+    ----------
+    out : float64 array, (batch, seqlen_q, heads_q, head_dim_v)
+    lse : float64 array, (batch, heads_q, seqlen_q)
+    k_cache, v_cache : arrays
+        The caches after the append, of their own dtype.
+    """
+
+    out: Any
+    lse: Any
+    k_cache: Any
+    v_cache: Any
+
+
+def attention_varlen_reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any = None,
+    block_table: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of sequences packed one behind the other, in float64 by the plain formula.
+
+    Parameters
+    ----------
+    q : array, (total_q, heads_q, head_dim)
+        Queries, of any float dtype.
+    k : same kind of array, (total_k, heads_kv, head_dim)
+        Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
+    v : same kind of array, (total_k, heads_kv, head_dim_v)
+        Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+    cu_seqlens_q : integer array, (batch + 1,)
+        Sequence ``b`` has the rows from ``cu_seqlens_q[b]`` up to ``cu_seqlens_q[b + 1]`` of q.
+        These integers, as the others, may be of any kind, whatever q is.
+    cu_seqlens_k : integer array, (batch + 1,), or None
+        Likewise for k and v; with ``block_table`` only the differences count. None, which needs a
+        ``block_table``, counts ``max_seqlen_k`` keys.
+    max_seqlen_q, max_seqlen_k : int
+        No more rows of a sequence than these are looked at.
+    causal : bool
+        Query ``i`` of a sequence sees only its keys ``j <= i + seqlen_k - seqlen_q``.
+    softmax_scale : float, optional
+        Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
+    seqused_k : integer array, (batch,), optional
+        The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
+    block_table : integer array, (batch, max_pages), optional
+        The pages of each sequence in order.
+
+    Returns
+    -------
+    out : float64 array, (total_q, heads_q, head_dim_v)
+        NaN in the rows of no sequence.
+    lse : float64 array, (heads_q, total_q)
+        Natural logarithm; likewise.
+
+    Notes
+    -----
+    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
+    nothing outside of the arrays is read: rows are clamped to [0, total], lengths to
+    [0, max_seqlen] and to what the array or the pages hold, a decreasing pair is an empty sequence,
+    and a page outside of [0, pages) reads as zeros. Where sequences overlap in q, the last one
+    counts.
+    """
+    convert = way_back("q", q)
+    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    xp = array_module(q)
+    cu_seqlens_q = _on_host(cu_seqlens_q)
+    out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
+    lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
+    paged = block_table is not None
+    k_blocks, v_blocks = (k, v) if paged else (k[None], v[None])
+    places = find_packed_keys(
+        None if cu_seqlens_k is None else _on_host(cu_seqlens_k),
+        max_seqlen_k,
+        batch=len(cu_seqlens_q) - 1,
+        total_k=0 if paged else len(k),
+        page_size=k.shape[1] if paged else 0,
+        seqused_k=None if seqused_k is None else _on_host(seqused_k),
+        block_table=_on_host(block_table) if paged else None,
+    )
+    queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
+    for rows, keys in zip((found.rows for found in queries), places, strict=True):
+        one_out, one_lse = attention_reference(
+            q[rows][None],
+            sequence_places.read(k_blocks, keys)[None],
+            sequence_places.read(v_blocks, keys)[None],
+            causal=causal,
+            softmax_scale=softmax_scale,
+            return_lse=True,
+        )
+        out[rows], lse[:, rows] = one_out[0], one_lse[0]
+    return convert(out), convert(lse)
+
+
+def attention_with_kvcache_reference(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    cache_seqlens: Any,
+    cache_batch_idx: Any = None,
+    block_table: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = True,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> KVCacheResult:
+    """Attention over a cache after appending to it, in float64 by the plain formula.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, heads_q, head_dim)
+        Queries, of any float dtype.
+    k_cache : same kind of array, (caches, seqlen_cache, heads_kv, head_dim)
+        Keys; with ``block_table`` (pages, page_size, heads_kv, head_dim).
+    v_cache : same kind of array, (caches, seqlen_cache, heads_kv, head_dim_v)
+        Values; with ``block_table`` (pages, page_size, heads_kv, head_dim_v).
+    k, v : same kind of array, (batch, seqlen_new, heads_kv, dim), optional
+        Appended behind the rows that ``cache_seqlens`` counts.
+    cache_seqlens : int or integer array, (batch,)
+        Rows of each sequence in the cache before the append. These integers, as the others, may be
+        of any kind, whatever q is.
+    cache_batch_idx : integer array, (batch,), optional
+        The index of each sequence's cache; 0, 1, ... if not given.
+    block_table : integer array, (batch, max_pages), optional
+        The pages of each sequence in order.
+    rotary_cos, rotary_sin : same kind of array as q, (rows, rotary_dim / 2), optional
+        Turn the first ``rotary_dim`` columns of the new keys, row ``j`` at position
+        ``cache_seqlens[b] + j``, and of the queries, row ``i`` at ``cache_seqlens[b] + i`` if
+        ``causal``, else all at ``cache_seqlens[b]``.
+    rotary_interleaved : bool
+        Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+    causal : bool
+        Query ``i`` sees only the keys ``j <= i + seqlen_k - seqlen_q``, with ``seqlen_k`` counted
+        after the append.
+    softmax_scale : float, optional
+        Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
+
+    Returns
+    -------
+    KVCacheResult
+        ``out``, ``lse`` and new caches; the arguments are left alone.
+
+    Notes
+    -----
+    New keys are turned in float64 and then rounded to the cache's dtype, for that is what a cache
+    holds. Turned queries stay in float64: rounding them is an error of an implementation like any
+    other, which :func:`~cupy_flash.reference.attention_naive` on rounded ones shows the size of.
+
+    What the integers hold is not checked, on the host either, but clamped as a GPU does it, so that
+    nothing outside of the arrays is read or written: lengths are clamped to [0, capacity], which is
+    ``seqlen_cache`` or ``max_pages * page_size``; rows past it are not appended. A
+    ``cache_batch_idx`` that is no index leaves the sequence without keys. A page outside of
+    [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
+    take the nearest row of it.
+    """
+    convert = way_back("q", q)
+    q, k_cache, v_cache = (
+        read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+    )
+    k, v, rotary_cos, rotary_sin = (
+        None if x is None else read(name, x)
+        for name, x in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
+    )
+    xp = array_module(q)
+    batch, seqlen_q, heads_q, _ = q.shape
+    lengths = np.broadcast_to(_on_host(cache_seqlens), (batch,))
+    before = list(
+        find_cached_keys(
+            lengths,
+            cache_shape=k_cache.shape,
+            cache_batch_idx=None if cache_batch_idx is None else _on_host(cache_batch_idx),
+            block_table=None if block_table is None else _on_host(block_table),
+        )
+    )
+    if rotary_cos is not None:
+        rotate = functools.partial(
+            rotated,
+            cos=rotary_cos,
+            sin=rotary_sin,
+            first_positions=np.array([keys.seqlen for keys in before], np.int64),
+            interleaved=rotary_interleaved,
+            compute=np.float64,
+        )
+        q = rotate(q, advance=causal)
+        k = rotate(k, advance=True).astype(k_cache.dtype)
+    k_cache, v_cache = k_cache.copy(), v_cache.copy()
+    if k is not None:
+        for b, keys in enumerate(before):
+            sequence_places.append(k_cache, keys, k[b])
+            sequence_places.append(v_cache, keys, v[b])
+    out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
+    lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
+    for b, keys in enumerate(before):
+        after = longer(keys, 0 if k is None else k.shape[1])
+        one_out, one_lse = attention_reference(
+            q[b : b + 1],
+            sequence_places.read(k_cache, after)[None],
+            sequence_places.read(v_cache, after)[None],
+            causal=causal,
+            softmax_scale=softmax_scale,
+            return_lse=True,
+        )
+        out[b], lse[b] = one_out[0], one_lse[0]
+    return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)))
+
+
+def _on_host(integers: Any) -> Any:
+    if hasattr(integers, "__dlpack_device__"):
+        integers = read("an array of integers", integers)
+    return integers.get() if is_cupy(integers) else np.asarray(integers)

@@ -1,0 +1,249 @@
+// What happens to a step's rows before they are attended to: new keys and values are written behind
+// the old ones of a cache, and with a rotary embedding (Su et al. 2021, RoFormer, section 3.4) the
+// new keys are turned by their positions on the way, and the queries into a workspace by theirs.
+//
+// blockIdx.x is a row of a sequence: its query and its new key and value. The threads along
+// blockIdx.y share the 16-byte pieces of all of its heads, one after another: those of q, of k, of
+// v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
+// asked for before anything is known about where it goes.
+//
+// Lengths, rows of the cache and page numbers come from the caller's arrays on the device and
+// nobody has checked them: what has no place of its own in the cache is dropped.
+#include "tile/copy.cuh"
+#include "tile/element.cuh"
+#include "tile/load.cuh"
+#include "params.cuh"
+#include "work/sequences.cuh"
+
+struct AppendParams {
+  Tensor q;                    // (batch, seqlen_q, heads_q, head_dim)
+  Tensor k;                    // (batch, seqlen_new, heads_kv, head_dim)
+  Tensor v;                    // (batch, seqlen_new, heads_kv, head_dim_v)
+  Tensor k_cache;              // (caches, capacity, heads_kv, head_dim), or (pages, page_size, ...)
+  Tensor v_cache;              // (caches, capacity, heads_kv, head_dim_v), or likewise
+  void* q_rotated;             // (batch, seqlen_q, heads_q, head_dim), contiguous
+  const int* cache_seqlens;    // (batch) rows of each sequence that are there, or null
+  const int* cache_batch_idx;  // (batch) the row of the cache that each sequence has, or null
+  const int* block_table;      // (batch, max_pages) page numbers, or null
+  const void* cos;             // (rotary_rows, rotary_dim / 2)
+  const void* sin;
+  int64 block_table_stride;  // between its rows, in elements
+  int64 rotary_stride;       // of cos and sin
+  int seqlen_q;              // 0 where q is not rotated
+  int seqlen_new;
+  int heads_q;
+  int heads_kv;
+  int capacity;     // rows that a sequence may have in the cache
+  int caches;       // of a cache that is not paged
+  int pages;        // of a paged one
+  int rotary_rows;  // at least 1 where there is a rotary embedding
+  int keys;         // rows of every sequence that are there, without cache_seqlens
+  int q_advances;   // whether query i is at the position of new key i; else all are at the first's
+};
+
+namespace append {
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The largest power of two that divides both; the alignment is one.
+__host__ __device__ constexpr int common_alignment(int alignment, int bytes) {
+  return bytes % alignment == 0 ? alignment : bytes & -bytes;
+}
+
+template <class Element>
+constexpr int piece_elements = 16 / int(sizeof(Element));
+
+template <class Element>
+using Piece = Vector<Element, piece_elements<Element>>;
+
+// The pieces of a row that is copied as it is.
+template <class Element, int Columns, int Alignment>
+struct CopiedRow {
+  static constexpr int width = piece_elements<Element>;
+  static constexpr int pieces = ceil_div(Columns, width);
+
+  Piece<Element> x;
+  int column, elements;
+
+  __device__ CopiedRow(const Element* row, int piece) {
+    column = piece * width;
+    elements = min(width, Columns - column);
+    x = load_elements<width, Alignment>(row + column, elements);
+  }
+  __device__ void store(Element* row) const {
+    store_chunk<Element, Alignment>(row + column, x, elements);
+  }
+};
+
+// The pieces of a row whose first rotary_dim columns are turned in pairs. Where the halves of those
+// columns are the pairs, a piece has a second one that belongs to it, half of the columns further.
+// FromAlignment and ToAlignment are those of the rows that it comes from and goes to.
+template <class Config, int FromAlignment, int ToAlignment>
+struct RotatedRow {
+  using Element = typename Config::Element;
+  using Angle = typename Config::RotaryElement;
+  using T = Accumulator<Element>;
+  static constexpr int width = piece_elements<Element>;
+  static constexpr bool interleaved = Config::rotary_interleaved;
+  static constexpr int half = Config::rotary_dim / 2;
+  static constexpr int half_bytes = half * int(sizeof(Element));
+  static constexpr int pairs = interleaved ? width / 2 : width;
+  static constexpr int rotated_pieces = ceil_div(half, pairs);
+  // Interleaved, the last rotated piece may hold columns beyond, which it copies.
+  static constexpr int rest_begin = interleaved ? rotated_pieces * width : Config::rotary_dim;
+  static constexpr int rest = Config::head_dim > rest_begin ? Config::head_dim - rest_begin : 0;
+  static constexpr int pieces = rotated_pieces + ceil_div(rest, width);
+  // Of the second half, hence of the columns behind it too.
+  static constexpr int from_alignment =
+      interleaved ? FromAlignment : common_alignment(FromAlignment, half_bytes);
+  static constexpr int to_alignment =
+      interleaved ? ToAlignment : common_alignment(ToAlignment, half_bytes);
+
+  Piece<Element> x, partner;
+  int column, elements;
+  int first_pair;  // of cos and sin; none where the piece is not rotated
+
+  __device__ RotatedRow(const Element* row, int piece) {
+    const bool rotated = piece < rotated_pieces;
+    first_pair = rotated ? piece * pairs : half;
+    column = rotated ? piece * width : rest_begin + (piece - rotated_pieces) * width;
+    const int end = rotated && !interleaved ? half : Config::head_dim;
+    elements = min(width, end - column);
+    x = load_elements<width, from_alignment>(row + column, elements);
+    if (has_partner()) {
+      partner = load_elements<width, from_alignment>(row + half + column, elements);
+    }
+  }
+
+  __device__ bool has_partner() const { return !interleaved && first_pair < half; }
+
+  // By the angles of one position. Products and sums are spelled out, so that the same row has the
+  // same bits whatever its alignment makes of the code around it.
+  __device__ void turn(const Angle* cos, const Angle* sin) {
+    const int count = min(pairs, half - first_pair);
+    const auto c = load_elements<pairs, Config::rotary_alignment>(cos + first_pair, count);
+    const auto s = load_elements<pairs, Config::rotary_alignment>(sin + first_pair, count);
+#pragma unroll
+    for (int pair = 0; pair < pairs; ++pair) {
+      if (pair >= count) break;
+      Element& first = interleaved ? x.at[2 * pair] : x.at[pair];
+      Element& second = interleaved ? x.at[2 * pair + 1] : partner.at[pair];
+      const T a = widen(first), b = widen(second);
+      const T cosine = T(widen(c.at[pair])), sine = T(widen(s.at[pair]));
+      first = narrow<Element>(fma(a, cosine, -(b * sine)));
+      second = narrow<Element>(fma(a, sine, b * cosine));
+    }
+  }
+
+  __device__ void store(Element* row) const {
+    store_chunk<Element, to_alignment>(row + column, x, elements);
+    if (has_partner()) {
+      store_chunk<Element, to_alignment>(row + half + column, partner, elements);
+    }
+  }
+};
+
+// One row of one sequence, and what the caller's arrays say about it.
+template <class Config>
+struct Row {
+  using Element = typename Config::Element;
+  using Angle = typename Config::RotaryElement;
+
+  const AppendParams& p;
+  int batch;
+  int row;  // among the queries and among the new keys
+  int length;
+
+  __device__ Row(const AppendParams& params, int batch, int row)
+      : p(params), batch(batch), row(row) {
+    length = p.cache_seqlens == nullptr ? p.keys : p.cache_seqlens[batch];
+  }
+
+  __device__ int keys_before() const { return clamp(length, 0, p.capacity); }
+
+  __device__ const Element* source(const Tensor& tensor, int head) const {
+    return tensor.head<const Element>(batch, head) + row * tensor.row_stride;
+  }
+
+  __device__ Element* rotated_query(int head) const {
+    const int64 index = (int64(batch) * p.seqlen_q + row) * p.heads_q + head;
+    return static_cast<Element*>(p.q_rotated) + index * Config::head_dim;
+  }
+
+  // Where it goes in a cache, or null if it has no place there.
+  __device__ Element* target(const Tensor& cache, int head) const {
+    int place = keys_before() + row;
+    if (place >= p.capacity) return nullptr;
+    int block = batch;
+    int blocks = p.caches;
+    if constexpr (Config::page_size > 0) {
+      block = p.block_table[batch * p.block_table_stride + place / Config::page_size];
+      blocks = p.pages;
+      place %= Config::page_size;
+    } else if (p.cache_batch_idx != nullptr) {
+      block = p.cache_batch_idx[batch];
+    }
+    if (block < 0 || block >= blocks) return nullptr;
+    return cache.head<Element>(block, head) + place * cache.row_stride;
+  }
+
+  __device__ const Angle* angles(const void* table, bool advances) const {
+    const int position = keys_before() + (advances ? row : 0);
+    return static_cast<const Angle*>(table) +
+           clamp(position, 0, p.rotary_rows - 1) * p.rotary_stride;
+  }
+};
+
+template <class Config>
+__device__ void append(const AppendParams& p) {
+  using Element = typename Config::Element;
+  constexpr bool rotates = Config::rotary_dim > 0;
+  constexpr int alignment = Config::alignment;
+  constexpr int dim = Config::head_dim;
+  using Key = CopiedRow<Element, dim, alignment>;
+  using RotatedKey = RotatedRow<Config, alignment, alignment>;
+  using RotatedQuery =
+      RotatedRow<Config, alignment, common_alignment(alignment, dim * int(sizeof(Element)))>;
+  using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
+  static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "pairs within a row");
+
+  const unsigned rows = max(p.seqlen_q, p.seqlen_new);
+  const Row<Config> row(p, blockIdx.x / rows, blockIdx.x % rows);
+  const int q_pieces = rotates ? p.heads_q * RotatedQuery::pieces : 0;
+  const int k_pieces = p.heads_kv * (rotates ? RotatedKey::pieces : Key::pieces);
+  const int v_pieces = p.heads_kv * Value::pieces;
+
+  for (int index = blockIdx.y * blockDim.x + threadIdx.x; index < q_pieces + k_pieces + v_pieces;
+       index += gridDim.y * blockDim.x) {
+    if (index < q_pieces) {
+      if constexpr (rotates) {
+        if (row.row >= p.seqlen_q) continue;
+        const int head = index / RotatedQuery::pieces;
+        RotatedQuery piece(row.source(p.q, head), index % RotatedQuery::pieces);
+        const bool advances = p.q_advances != 0;
+        piece.turn(row.angles(p.cos, advances), row.angles(p.sin, advances));
+        piece.store(row.rotated_query(head));
+      }
+      continue;
+    }
+    if (row.row >= p.seqlen_new) continue;
+    const int k_index = index - q_pieces;
+    const int v_index = k_index - k_pieces;
+    if (v_index >= 0) {
+      const int head = v_index / Value::pieces;
+      const Value piece(row.source(p.v, head), v_index % Value::pieces);
+      if (Element* target = row.target(p.v_cache, head)) piece.store(target);
+    } else if constexpr (rotates) {
+      const int head = k_index / RotatedKey::pieces;
+      RotatedKey piece(row.source(p.k, head), k_index % RotatedKey::pieces);
+      piece.turn(row.angles(p.cos, true), row.angles(p.sin, true));
+      if (Element* target = row.target(p.k_cache, head)) piece.store(target);
+    } else {
+      const int head = k_index / Key::pieces;
+      const Key piece(row.source(p.k, head), k_index % Key::pieces);
+      if (Element* target = row.target(p.k_cache, head)) piece.store(target);
+    }
+  }
+}
+
+}  // namespace append

@@ -1,0 +1,100 @@
+// Merges results of attention over parts of the keys: out = sum_s exp(lse_s - lse) out_s with
+// lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte piece of
+// its columns at a time.
+#include "tile/copy.cuh"
+#include "tile/element.cuh"
+#include "tile/load.cuh"
+#include "params.cuh"
+#include "score/softmax.cuh"
+
+struct CombineParams {
+  Tensor out_partial;       // of one split: (batch, seqlen_q, heads_q, head_dim_v)
+  Tensor out;               // (batch, seqlen_q, heads_q, head_dim_v)
+  int64 split_stride;       // between the splits of out_partial, in elements
+  const void* lse_partial;  // (num_splits, batch, heads_q, seqlen_q), contiguous
+  void* lse;                // (batch, heads_q, seqlen_q), contiguous
+  int64 num_splits;
+  int batch;
+  int seqlen_q;
+  int heads_q;
+  int head_dim_v;
+};
+
+namespace combine {
+
+// Over the lanes of a group; each of them gets the result, the same bits.
+template <int Lanes, class T, class Operation>
+__device__ T reduce(T x, Operation operation) {
+#pragma unroll
+  for (int bit = 1; bit < Lanes; bit *= 2) {
+    x = operation(x, __shfl_xor_sync(0xffffffffu, x, bit));
+  }
+  return x;
+}
+
+template <class Config>
+__device__ void combine(const CombineParams& p) {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  using Math = SoftmaxMath<T>;
+  constexpr int width = 16 / int(sizeof(Element));
+  constexpr int lanes = Config::lanes;
+  static_assert(32 % lanes == 0, "a row's lanes are in one warp");
+
+  const int64 rows = int64(p.batch) * p.heads_q * p.seqlen_q;
+  const int64 group = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  // Groups past the end merge the last row once more, since all lanes of a warp take part in its
+  // shuffles, and keep the result for themselves.
+  const int64 index = min(group, rows - 1);
+  const int lane = threadIdx.x % lanes;
+  const T* lse_partial = static_cast<const T*>(p.lse_partial) + index;
+
+  T max = -Math::infinity();
+  for (int64 s = lane; s < p.num_splits; s += lanes) max = fmax(max, lse_partial[s * rows]);
+  max = reduce<lanes>(max, [](T a, T b) { return fmax(a, b); });
+  // Of no use where it is infinite: 0 then gives a sum of 0 where nothing was seen, and inf or NaN
+  // where one was that.
+  const T base = fabs(max) == Math::infinity() ? T(0) : max;
+  const auto exp_above_base = [base](T lse) { return Math::exp2((lse - base) * Math::log2_e); };
+  T sum = 0;
+  for (int64 s = lane; s < p.num_splits; s += lanes) sum += exp_above_base(lse_partial[s * rows]);
+  sum = reduce<lanes>(sum, [](T a, T b) { return a + b; });
+  const T normalizer = sum == T(0) ? T(0) : T(1) / sum;
+  if (group >= rows) return;
+
+  const int64 batch_head = index / p.seqlen_q;
+  const int row = index % p.seqlen_q;
+  const int batch = batch_head / p.heads_q;
+  const int head = batch_head % p.heads_q;
+  const Element* from =
+      p.out_partial.head<const Element>(batch, head) + row * p.out_partial.row_stride;
+  Element* to = p.out.head<Element>(batch, head) + row * p.out.row_stride;
+  for (int column = lane * width; column < p.head_dim_v; column += lanes * width) {
+    const int elements = min(width, p.head_dim_v - column);
+    T merged[width] = {};
+#pragma unroll 4
+    for (int64 s = 0; s < p.num_splits; ++s) {
+      const T lse = lse_partial[s * rows];
+      const T weight = exp_above_base(lse) * normalizer;
+      const auto x =
+          load_elements<width, Config::alignment>(from + s * p.split_stride + column, elements);
+      // Read all the same, so that the loads of several splits are under way at once; but it may
+      // hold anything.
+      const bool saw_nothing = lse == -Math::infinity();
+#pragma unroll
+      for (int e = 0; e < width; ++e) {
+        merged[e] = fma(weight, saw_nothing ? T(0) : widen(x.at[e]), merged[e]);
+      }
+    }
+    Vector<Element, width> result;
+#pragma unroll
+    for (int e = 0; e < width; ++e) result.at[e] = narrow<Element>(merged[e]);
+    store_chunk<Element, Config::out_alignment>(to + column, result, elements);
+  }
+  if (lane == 0) {
+    static_cast<T*>(p.lse)[index] =
+        sum == T(0) ? -Math::infinity() : base + Math::log2(sum) * Math::ln_2;
+  }
+}
+
+}  // namespace combine

@@ -1,0 +1,64 @@
+// Fused attention forward for float16 and bfloat16 on Hopper (sm_90a): FlashAttention-3 (Shah et
+// al. 2024) with the blocks of all query tiles in one stream.
+//
+// One warpgroup is the producer, of which one thread loads; one to three others are the consumers,
+// which multiply.
+//
+// Sequences that are packed or in a cache are the same stream. A second warp beside the producer
+// then finds their query tiles, and a third clears what lies behind their last values.
+#pragma once
+
+#include "forward/hopper/consumer.cuh"
+#include "forward/hopper/cta.cuh"
+#include "forward/hopper/helpers.cuh"
+#include "forward/hopper/producer.cuh"
+#include "params.cuh"
+#include "ptx/sm90a.cuh"
+#include "work/order.cuh"
+#include "work/sequences.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// One thread block, before the others start: in what order the sequences come.
+template <class Config>
+__device__ void hopper_prepare(const Params& params, const Sequences& sequences) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  SequenceOrder(params).make<Config::Br>(params, sequences, reinterpret_cast<int*>(shared_memory));
+}
+
+template <class Config>
+__device__ void hopper_forward(const Params& params, const TensorMaps& maps,
+                               const Sequences* sequences = nullptr) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  // By a shuffle, so that the compiler knows a warp is of one mind.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const HopperCta<Config> cta = {params, maps, sequences, ptx::shared_address(shared_memory)};
+  if (threadIdx.x == 0) {
+    cta.init_barriers();
+    ptx::prefetch_tensormap(&maps.q);
+    ptx::prefetch_tensormap(&maps.k);
+    ptx::prefetch_tensormap(&maps.v);
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<Config::producer_registers>();
+    if (threadIdx.x == 0) HopperProducer<Config>{cta}.produce();
+    if constexpr (Config::sequences) {
+      if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
+      if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
+    } else {
+      constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+      if (may_see_nothing && threadIdx.x / 32 == 1) {
+        HopperFinder<Config> finder{cta};
+        finder.write_unseeing_tiles();
+        if (cta.has_rows_to_clear()) finder.clear_unseeing_rows();
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<Config::consumer_registers>();
+    HopperConsumer<Config>(cta, warpgroup - 1).consume();
+    if (cta.has_rows_to_clear()) cta.consumers_have_written();
+  }
+}
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,202 @@
+// What the warps of a thread block of the Hopper kernel share: rings of tiles in shared memory with
+// their barriers, the query tiles that are under way, and where results go.
+#pragma once
+
+#include "tile/element.cuh"
+#include "params.cuh"
+#include "ptx/sm90a.cuh"
+#include "work/schedule.cuh"
+#include "work/sequences.cuh"
+#include "tile/slabs.cuh"
+#include "work/split.cuh"
+#include "work/visit.cuh"
+
+struct TensorMaps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+};
+
+#if __CUDA_ARCH__ == 900
+
+// A slot of a ring of buffers, and the parity of its barriers' phase.
+template <int Slots>
+struct RingPosition {
+  int slot = 0;
+  int parity = 0;
+
+  __device__ void advance() {
+    if (++slot == Slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct HopperCta {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int consumers = Br / 64;
+  using QueryTile = SlabTile<Br, Config::head_dim>;
+  using KeyTile = SlabTile<Bc, Config::head_dim>;
+  using ValueTile = SlabTile<Bc, Config::head_dim_v>;
+
+  static constexpr int slot_bytes =
+      KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes;
+  static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
+  static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
+  static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
+
+  using Visit = ::Visit<Config::sequences>;
+  // A visit is read again when its output is written: then the queries of the visit after it, if
+  // that has only one block of keys, may already have made place for others. Where visits are to be
+  // found, two are written ahead, one of which the producer knows of.
+  static constexpr int visits = Config::q_stages + 2 + 2 * Config::sequences;
+
+  // The values of a sequence's last keys are followed by what belongs to others.
+  struct Tail {
+    int slot;  // of the ring; -1 after the last
+    int rows;  // that are the sequence's
+  };
+  // Each slot may hold one, and there is the end.
+  static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
+
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits and
+  // the tails.
+  static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
+  static constexpr int barrier_offset = ring_offset + Config::stages * slot_bytes;
+  static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
+  static constexpr int barriers = ring_barriers + (Config::sequences ? 2 + tails : 0);
+  static constexpr int visit_offset = barrier_offset + barriers * 8;
+  static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
+  static_assert(tail_offset + tails * int(sizeof(Tail)) == Config::shared_memory,
+                "as the host planned");
+
+  const Params& p;
+  const TensorMaps& maps;
+  const Sequences* sequences;  // null unless Config::sequences
+  const unsigned shared;
+
+  // Barriers. A slot is full when its bytes have arrived, empty when all consumers left it.
+
+  __device__ unsigned full(int slot) const { return shared + barrier_offset + slot * 8; }
+  __device__ unsigned empty(int slot) const { return full(Config::stages + slot); }
+  __device__ unsigned q_full(int slot) const { return full(2 * Config::stages + slot); }
+  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
+  // Of a visit that was found for the producer, and of values that were loaded with a tail.
+  __device__ unsigned found_full() const { return full(ring_barriers); }
+  __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
+  __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
+
+  __device__ void init_barriers() const {
+    // Each warp of a consumer says that it left.
+    constexpr int warps = 4 * consumers;
+    for (int slot = 0; slot < Config::stages; ++slot) {
+      ptx::mbarrier_init(full(slot), 1);
+      ptx::mbarrier_init(empty(slot), warps);
+    }
+    for (int slot = 0; slot < Config::q_stages; ++slot) {
+      ptx::mbarrier_init(q_full(slot), 1);
+      ptx::mbarrier_init(q_empty(slot), warps);
+    }
+    if constexpr (Config::sequences) {
+      ptx::mbarrier_init(found_full(), 1);
+      ptx::mbarrier_init(found_empty(), 1);
+      for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  __device__ static void leave(unsigned empty_barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty_barrier);
+  }
+
+  // ---- Shared memory.
+
+  __device__ Visit* visit(int index) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<Visit*>(shared_memory + visit_offset) + index;
+  }
+
+  __device__ Tail* tail(int index) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
+  }
+
+  __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
+
+  __device__ unsigned slot_address(int slot) const {
+    return shared + ring_offset + slot * slot_bytes;
+  }
+
+  // ---- Query tiles.
+
+  // This block's query tile of a round over the grid. Tiles come in order of falling length, and
+  // every other round goes backwards, so that who has the longest of one round has the shortest of
+  // the next.
+  __device__ Visit visit_of(unsigned round) const {
+    // Counted without a sign: there are at most 2^31 - 1, and a round may end behind the last.
+    const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
+    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const unsigned tile = round * gridDim.x + place;
+    if (tile >= tiles) return Visit::end_of_work();
+    const Work work = find_work<Br>(p, tile);
+    const int q_end = min(work.q_begin + Br, p.seqlen_q);
+    return {{},
+            work,
+            find_key_tiles<Bc, Config::split_keys>(Mask<Config::causal>(p), work.q_begin, q_end,
+                                                   work.split, p.num_splits)};
+  }
+
+  // How many blocks before its last the producer asks for the visit after this one, where visits
+  // are to be found.
+  static constexpr int found_ahead = 2;
+
+  // ---- Where results go.
+
+  __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
+    const Work& work = visit.work;
+    const Partials<float, Config::head_dim_v> partials(p);
+    int64 index;
+    if constexpr (Config::sequences) {
+      index = partials.row_index(p, *sequences, visit.sequence(p), work.batch, work.head, row);
+    } else {
+      index = partials.row_index(p, work.batch, work.head, row);
+    }
+    if (Config::split_keys) {
+      *partials.lse_row(work.split, index) = lse;
+    } else {
+      static_cast<float*>(p.lse)[index] = lse;
+    }
+  }
+
+  __device__ float* partial_row(const Work& work, int row) const {
+    const Partials<float, Config::head_dim_v> partials(p);
+    return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
+  }
+
+  __device__ Element* output_row(const Visit& visit, int row) const {
+    const Sequence& sequence = visit.sequence(p);
+    return p.out.head<Element>(sequence.q_batch, visit.work.head) +
+           (sequence.q_first + row) * p.out.row_stride;
+  }
+
+  // What consumers sum up for a row that sees no key, 0 times the values that others of its tile
+  // see, is NaN if one of those is. A helper sets such rows to 0: of sequences, where consumers
+  // then leave them out, or in the end.
+  __device__ bool sees_nothing(const Visit& visit, int row) const {
+    return visit.template mask<Config::causal>(p).visible_end(row) == 0;
+  }
+  __device__ bool has_rows_to_clear() const {
+    return Config::causal && !Config::sequences && p.q_offset < 0;
+  }
+  __device__ void consumers_have_written() const {
+    ptx::bar_arrive(1 + consumers, 128 * consumers + 32);
+  }
+  __device__ void await_consumers() const { ptx::bar_sync(1 + consumers, 128 * consumers + 32); }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,116 @@
+// The warps beside the producer of the Hopper kernel, with what need not be in the stream of
+// blocks.
+#pragma once
+
+#include "forward/hopper/cta.cuh"
+#include "work/order.cuh"
+#include "score/softmax.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// One warp. Where sequences are packed or in a cache it finds the query tiles, ahead of the
+// producer. It also writes the output of rows that see no key.
+template <class Config>
+struct HopperFinder {
+  using Element = typename Config::Element;
+  using Cta = HopperCta<Config>;
+  using Visit = typename Cta::Visit;
+
+  // That stay in L2, of 50 MB.
+  static constexpr int section_keys =
+      (32 << 20) / (Config::head_dim + Config::head_dim_v) / int(sizeof(Element));
+
+  const Cta& cta;
+  RingPosition<1> found = {};
+  int visit = 0;  // index in the ring of visits
+
+  __device__ void find_visits() {
+    const SequenceOrder order(cta.p);
+    const bool is_first = threadIdx.x % 32 == 0;
+    while (true) {
+      Visit& next = *cta.visit(visit);
+      take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, *cta.sequences, order, section_keys,
+                                                         next, is_first);
+      __syncwarp();
+      if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
+        write_nothing_seen(next);
+        __syncwarp();
+        if (!next.has_keys()) continue;
+      }
+      if (is_first) {
+        ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
+        ptx::mbarrier_arrive(cta.found_full());
+      }
+      if (next.is_end_of_work()) return;
+      found.advance();
+      visit = Cta::next_visit(visit);
+      // Who takes a tile early keeps it from others, who may be done sooner.
+      if (next.blocks() > Cta::found_ahead) ptx::mbarrier_wait(cta.found_empty(), found.parity ^ 1);
+    }
+  }
+
+  // The output of the query tiles that see no key, which are not in the stream.
+  __device__ void write_unseeing_tiles() const {
+    for (unsigned round = 0;; ++round) {
+      const Visit next = cta.visit_of(round);
+      if (next.is_end_of_work()) return;
+      if (!next.has_keys()) write_nothing_seen(next);
+    }
+  }
+
+  // The first rows of the others.
+  __device__ void clear_unseeing_rows() const {
+    cta.await_consumers();
+    for (unsigned round = 0;; ++round) {
+      const Visit next = cta.visit_of(round);
+      if (next.is_end_of_work()) return;
+      if (next.has_keys()) write_nothing_seen(next);
+    }
+  }
+
+  __device__ void write_nothing_seen(const Visit& visit) const {
+    const Work& work = visit.work;
+    const int lane = threadIdx.x % 32;
+    const int q_end = min(work.q_begin + Config::Br, visit.sequence(cta.p).seqlen_q);
+    // Rare, and the producer's warps have few registers: nothing is unrolled.
+#pragma unroll 1
+    for (int row = work.q_begin; row < q_end; ++row) {
+      if (visit.has_keys() && !cta.sees_nothing(visit, row)) return;
+      if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
+        cta.write_log_sum_exp(visit, row, -SoftmaxMath<float>::infinity());
+      }
+#pragma unroll 1
+      for (int column = lane; column < Config::head_dim_v; column += 32) {
+        if constexpr (Config::split_keys) {
+          cta.partial_row(work, row)[column] = 0;
+        } else {
+          cta.output_row(visit, row)[column] = Element{};
+        }
+      }
+    }
+  }
+};
+
+// One warp. Clears the rows behind a sequence's last values: their probabilities are 0, but
+// infinities and NaN would not go away by that.
+template <class Config>
+struct HopperTailClearer {
+  using Cta = HopperCta<Config>;
+
+  const Cta& cta;
+  RingPosition<Cta::tails> tail = {};
+
+  __device__ void clear_tails() {
+    while (true) {
+      ptx::mbarrier_wait(cta.arrived(tail.slot), tail.parity);
+      const typename Cta::Tail loaded = *cta.tail(tail.slot);
+      if (loaded.slot < 0) return;
+      Cta::ValueTile::clear_rows(cta.slot_address(loaded.slot), loaded.rows);
+      ptx::fence_proxy_async();
+      Cta::leave(cta.full(loaded.slot));
+      tail.advance();
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,149 @@
+// The producer of a thread block of the Hopper kernel: one thread that has the copy engine bring
+// tiles of Q, K and V to shared memory.
+#pragma once
+
+#include "forward/hopper/cta.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperProducer {
+  using Cta = HopperCta<Config>;
+  using Visit = typename Cta::Visit;
+  using QueryTile = typename Cta::QueryTile;
+  using KeyTile = typename Cta::KeyTile;
+  using ValueTile = typename Cta::ValueTile;
+  static constexpr int Bc = Config::Bc;
+
+  const Cta& cta;
+  RingPosition<Config::stages> ring = {};
+  RingPosition<Config::q_stages> q_ring = {};
+  int visit = 0;  // index in the ring of visits
+  RingPosition<1> found = {};
+  RingPosition<Cta::tails> tail = {};
+
+  // A block of keys of a sequence, and of their values.
+  struct Block {
+    int index;
+    int head;
+    int batch;
+    int first;   // row of the array with the sequence's first key
+    int seqlen;  // keys of the sequence
+
+    __device__ int row() const { return first + index * Bc; }
+    __device__ int rows() const { return seqlen - index * Bc; }
+  };
+
+  // Loads what this block's share of the query tiles needs. K goes one block ahead of V, as the
+  // consumers take them.
+  __device__ void produce() {
+    Block values = {-1};  // those that come next
+    for (unsigned round = 0;; ++round) {
+      const Visit& next = coming_visit(round);
+      if (next.is_end_of_work()) break;
+      if (!next.has_keys()) continue;
+      // The queries first if there is place for them already, else behind what the consumers need
+      // to make place. Short causal tiles are better off with their keys first: at 512 keys and
+      // head_dim 128 it lost 4% there, and gained 3% without causality.
+      bool announced =
+          !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+      if (announced) announce(next);
+      for (int key = next.keys.end - 1; key >= next.keys.begin; --key) {
+        const Sequence& sequence = next.sequence(cta.p);
+        const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
+                            sequence.seqlen_k};
+        load_block<KeyTile>(&cta.maps.k, keys);
+        if (values.index >= 0) load_values(values);
+        if (!announced) announce(next);
+        announced = true;
+        values = keys;
+        if (Config::sequences &&
+            key == next.keys.begin + min(Cta::found_ahead, next.blocks() - 1)) {
+          ptx::mbarrier_arrive(cta.found_empty());
+        }
+      }
+    }
+    if (values.index >= 0) load_values(values);
+    announce(Visit::end_of_work());
+    if constexpr (Config::sequences) announce_no_tail();
+  }
+
+  __device__ decltype(auto) coming_visit(unsigned round) {
+    if constexpr (Config::sequences) {
+      return find_next_visit();
+    } else {
+      return cta.visit_of(round);
+    }
+  }
+
+  // Waits for the visit that comes next.
+  __device__ const Visit& find_next_visit() {
+    ptx::mbarrier_wait(cta.found_full(), found.parity);
+    found.advance();
+    return *cta.visit(visit);
+  }
+
+  // Tells the consumers of a visit, and loads its queries unless it is the end.
+  __device__ void announce(const Visit& next) {
+    ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+    // One that was found is there already.
+    if (!Config::sequences) *cta.visit(visit) = next;
+    const unsigned barrier = cta.q_full(q_ring.slot);
+    if (!next.is_end_of_work()) {
+      const Sequence& sequence = next.sequence(cta.p);
+      load<QueryTile>(cta.shared + q_ring.slot * QueryTile::bytes, &cta.maps.q,
+                      sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
+                      barrier, ptx::l2_evict_first);
+    } else {
+      ptx::mbarrier_arrive(barrier);
+    }
+    q_ring.advance();
+    visit = Cta::next_visit(visit);
+  }
+
+  template <class Tile>
+  __device__ void load_block(const TensorMap* map, const Block& block) {
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    load<Tile>(cta.slot_address(ring.slot), map, block.row(), block.head, block.batch,
+               cta.full(ring.slot), ptx::l2_evict_last);
+    ring.advance();
+  }
+
+  __device__ void load_values(const Block& block) {
+    if (Config::sequences && block.rows() < Bc) {
+      load_tail(block);
+    } else {
+      load_block<ValueTile>(&cta.maps.v, block);
+    }
+  }
+
+  template <class Tile>
+  __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
+                              unsigned barrier, unsigned long long policy) {
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+#pragma unroll
+    for (int slab = 0; slab < Tile::slabs; ++slab) {
+      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map, slab * Tile::line_columns,
+                                   row, head, batch, barrier, policy);
+    }
+  }
+
+  // Values with rows behind the sequence's last are full when those were cleared. The place in the
+  // ring of tails is free: of those before, no more than there are slots have not been consumed
+  // yet.
+  __device__ void load_tail(const Block& block) {
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    *cta.tail(tail.slot) = {ring.slot, block.rows()};
+    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, block.row(), block.head, block.batch,
+                    cta.arrived(tail.slot), ptx::l2_evict_last);
+    ring.advance();
+    tail.advance();
+  }
+
+  __device__ void announce_no_tail() const {
+    *cta.tail(tail.slot) = {-1, 0};
+    ptx::mbarrier_arrive(cta.arrived(tail.slot));
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,378 @@
+// Fused attention forward on tensor cores, sm_80 and newer: float16, bfloat16, and float32 by three
+// TF32 products.
+//
+// FlashAttention-2 (Dao 2023): a thread block holds Br query rows and visits the tiles of Bc keys
+// from the last to the first. Each warp owns 16 or 32 of the rows, so that softmax needs no
+// communication beyond four lanes and P never leaves the registers: the accumulator fragment of
+// Q.K^T is, pair by pair, the operand fragment of P.V.
+#pragma once
+
+#include "tile/copy.cuh"
+#include "tile/element.cuh"
+#include "tile/layout.cuh"
+#include "score/mask.cuh"
+#include "params.cuh"
+#include "work/place.cuh"
+#include "tile/products_16bit.cuh"
+#include "tile/products_tf32x3.cuh"
+#include "ptx/base.cuh"
+#include "work/schedule.cuh"
+#include "work/split.cuh"
+#include "score/warp_softmax.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Element>
+struct ProductsOf {
+  template <class Config, int row_tiles>
+  using type = Products16Bit<Config, row_tiles>;
+};
+template <>
+struct ProductsOf<float> {
+  template <class Config, int row_tiles>
+  using type = ProductsTf32x3<Config, row_tiles>;
+};
+
+template <class Config>
+struct MmaForward {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int stages = Config::stages;
+  static constexpr int threads = 32 * Config::warps;
+  static constexpr int warp_rows = Br / Config::warps;
+  static constexpr int row_tiles = warp_rows / 16;
+  using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
+  using KeyLayout = typename Products::KeyLayout;
+  using ValueLayout = typename Products::ValueLayout;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
+
+  static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
+  static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
+  static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
+
+  // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
+  static constexpr int row_bytes =
+      KeyLayout::row_bytes > ValueLayout::row_bytes ? KeyLayout::row_bytes : ValueLayout::row_bytes;
+  static constexpr int q_bytes = Br * row_bytes;
+  static constexpr int stage_bytes = Bc * row_bytes;
+  static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
+
+  template <int Rows, int Columns, class Layout>
+  using Copy = RowCopy<Layout, Element, Rows, Columns, threads, Config::alignment>;
+  using QueryCopy = Copy<Br, Config::head_dim, KeyLayout>;
+  using KeyCopy = Copy<Bc, Config::head_dim, KeyLayout>;
+  using ValueCopy = Copy<Bc, Config::head_dim_v, ValueLayout>;
+
+  const Params& p;
+  const Place<Config>* place;  // of a sequence, else null
+  const Mask<Config::causal, Config::group> mask;
+  const KeyTiles tiles;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int first_row;  // of the rows that this lane holds a part of, see row_of()
+  const unsigned q_shared;
+  const unsigned ring;
+  const Element* next_keys;  // this thread's part of the tile that the ring takes next
+  const Element* next_values;
+  const float scale_log2;
+
+  Products products;
+  typename Products::Scores scores;  // and, from exponentiate() on, the probabilities
+  typename Products::Output out;
+  Softmax softmax;
+
+  __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
+                        const Place<Config>* place = nullptr)
+      : p(params),
+        place(place),
+        mask(params),
+        tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
+                                                     min(work.q_begin + Br, params.seqlen_q),
+                                                     work.split, params.num_splits)),
+        first_row(first_row_of(work)),
+        q_shared(shared),
+        ring(shared + q_bytes),
+        next_keys(KeyCopy::source(params.k.head<const Element>(work.batch, work.head_kv) +
+                                      int64(tiles.end - 1) * Bc * params.k.row_stride,
+                                  params.k.row_stride)),
+        next_values(ValueCopy::source(params.v.head<const Element>(work.batch, work.head_kv) +
+                                          int64(tiles.end - 1) * Bc * params.v.row_stride,
+                                      params.v.row_stride)),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {
+    if constexpr (Config::group > 1) {
+      QueryCopy::gather(q_shared, [&](int row) { return place->query(work.q_begin + row); });
+      return;
+    }
+    const Element* queries = QueryCopy::source(
+        p.q.head<const Element>(work.batch, work.head) + work.q_begin * p.q.row_stride,
+        p.q.row_stride);
+    QueryCopy::template start<true>(q_shared, queries, p.q.row_stride, p.seqlen_q - work.q_begin);
+  }
+
+  __device__ void run() {
+    const int last = tiles.end - 1;
+    load_tile<0, true>(last);
+    if (stages > 2) load_tile<1, true>(last);
+    if (stages > 3) load_tile<2, true>(last);
+    if constexpr (Config::q_in_registers) {
+      ptx::cp_async_wait_group<stages - 2>();
+      __syncthreads();
+      products.queries.keep(warp_queries());
+    }
+    reset();
+    int tile = last;
+    for (; tile >= tiles.full_end; --tile) visit<true>(tile);
+    for (; tile >= tiles.begin; --tile) visit<false>(tile);
+    ptx::cp_async_wait_group<0>();
+    finish();
+  }
+
+  __device__ void reset() {
+    clear(out);
+    softmax.reset();
+  }
+
+  template <int Tiles>
+  __device__ static void clear(float (&accumulators)[row_tiles][Tiles][4]) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tiles; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) accumulators[i][j][c] = 0;
+      }
+    }
+  }
+
+  __device__ unsigned warp_queries() const {
+    return q_shared + warp * warp_rows * KeyLayout::row_bytes;
+  }
+
+  // The ring takes the keys and values of the last tile, of the one before, and so on, each in the
+  // place after the other's.
+  __device__ unsigned ring_address(int tile, int is_value) const {
+    const int place = stages == 3 ? (tile + is_value) % 3 : tile % (stages / 2) * 2 + is_value;
+    return ring + place * stage_bytes;
+  }
+
+  // Starts copying what the ring takes Ahead places after the keys of a tile, if there is one.
+  // Every call ends one group of copies, so that waiting for a tile is waiting for a fixed number
+  // of groups.
+  template <int Ahead, bool Ragged>
+  __device__ void load_tile(int tile) {
+    constexpr bool is_value = Ahead % 2;
+    tile -= Ahead / 2;
+    if (tile >= tiles.begin) {
+      const unsigned target = ring_address(tile, is_value);
+      const int rows_left = p.seqlen_k - tile * Bc;
+      if constexpr (Config::page_size > 0) {
+        if constexpr (is_value) {
+          load_pages<ValueCopy>(target, place->p.v, tile * Bc);
+        } else {
+          load_pages<KeyCopy>(target, place->p.k, tile * Bc);
+        }
+      } else if constexpr (is_value) {
+        ValueCopy::template start<Ragged>(target, next_values, p.v.row_stride, rows_left);
+        next_values -= Bc * p.v.row_stride;
+      } else {
+        KeyCopy::template start<Ragged>(target, next_keys, p.k.row_stride, rows_left);
+        next_keys -= Bc * p.k.row_stride;
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  // Each row of a tile is looked up, or the first of one that lies in one page.
+  template <class TileCopy>
+  __device__ void load_pages(unsigned target, const Tensor& tensor, int first) {
+    const auto rows = place->pages(tensor);
+    if constexpr (Config::page_size % Bc == 0) {
+      const auto row = rows.at(first);
+      TileCopy::template start<true>(target, TileCopy::source(row.begin, tensor.row_stride),
+                                     tensor.row_stride, row.is_there ? p.seqlen_k - first : 0);
+    } else {
+      TileCopy::gather(target, [&](int row) { return rows.at(first + row); });
+    }
+  }
+
+  // Waits for a tile's keys or values; returns where they are. All warps meet here, so all have
+  // left the tile used before, whose place the next load takes.
+  template <int IsValue>
+  __device__ unsigned await_tile(int tile) {
+    ptx::cp_async_wait_group<stages - 2>();
+    __syncthreads();
+    return ring_address(tile, IsValue);
+  }
+
+  template <bool Edge>
+  __device__ void visit(int tile) {
+    // With two stages the next tile must be on its way at once to arrive in time; with more, its
+    // copies are better issued while the tensor cores finish. Only the last tile can be ragged, and
+    // of it only the values are asked for here, and only with two stages.
+    const unsigned k_shared = await_tile<0>(tile);
+    if (stages == 2) load_tile<stages - 1, Edge>(tile);
+    clear(scores);
+    products.multiply_queries_keys(scores, warp_queries(), k_shared);
+    if (stages > 2) load_tile<stages - 1, false>(tile);
+    softmax.template apply_factor<Config>(scores);
+    if (Edge) apply_mask(tile * Bc);
+    softmax.update_maxima(scores, out, scale_log2);
+
+    const unsigned v_shared = await_tile<1>(tile);
+    if (stages == 2) load_tile<stages, false>(tile);
+    typename Softmax::PerRow base;
+    softmax.bases(base, scale_log2);
+    products.multiply_probabilities_values(out, scores, v_shared, [&](int i, int j) {
+      softmax.exponentiate(scores, i, j, base, scale_log2);
+    });
+    if (stages > 2) load_tile<stages, false>(tile);
+  }
+
+  __device__ int first_row_of(const Work& work) const {
+    return work.q_begin + warp * warp_rows + lane / 4;
+  }
+
+  // The row of the accumulators' upper (0) or lower (1) half in row tile i.
+  __device__ static int row_of(int first_row, int i, int half) {
+    return first_row + 16 * i + 8 * half;
+  }
+
+  __device__ void apply_mask(int key_begin) {
+    const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
+    // Else the rows' queries would be found ahead of the loop and kept.
+    const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
+    softmax.mask(
+        scores, [&](int i, int half) { return tile_mask.visible_end(row_of(first_row, i, half)); });
+  }
+
+  // Divides by the row sums and writes the output and the log-sum-exp.
+  __device__ void finish() {
+    // Found anew, so that none of it takes registers in the loops.
+    if constexpr (Config::sequences) {
+      const Place<Config> again(place->p, place->s, ptx::block_index());
+      const Params own = again.params();
+      finish(own, again.work, &again);
+      if (sees_few()) settle(own, again.work, &again);
+    } else {
+      finish(p, find_work<Br>(p, ptx::block_index()), nullptr);
+      if (sees_few()) settle(p, find_work<Br>(p, ptx::block_index()), nullptr);
+    }
+  }
+
+  // Asked first: with 512 keys, finding the work anew takes a block 1 to 2% of its time.
+  __device__ bool sees_few() const {
+    return mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
+  }
+
+  __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
+    const int first = work.q_begin + threadIdx.x / 32 * warp_rows;
+    settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
+  }
+
+  __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
+    const auto partials = partials_of(p, place);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
+        const float normalizer = state.normalizer();
+#pragma unroll
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& element = out[i][j][2 * half + c];
+            element = ptx::mul_rn(element, normalizer);
+          }
+        }
+        const int row = row_of(first_row_of(work), i, half);
+        if (lane % 4 == 0 && row < p.seqlen_q) {
+          const int64 index = index_of(p, work, place, row);
+          if (Config::split_keys) {
+            *partials.lse_row(work.split, index) = log_sum_exp(state);
+          } else if (p.lse != nullptr) {
+            static_cast<float*>(p.lse)[index] = log_sum_exp(state);
+          }
+        }
+      }
+    }
+    if constexpr (Config::split_keys) {
+      write_partial(partials, p, work, place);
+    } else {
+      write_output(p, work, place);
+    }
+  }
+
+  __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
+    return state.template log_sum_exp<Softmax::factor>(scale_log2);
+  }
+
+  __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,
+                                const Params& p, const Work& work, const Place<Config>* place) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(first_row_of(work), i, half);
+        if (row >= p.seqlen_q) continue;
+        float* target = partials.out_row(work.split, index_of(p, work, place, row));
+#pragma unroll
+        for (int j = 0; j < Products::columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int column = products.column(j, c);
+            if (column < Config::head_dim_v) target[column] = out[i][j][2 * half + c];
+          }
+        }
+      }
+    }
+  }
+
+  // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
+  __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
+    __syncthreads();
+    const int warp_row = warp * warp_rows;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        products.stage_row(out, i, half, q_shared, warp_row + 16 * i + 8 * half + lane / 4);
+      }
+    }
+    __syncwarp();
+    Element* output = p.out.head<Element>(work.batch, work.head);
+    constexpr int elements = ValueLayout::chunk_elements;
+#pragma unroll
+    for (int first = 0; first < warp_rows * ValueLayout::chunks; first += 32) {
+      const int row = warp_row + (first + lane) / ValueLayout::chunks;
+      const int chunk = (first + lane) % ValueLayout::chunks;
+      if (work.q_begin + row >= p.seqlen_q) continue;
+      unsigned bits[4];
+      ptx::ld_shared_v4(bits, q_shared + ValueLayout::offset(row, chunk));
+      store_chunk<Element, Config::out_alignment>(
+          out_row(output, p, place, work.q_begin + row, chunk * elements),
+          reinterpret_cast<const Vector<Element, elements>&>(bits),
+          Config::head_dim_v - chunk * elements);
+    }
+  }
+};
+
+template <class Config>
+__device__ void mma_forward(const Params& params) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
+                     ptx::shared_address(shared_memory))
+      .run();
+}
+
+template <class Config>
+__device__ void mma_forward(const Params& params, const Sequences& sequences) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const Place<Config> place(params, sequences, blockIdx.x);
+  if (place.work.q_begin >= place.rows()) return;
+  const Params own = place.params();
+  MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
+}
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,141 @@
+// Attention as a textbook has it, the baseline of the benchmarks: three kernels that pass the whole
+// score matrix, (batch * heads_q, seqlen_q, seqlen_k) in the workspace, through global memory. The
+// products go by 32 x 32 tiles in shared memory, one thread for each element of the result.
+#include "tile/element.cuh"
+#include "score/mask.cuh"
+#include "params.cuh"
+#include "work/schedule.cuh"
+#include "score/softmax.cuh"
+
+namespace naive {
+
+constexpr int tile = 32;
+// A row of 33 elements puts a column of the tile into 32 different banks (16 of double).
+template <class T>
+using Shared = T[tile][tile + 1];
+
+// The 32 x 32 block of the result that a thread block computes, and this thread's element of it.
+struct Place {
+  int64 batch_head;
+  int row_begin, column_begin;
+  int y, x;
+
+  __device__ Place(int rows, int columns) {
+    const unsigned column_tiles = ceil_div(columns, tile);
+    const unsigned row_tiles = ceil_div(rows, tile);
+    const unsigned row_block = blockIdx.x / column_tiles;
+    column_begin = blockIdx.x % column_tiles * tile;
+    row_begin = row_block % row_tiles * tile;
+    batch_head = row_block / row_tiles;
+    y = threadIdx.x / tile;
+    x = threadIdx.x % tile;
+  }
+  __device__ int row() const { return row_begin + y; }
+  __device__ int column() const { return column_begin + x; }
+};
+
+template <class T>
+__device__ T* score_row(const Params& p, int64 batch_head, int row) {
+  return static_cast<T*>(p.workspace) + (batch_head * p.seqlen_q + row) * p.seqlen_k;
+}
+
+__device__ inline int kv_head(const Params& p, int head) { return head / (p.heads_q / p.heads_kv); }
+
+// S = Q K^T, -inf where masked. The scale waits for the softmax.
+template <class Config>
+__device__ void scores(const Params& p) {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  constexpr int dim = Config::head_dim;
+  __shared__ Shared<T> q_tile, k_tile;
+  if (p.seqlen_k == 0) return;
+
+  const Place at(p.seqlen_q, p.seqlen_k);
+  const int batch = at.batch_head / p.heads_q;
+  const int head = at.batch_head % p.heads_q;
+  const int k_row = at.column_begin + at.y;
+  const Element* q = p.q.head<const Element>(batch, head) + at.row() * p.q.row_stride;
+  const Element* k = p.k.head<const Element>(batch, kv_head(p, head)) + k_row * p.k.row_stride;
+
+  T sum = 0;
+  for (int begin = 0; begin < dim; begin += tile) {
+    const int d = begin + at.x;
+    q_tile[at.y][at.x] = at.row() < p.seqlen_q && d < dim ? widen(q[d]) : T(0);
+    k_tile[at.y][at.x] = k_row < p.seqlen_k && d < dim ? widen(k[d]) : T(0);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < tile; ++i) sum = fma(q_tile[at.y][i], k_tile[at.x][i], sum);
+    __syncthreads();
+  }
+  if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
+  if constexpr (score_factor<Config> != 1) sum *= score_factor<Config>;
+  const bool seen = at.column() < Mask<Config::causal>(p).visible_end(at.row());
+  score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
+}
+
+// P = softmax(scale * S) in place, one warp to a row, and the log-sum-exp.
+template <class Config>
+__device__ void softmax(const Params& p) {
+  using T = Accumulator<typename Config::Element>;
+  const int64 index = int64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  if (index >= int64(p.batch) * p.heads_q * p.seqlen_q) return;
+
+  T* row = static_cast<T*>(p.workspace) + index * p.seqlen_k;
+  const T scale_log2 = scale_to_log2<T>(p.softmax_scale);
+  T max = -SoftmaxMath<T>::infinity();
+  for (int key = lane; key < p.seqlen_k; key += 32) max = fmax(max, row[key]);
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) max = fmax(max, __shfl_xor_sync(0xffffffffu, max, bit));
+
+  SoftmaxRow<T> state;
+  state.reset();
+  state.update_max(max, scale_log2);
+  const T base = state.base(scale_log2);
+  for (int key = lane; key < p.seqlen_k; key += 32) {
+    // Not fused: that of the largest score is exactly 1, and a row's only value counts once.
+    row[key] = SoftmaxMath<T>::exp2(SoftmaxMath<T>::multiply(row[key], scale_log2) - base);
+    state.sum += row[key];
+  }
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) {
+    state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
+  }
+  const T normalizer = state.normalizer();
+  for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
+  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
+}
+
+// O = P V.
+template <class Config>
+__device__ void output(const Params& p) {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  constexpr int dim = Config::head_dim_v;
+  __shared__ Shared<T> p_tile, v_tile;
+
+  const Place at(p.seqlen_q, dim);
+  const int batch = at.batch_head / p.heads_q;
+  const int head = at.batch_head % p.heads_q;
+  const T* probabilities = score_row<const T>(p, at.batch_head, at.row());
+  const Element* v = p.v.head<const Element>(batch, kv_head(p, head)) + at.column();
+
+  T sum = 0;
+  for (int begin = 0; begin < p.seqlen_k; begin += tile) {
+    const int p_key = begin + at.x;
+    const int v_key = begin + at.y;
+    p_tile[at.y][at.x] = at.row() < p.seqlen_q && p_key < p.seqlen_k ? probabilities[p_key] : T(0);
+    v_tile[at.y][at.x] =
+        v_key < p.seqlen_k && at.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < tile; ++i) sum = fma(p_tile[at.y][i], v_tile[i][at.x], sum);
+    __syncthreads();
+  }
+  if (at.row() >= p.seqlen_q || at.column() >= dim) return;
+  Element* out = p.out.head<Element>(batch, head) + at.row() * p.out.row_stride;
+  const bool sees_keys = Mask<Config::causal>(p).visible_end(at.row()) > 0;
+  out[at.column()] = narrow<Element>(sees_keys ? sum : T(0));
+}
+
+}  // namespace naive

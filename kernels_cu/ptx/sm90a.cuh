@@ -1,0 +1,135 @@
+// One inline function per PTX instruction that only Hopper (sm_90a) has, beside those of ptx.cuh.
+// Shared-memory addresses are 32-bit offsets into the shared window.
+#pragma once
+
+#include "ptx/base.cuh"
+
+// What cuTensorMapEncodeTiled fills in: an opaque record that describes a tensor to the copy
+// engine.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+namespace ptx {
+
+// No instruction: values that the compiler must have computed before here, and takes for new ones
+// from here on. Around asynchronous products, whose accumulators it believes ready at once.
+template <int N>
+__device__ inline void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// setmaxnreg.inc: the warpgroup takes registers up to Registers per thread.
+template <int Registers>
+__device__ inline void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// setmaxnreg.dec: the warpgroup gives registers up, down to Registers per thread.
+template <int Registers>
+__device__ inline void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// fence.proxy.async: what this thread wrote to shared memory before is seen by the copy engine and
+// the tensor cores, once those who start them know that it did.
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// mbarrier.init: a phase of the barrier completes with `count` arrivals.
+__device__ inline void mbarrier_init(unsigned barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// fence.mbarrier_init: the copy engine sees the barriers initialized before.
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// mbarrier.arrive
+__device__ inline void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mbarrier.arrive.expect_tx: arrives, and has the phase wait for that many bytes more.
+__device__ inline void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.try_wait.parity, until the phase of that parity is complete.
+__device__ inline void mbarrier_wait(unsigned barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%0], %1;\n"
+      "@!complete bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// mbarrier.test_wait.parity: whether the phase of that parity is complete.
+__device__ inline bool mbarrier_test_wait(unsigned barrier, int parity) {
+  int complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return complete;
+}
+
+// L2 eviction priorities, as createpolicy.fractional makes them of all accesses.
+constexpr unsigned long long l2_evict_first = 0x12F0000000000000;
+constexpr unsigned long long l2_evict_last = 0x14F0000000000000;
+
+// prefetch.tensormap
+__device__ inline void prefetch_tensormap(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// cp.async.bulk.tensor.4d: the box at these coordinates to shared memory; elements outside of the
+// tensor arrive as zeros. Its bytes count on the barrier. `policy` is an L2 eviction priority.
+__device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap* map, int c0,
+                                               int c1, int c2, int c3, unsigned barrier,
+                                               unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// bar.sync: waits until `threads` threads have arrived at the named barrier, this one among them.
+__device__ inline void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// bar.arrive: arrives at the named barrier without waiting.
+__device__ inline void bar_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// wgmma.fence: orders this warpgroup's register accesses before the products that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// wgmma.commit_group
+__device__ inline void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// wgmma.wait_group: until at most Pending of this warpgroup's groups are under way.
+template <int Pending>
+__device__ inline void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+}  // namespace ptx

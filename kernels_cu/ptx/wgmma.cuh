@@ -1,0 +1,116 @@
+// wgmma.mma_async.m64nNk16, the warpgroup's asynchronous product d (+)= a b of 16-bit operands with
+// float32 accumulators: one specialization of `Wgmma` for each N that is a multiple of 16.
+//
+// Element (row, column) of the 64 x N result lies in thread t of the warpgroup, with row =
+// 16 (t / 32) + t % 32 / 4 + 8 h and column = 8 j + 2 (t % 4) + c, as d[4 j + 2 h + c]; the 64 x 16
+// operand a lies in registers in the same way, two columns packed in one.
+#pragma once
+
+#include "tile/element.cuh"
+#include "ptx/sm90a.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Element, int N>
+struct Wgmma;
+
+// Accumulators as asm text and as operands, eight at a time.
+
+#define ACCUMULATORS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define ACCUMULATORS_16 ACCUMULATORS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define ACCUMULATORS_24 ACCUMULATORS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define ACCUMULATORS_32 ACCUMULATORS_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define ACCUMULATORS_40 ACCUMULATORS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define ACCUMULATORS_48 ACCUMULATORS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define ACCUMULATORS_56 ACCUMULATORS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define ACCUMULATORS_64 ACCUMULATORS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define ACCUMULATORS_72 ACCUMULATORS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define ACCUMULATORS_80 ACCUMULATORS_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define ACCUMULATORS_88 ACCUMULATORS_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define ACCUMULATORS_96 ACCUMULATORS_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define ACCUMULATORS_104 ACCUMULATORS_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define ACCUMULATORS_112 ACCUMULATORS_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define ACCUMULATORS_120 ACCUMULATORS_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define ACCUMULATORS_128 ACCUMULATORS_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define EIGHT_OF(i)                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OPERANDS_8 EIGHT_OF(0)
+#define OPERANDS_16 OPERANDS_8, EIGHT_OF(8)
+#define OPERANDS_24 OPERANDS_16, EIGHT_OF(16)
+#define OPERANDS_32 OPERANDS_24, EIGHT_OF(24)
+#define OPERANDS_40 OPERANDS_32, EIGHT_OF(32)
+#define OPERANDS_48 OPERANDS_40, EIGHT_OF(40)
+#define OPERANDS_56 OPERANDS_48, EIGHT_OF(48)
+#define OPERANDS_64 OPERANDS_56, EIGHT_OF(56)
+#define OPERANDS_72 OPERANDS_64, EIGHT_OF(64)
+#define OPERANDS_80 OPERANDS_72, EIGHT_OF(72)
+#define OPERANDS_88 OPERANDS_80, EIGHT_OF(80)
+#define OPERANDS_96 OPERANDS_88, EIGHT_OF(88)
+#define OPERANDS_104 OPERANDS_96, EIGHT_OF(96)
+#define OPERANDS_112 OPERANDS_104, EIGHT_OF(104)
+#define OPERANDS_120 OPERANDS_112, EIGHT_OF(112)
+#define OPERANDS_128 OPERANDS_120, EIGHT_OF(120)
+
+// The operands that follow Count accumulators are numbered i0, i1, ...
+
+#define WGMMA_FROM_REGISTERS(NAME, TRANSPOSE_B, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)            \
+  __device__ static void NAME(float (&d)[COUNT], const unsigned* a, unsigned long long b,          \
+                              int accumulate) {                                                    \
+    asm volatile(                                                                                  \
+        "{\n"                                                                                      \
+        ".reg .pred accumulate;\n"                                                                 \
+        "setp.ne.b32 accumulate, %" #i5                                                            \
+        ", 0;\n"                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                            \
+        " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4             \
+                                  ", accumulate, 1, 1, " TRANSPOSE_B ";\n"                         \
+                                  "}"                                                              \
+        : OPERANDS_##COUNT                                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                    \
+  }
+
+#define WGMMA(ELEMENT, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)                                     \
+  template <>                                                                                      \
+  struct Wgmma<ELEMENT, N> {                                                                       \
+    /* a and b in shared memory, both with k contiguous; d is cleared first unless accumulate. */  \
+    __device__ static void multiply(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
+                                    int accumulate) {                                              \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred accumulate;\n"                                                               \
+          "setp.ne.b32 accumulate, %" #i2                                                          \
+          ", 0;\n"                                                                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" ACCUMULATORS_##COUNT "}, %" #i0 ", %" #i1                                           \
+                                    ", accumulate, 1, 1, 0, 0;\n"                                  \
+                                    "}"                                                            \
+          : OPERANDS_##COUNT                                                                       \
+          : "l"(a), "l"(b), "r"(accumulate));                                                      \
+    }                                                                                              \
+    /* a in registers; b in shared memory with k, or with n, contiguous. */                        \
+    WGMMA_FROM_REGISTERS(multiply_k_contiguous, "0", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
+    WGMMA_FROM_REGISTERS(multiply_n_contiguous, "1", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
+  };
+#define WGMMA_FOR_BOTH_TYPES(N, COUNT, ...)   \
+  WGMMA(half_t, "f16", N, COUNT, __VA_ARGS__) \
+  WGMMA(bfloat16_t, "bf16", N, COUNT, __VA_ARGS__)
+
+WGMMA_FOR_BOTH_TYPES(16, 8, 8, 9, 10, 11, 12, 13)
+WGMMA_FOR_BOTH_TYPES(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_FOR_BOTH_TYPES(48, 24, 24, 25, 26, 27, 28, 29)
+WGMMA_FOR_BOTH_TYPES(64, 32, 32, 33, 34, 35, 36, 37)
+WGMMA_FOR_BOTH_TYPES(80, 40, 40, 41, 42, 43, 44, 45)
+WGMMA_FOR_BOTH_TYPES(96, 48, 48, 49, 50, 51, 52, 53)
+WGMMA_FOR_BOTH_TYPES(112, 56, 56, 57, 58, 59, 60, 61)
+WGMMA_FOR_BOTH_TYPES(128, 64, 64, 65, 66, 67, 68, 69)
+WGMMA_FOR_BOTH_TYPES(144, 72, 72, 73, 74, 75, 76, 77)
+WGMMA_FOR_BOTH_TYPES(160, 80, 80, 81, 82, 83, 84, 85)
+WGMMA_FOR_BOTH_TYPES(176, 88, 88, 89, 90, 91, 92, 93)
+WGMMA_FOR_BOTH_TYPES(192, 96, 96, 97, 98, 99, 100, 101)
+WGMMA_FOR_BOTH_TYPES(208, 104, 104, 105, 106, 107, 108, 109)
+WGMMA_FOR_BOTH_TYPES(224, 112, 112, 113, 114, 115, 116, 117)
+WGMMA_FOR_BOTH_TYPES(240, 120, 120, 121, 122, 123, 124, 125)
+WGMMA_FOR_BOTH_TYPES(256, 128, 128, 129, 130, 131, 132, 133)
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,146 @@
+// The online softmax of the rows that a warp holds as accumulator fragments of mma.m16n8k*: element
+// [i][j][2 * half + c] of a lane is row 16 i + 8 half + lane / 4, column 8 j + lane % 4 * 2 + c.
+#pragma once
+
+#include "ptx/base.cuh"
+#include "score/softmax.cuh"
+
+template <class Element, int row_tiles, int Bc, int columns_v>
+struct WarpSoftmax {
+  // The running maximum may lag behind until p has grown by 2^slack, far inside float16's range.
+  static constexpr int slack = 8;
+  static constexpr int headroom = ::headroom<Element> ? ::headroom<Element> + slack : 0;
+  // Of 16 bits, p has its headroom by a maximum that is kept as much too large, which costs
+  // nothing. That rounds exponents of the headroom's size, to 2^-20, so that wider p is multiplied
+  // instead.
+  static constexpr int raise = sizeof(Element) == 2 ? headroom : 0;
+  static constexpr int factor = headroom - raise;  // log2 of it
+
+  using Scores = float[row_tiles][Bc / 8][4];
+  using Output = float[row_tiles][columns_v / 8][4];
+  using PerRow = float[row_tiles][2];
+
+  SoftmaxRow<float> rows[row_tiles][2];  // their sums, in units of 2^-factor, are of this lane's
+                                         // keys only
+
+  __device__ void reset() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      rows[i][0].reset();
+      rows[i][1].reset();
+    }
+  }
+
+  template <class Config>
+  __device__ static void apply_factor(Scores& scores) {
+    if constexpr (score_factor<Config> != 1) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) scores[i][j][c] *= score_factor<Config>;
+        }
+      }
+    }
+  }
+
+  // Hides the keys from visible_end(i, half) on, counted from the first that this lane holds, which
+  // is the tile's key threadIdx.x % 4 * 2.
+  template <class VisibleEnd>
+  __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int visible = visible_end(i, half);
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (8 * j + c >= visible) {
+              scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Takes the scores' maxima in, and rescales the output where a running maximum moved: rarely,
+  // after the first few tiles, so all that this takes stands inside the branch. What happens to a
+  // row does not depend on the others: one that is multiplied by 1 for another's sake keeps its
+  // bits, denormal ones too.
+  __device__ void update_maxima(const Scores& scores, Output& out, float scale_log2) {
+    PerRow tile_max;
+    bool outgrown = false;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = scores[i][0][2 * half];
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) max = fmaxf(max, scores[i][j][2 * half + c]);
+        }
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        tile_max[i][half] = max;
+        outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack - raise);
+      }
+    }
+    if (!__any_sync(~0u, outgrown)) return;
+    const float raised_by = raise ? __fdividef(raise, scale_log2) : 0;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float max = raise ? tile_max[i][half] + raised_by : tile_max[i][half];
+        const float rescale = rows[i][half].update_max(max, scale_log2, slack);
+#pragma unroll
+        for (int j = 0; j < columns_v / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& element = out[i][j][2 * half + c];
+            element = ptx::mul_rn(element, rescale);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ void bases(PerRow& base, float scale_log2) const {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      base[i][0] = rows[i][0].base(scale_log2);
+      base[i][1] = rows[i][1].base(scale_log2);
+    }
+  }
+
+  // Turns row tile i's scores of the j-th eight keys into probabilities relative to the base.
+  __device__ void exponentiate(Scores& scores, int i, int j, const PerRow& base, float scale_log2) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float& score = scores[i][j][c];
+      score = SoftmaxRow<float>::probability(score, scale_log2, base[i][c / 2]);
+      if constexpr (factor != 0) score *= power_of_half(factor);
+      rows[i][c / 2].sum += score;
+    }
+  }
+
+  // Sums over the four lanes that share a row.
+  __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
+    SoftmaxRow<float>& row = rows[i][half];
+    row.sum += __shfl_xor_sync(~0u, row.sum, 1);
+    row.sum += __shfl_xor_sync(~0u, row.sum, 2);
+    return row;
+  }
+  __device__ void add_lanes() {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      add_lanes(i, 0);
+      add_lanes(i, 1);
+    }
+  }
+};

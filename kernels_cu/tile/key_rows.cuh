@@ -1,0 +1,153 @@
+// A warp's copies of tiles of rows into shared memory, from wherever the rows lie.
+#pragma once
+
+#include "tile/copy.cuh"
+#include "tile/element.cuh"
+#include "tile/layout.cuh"
+#include "params.cuh"
+#include "ptx/stream.cuh"
+#include "work/sequences.cuh"
+#include "work/shares.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// One warp's copy of Rows rows of Columns elements into a Layout; what lies past the Columns is
+// filled with zeros.
+template <class Layout, class Element, int Rows, int Columns, int Alignment>
+struct WarpCopy {
+  using Block = RowCopy<Layout, Element, Rows, Columns, 32, Alignment>;
+  static constexpr int lanes = Block::columns_at_once;
+  static constexpr int rows_at_once = 32 / lanes;
+  static constexpr int passes = (Rows + rows_at_once - 1) / rows_at_once;
+
+  // The row of this lane's first copy, and the column; the next copies are rows_at_once rows on.
+  __device__ static int first_row() { return threadIdx.x % 32 / lanes; }
+  __device__ static int first_column() { return threadIdx.x % 32 % lanes * Block::copy_elements; }
+
+  // A policy of 0 is none. next_row(row, is_inside) gives the address of this lane's first_column() in its next row, and
+  // whether to read it: else the row becomes zeros. All lanes take part in it.
+  template <class NextRow>
+  __device__ static void start(unsigned shared, unsigned long long policy, NextRow next_row) {
+#pragma unroll
+    for (int pass = 0; pass < passes; ++pass) {
+      const int row = first_row() + pass * rows_at_once;
+      bool is_inside;
+      const Element* source = next_row(row, is_inside);
+      if ((32 % lanes != 0 && first_row() >= rows_at_once) ||
+          (Rows % rows_at_once != 0 && row >= Rows)) {
+        continue;
+      }
+#pragma unroll
+      for (int first = 0; first < Block::copies_per_row; first += lanes) {
+        const int copy = first + threadIdx.x % 32 % lanes;
+        if (Block::copies_per_row % lanes != 0 && copy >= Block::copies_per_row) break;
+        int elements = Block::copy_elements;
+        if (!Block::whole_rows) {
+          elements = clamp(Columns - copy * Block::copy_elements, 0, Block::copy_elements);
+        }
+        copy_one(shared + Layout::offset(row, copy / Block::copies_per_chunk) +
+                     copy % Block::copies_per_chunk * Block::copy_bytes,
+                 source + first * Block::copy_elements, is_inside ? elements : 0, policy);
+      }
+    }
+  }
+
+ private:
+  __device__ static void copy_one(unsigned target, const Element* source, int elements,
+                                  unsigned long long policy) {
+    if constexpr (Alignment >= 4) {
+      const int bytes = elements * int(sizeof(Element));
+      if (policy != 0) {
+        ptx::cp_async<Block::copy_bytes>(target, source, bytes, policy);
+      } else {
+        ptx::cp_async<Block::copy_bytes>(target, source, bytes);
+      }
+    } else {
+      Block::copy_one(target, source, elements);
+    }
+  }
+};
+
+// The rows of one key/value head of a sequence.
+template <class Config>
+struct KeyRows {
+  using Element = typename Config::Element;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int page_size = Config::page_size;
+  // Whether all rows of a tile lie on one page; else each lane finds the page of one row.
+  static constexpr bool one_page = page_size > 0 && page_size % Bc == 0;
+
+  template <int Columns>
+  using Copy = WarpCopy<SwizzledRows<Element, round_up(Columns, 16)>, Element, Bc, Columns,
+                        Config::alignment>;
+
+  const Params& p;
+  const int seqlen_k;
+  const int pages;
+  const int* table;  // the sequence's page numbers
+  const Element* keys;
+  const Element* values;
+  const unsigned long long& policy;  // of L2; in shared memory, to take no registers
+  int next_page;                     // of the tile, or the lane's row, that is loaded next
+
+  __device__ KeyRows(const Params& p, const Sequences& sequences, const Part& part, int tile,
+                     const unsigned long long& policy)
+      : p(p),
+        seqlen_k(part.sequence.seqlen_k),
+        pages(sequences.pages),
+        table(sequences.block_table + part.batch * sequences.block_table_stride),
+        policy(policy) {
+    const int batch = page_size > 0 ? 0 : part.sequence.k_batch;
+    const int64 first = page_size > 0 ? 0 : part.sequence.k_first;
+    keys = p.k.head<const Element>(batch, part.head_kv) + first * p.k.row_stride;
+    values = p.v.head<const Element>(batch, part.head_kv) + first * p.v.row_stride;
+    if constexpr (page_size > 0) next_page = page_of(tile);
+  }
+
+  // Starts copying a tile of keys and values; the next call is for the one Step tiles on, whose
+  // pages are looked up already.
+  template <int Step>
+  __device__ void start(unsigned key_target, unsigned value_target, int tile) {
+    const int page = next_page;
+    if constexpr (page_size > 0) next_page = page_of(tile + Step);
+    copy<Config::head_dim>(key_target, keys, p.k, tile, page);
+    copy<Config::head_dim_v>(value_target, values, p.v, tile, page);
+  }
+
+ private:
+  // The page that the tile lies on, or the lane's row of it; -1 for none.
+  __device__ int page_of(int tile) const {
+    const int key = tile * Bc + (one_page ? 0 : threadIdx.x % 32);
+    if (key >= seqlen_k) return -1;
+    const int page = table[key / page_size];
+    return unsigned(page) < unsigned(pages) ? page : -1;
+  }
+
+  template <int Columns>
+  __device__ void copy(unsigned target, const Element* base, const Tensor& tensor, int tile,
+                       int page) const {
+    using Rows = Copy<Columns>;
+    base += Rows::first_column();
+    if constexpr (page_size > 0 && !one_page) {
+      Rows::start(target, policy, [&](int row, bool& is_inside) {
+        const int key = tile * Bc + row;
+        const int row_page = __shfl_sync(~0u, page, row % 32);
+        is_inside = row_page >= 0 && key < seqlen_k;
+        return base + row_page * tensor.batch_stride + key % page_size * tensor.row_stride;
+      });
+    } else {
+      const int first = tile * Bc + Rows::first_row();
+      const int rows_left = one_page && page < 0 ? 0 : seqlen_k - tile * Bc;
+      if constexpr (one_page) base += page * tensor.batch_stride;
+      base += (one_page ? first % page_size : first) * tensor.row_stride;
+      Rows::start(target, policy, [&](int row, bool& is_inside) {
+        is_inside = row < rows_left;
+        const Element* source = base;
+        base += Rows::rows_at_once * tensor.row_stride;
+        return source;
+      });
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,190 @@
+// The two matrix products of a warp for float32, each as three products on TF32 tensor cores.
+//
+// TF32 keeps 11 of float32's 24 significant bits. Written as x = big + small, both TF32, x keeps
+// 22, and x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product (Ootomo
+// and Yokota 2022). Tensor cores round their sums towards zero, so long sums drift: each step of
+// eight columns of Q.K^T, and each tile's share of the output, is summed alone and added to the
+// rest on the CUDA cores, rounded to nearest. Measured on an H100, 1 x 512 x 2 x 64: the largest
+// error falls from 2.5 times that of plain float32 products to less than theirs.
+#pragma once
+
+#include "tile/layout.cuh"
+#include "ptx/base.cuh"
+#include "tile/queries.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+struct SplitFloat {
+  unsigned big;
+  unsigned small;
+
+  // An infinite x leaves the infinity in `small`, beside the largest finite `big`: it then meets
+  // the other operand's `big` only, whose sign is the operand's, and not its `small`, which may be
+  // 0 or of the other sign and would make NaN of a product that is infinite.
+  __device__ static SplitFloat of(float x) {
+    constexpr float largest = 0x1.ffcp127f;
+    const unsigned big = ptx::cvt_tf32_f32(ptx::min_magnitude(x, largest));
+    return {big, __float_as_uint(x - __uint_as_float(big))};
+  }
+
+  // Of an infinity it makes NaN.
+  __device__ static SplitFloat of_finite(float x) {
+    const unsigned big = ptx::cvt_tf32_f32(x);
+    return {big, __float_as_uint(x - __uint_as_float(big))};
+  }
+};
+
+// The same shared-memory operands and accumulator fragments as Products16Bit, but with the output's
+// columns in another order, see column().
+template <class Config, int row_tiles>
+struct ProductsTf32x3 {
+  static constexpr int Bc = Config::Bc;
+  // mma works in steps of 8 along head_dim, and V is read 32 columns at a time.
+  static constexpr int columns = round_up(Config::head_dim, 8);
+  static constexpr int columns_v = round_up(Config::head_dim_v, 32);
+  static constexpr int k_steps = columns / 8;
+  static constexpr int key_pairs = Bc / 16;
+
+  using KeyLayout = SwizzledRows<float, columns>;
+  using ValueLayout = SwizzledRows<float, columns_v>;
+  using Scores = float[row_tiles][Bc / 8][4];
+  using Output = float[row_tiles][columns_v / 8][4];
+
+  const int lane = threadIdx.x % 32;
+  QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
+
+  // d[i][t] += a[i] b[t] for all row tiles and Tiles column tiles, the small terms first. Products
+  // that wait for each other's sums stand a whole round apart.
+  template <int Tiles>
+  __device__ static void multiply(float (&d)[row_tiles][Tiles][4],
+                                  const SplitFloat (&a)[row_tiles][4],
+                                  const SplitFloat (&b)[Tiles][2]) {
+#pragma unroll
+    for (int term = 0; term < 3; ++term) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        unsigned left[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) left[r] = term == 0 ? a[i][r].small : a[i][r].big;
+#pragma unroll
+        for (int t = 0; t < Tiles; ++t) {
+          ptx::mma_m16n8k8_tf32(d[i][t], left, term == 1 ? b[t][0].small : b[t][0].big,
+                                term == 1 ? b[t][1].small : b[t][1].big);
+        }
+      }
+    }
+  }
+
+  // scores += Q K^T. ldmatrix moves 16-byte rows of four floats as it does of eight 16-bit
+  // elements, and lane 4 g + t receives element t of row g: the TF32 fragments.
+  __device__ void multiply_queries_keys(Scores& scores, unsigned q_shared, unsigned k_shared) {
+    const unsigned k_lane = k_shared + KeyLayout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    unsigned k[2][4];
+    auto load_k = [&](int number) {
+      ptx::ldmatrix_x4(k[number % 2],
+                       KeyLayout::advance(k_lane, number % key_pairs * 16, number / key_pairs * 2));
+    };
+    load_k(0);
+    // Fully unrolled, the steps' independent sums tempt the compiler into more registers than there
+    // are.
+#pragma unroll(Config::q_in_registers ? k_steps : 2)
+    for (int step = 0; step < k_steps; ++step) {
+      unsigned raw[row_tiles][4];
+      queries.load(raw, q_shared, step);
+      SplitFloat q[row_tiles][4];
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) q[i][r] = SplitFloat::of(__uint_as_float(raw[i][r]));
+      }
+#pragma unroll
+      for (int pair = 0; pair < key_pairs; ++pair) {
+        const int current = step * key_pairs + pair;
+        if (current + 1 < k_steps * key_pairs) load_k(current + 1);
+        SplitFloat keys[2][2];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          keys[r / 2][r % 2] = SplitFloat::of(__uint_as_float(k[current % 2][r]));
+        }
+        float sums[row_tiles][2][4] = {};
+        multiply<2>(sums, q, keys);
+        add<2>(scores, 2 * pair, sums);
+      }
+    }
+  }
+
+  // The accumulators' tiles from `first` on += sums.
+  template <int Tiles, int AllTiles>
+  __device__ static void add(float (&accumulators)[row_tiles][AllTiles][4], int first,
+                             const float (&sums)[row_tiles][Tiles][4]) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) accumulators[i][first + t][c] += sums[i][t][c];
+      }
+    }
+  }
+
+  // out += P V. Along the keys and along V's columns the order of a product's operands is free, as
+  // long as both sides agree. A lane's scores are of the keys 2t and 2t + 1 of each eight, so these
+  // two stand in the operands' places t and t + 4; and it reads four neighbouring columns at once,
+  // which serve one in each of four column tiles. Eight lanes read four rows of V two apart, two
+  // chunks of each: with the swizzle, eight different bank groups.
+  // exponentiate(i, j) makes probabilities of row tile i's scores [j], on their first use.
+  template <class Exponentiate>
+  __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
+                                                unsigned v_shared, Exponentiate exponentiate) {
+#pragma unroll
+    for (int group = 0; group < columns_v / 32; ++group) {
+      float sums[row_tiles][4][4] = {};
+#pragma unroll
+      for (int step = 0; step < Bc / 8; ++step) {
+        unsigned v[2][4];
+        SplitFloat values[4][2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int row = lane % 4 * 2 + odd;
+          const unsigned v_lane = v_shared + ValueLayout::offset(row, lane / 4);
+          ptx::ld_shared_v4(v[odd], ValueLayout::advance(v_lane, 8 * step, 8 * group));
+#pragma unroll
+          for (int t = 0; t < 4; ++t) values[t][odd] = SplitFloat::of(__uint_as_float(v[odd][t]));
+        }
+        SplitFloat probabilities[row_tiles][4];
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          if (group == 0) exponentiate(i, step);
+          const float(&p)[4] = scores[i][step];
+          probabilities[i][0] = SplitFloat::of_finite(p[0]);
+          probabilities[i][1] = SplitFloat::of_finite(p[2]);
+          probabilities[i][2] = SplitFloat::of_finite(p[1]);
+          probabilities[i][3] = SplitFloat::of_finite(p[3]);
+        }
+        multiply<4>(sums, probabilities, values);
+      }
+      add<4>(out, 4 * group, sums);
+    }
+  }
+
+  // The output column of [.][j][2 * half + c]: column tile t of a group holds the columns 4 n + t.
+  __device__ int column(int j, int c) const { return j / 4 * 32 + (lane % 4 * 2 + c) * 4 + j % 4; }
+
+  // Writes the lane's part of one row of the output into a ValueLayout: whole chunks.
+  __device__ void stage_row(const Output& out, int i, int half, unsigned shared, int row) const {
+#pragma unroll
+    for (int group = 0; group < columns_v / 32; ++group) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        unsigned chunk[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          chunk[t] = __float_as_uint(out[i][4 * group + t][2 * half + c]);
+        }
+        ptx::st_shared_v4(shared + ValueLayout::offset(row, 8 * group + lane % 4 * 2 + c), chunk);
+      }
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,45 @@
+// A warp's query rows as operand fragments of Q.K^T, from registers or from shared memory.
+#pragma once
+
+#include "tile/layout.cuh"
+#include "ptx/base.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// The fragments of row_tiles tiles of 16 rows; a step is two chunks of a row, one product deep: 16
+// columns of 16-bit elements, 8 of float. Keep holds all steps in registers.
+template <class Layout, int row_tiles, int steps, bool Keep>
+struct QueryFragments {
+  static constexpr int kept_steps = Keep ? steps : 1;
+  unsigned kept[kept_steps][row_tiles][4];
+
+  // `shared` is where the warp's rows begin.
+  __device__ void keep(unsigned shared) {
+#pragma unroll
+    for (int step = 0; step < kept_steps; ++step) read(kept[step], shared, step);
+  }
+
+  __device__ void load(unsigned (&q)[row_tiles][4], unsigned shared, int step) const {
+    if constexpr (Keep) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) q[i][r] = kept[step][i][r];
+      }
+    } else {
+      read(q, shared, step);
+    }
+  }
+
+ private:
+  __device__ static void read(unsigned (&q)[row_tiles][4], unsigned shared, int step) {
+    const int lane = threadIdx.x % 32;
+    const unsigned address = shared + Layout::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      ptx::ldmatrix_x4(q[i], Layout::advance(address, 16 * i, 2 * step));
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

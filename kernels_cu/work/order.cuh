@@ -1,0 +1,171 @@
+// The order in which thread blocks take the query tiles of sequences whose lengths only the device
+// knows. One thread block counts the tiles and puts the sequences in order, those of the most keys
+// first. Then a counter hands out tiles in that order, so that long ones do not come last.
+#pragma once
+
+#include "params.cuh"
+#include "work/schedule.cuh"
+#include "work/sequences.cuh"
+#include "work/visit.cuh"
+
+// In the workspace: 2 batch + 2 words. Tiles are those of one head, except that those handed out
+// are counted over all heads.
+struct SequenceOrder {
+  unsigned* handed_out;
+  unsigned* first_tile;  // (batch + 1) tiles of all sequences before a place of the order
+  int* sequence;         // (batch) at each place
+
+  int batch;
+
+  __device__ explicit SequenceOrder(const Params& p)
+      : handed_out(static_cast<unsigned*>(p.workspace)),
+        first_tile(handed_out + 1),
+        sequence(static_cast<int*>(p.workspace) + p.batch + 2),
+        batch(p.batch) {}
+
+  // ---- One thread block makes the order.
+
+  // Numbers of keys fall into classes, eight for each power of two; within one any order is good.
+  static constexpr int classes = 256;
+  // Words of shared memory that it needs: a counter for each class, a sum for each warp.
+  static constexpr int scratch_words = classes + 32;
+
+  // That of the most keys is 0.
+  __device__ static int class_of(int keys) {
+    // An exponent and three bits of a mantissa: from 1 to 241 for 1 to 2^30.
+    const int rank = keys == 0 ? 0 : (__float_as_int(float(keys)) >> 20) - (127 << 3) + 1;
+    return classes - 1 - rank;
+  }
+
+  template <int Br>
+  __device__ void make(const Params& p, const Sequences& s, int* scratch) const {
+    int* places = scratch;
+    int* warp_sums = scratch + classes;
+    for (int i = threadIdx.x; i < classes; i += blockDim.x) places[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < batch; i += blockDim.x) {
+      atomicAdd(&places[class_of(find_sequence<0>(p, s, i).seqlen_k)], 1);
+    }
+    __syncthreads();
+    int carry = 0;
+    for (int first = 0; first < classes; first += blockDim.x) {
+      const int i = first + threadIdx.x;
+      int total;
+      const int before = sum_before(i < classes ? places[i] : 0, warp_sums, total);
+      if (i < classes) places[i] = carry + before;
+      carry += total;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < batch; i += blockDim.x) {
+      sequence[atomicAdd(&places[class_of(find_sequence<0>(p, s, i).seqlen_k)], 1)] = i;
+    }
+    __syncthreads();
+    carry = 0;
+    for (int first = 0; first < batch; first += blockDim.x) {
+      const int i = first + threadIdx.x;
+      const int tiles = i < batch ? ceil_div(find_sequence<0>(p, s, sequence[i]).seqlen_q, Br) : 0;
+      int total;
+      const int before = sum_before(tiles, warp_sums, total);
+      if (i < batch) first_tile[i] = carry + before;
+      carry += total;
+    }
+    if (threadIdx.x == 0) {
+      first_tile[batch] = carry;
+      *handed_out = 0;
+    }
+  }
+
+  // The sum of the values of the threads before this one, and in `total` that of all.
+  __device__ static int sum_before(int value, int* warp_sums, int& total) {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const int up_to_here = sum_of_lanes(value);
+    if (lane == 31) warp_sums[warp] = up_to_here;
+    __syncthreads();
+    const int up_to_warp = sum_of_lanes(lane < blockDim.x / 32 ? warp_sums[lane] : 0);
+    total = __shfl_sync(~0u, up_to_warp, 31);
+    const int before_warp = __shfl_sync(~0u, up_to_warp, max(0, warp - 1));
+    __syncthreads();
+    return (warp > 0 ? before_warp : 0) + up_to_here - value;
+  }
+
+  // Of the lanes up to this one.
+  __device__ static int sum_of_lanes(int value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, value, distance);
+      if (threadIdx.x % 32 >= distance) value += other;
+    }
+    return value;
+  }
+
+  // ---- A warp takes tiles; all lanes of it together.
+
+  // The next tile, counted over all heads; there is none if it is not below tiles().
+  __device__ unsigned take() const {
+    unsigned tile = 0;
+    if (threadIdx.x % 32 == 0) tile = atomicAdd(handed_out, 1u);
+    return __shfl_sync(~0u, tile, 0);
+  }
+
+  __device__ unsigned tiles(int heads) const { return first_tile[batch] * heads; }
+
+  // The place in the order whose tiles this one, of one head, is among: each round, 32 lanes look
+  // at one place each.
+  __device__ int place_of(unsigned tile) const {
+    // first_tile[low] <= tile < first_tile[high]
+    int low = 0;
+    int high = batch;
+    while (high - low > 1) {
+      const int step = ceil_div(high - low, 32);
+      const int place = low + int(threadIdx.x % 32) * step;
+      const bool is_before = place < high && first_tile[place] <= tile;
+      low += (__popc(__ballot_sync(~0u, is_before)) - 1) * step;
+      high = min(high, low + step);
+    }
+    return low;
+  }
+};
+
+// The tile-th query tile of a sequence, counted over all heads: as the other find_work() has it, in
+// sections of heads from the last query tile to the first.
+template <int Br>
+__device__ Work find_work(const Params& p, const Sequence& sequence, int batch, int tile,
+                          int section_heads) {
+  const int q_tiles = ceil_div(sequence.seqlen_q, Br);
+  const int first_head = tile / (section_heads * q_tiles) * section_heads;
+  const int heads = min(section_heads, p.heads_q - first_head);
+  tile -= first_head * q_tiles;
+  const int head = first_head + tile % heads;
+  const int q_tile = q_tiles - 1 - tile / heads;
+  return {q_tile * Br, batch, head, head / (p.heads_q / p.heads_kv), 0};
+}
+
+// Heads that share keys go together. Without a causal mask that is all, as the tiles of a sequence
+// are equal; with it there are long ones and short ones, to be had in heads of `section_keys` keys.
+template <bool Causal>
+__device__ int find_section_heads(const Params& p, int seqlen_k, int section_keys) {
+  const int group = p.heads_q / p.heads_kv;
+  return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
+}
+
+// Takes the next visit of all; all lanes of a warp together, of which one writes it.
+template <int Br, int Bc, bool Causal>
+__device__ void take_visit(const Params& p, const Sequences& s, const SequenceOrder& order,
+                           int section_keys, Visit<true>& visit, bool writes) {
+  const unsigned tile = order.take();
+  if (tile >= order.tiles(p.heads_q)) {
+    if (writes) visit = Visit<true>::end_of_work();
+    return;
+  }
+  const int place = order.place_of(tile / p.heads_q);
+  const int batch = order.sequence[place];
+  const Sequence sequence = find_sequence<0>(p, s, batch);
+  const Work work = find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
+                                  find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
+  const Mask<Causal> mask(sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q);
+  const int q_end = min(work.q_begin + Br, sequence.seqlen_q);
+  if (writes) {
+    visit = {{sequence}, work, find_key_tiles<Bc, false>(mask, work.q_begin, q_end, 0, 1)};
+  }
+}

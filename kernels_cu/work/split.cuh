@@ -1,0 +1,149 @@
+// Splitting the keys of one query tile over several thread blocks, and merging their results. The
+// workspace holds, for each split, a normalized partial output (batch, heads_q, seqlen_q,
+// head_dim_v) and then, for each split, a log-sum-exp (batch, heads_q, seqlen_q), in the
+// accumulator's type. Of packed queries these are (heads_q, total_q, ...), as their lse is.
+#pragma once
+
+#include "tile/element.cuh"
+#include "score/few_seen.cuh"
+#include "score/mask.cuh"
+#include "work/pages.cuh"
+#include "params.cuh"
+#include "work/sequences.cuh"
+#include "score/softmax.cuh"
+
+template <class T, int HeadDimV>
+struct Partials {
+  T* out;
+  T* lse;
+  int64 rows;  // of one split
+
+  __device__ explicit Partials(const Params& p)
+      : out(static_cast<T*>(p.workspace)), rows(int64(p.batch) * p.heads_q * p.seqlen_q) {
+    lse = out + p.num_splits * rows * HeadDimV;
+  }
+
+  __device__ Partials(const Params& p, const Sequences& s)
+      : out(static_cast<T*>(p.workspace)), rows(row_count(p, s)) {
+    lse = out + p.num_splits * rows * HeadDimV;
+  }
+
+  // Where a query row stands in lse, and among the rows of a split.
+  __device__ static int64 row_index(const Params& p, int batch, int head, int row) {
+    return (int64(batch) * p.heads_q + head) * p.seqlen_q + row;
+  }
+  __device__ static int64 row_index(const Params& p, const Sequences& s, const Sequence& at,
+                                    int batch, int head, int row) {
+    if (s.cu_seqlens_q == nullptr) return row_index(p, batch, head, row);
+    return int64(head) * s.total_q + at.q_first + row;
+  }
+  __device__ T* out_row(int split, int64 row) const {
+    return out + (split * rows + row) * HeadDimV;
+  }
+  __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
+
+ private:
+  __device__ static int64 row_count(const Params& p, const Sequences& s) {
+    const int64 packed = s.total_q;
+    return p.heads_q * (s.cu_seqlens_q != nullptr ? packed : int64(p.batch) * p.seqlen_q);
+  }
+};
+
+// The value of a sequence's first key.
+template <class Config>
+__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequences& s,
+                                                        const Sequence& at, int batch,
+                                                        int head_kv) {
+  using Element = typename Config::Element;
+  if constexpr (Config::page_size > 0) {
+    const PagedRows<Element, Config::page_size> values = {
+        p.v.head<const Element>(0, head_kv),
+        s.block_table + batch * s.block_table_stride,
+        p.v.batch_stride,
+        p.v.row_stride,
+        s.pages,
+        at.seqlen_k};
+    return values.at(0);
+  } else {
+    return {p.v.head<const Element>(at.k_batch, head_kv) + at.k_first * p.v.row_stride, true};
+  }
+}
+
+// The query row that this warp merges, counted through (batch, heads_q, seqlen_q).
+__device__ inline int64 row_of_warp() {
+  return (int64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
+}
+
+// One warp merges one query row: out = sum_s w_s out_s with w_s = exp(lse_s - lse). find_out() is
+// where it goes; not asked sooner, so that the first reads need not wait for it.
+template <class Config, class T, class FindOut>
+__device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_v>& partials,
+                            int64 index, int visible,
+                            const Row<typename Config::Element>& first_value, FindOut find_out) {
+  using Math = SoftmaxMath<T>;
+  using Element = typename Config::Element;
+  const int lane = threadIdx.x % 32;
+  T max = -Math::infinity();
+  for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
+  const T base = max == -Math::infinity() ? T(0) : max;
+  T sum = 0;
+  for (int s = 0; s < p.num_splits; ++s) {
+    sum += Math::exp2((*partials.lse_row(s, index) - base) * Math::log2_e);
+  }
+  const T normalizer = sum == T(0) ? T(0) : T(1) / sum;
+
+  Element* out = find_out();
+  for (int column = lane; column < Config::head_dim_v; column += 32) {
+    T merged = 0;
+    for (int s = 0; s < p.num_splits; ++s) {
+      const T lse = *partials.lse_row(s, index);
+      const T weight = Math::exp2((lse - base) * Math::log2_e) * normalizer;
+      // A part in which the row saw nothing may be 0 times a value of others that is NaN.
+      const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
+      merged = fma(weight, part, merged);
+    }
+    out[column] = settled(visible, narrow<Element>(merged), first_value, column);
+  }
+  if (lane == 0 && p.lse != nullptr) {
+    static_cast<T*>(p.lse)[index] =
+        sum == T(0) ? -Math::infinity() : base + Math::log2(sum) * Math::ln_2;
+  }
+}
+
+template <class Config>
+__device__ void combine(const Params& p) {
+  using Element = typename Config::Element;
+  const Partials<Accumulator<Element>, Config::head_dim_v> partials(p);
+  const int64 index = row_of_warp();
+  if (index >= partials.rows) return;
+  const int row = index % p.seqlen_q;
+  const int batch_head = index / p.seqlen_q;
+  const int batch = batch_head / p.heads_q;
+  const int head = batch_head % p.heads_q;
+  const Row<Element> value = {p.v.head<const Element>(batch, head / (p.heads_q / p.heads_kv)),
+                              true};
+  combine_row<Config>(p, partials, index, Mask<Config::causal>(p).visible_end(row), value,
+                      [&] { return p.out.head<Element>(batch, head) + row * p.out.row_stride; });
+}
+
+// Rows that belong to no sequence are left alone.
+template <class Config>
+__device__ void combine(const Params& p, const Sequences& s) {
+  using Element = typename Config::Element;
+  const Partials<Accumulator<Element>, Config::head_dim_v> partials(p, s);
+  const int64 warp = row_of_warp();
+  if (warp >= int64(p.batch) * p.heads_q * p.seqlen_q) return;
+  const int row = warp % p.seqlen_q;
+  const int batch_head = warp / p.seqlen_q;
+  const int batch = batch_head / p.heads_q;
+  const int head = batch_head % p.heads_q;
+  const Sequence at = find_sequence<Config::page_size>(p, s, batch);
+  if (row >= at.seqlen_q) return;
+  const Mask<Config::causal> mask(at.seqlen_k, at.seqlen_k - at.seqlen_q);
+  const int head_kv = head / (p.heads_q / p.heads_kv);
+  combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row),
+                      mask.visible_end(row), first_value_of<Config>(p, s, at, batch, head_kv), [&] {
+                        return p.out.head<Element>(at.q_batch, head) +
+                               (at.q_first + row) * p.out.row_stride;
+                      });
+}

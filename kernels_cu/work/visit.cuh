@@ -1,0 +1,52 @@
+// What a stream of blocks of keys is made of: query tiles, each with the blocks that it visits.
+#pragma once
+
+#include "score/mask.cuh"
+#include "params.cuh"
+#include "work/schedule.cuh"
+#include "work/sequences.cuh"
+
+// Where a query tile's sequence lies: as the parameters say of all of them, or as was found.
+template <bool Found>
+struct VisitPlace;
+
+template <>
+struct VisitPlace<false> {
+  __device__ Sequence sequence(const Params& p, int batch) const {
+    return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
+  }
+};
+
+template <>
+struct VisitPlace<true> {
+  Sequence found;
+
+  __device__ const Sequence& sequence(const Params&, int) const { return found; }
+};
+
+// A query tile, and the blocks of keys that it visits from the last to the first.
+template <bool Found>
+struct Visit : VisitPlace<Found> {
+  Work work;
+  KeyTiles keys;
+
+  __device__ static Visit end_of_work() { return {{}, {-1}}; }
+  __device__ bool is_end_of_work() const { return work.q_begin < 0; }
+  __device__ int blocks() const { return keys.end - keys.begin; }
+  __device__ bool has_keys() const { return blocks() > 0; }
+
+  __device__ decltype(auto) sequence(const Params& p) const {
+    return VisitPlace<Found>::sequence(p, work.batch);
+  }
+
+  // The queries of a sequence that was found are aligned with the last of its keys.
+  template <bool Causal>
+  __device__ Mask<Causal> mask(const Params& p) const {
+    if constexpr (Found) {
+      const Sequence& it = sequence(p);
+      return {it.seqlen_k, it.seqlen_k - it.seqlen_q};
+    } else {
+      return Mask<Causal>(p);
+    }
+  }
+};

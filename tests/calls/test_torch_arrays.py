@@ -1,0 +1,241 @@
+"""Tensors of torch on a GPU: read where they lie, answered in torch's memory, ordered with it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_gpu
+
+from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from cupy_flash.calls import torch_arrays
+from cupy_flash.gpu import launch
+from cupy_flash.reference import dense
+
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
+OURS, THEIRS = 0xA0, 0xB0
+
+
+class Tensor:
+    """A tensor as far as its address, shape, strides and dtype go."""
+
+    def __init__(self, gpu: Any, shape: tuple[int, ...], dtype: Any, **options: Any) -> None:
+        self._gpu = gpu
+        self.shape, self.dtype = shape, dtype
+        self.layout = "strided"
+        self.is_cuda, self.requires_grad = True, options.get("requires_grad", False)
+        self._address = options.get("address") or gpu.address()
+        size = 4 if dtype == "int32" else 2
+        itemsize = options.get("itemsize", size)
+        bytes_ = fake_gpu.FakeArray(shape, f"V{itemsize}").strides
+        self._strides = options.get("strides") or tuple(step // itemsize for step in bytes_)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return int(np.prod(self.shape))
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(nbytes=lambda: 2 * self.numel())
+
+    def get_device(self) -> int:
+        return 0
+
+    def new_empty_strided(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: Any = None
+    ) -> Tensor:
+        return Tensor(self._gpu, shape, dtype or self.dtype, strides=strides)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+
+# What a library is known by.
+Tensor.__module__ = "torch"
+
+
+class Streams:
+    """The two current streams, and what was ordered: which of them waited for which."""
+
+    def __init__(self) -> None:
+        self.ours = self.theirs = 0
+        self.order: list[tuple[int, int]] = []
+        self._recorded: dict[int, int] = {}
+        runtime = SimpleNamespace(
+            getDevice=lambda: 0,
+            eventRecord=self._recorded.__setitem__,
+            streamWaitEvent=lambda stream, event: self.order.append(
+                (stream, self._recorded[event])
+            ),
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            get_current_stream=lambda: SimpleNamespace(ptr=self.ours),
+            Event=lambda disable_timing: SimpleNamespace(ptr=len(self._recorded) + 1),
+            UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(
+                ptr=ptr, device_id=device
+            ),
+            MemoryPointer=lambda memory, offset: memory,
+        )
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
+    fake = Streams()
+    torch = SimpleNamespace(
+        Tensor=Tensor,
+        strided="strided",
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
+        **{name: name for name in DTYPES},
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    cupy = SimpleNamespace(ndarray=fake_gpu.FakeArray, cuda=fake.cuda)
+    monkeypatch.setattr(torch_arrays, "_cupy", lambda: cupy)
+    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
+    for name in ("_dtypes", "_torch_dtypes", "_torch_stream"):
+        monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
+    return fake
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> fake_gpu.FakeGpu:
+    return fake_gpu.install(monkeypatch)
+
+
+def qkv(gpu: Any, dtype: str = "float16", **options: Any) -> dict[str, Tensor]:
+    shapes = {"q": (2, 113, 6, 40), "k": (2, 203, 3, 40), "v": (2, 203, 3, 72)}
+    return {name: Tensor(gpu, shape, dtype, **options) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensors_are_read_where_they_lie_and_answered_by_tensors(gpu, dtype):
+    tensors = qkv(gpu, dtype)
+    out, lse = flash_attention(**tensors, family="mma", return_lse=True)
+    assert type(out) is type(lse) is Tensor
+    assert (out.shape, out.dtype) == ((2, 113, 6, 72), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 6, 113), "float32")
+    assert out.stride() == (113 * 6 * 72, 6 * 72, 72, 1)
+    assert lse.stride() == (6 * 113, 113, 1)
+    _, (params, *_) = gpu.launches[0]
+    for name, tensor in (tensors | {"out": out}).items():
+        assert params[name]["data"] == tensor.data_ptr()
+        assert params[name]["row_stride"] == tensor.stride()[1]
+    assert params["lse"] == lse.data_ptr()
+
+
+def test_tensors_of_the_same_shapes_are_planned_for_once(gpu, monkeypatch):
+    flash_attention(**qkv(gpu))
+    monkeypatch.setattr(launch, "make_plan", None)
+    flash_attention(**qkv(gpu))
+    assert len(launch._calls) == 1
+
+
+def test_an_out_of_torch_is_written_and_returned(gpu):
+    out = Tensor(gpu, (2, 113, 6, 72), "float16")
+    assert flash_attention(**qkv(gpu), out=out) is out
+    assert gpu.launches[0][1][0]["out"]["data"] == out.data_ptr()
+    tensors = qkv(gpu)
+    over = Tensor(gpu, out.shape, out.dtype, address=tensors["v"].data_ptr() + 16)
+    with pytest.raises(ValueError, match="out overlaps v; pass memory of its own"):
+        flash_attention(**tensors, out=over)
+
+
+def test_on_one_stream_nothing_is_ordered(gpu, streams):
+    flash_attention(**qkv(gpu))
+    streams.ours = streams.theirs = OURS
+    flash_attention(**qkv(gpu))
+    assert streams.order == []
+
+
+def test_a_call_waits_for_torchs_stream_and_torchs_stream_for_the_call(gpu, streams):
+    streams.ours, streams.theirs = OURS, THEIRS
+    flash_attention(**qkv(gpu))
+    assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
+    streams.order.clear()
+    flash_attention(**qkv(gpu), out=Tensor(gpu, (2, 113, 6, 72), "float16"), return_lse=True)
+    assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
+
+
+def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu, monkeypatch):
+    tensors = qkv(gpu) | {"k": Tensor(gpu, (2, 203, 3, 40), "float16", requires_grad=True)}
+
+    def from_dlpack(array: Any) -> Any:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+
+    monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", from_dlpack, raising=False)
+    with pytest.raises(TypeError, match=r"k cannot be read through DLPack: .* use tensor.detach"):
+        flash_attention(**tensors)
+
+
+def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
+    tensors = qkv(gpu)
+    with pytest.raises(ValueError, match=r"v has 3 axes, shape \(203, 3, 72\); expected 4"):
+        flash_attention(**(tensors | {"v": Tensor(gpu, (203, 3, 72), "float16")}))
+    with pytest.raises(TypeError, match="k has dtype int32; expected one of float16"):
+        flash_attention(**(tensors | {"k": Tensor(gpu, (2, 203, 3, 40), "int32")}))
+
+
+def test_references_read_tensors_on_a_gpu_as_cupy_arrays(gpu):
+    tensor = qkv(gpu)["q"]
+    for array in dense._as_bhsd(tensor, tensor, tensor, "bhsd"):
+        assert type(array) is fake_gpu.FakeArray
+        assert (array.shape, array.dtype) == (tensor.shape, np.float16)
+        assert array.data.ptr == tensor.data_ptr()
+
+
+def test_packed_and_cached_sequences_take_tensors_too(gpu):
+    q = Tensor(gpu, (113, 6, 40), "float16")
+    k, v = (Tensor(gpu, (203, 3, dim), "float16") for dim in (40, 72))
+    offsets = Tensor(gpu, (4,), "int32")
+    out = flash_attention_varlen(q, k, v, offsets, offsets, 63, 105)
+    assert type(out) is Tensor
+    _, (params, sequences) = gpu.launches[-1]
+    assert params["out"]["data"] == out.data_ptr()
+    assert sequences["cu_seqlens_q"] == offsets.data_ptr()
+    caches = [Tensor(gpu, (4, 61, 3, 40), "float16") for _ in range(2)]
+    lengths = Tensor(gpu, (3,), "int32")
+    step = Tensor(gpu, (3, 1, 6, 40), "float16")
+    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
+    out = flash_attention_with_kvcache(step, *caches, *new, cache_seqlens=lengths)
+    assert out.shape == (3, 1, 6, 40)
+    (_, (append,)), (_, (params, _)) = gpu.launches[-2:]
+    assert append["k_cache"]["data"] == params["k"]["data"] == caches[0].data_ptr()
+    assert append["cache_seqlens"] == lengths.data_ptr()
+
+
+def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):
+    caches = [Tensor(gpu, (3, 61, 3, 40), "float16") for _ in range(2)]
+    step = Tensor(gpu, (3, 1, 6, 40), "float16")
+    new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
+    cos = Tensor(gpu, (61, 8), "float16")
+    sin = Tensor(gpu, (61, 8), "float16", strides=(24, 1))
+    out = flash_attention_with_kvcache(
+        step, *caches, *new, cache_seqlens=5, rotary_cos=cos, rotary_sin=sin
+    )
+    assert type(out) is Tensor
+    (_, (append,)), _ = gpu.launches
+    assert append["rotary_stride"] == 8
+    assert append["cos"] != cos.data_ptr()
+    assert append["sin"] != sin.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_torch_makes_new_tensors_contiguous_beside_one_that_is_not(name):
+    torch = pytest.importorskip("torch")
+    like = torch.zeros((2, 3, 5, 4), dtype=torch.float16).transpose(1, 2)
+    new = torch_arrays.new_tensor(like, (2, 5, 3, 4), np.dtype(name))
+    assert (tuple(new.shape), new.dtype) == ((2, 5, 3, 4), getattr(torch, name))
+    assert new.is_contiguous()
+    assert new.device == like.device

@@ -1,0 +1,352 @@
+"""`cupy-flash plot`, and the figures of the page of benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.bench_records import METADATA, invoke, row, write
+from support.benchmark_scripts import render
+
+from cupy_flash.cli.bench.plot import Picture, length_text, picture, plot
+from cupy_flash.cli.records.report import Record
+
+__all__ = ["render"]  # fixture
+
+
+def shown(rows: list[dict[str, Any]]) -> Picture:
+    return picture(Record(METADATA, rows))
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of an SVG."""
+    found = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
+    return [text.strip() for text in found]
+
+
+def drawn(tmp_path: Path, rows: list[dict[str, Any]], **metadata: Any) -> list[str]:
+    """The texts of the picture of a record with these rows."""
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "picture.svg"
+    result = invoke(plot, write(tmp_path / "r.json", rows, **metadata), "--output", output)
+    assert result.exit_code == 0, result.output
+    return texts(output)
+
+
+GRID = [
+    row(provider, seqlen, ms, causal=causal, heads_q=heads, heads_kv=heads, head_dim=head_dim)
+    | {"head_dim_v": head_dim, "softmax_scale": head_dim**-0.5}
+    for provider, ms in (("cupy_flash", 0.25), ("torch-flash", 0.5))
+    for head_dim, heads in ((64, 32), (128, 16))
+    for causal in (False, True)
+    for seqlen in (512, 1024, 16384)
+]
+
+
+@pytest.mark.parametrize(
+    ("length", "text"), [(0, "0"), (113, "113"), (512, "512"), (1024, "1k"), (131072, "128k")]
+)
+def test_lengths_are_labelled_as_in_the_papers(length: int, text: str) -> None:
+    assert length_text(length) == text
+
+
+def test_a_panel_for_each_head_dim_and_mask_says_what_it_shows(tmp_path: Path) -> None:
+    found = drawn(tmp_path, GRID)
+
+    assert "a GPU" in found
+    assert "bfloat16, batch × sequence length = 16k" in found
+    assert [text for text in found if text.startswith("head_dim")] == [
+        "head_dim 64, not causal, 32 heads",
+        "head_dim 64, causal, 32 heads",
+        "head_dim 128, not causal, 16 heads",
+        "head_dim 128, causal, 16 heads",
+    ]
+    assert found.count("16k") == 4
+    assert {"TFLOP/s", "sequence length", "cupy_flash", "torch-flash"} <= set(found)
+
+
+def test_every_bar_has_its_value(tmp_path: Path) -> None:
+    found = drawn(tmp_path, [row("cupy_flash", 512, 0.31), row("torch-flash", 512, 40.0)])
+
+    assert {"323", "2.50"} <= set(found)
+
+
+def test_rates_far_below_a_tflop_are_in_gflops(tmp_path: Path) -> None:
+    found = drawn(tmp_path, [row("cupy_flash-cpu", 512, 1000.0), row("numpy-naive", 512, 4000.0)])
+
+    assert "GFLOP/s" in found
+    assert {"100", "25"} <= set(found)
+
+
+def test_a_missing_time_and_a_wrong_result_are_marked(tmp_path: Path) -> None:
+    rows = [row("cupy_flash", 512, 0.25, check="failed"), row("torch-flash", 512, None)]
+    found = drawn(tmp_path, rows)
+
+    assert {"400!", "n/a"} <= set(found)
+    assert any("!: over the error bound" in text for text in found)
+
+
+def test_the_batch_size_stands_below_each_length_where_it_follows_no_rule(tmp_path: Path) -> None:
+    rows = [row("cupy_flash", 512, 1.0, batch=4), row("cupy_flash", 2048, 1.0, batch=3)]
+    found = drawn(tmp_path, rows)
+
+    assert {"batch 4", "batch 3"} <= set(found)
+
+
+def test_batch_sizes_at_the_same_length_get_panels_of_their_own() -> None:
+    rows = [row("cupy_flash", s, 1.0, batch=b) for s in (113, 799) for b in (1, 4)]
+    panels = shown(rows).panels
+
+    assert [panel.parts["batch"] for panel in panels] == ["batch 1", "batch 4"]
+    assert all(panel.xs == [113, 799] for panel in panels)
+
+
+def test_many_points_become_lines_over_a_logarithmic_axis(tmp_path: Path) -> None:
+    lengths = [2**power for power in range(4, 15)]
+    rows = [row(p, s, 1.0, batch=1) for p in ("a", "b", "c") for s in lengths]
+    found = drawn(tmp_path, rows)
+
+    assert "16k" in found
+    assert found.count("100") <= 1  # a tick at most, no value labels
+
+
+def test_a_sweep_over_keys_counts_keys_and_stands_apart_from_square_cases() -> None:
+    rows = [row("cupy_flash", s, 1.0, batch=1) for s in (512, 1024)]
+    rows += [row("cupy_flash", 1, 1.0, seqlen_k=s, batch=1) for s in (203, 799, 4096)]
+    found = shown(rows)
+
+    assert found.axis.label == "keys (seqlen_k)"
+    assert [(panel.parts["length"], panel.xs) for panel in found.panels] == [
+        ("seqlen_q = seqlen_k", [512, 1024]),
+        ("seqlen_q 1", [203, 799, 4096]),
+    ]
+
+
+def test_a_sweep_over_queries_alone_counts_queries() -> None:
+    found = shown([row("cupy_flash", s, 1.0, seqlen_k=77, batch=1) for s in (113, 799)])
+
+    assert found.axis.label == "queries (seqlen_q)"
+    assert [panel.xs for panel in found.panels] == [[113, 799]]
+
+
+def test_masks_with_their_own_q_offset_say_so() -> None:
+    rows = [row("cupy_flash", 1, 1.0, seqlen_k=s, causal=True, q_offset=0) for s in (113, 799)]
+
+    assert {panel.parts["mask"] for panel in shown(rows).panels} == {"causal, q_offset 0"}
+
+
+def test_the_same_record_gives_the_same_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = write(tmp_path / "r.json", GRID)
+    contents = []
+    for name in ("a.svg", "b.svg"):
+        invoke(plot, record, "--output", tmp_path / name)
+        contents.append((tmp_path / name).read_bytes())
+
+    assert contents[0] == contents[1]
+
+
+def test_a_png_is_written_for_that_suffix(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    invoke(plot, write(tmp_path / "r.json", GRID), "--output", tmp_path / "a.png")
+
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_one_line_that_names_what_is_right(tmp_path: Path) -> None:
+    result = invoke(plot, write(tmp_path / "r.json", GRID), "--output", tmp_path / "a.gif")
+
+    assert result.exit_code == 2
+    assert "expected one of .png, .svg" in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "metadata", "why"),
+    [
+        ([{"tile": 1}], {}, "is no record of 'cupy-flash bench': row 0 has no 'provider'"),
+        ([row("cupy_flash", 512, None)], {}, "no rate to draw"),
+        (GRID, {"record_version": 7}, "is a record of version 7"),
+        ([row("cupy_flash", 512, 1.0)] * 2, {}, "rows 0 and 1 are both cupy_flash on bf16"),
+    ],
+)
+def test_a_record_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path, rows: list[Any], metadata: dict[str, Any], why: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    record = write(tmp_path / "r.json", rows, **metadata)
+    result = invoke(plot, record, "--output", tmp_path / "a.svg")
+
+    assert result.exit_code == 2
+    assert why in result.output
+    assert result.output.count("\n") == 1
+    assert not (tmp_path / "a.svg").exists()
+
+
+def test_a_file_nested_too_deep_to_be_a_record_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    deep = tmp_path / "r.json"
+    deep.write_text("[" * 100_000, encoding="utf-8")
+    result = invoke(plot, deep, "--output", tmp_path / "a.svg")
+
+    assert result.exit_code == 2
+    assert "r.json is not JSON" in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = invoke(plot, write(tmp_path / "r.json", GRID), "--output", tmp_path / "a.svg")
+
+    assert result.exit_code == 2
+    assert "cupy_flash[plot]" in result.output
+
+
+def places(tmp_path: Path) -> list[str]:
+    return ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
+
+
+def test_the_page_shows_a_figure_of_each_record_that_sweeps_lengths(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "results" / "grid.json", GRID)
+    write(tmp_path / "results" / "single.json", [row("cupy_flash", 512, 1.0)])
+    write(tmp_path / "results" / "sweep.json", [{"tile": 1}])
+
+    assert render.main(places(tmp_path)) == 0
+    assert re.findall(r"!\[.*\]\((.*)\)", (tmp_path / "page.md").read_text("utf-8")) == [
+        "figures/grid.svg"
+    ]
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["grid.svg"]
+    assert render.main([*places(tmp_path), "--check"]) == 0
+
+
+def test_a_figure_of_other_rows_is_out_of_date_and_one_of_other_bytes_is_not(
+    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    record = write(tmp_path / "results" / "grid.json", GRID)
+    render.main(places(tmp_path))
+    figure = tmp_path / "figures" / "grid.svg"
+    text = figure.read_text(encoding="utf-8")
+
+    figure.write_text(text.replace("Matplotlib", "Another Matplotlib"), encoding="utf-8")
+    assert render.main([*places(tmp_path), "--check"]) == 0
+
+    data = json.loads(record.read_text(encoding="utf-8"))
+    data["rows"][0]["tflops"] += 0.001  # less than the page shows
+    record.write_text(json.dumps(data), encoding="utf-8")
+    assert render.main([*places(tmp_path), "--check"]) == 1
+    assert "grid.svg does not show what its record holds" in capsys.readouterr().err
+
+
+def test_a_missing_figure_and_one_without_a_record_are_told(
+    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "results" / "grid.json", GRID)
+    render.main(places(tmp_path))
+    (tmp_path / "figures" / "grid.svg").rename(tmp_path / "figures" / "old.svg")
+
+    assert render.main([*places(tmp_path), "--check"]) == 1
+    errors = capsys.readouterr().err
+    assert "grid.svg is missing" in errors
+    assert "old.svg has no record" in errors
+    assert render.main(places(tmp_path)) == 0
+    assert not (tmp_path / "figures" / "old.svg").exists()
+
+
+def test_figures_that_others_put_there_are_left_alone(render: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "results" / "grid.json", GRID)
+    render.main(places(tmp_path))
+    by_hand = tmp_path / "figures" / "roofline.svg"
+    by_hand.write_text("<svg/>", encoding="utf-8")
+
+    assert render.main(places(tmp_path)) == 0
+    assert by_hand.exists()
+
+
+def test_without_matplotlib_the_page_is_written_and_checked_and_the_figures_are_told_missing(
+    render: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write(tmp_path / "results" / "grid.json", GRID)
+
+    assert render.main(places(tmp_path)) == 1
+    assert "no figures drawn: matplotlib is not installed" in capsys.readouterr().err
+    assert "figures/grid.svg" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+    figure = tmp_path / "figures" / "grid.svg"
+    figure.parent.mkdir()
+    (mark,) = (render.mark(p) for p in render.pictures(tmp_path / "results").values())
+    figure.write_text(f"<svg/>{mark}", encoding="utf-8")
+    assert render.main([*places(tmp_path), "--check"]) == 0
+
+
+def test_the_page_refuses_a_record_of_another_version(
+    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "results" / "grid.json", GRID, record_version=2)
+
+    assert render.main(places(tmp_path)) == 2
+    assert "grid.json is a record of version 2" in capsys.readouterr().err
+
+
+def test_the_page_shows_published_figures_once_for_each_algorithm(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    fused = {"published_tflops": 42.0, "published_ms": 2.5, "published_remark": "adds up"}
+    rows = [row("cupy_flash", 512, 1.0, **fused), row("torch-flash", 512, 1.0, **fused)]
+    rows += [row("torch-math", 512, 4.0, published_tflops=7.0, published_ms=None)]
+    write(tmp_path / "grid.json", rows, published_by="a paper (its GPU)")
+    page = render.render(tmp_path)
+
+    assert "published figures, not measured here: a paper (its GPU)" in page
+    assert "| published, as cupy_flash TFLOP/s | published, as torch-math TFLOP/s |" in page
+    assert "| 42 (2.5 ms) | 7 |" in page
+    assert "- published: adds up" in page
+
+
+def decoding(provider: str, ms: float, **more: Any) -> dict[str, Any]:
+    """A row of one query over a cache."""
+    cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "kv_tb_per_s": 0.25 / ms}
+    return row(provider, 8192, ms) | cached | {"copy_share": 0.1 / ms} | more
+
+
+def test_pages_of_a_cache_have_panels_of_their_own() -> None:
+    rows = [decoding("cupy_flash", 0.1), decoding("cupy_flash", 0.2, page_size=16)]
+
+    assert [panel.parts["layout"] for panel in shown(rows).panels] == ["cache", "pages of 16"]
+
+
+def test_the_page_gives_bandwidth_of_caches_and_draws_no_figure(
+    render: ModuleType, tmp_path: Path
+) -> None:
+    rows = [
+        decoding(name, ms, page_size=size, seqlen_k=seqlen_k)
+        for name, ms in (("cupy_flash", 0.1), ("torch-flash", 0.125))
+        for size in (None, 16)
+        for seqlen_k in (1024, 8192)
+    ]
+    write(tmp_path / "results" / "decode.json", rows, copy_tb_per_s=2.5)
+    assert render.main(places(tmp_path)) == 0
+    page = (tmp_path / "page.md").read_text("utf-8")
+
+    assert "copying 1 GiB on the device: 2.500 TB/s, read and written" in page
+    assert "| 1024 |  | 2.500, 100.0% of copy (100 us) | 2.000, 80.0% of copy (125 us) |" in page
+    assert "| 8192 | 16 | 2.500, 100.0% of copy (100 us) |" in page
+    assert "kind cache" in page
+    assert "cupy_flash TB/s" in page
+    assert not (tmp_path / "figures").exists()

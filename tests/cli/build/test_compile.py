@@ -1,0 +1,312 @@
+"""`cupy-flash compile` with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.build import kernel_sets
+from cupy_flash.cli.main import main
+from cupy_flash.families import FAMILIES, TranslationUnit
+from cupy_flash.gpu.compiler import (
+    CUBINS_VARIABLE,
+    compile_cubin,
+    find_prebuilt,
+    prebuilt_name,
+    why_no_compiler,
+)
+from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
+from cupy_flash.problem.problem import DTYPES, Problem, make_contiguous_problem
+
+needs_compiler = pytest.mark.skipif(
+    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
+)
+
+
+def compile_(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["compile", *arguments], catch_exceptions=False)
+
+
+def small_problem(dtype: str = "float32") -> Problem:
+    return make_contiguous_problem(
+        dtype=dtype,
+        batch=2,
+        seqlen_q=113,
+        seqlen_k=203,
+        heads_q=2,
+        heads_kv=2,
+        head_dim=16,
+        head_dim_v=16,
+    )
+
+
+@pytest.fixture
+def no_other_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention kernels alone, which a test chooses."""
+    monkeypatch.setattr(kernel_sets, "other_units", lambda **_: [])
+
+
+def one_plan(device: Device) -> list[Plan]:
+    """The kernel that compiles fastest."""
+    return [make_plan(small_problem(), device, family="naive")]
+
+
+def broken_plan(device: Device) -> list[Plan]:
+    (plan,) = one_plan(device)
+    unit = TranslationUnit("#error this is wrong\n", ("attention",), "a broken kernel")
+    return [dataclasses.replace(plan, unit=unit)]
+
+
+@needs_compiler
+def test_cubins_are_written_by_digest_and_found_where_the_variable_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
+    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    folder = tmp_path / "new" / "cubins"
+    result = compile_("--arch", "sm_80", "--arch", "sm_90", "--output", str(folder))
+    monkeypatch.setenv(CUBINS_VARIABLE, str(folder))
+
+    assert result.exit_code == 0, result.output
+    assert f"2 cubins in {folder}" in result.stdout.replace("\n", "")
+    for arch in ("sm_80", "sm_90"):
+        device = device_for_arch(arch)
+        (plan,) = one_plan(device)
+        assert plan.unit is not None
+        found = find_prebuilt(plan.unit, device)
+        assert found == folder / prebuilt_name(plan.unit, device)
+        assert found.read_bytes().startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_a_kernel_that_does_not_compile_shows_the_log_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
+    monkeypatch.setattr(kernel_sets, "default_plans", broken_plan)
+    result = compile_("--arch", "sm_90")
+
+    assert result.exit_code == 1
+    assert "this is wrong" in result.stderr
+    assert "1 of 1 kernels do not compile" in result.stderr
+    assert "FAILED" in result.stdout
+
+
+@needs_compiler
+def test_the_report_has_registers_spills_and_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
+    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    result = compile_("--arch", "sm_90", "--workers", "1")
+
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("regs", "spills", "KiB"))
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_without_a_compiler_the_message_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cupy_flash.cli.build.build.why_no_compiler", lambda: "NVRTC is not here")
+    result = compile_("--arch", "sm_90")
+
+    assert result.exit_code == 1
+    assert "NVRTC is not here; pip install 'cupy_flash[cuda13]'" in result.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    result = compile_("--arch", "sm_90", "--output", str(tmp_path / "file" / "cubins"))
+
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+def test_listing_names_the_kernels_and_builds_none() -> None:
+    result = compile_("--list", "--arch", "sm_90")
+
+    assert result.exit_code == 0
+    assert "head_dim 128 causal" in result.stdout
+    assert "spills" not in result.stdout
+
+
+def test_an_architecture_is_taken_once_however_it_is_spelled() -> None:
+    once = compile_("--list", "--arch", "sm_90").stdout
+
+    assert compile_("--list", "--arch", "90", "--arch", "sm_90", "--arch", "90a").stdout == once
+
+
+def test_architectures_may_be_a_list() -> None:
+    apart = compile_("--list", "--arch", "sm_80", "--arch", "sm_90").stdout
+
+    assert compile_("--list", "--arch", "sm_80, 90").stdout == apart
+    assert {line.split()[0] for line in apart.splitlines()} == {"sm_80", "sm_90"}
+
+
+@pytest.mark.parametrize("more", [(), ("--all",)])
+def test_what_decodes_appends_and_merges_is_built_too(more: tuple[str, ...]) -> None:
+    lines = compile_("--list", "--arch", "sm_90", *more).stdout.splitlines()
+
+    for kernel in (
+        "decode bfloat16 head_dim 128 cache tile",
+        "decode float16 head_dim 64 page_size 16 tile",
+        "hopper bfloat16 head_dim 128 causal packed tile",
+        "append bfloat16 head_dim 128",
+        "append float32 head_dim 64 page_size 16 rotary_dim 64 halves",
+        "combine float16, 8 threads to a row",
+    ):
+        assert any(line.startswith(f"sm_90  {kernel}") for line in lines), kernel
+
+
+@needs_compiler
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_appends_and_merges_compiles(everything: bool) -> None:
+    device = device_for_arch("sm_90")
+    units = kernel_sets.other_units(everything=everything)
+    few = [unit for place, unit in enumerate(units) if place % 7 == 0]
+
+    assert len({unit.text for unit in units}) == len(units)
+    for unit in few:
+        resources = compile_cubin(unit, device).resources[unit.main_entry]
+        assert resources.spill_bytes == 0, unit.title
+
+
+@needs_compiler
+def test_into_a_pipe_a_kernel_stands_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
+    def long_title(device: Device) -> list[Plan]:
+        problem = make_contiguous_problem(
+            dtype="bfloat16",
+            batch=2,
+            seqlen_q=113,
+            seqlen_k=203,
+            heads_q=2,
+            heads_kv=2,
+            head_dim=128,
+            head_dim_v=64,
+            causal=True,
+        )
+        return [make_plan(problem, device, family="simt")]
+
+    monkeypatch.setattr(kernel_sets, "default_plans", long_title)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (plan,) = long_title(device_for_arch("sm_90"))
+    assert plan.unit is not None
+    lines = compile_("--arch", "sm_90", "--workers", "1").stdout.splitlines()
+
+    assert any(plan.unit.title.partition(" tile ")[0] in line for line in lines)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: int) -> None:
+    device = device_for_arch(arch)
+    plans = kernel_sets.default_plans(device)
+    kinds = {(p.problem.dtype, p.problem.head_dim, p.problem.causal) for p in plans}
+
+    assert kinds == {
+        (dtype, dim, causal)
+        for dtype in ("bfloat16", "float16", "float32")
+        for dim in (64, 128)
+        for causal in (False, True)
+    }
+    assert all(p.family == make_plan(p.problem, device).family for p in plans)
+
+
+def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
+    device = device_for_arch("sm_90")
+    plans = kernel_sets.all_plans(device)
+    texts = [plan.unit.text for plan in plans if plan.unit]
+    served = {
+        (name, dtype)
+        for name, family in FAMILIES.items()
+        for dtype in DTYPES
+        if family.why_not(small_problem(dtype), device) is None
+    }
+
+    assert len(texts) == len(set(texts)) == len(plans)
+    assert {(plan.family, plan.problem.dtype) for plan in plans} == served
+    assert {plan.problem.causal for plan in plans} == {False, True}
+    assert {plan.num_splits > 1 for plan in plans} == {False, True}
+    assert {plan.problem.softmax_scale > 0 for plan in plans} == {False, True}
+    assert {2, 4, 16} <= {plan.problem.alignment for plan in plans}
+
+
+def test_everything_covers_each_family_that_serves_sequences_with_each_way_they_lie() -> None:
+    found: dict[str, set[str]] = {}
+    for plan in kernel_sets.all_plans(device_for_arch("sm_90")):
+        if (sequences := plan.problem.sequences) is not None:
+            lie = "packed" if sequences.packed_k else "paged" if sequences.page_size else "cached"
+            found.setdefault(plan.family, set()).add(lie)
+
+    everything = {"packed", "paged", "cached"}
+    assert found == {
+        "decode": everything,
+        "hopper": {"packed", "cached"},
+        "mma": everything,
+        "simt": everything,
+    }
+
+
+def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_for_arch("sm_90")
+    problem = small_problem()
+    family = FAMILIES["simt"]
+    tile = list(family.tiles(problem, device))[-1]
+    entry = tuning.Entry(
+        "some GPU",
+        90,
+        132,
+        "simt",
+        family.digest(),
+        tuning.problem_class(problem),
+        dataclasses.asdict(tile),
+        1.0,
+    )
+    stale = dataclasses.replace(entry, digest="0" * 16)
+    monkeypatch.setattr(tuning, "entries", lambda: [entry, stale])
+
+    assert [plan.tile for plan in kernel_sets.tuned_plans(device)] == [tile]
+
+
+def test_everything_holds_the_default_tile_where_another_is_tuned_too() -> None:
+    device, family = device_for_arch("sm_90"), FAMILIES["mma"]
+
+    def of_bfloat16(plans: list[Plan]) -> list[Plan]:
+        return [p for p in plans if (p.family, p.problem.dtype) == ("mma", "bfloat16")]
+
+    untuned = of_bfloat16(kernel_sets.all_plans(device))
+    tile = dataclasses.asdict(next(family.tiles(small_problem(), device)))
+    for name in {tuning.problem_class(plan.problem) for plan in untuned}:
+        tuning.save(tuning.Entry("another", 90, 132, "mma", family.digest(), name, tile, 1.0))
+    tuned = {plan.unit.text for plan in of_bfloat16(kernel_sets.all_plans(device)) if plan.unit}
+
+    assert {plan.unit.text for plan in untuned if plan.unit} < tuned
+
+
+def test_a_problem_class_gives_a_problem_of_that_class() -> None:
+    for dtype in DTYPES:
+        text = tuning.problem_class(small_problem(dtype))
+        problem = kernel_sets.problem_of_class(text)
+        assert problem is not None
+        assert tuning.problem_class(problem) == text
+    assert kernel_sets.problem_of_class("spelled otherwise") is None
+
+
+@pytest.mark.parametrize("kind", ["cache", "page1", "page64", "packed"])
+def test_a_class_of_caches_or_packed_sequences_gives_a_problem_of_that_class(kind: str) -> None:
+    lengths = "q256 k256" if kind == "packed" else "q1 k4096"
+    text = f"bfloat16 d64 dv128 causal {lengths} rows256 align16 {kind}"
+    problem = kernel_sets.problem_of_class(text)
+
+    assert problem is not None
+    assert tuning.problem_class(problem) == text
+
+
+def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
+    packed = "bfloat16 d64 dv64 full q16 k4096 rows256 align16 packed"
+
+    assert kernel_sets.problem_of_class(packed) is None

@@ -1,0 +1,265 @@
+"""The options that commands share: lists that sweep, presets, and one-line errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.cases import presets
+from cupy_flash.cli.cases.cases import Case, describe, sweep
+from cupy_flash.cli.cases.options import CommaList, tile_request
+from cupy_flash.cli.main import main
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def swept(**given: object) -> list[Case]:
+    options: dict[str, object] = {
+        "dtype": ["float32"],
+        "batch": [1],
+        "seqlen_q": [8],
+        "seqlen_k": None,
+        "heads": [4],
+        "kv_heads": None,
+        "head_dim": [16],
+        "head_dim_v": None,
+        "causal": [False],
+        "q_offset": None,
+        "softmax_scale": None,
+        "layout": ["bshd"],
+    }
+    return sweep(**(options | given))
+
+
+def test_keys_heads_and_values_follow_the_queries_where_not_given() -> None:
+    (case,) = swept()
+
+    assert (case.seqlen_k, case.heads_kv, case.head_dim_v) == (8, 4, 16)
+
+
+def test_lists_sweep_over_every_combination() -> None:
+    cases = swept(batch=[1, 2], seqlen_q=[8, 113], causal=[False, True])
+
+    assert len(cases) == len(set(cases)) == 8
+
+
+def test_a_q_offset_applies_to_the_causal_cases_of_a_sweep_over_both() -> None:
+    cases = swept(causal=[False, True], q_offset=[-3, 5])
+
+    assert [(case.causal, case.q_offset) for case in cases] == [
+        (False, None),
+        (True, -3),
+        (True, 5),
+    ]
+
+
+def test_a_case_in_bhsd_has_the_strides_of_a_bhsd_array() -> None:
+    (case,) = swept(layout=["bhsd"], seqlen_q=[7], seqlen_k=[5])
+    q = np.empty((1, 4, 7, 16), np.float32).swapaxes(1, 2)
+
+    assert case.problem().q_strides == tuple(stride // 4 for stride in q.strides[:3])
+
+
+def test_a_description_names_only_what_differs() -> None:
+    shared, own = describe(swept(seqlen_q=[8, 113], seqlen_k=[203]))
+
+    assert shared == "fp32 b1 h4 d16 full"
+    assert own == ["s8/203", "s113/203"]
+
+
+def test_a_comma_list_says_which_item_is_wrong() -> None:
+    with pytest.raises(click.BadParameter, match=r"'x' is not a whole number; for example 1,2"):
+        CommaList(int, "a whole number", "1,2").convert("1, 2,x", None, None)
+
+
+def test_forced_tile_fields_come_from_options_and_from_name_value_texts() -> None:
+    assert tile_request({"Br": 64, "Bc": None}, ["threads=128"]) == {"Br": 64, "threads": 128}
+    assert tile_request({"Br": None}, []) is None
+
+
+def test_a_tile_field_may_be_repeated_if_it_says_the_same() -> None:
+    assert tile_request({"Br": 8}, ["Br=8"]) == {"Br": 8}
+
+
+def test_the_fa3_grid_keeps_tokens_and_hidden_size_constant() -> None:
+    cases = presets.preset("fa3-grid").cases
+
+    assert len(cases) == len(set(cases)) == 36
+    assert {case.batch * case.seqlen_q for case in cases} == {16384}
+    assert {case.heads_q * case.head_dim for case in cases} == {2048}
+    assert {case.seqlen_q for case in cases} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {case.dtype for case in cases} == {"bfloat16"}
+
+
+def test_the_fa3_grid_can_be_asked_for_in_several_dtypes() -> None:
+    cases = presets.preset("fa3-grid", ["float16", "bfloat16"]).cases
+
+    assert len(cases) == 72
+    assert {case.dtype for case in cases} == {"float16", "bfloat16"}
+
+
+def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> None:
+    preset = presets.preset("float32")
+
+    assert {case.dtype for case in preset.cases} == {"float32"}
+    assert preset.baseline == ("torch-efficient", "torch-math")
+    assert any((case.heads_q, case.seqlen_q) == (1, 4096) for case in preset.cases)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "--batch", "1,x"), "'x' is not a whole number from 0; for example 1,2,4"),
+        (("bench", "--dtype", "float8"), "'float8' is not a dtype (float16, bfloat16, float32,"),
+        (("bench", "--causal", "maybe"), "'maybe' is not yes or no"),
+        (("bench", "--heads", "6", "--kv-heads", "4"), "expected a multiple of the 4 heads"),
+        (("bench", "--head-dim", "300"), "expected 1 to 256"),
+        (("bench", "--q-offset", "3"), "--q-offset places a causal mask; add --causal, or leave"),
+        (("bench", "--causal", "no", "--q-offset", "3"), "--q-offset places a causal mask; add"),
+        (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),
+        (("bench", "--cell-seconds", "nan"), "'nan' is no time; expected seconds above 0, or inf"),
+        (("bench", "--cell-seconds", "0"), "0.0 is not in the range x>0"),
+        (("bench", "--provider", "torch"), "'torch' is unknown; expected some of cupy_flash,"),
+        (
+            ("bench", "--provider", "numpy-naive", "--baseline", "torch-flash"),
+            "--baseline torch-flash is not among the providers; expected some of numpy-naive",
+        ),
+        (("bench", "--preset", "fa3-grid", "--batch", "3"), "--batch does not go with --preset"),
+        (("bench", "--preset", "fa4"), "'fa4' is not one of 'fa3-grid', 'float32'"),
+        (("bench", "--tile", "threads"), "'threads' is not NAME=NUMBER"),
+        (
+            ("bench", "--provider", "cupy_flash-cpu", "--stages", "3"),
+            "unknown tile field 'stages'; expected one of Br, Bc",
+        ),
+        (("bench", "--br", "4", "--tile", "Br=8"), "the tile's Br is given as 4 and as 8"),
+        (("bench", "--tile", "Br=8", "--tile", "Br=16"), "the tile's Br is given as 8 and as 16"),
+        (("bench", "--output", "rows.txt"), "ends in '.txt'; expected one of .json, .csv, .md"),
+        (("bench", "--output", "rows"), "'rows' has no suffix; expected one of .json, .csv, .md"),
+        (("bench", "--output", ""), "an empty name has no suffix; expected one of .json, .csv"),
+        (("tune", "--arch", "sm_20"), "unknown architecture 'sm_20'; expected one of sm_75,"),
+        (("tune", "--backend", "cpu", "--family", "simt"), "--backend cpu has no --arch and no"),
+        (("compile", "--arch", "hopper"), "unknown architecture 'hopper'; expected one of sm_75,"),
+        (("compile", "--list", "--output", "cubins"), "--list builds nothing to write; leave out"),
+        (("benchmark",), "no command 'benchmark'; expected one of bench, "),
+    ],
+)
+def test_a_wrong_option_gets_one_line_that_says_what_would_be_right(
+    arguments: tuple[str, ...], says: str
+) -> None:
+    result = run(*arguments)
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    result = run("bench", "--output", str(tmp_path / "file" / "rows.json"))
+
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert result.stdout == ""
+
+
+def test_the_suffix_of_an_output_may_be_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "ROWS.JSON"
+    result = run(
+        *("bench", "--seqlen-q", "8", "--provider", "cupy_flash-cpu", "--repeats", "3"),
+        *("--output", str(path)),
+    )
+
+    assert result.exit_code == 0, result.output
+    assert path.read_text(encoding="utf-8").startswith("{")
+
+
+def test_an_output_is_not_created_when_the_command_fails(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    result = run("bench", "--output", str(path), "--head-dim", "300")
+
+    assert result.exit_code == 2
+    assert not path.exists()
+
+
+def test_the_bare_command_shows_its_help() -> None:
+    result = run()
+
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("bench", "compile", "info", "tune"))
+
+
+def test_the_version_is_the_packages() -> None:
+    import cupy_flash
+
+    assert run("--version").stdout.split()[-1] == cupy_flash.__version__
+
+
+@pytest.mark.parametrize("command", ["", "bench", "tune", "tables", "tables list", "info", "plot"])
+def test_help_has_a_short_option_too(command: str) -> None:
+    assert run(*command.split(), "-h").stdout == run(*command.split(), "--help").stdout != ""
+
+
+def test_dtypes_may_be_named_as_tables_print_them() -> None:
+    shape = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
+    result = run("bench", *shape, "--dtype", "fp16,bf16,fp32,fp64")
+    named = [line.split()[0] for line in result.stdout.splitlines() if "cupy_flash-cpu  " in line]
+
+    assert result.exit_code == 0
+    assert named == ["fp16", "bf16", "fp32", "fp64"]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("bench", "Query rows. [default: 1024,4096; on the CPU 1024,2048]"),
+        ("tune", "Query heads. [default: 16; on the CPU 8]"),
+        ("profile", "Batch sizes. [default: 1]"),
+        ("roofline", "fp32, fp64. [default: float16]"),
+        ("bench", "[default: batch 8, seqlen_q 1, seqlen_k 8192, heads 32, kv_heads 8, head_dim"),
+    ],
+)
+def test_help_tells_what_shape_is_taken_where_none_is_given(command: str, told: str) -> None:
+    assert told in " ".join(run(command, "--help").stdout.split())
+
+
+def test_the_folder_of_an_output_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "rows.md"
+    shape = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
+
+    assert run("bench", *shape, "--output", str(path)).exit_code == 0
+    assert path.exists()
+
+
+def test_an_output_of_a_name_that_is_too_long_is_a_wrong_option() -> None:
+    result = run("bench", "--output", "a" * 300 + ".json")
+
+    assert result.exit_code == 2
+    assert "cannot be written: File name too long" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_command_that_takes_one_architecture_refuses_a_list() -> None:
+    result = run("tune", "--arch", "sm_80,sm_90")
+
+    assert result.exit_code == 2
+    assert "'sm_80,sm_90' is a list; expected one architecture" in result.stderr
+
+
+def test_arrays_of_several_dtypes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.npz"
+    ones = np.ones((1, 3, 1, 8), np.float32)
+    np.savez(path, q=ones, k=ones, v=ones.astype(np.float16))
+    result = run("bench", "--input", str(path))
+
+    assert result.exit_code == 2
+    assert "q, k and v in" in result.stderr
+    assert "are float32, float32, float16; expected one dtype" in result.stderr

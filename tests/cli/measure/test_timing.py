@@ -1,0 +1,197 @@
+"""How calls are timed, on clocks that say what they are told to."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cupy_flash.cli.measure.timing import (
+    GpuTimer,
+    HostTimer,
+    Timed,
+    host_microseconds,
+    repeats_within,
+    spread,
+    take_turns,
+)
+
+
+class FakeClock:
+    """Seconds that pass only while a fake call runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def call(self, seconds: float) -> Timed:
+        def work() -> None:
+            self.now += seconds
+
+        return Timed(work)
+
+
+def test_the_spread_is_the_median_and_the_quartiles() -> None:
+    result = spread([5.0, 1.0, 2.0, 4.0, 3.0])
+
+    assert (result.low, result.median, result.high, result.repeats) == (2.0, 3.0, 4.0, 5)
+    assert result.relative == pytest.approx(1 / 3)
+
+
+def test_a_single_timing_has_no_spread() -> None:
+    assert spread([7.0]).relative == 0.0
+
+
+def test_host_times_are_milliseconds_without_the_warm_up() -> None:
+    clock = FakeClock()
+    calls = [clock.call(0.25), clock.call(0.5)]
+
+    times = HostTimer(clock).interleaved(calls, 3, [2, 2])
+
+    assert times == [[250.0, 250.0], [500.0, 500.0]]
+    assert clock.now == 5 * 0.25 + 5 * 0.5
+
+
+def test_providers_take_turns_and_one_with_fewer_repeats_sits_out_the_last_rounds() -> None:
+    order: list[str] = []
+    names = {}
+
+    def measure(timed: Timed) -> str:
+        order.append(names[timed])
+        return names[timed]
+
+    first, second = Timed(lambda: None), Timed(lambda: 1)
+    names = {first: "first", second: "second"}
+    results = take_turns(measure, [first, second], [3, 1])
+
+    assert order == ["first", "second", "first", "first"]
+    assert [len(result) for result in results] == [3, 1]
+
+
+def test_entering_a_scope_is_not_timed() -> None:
+    clock = FakeClock()
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        clock.now += 100
+        yield
+        clock.now += 100
+
+    timed = Timed(clock.call(0.5).call, scope)
+
+    assert HostTimer(clock).once(timed) == 0.5
+
+
+def test_the_host_time_of_a_call_leaves_the_wait_for_the_gpu_out() -> None:
+    clock = FakeClock()
+
+    def synchronize() -> None:
+        clock.now += 10
+
+    result = host_microseconds(clock.call(2e-6), synchronize, calls=40, clock=clock)
+
+    assert result.median == pytest.approx(2.0, rel=1e-3)
+    assert result.repeats == 40
+
+
+@pytest.mark.parametrize(
+    ("one_repeat", "expected"),
+    [(0.0, 20), (0.1, 20), (1.0, 17), (3.0, 3), (4.0, 0), (100.0, 0)],
+)
+def test_repeats_are_cut_to_the_seconds_of_a_cell_and_refused_below_three(
+    one_repeat: float, expected: int
+) -> None:
+    assert repeats_within(20.0, one_repeat, 3, 20) == expected
+
+
+@pytest.mark.parametrize("one_repeat", [0.0, 0.1, 1e9])
+def test_without_a_limit_all_repeats_are_made(one_repeat: float) -> None:
+    assert repeats_within(float("inf"), one_repeat, 3, 20) == 20
+
+
+def test_the_rest_before_each_call_on_the_host_is_what_a_repeat_costs_besides_it() -> None:
+    clock = FakeClock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    timer = HostTimer(clock, sleep)
+    one_call = timer.once(clock.call(0.25))
+    before = clock.now
+    timer.interleaved([clock.call(0.25)], 1, [4])
+
+    assert one_call == pytest.approx(0.25)
+    assert clock.now - before == pytest.approx(5 * (one_call + timer.pause))
+
+
+class FakeGpu:
+    """The part of CuPy that a timer uses: it notes what is put on the stream, in order."""
+
+    def __init__(self) -> None:
+        self.stream: list[str] = []
+        self.synchronizations = 0
+        gpu = self
+
+        class Event:
+            def record(self, stream: object) -> None:
+                gpu.stream.append("event")
+
+        self.cuda = SimpleNamespace(
+            Event=Event,
+            get_current_stream=lambda: self,
+            get_elapsed_time=lambda start, end: 1.5,
+            runtime=SimpleNamespace(
+                getDevice=lambda: 0, getDeviceProperties=lambda _: {"l2CacheSize": 50 << 20}
+            ),
+        )
+
+    def synchronize(self) -> None:
+        self.synchronizations += 1
+
+    def empty(self, size: int, dtype: str) -> Any:
+        def memset_async(value: int, count: int, stream: object) -> None:
+            assert (count, stream) == (size, self)
+            self.stream.append(f"flush {count >> 20} MiB")
+
+        return SimpleNamespace(nbytes=size, data=SimpleNamespace(memset_async=memset_async))
+
+    def call(self, name: str) -> Timed:
+        return Timed(lambda: self.stream.append(name))
+
+
+def test_on_a_gpu_the_l2_is_flushed_before_the_events_around_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    times = GpuTimer().interleaved([gpu.call("ours"), gpu.call("theirs")], 1, [2, 2])
+    timed = [entry for entry in gpu.stream if not entry.startswith("flush")]
+
+    assert times == [[1.5, 1.5], [1.5, 1.5]]
+    assert timed == [
+        "ours",
+        "theirs",
+        *(["event", "ours", "event", "event", "theirs", "event"] * 2),
+    ]
+    assert gpu.stream[2].startswith("flush 100 MiB")
+    assert all(
+        gpu.stream[index - 1].startswith("flush")
+        for index, entry in enumerate(gpu.stream[:-1])
+        if entry == "event" and gpu.stream[index + 1] in ("ours", "theirs")
+    )
+
+
+def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    GpuTimer().interleaved([gpu.call("ours")], 3, [20])
+
+    assert gpu.synchronizations == 1

@@ -1,0 +1,310 @@
+"""What the commands say when a place, a file or the output fails them: one line, no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import InputFile, Inputs
+from cupy_flash.cli.errors import OneLineErrors
+from cupy_flash.cli.main import main
+from cupy_flash.gpu.compiler import why_no_compiler
+
+QUICK = ("--seqlen-q", "8", "--heads", "1", "--provider", "cupy_flash-cpu", "--repeats", "3")
+FULL = Path("/dev/full")
+
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+needs_compiler = pytest.mark.skipif(
+    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
+)
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", *arguments], catch_exceptions=False)
+
+
+def python(
+    *arguments: str, env: dict[str, str] | None = None, stdout: int | IO[str] = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with no GPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | (env or {}),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def under_a_file(tmp_path: Path) -> dict[str, str]:
+    """A cache folder that nobody can make."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    return {"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")}
+
+
+def assert_one_warning(stderr: str) -> None:
+    """One line on the cache; CuPy may have warnings of its own to give."""
+    assert stderr.count("cannot be written") == 1
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "tune --backend cpu --dry-run", "profile"])
+def test_more_sequences_than_kernels_count_are_refused_in_one_line(command: str) -> None:
+    arguments = [*command.split(), "--batch", str(10**20), "--seqlen-q", "4"]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+    assert result.exit_code == 2
+    assert f"batch is {10**20}; expected at most 2147483647" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--cache",)])
+def test_a_batch_that_does_not_fit_the_memory_is_told_what_it_needs(more: tuple[str, ...]) -> None:
+    shape = ("--batch", str(2 * 10**9), "--seqlen-q", "64")
+    result = bench(*shape, "--provider", "cupy_flash-cpu", *more)
+    text = " ".join(result.stdout.split())
+
+    assert result.exit_code == 1
+    assert re.search(r"needs [\d.]+ GiB of memory, and [\d.]+ GiB are free", text)
+
+
+@pytest.mark.parametrize("command", [("info",), ("bench", *QUICK), ("tables", "list")])
+def test_a_kernel_cache_that_cannot_be_made_is_no_matter_where_nothing_is_compiled(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("cupy")
+    result = python("-m", "cupy_flash", *command, env=under_a_file(tmp_path))
+
+    assert result.returncode == 0, result.stderr
+    assert "cannot be written" not in result.stderr
+
+
+@needs_compiler
+def test_a_kernel_cache_that_cannot_be_made_does_not_keep_the_compiler_from_loading(
+    tmp_path: Path,
+) -> None:
+    code = "from cupy_flash.compiler import why_no_compiler; print(why_no_compiler())"
+    result = python("-c", code, env=under_a_file(tmp_path))
+
+    assert result.stdout == "None\n"
+
+
+# Kernels that are compiled as on a GPU, but for the module that takes them.
+_COMPILE_TWO = """
+from cupy_flash.gpu import compiler
+assert compiler.why_no_compiler() is None
+import cupy
+from cupy_flash.device import device_for_arch
+from cupy_flash.families import TranslationUnit
+class RawModule:
+    def __init__(self, **arguments): pass
+    def compile(self): pass
+cupy.RawModule = RawModule
+for text in "ab":
+    compiler._load_module(TranslationUnit(text, ("attention",), text), device_for_arch(90))
+"""
+
+
+@needs_compiler
+def test_kernels_that_cannot_be_kept_are_warned_of_once_also_by_other_processes(
+    tmp_path: Path,
+) -> None:
+    code = (
+        f"import subprocess, sys\nagain = {_COMPILE_TWO!r}\nexec(again)\n"
+        "subprocess.run([sys.executable, '-c', again], check=True)\n"
+    )
+    result = python("-c", code, env=under_a_file(tmp_path))
+
+    assert result.returncode == 0, result.stderr
+    assert_one_warning(result.stderr)
+
+
+def test_arrays_on_the_host_need_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    arrays = (np.ones((1, 3, 1, 8)),) * 3
+
+    assert Inputs(Case("float64", 1, 3, 3, 1, 1, 8, 8), _host=arrays).host == arrays
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not arrays", b"\x93NUMPY", b"PK\x03\x04", b"\x80\x04K."]
+)
+def test_an_input_that_is_no_archive_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "qkv.npz"
+    path.write_bytes(content)
+    result = bench("--input", str(path))
+
+    assert result.exit_code == 2
+    assert "cannot be read as an npz file: it is no zip archive; expected what" in result.stderr
+    assert "pickle" not in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_single_array_under_the_name_of_an_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.npz"
+    with path.open("wb") as file:
+        np.save(file, np.ones((1, 3, 1, 8)))
+    result = bench("--input", str(path))
+
+    assert result.exit_code == 2
+    assert "expected what numpy.savez writes" in result.stderr
+
+
+def test_python_objects_in_an_input_are_refused_without_advice_to_load_them(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "qkv.npz"
+    np.savez(path, **dict.fromkeys("qkv", np.array([{}], object)))
+    result = bench("--input", str(path))
+
+    assert result.exit_code == 2
+    assert "q holds Python objects; expected numbers" in result.stderr
+    assert "pickle" not in result.stderr
+
+
+def test_an_archive_that_is_damaged_anywhere_is_refused_as_a_wrong_option(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.npz"
+    np.savez_compressed(path, **dict.fromkeys("qkv", np.ones((1, 3, 1, 8))))
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            InputFile.read(path)
+        except click.UsageError:
+            refused += 1
+        # Some bytes of an archive, such as its dates, are read by nobody.
+    assert refused > len(whole) // 2
+
+
+def test_an_archive_of_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "qkv.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in "qkv":
+            archive.writestr(f"{name}.npy", "text")
+    result = bench("--input", str(path))
+
+    assert result.exit_code == 2
+    assert "cannot be read as an npz file" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def failing(error: BaseException) -> Result:
+    @click.group(cls=OneLineErrors)
+    def group() -> None:
+        pass
+
+    @group.command()
+    def fail() -> None:
+        raise error
+
+    return CliRunner().invoke(group, ["fail"])
+
+
+def test_an_interrupt_is_called_one() -> None:
+    result = failing(KeyboardInterrupt())
+
+    assert result.exit_code == 130
+    assert result.stderr.split() == ["interrupted"]
+
+
+def test_the_end_of_a_file_is_not_called_an_interrupt() -> None:
+    result = failing(EOFError())
+
+    assert result.exit_code == 1
+    assert "unexpected end of a file" in result.stderr
+    assert "interrupted" not in result.stderr
+
+
+def test_a_failure_of_the_system_is_told_with_the_file_that_it_concerns() -> None:
+    result = failing(OSError(28, "No space left on device", "kernel.cubin"))
+
+    assert result.exit_code == 1
+    assert result.stderr == "cupy-flash: No space left on device: kernel.cubin\n"
+
+
+def test_a_defect_of_ours_keeps_its_traceback() -> None:
+    assert isinstance(failing(KeyError("x")).exception, KeyError)
+
+
+@needs_full_device
+def test_rows_that_do_not_fit_the_disk_are_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.symlink_to(FULL)
+    result = bench(*QUICK, "--output", str(path))
+
+    assert result.exit_code == 1
+    assert result.stderr == f"{path} cannot be written: No space left on device\n"
+
+
+@needs_full_device
+@pytest.mark.parametrize("command", [("info",), ("bench", *QUICK), ("bench", "--help")])
+def test_a_full_disk_under_the_output_is_told_in_one_line(command: tuple[str, ...]) -> None:
+    with FULL.open("w", encoding="utf-8") as full:
+        result = python("-m", "cupy_flash", *command, stdout=full)
+
+    assert result.returncode == 1
+    assert result.stderr == "cupy-flash: No space left on device\n"
+
+
+def test_a_reader_that_went_away_is_not_worth_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        result = python("-m", "cupy_flash", "info", stdout=pipe)
+
+    assert result.returncode == 141
+    assert "Traceback" not in result.stderr
+    assert "pipe" not in result.stderr.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "--seqln-q", "3"), "'--seqlen-q'"),
+        (("bench", "--bogus"), "'--bogus'; see cupy-flash bench --help"),
+        (("bench", "extra"), "unexpected extra argument (extra); see cupy-flash bench --help"),
+    ],
+)
+def test_an_option_that_is_unknown_leads_to_those_that_are_not(
+    arguments: tuple[str, ...], says: str
+) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="cupy-flash")
+
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_cuda_is_told_in_one_line() -> None:
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    result = failing(runtime.CUDARuntimeError(700))
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("cupy-flash: cudaErrorIllegalAddress")
+    assert result.stderr.count("\n") == 1
+
+
+@needs_full_device
+@pytest.mark.parametrize(("closed", "code"), [(">&-", 0), ("2>&-", 0), ("2>/dev/full", 1)])
+def test_streams_that_are_closed_or_full_cost_no_traceback(closed: str, code: int) -> None:
+    command = " ".join(["-m cupy_flash bench --seqlen-q 8,9", *QUICK[2:], closed])
+    result = subprocess.run(
+        f"{sys.executable} {command}", shell=True, capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == code
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,69 @@
+"""`cupy-flash info`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.main import main
+from cupy_flash.cli.providers.providers import names
+from cupy_flash.families import FAMILIES
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import gpu_unavailable
+
+
+def info(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["info", *arguments], catch_exceptions=False)
+
+
+def test_json_tells_versions_places_families_and_providers() -> None:
+    facts = json.loads(info("--json").stdout)
+
+    assert {"cupy_flash", "numpy", "python"} <= set(facts["versions"])
+    assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(facts["places"])
+    assert set(facts["families"]) == set(FAMILIES)
+    assert set(facts["providers"]) == set(names())
+    assert facts["gpu_unavailable"] == gpu_unavailable()
+    assert bool(facts["gpus"]) == (gpu_unavailable() is None)
+
+
+def test_every_family_says_what_it_serves_here_or_why_not() -> None:
+    for family in json.loads(info("--json").stdout)["families"].values():
+        assert family["dtypes"] or family["why_not"]
+
+
+def test_the_cpu_backend_can_be_used_anywhere() -> None:
+    facts = json.loads(info("--json").stdout)
+
+    assert facts["providers"]["cupy_flash-cpu"] is None
+    assert facts["providers"]["numpy-naive"] is None
+
+
+def test_the_places_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.sm_90.cubin").write_bytes(b"")
+    monkeypatch.setenv(CUBINS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path / "home"))
+    places = json.loads(info("--json").stdout)["places"]
+
+    assert (places["prebuilt_kernels"], places["prebuilt_count"]) == (str(tmp_path), 1)
+    assert places["tuned_table"] == str(tmp_path / "home" / "tuned.json")
+
+
+def test_a_corrupt_table_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path))
+    (tmp_path / "tuned.json").write_text("{", encoding="utf-8")
+    result = info()
+
+    assert result.exit_code == 0
+    assert "cannot be read as a tuned table" in result.stdout
+    assert result.stdout.count("tuned.json") == 1
+
+
+def test_the_text_names_every_family() -> None:
+    text = info().stdout
+
+    assert all(f"family {name}" in text for name in FAMILIES)

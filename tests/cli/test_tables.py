@@ -1,0 +1,293 @@
+"""`cupy-flash tables`: tuned tables looked at, shared and taken in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.main import main
+from cupy_flash.families import FAMILIES
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.planning.tuning import Entry, problem_class, read_table, write_table
+
+CLASS = problem_class(Case("bfloat16", 4, 4096, 4096, 16, 16, 128, 128).problem())
+GPU = "NVIDIA GPU of the tests"
+TILE = {"Br": 128, "Bc": 64, "warps": 8, "stages": 2, "q_in_registers": 0, "min_blocks": 1}
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def tables(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["tables", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_without_a_command_its_help_is_shown_and_a_wrong_one_is_told_the_right_ones() -> None:
+    result = tables()
+
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Look at tuned tables" in result.stdout
+    said = "no command 'nope'; expected one of clear, export, import, list, merge"
+    assert said in one_line(tables("nope"), 2)
+
+
+def entry(**changes: Any) -> Entry:
+    fields: dict[str, Any] = {
+        "gpu": GPU,
+        "arch": 90,
+        "sm_count": 132,
+        "family": "mma",
+        "digest": FAMILIES["mma"].digest(),
+        "problem_class": CLASS,
+        "tile": TILE,
+        "tflops": 500.0,
+    }
+    return Entry(**(fields | changes))
+
+
+ON_CPU = entry(
+    gpu="cpu",
+    arch=0,
+    sm_count=0,
+    family="cpu",
+    digest=cpu.digest(),
+    tile={"Br": 128, "Bc": 64},
+    tflops=0.05,
+)
+STALE = entry(digest="0" * 16)
+
+
+def table(path: Path, *entries: Entry) -> Path:
+    write_table(path, entries)
+    return path
+
+
+def one_line(result: Result, code: int) -> str:
+    assert result.exit_code == code
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_the_users_own_table_is_listed_with_what_is_stale_marked(home: Path) -> None:
+    table(home / "tuned.json", entry(), STALE)
+    result = tables("list")
+
+    assert f"2 saved in {home / 'tuned.json'}" in result.stdout
+    assert f"mma {CLASS}" in result.stdout
+    assert "Br=128 Bc=64" in result.stdout
+    assert [line.endswith(" stale ") for line in result.stdout.splitlines() if GPU in line].count(
+        True
+    ) == 1
+    assert "stale: tuned on other kernel sources" in result.stdout
+
+
+def test_without_stale_entries_nothing_is_said_of_them(home: Path) -> None:
+    table(home / "tuned.json", entry())
+
+    assert "stale" not in tables("list").stdout
+
+
+def test_rates_of_a_cpu_are_listed_in_gflops(home: Path) -> None:
+    table(home / "tuned.json", ON_CPU)
+    result = tables("list")
+
+    assert "GFLOP/s" in result.stdout
+    assert " 50 " in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_list_fits_the_terminal_and_has_no_colour_in_a_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    table(home / "tuned.json", entry(gpu="NVIDIA H100 80GB HBM3"), ON_CPU)
+    monkeypatch.setenv("COLUMNS", columns)
+    _, *lines = tables("list").stdout.splitlines()
+
+    assert max(map(len, lines)) <= int(columns)
+    assert not any("\x1b" in line or "…" in line for line in lines)
+
+
+def test_an_empty_table_says_so(home: Path) -> None:
+    assert tables("list").stdout == f"No tiles are saved in {home / 'tuned.json'}\n"
+
+
+def test_any_files_can_be_listed(tmp_path: Path) -> None:
+    paths = [table(tmp_path / name, entry()) for name in ("a.json", "b.json")]
+    result = tables("list", *paths)
+
+    assert all(f"1 saved in {path}" in result.stdout for path in paths)
+
+
+def test_the_shipped_tables_can_be_listed() -> None:
+    table(tuning.SHIPPED_DIR / "gpu.json", entry())
+
+    assert "1 saved in" in tables("list", "--shipped").stdout
+    assert "leave the others out" in one_line(tables("list", "--shipped", __file__), 2)
+
+
+def test_where_none_is_shipped_the_users_table_is_not_shown_instead(home: Path) -> None:
+    table(home / "tuned.json", entry())
+
+    assert tables("list", "--shipped").stdout == "No tables came with the library\n"
+
+
+NO_TABLES = {
+    "no JSON": ("{", "cannot be read as a tuned table"),
+    "another version": ('{"version": 2, "entries": []}', "has version 2; expected 3"),
+    "another record": ('{"metadata": {}, "rows": []}', "is not a tuned table"),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), NO_TABLES.values(), ids=NO_TABLES)
+def test_a_file_that_is_no_table_is_refused_in_one_line(
+    tmp_path: Path, home: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text, encoding="utf-8")
+    good, output = table(tmp_path / "good.json", entry()), tmp_path / "merged.json"
+
+    assert said in one_line(tables("list", path), 2)
+    assert said in one_line(tables("import", path), 2)
+    assert said in one_line(tables("merge", good, path, "--output", output), 2)
+    assert not output.exists()
+    assert not (home / "tuned.json").exists()
+
+
+def test_what_is_exported_is_what_is_in_effect_without_the_stale(tmp_path: Path) -> None:
+    table(tuning.SHIPPED_DIR / "gpu.json", entry(tflops=1.0), ON_CPU)
+    table(tuning.user_table_path(), entry(tflops=2.0), STALE)
+    output = tmp_path / "mine.json"
+    result = tables("export", output)
+    data = json.loads(output.read_text(encoding="utf-8"))
+
+    assert result.stdout == f"2 entries written to {output}\n"
+    assert read_table(output) == [entry(tflops=2.0), ON_CPU]
+    assert data["made_by"]["command"] == "cupy-flash tables export"
+    assert {"date", "versions"} <= set(data["made_by"])
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "file/mine.json"])
+def test_an_output_that_cannot_be_one_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    one_line(tables("export", tmp_path / name), 2)
+    one_line(tables("merge", table(tmp_path / "a.json"), "--output", tmp_path / name), 2)
+
+
+def test_of_merged_tables_the_faster_entry_of_each_key_stays(tmp_path: Path) -> None:
+    other = entry(gpu="another")
+    first = table(tmp_path / "a.json", entry(tflops=600.0), other)
+    second = table(tmp_path / "b.json", entry(tflops=550.0), ON_CPU)
+    output = tmp_path / "both.json"
+    result = tables("merge", first, second, "--output", output)
+
+    assert result.stdout == f"3 entries written to {output}\n"
+    assert {e.gpu: e.tflops for e in read_table(output)} == {
+        GPU: 600.0,
+        "another": 500,
+        "cpu": 0.05,
+    }
+
+
+def test_entries_of_every_gpu_are_taken_in_each_for_its_own(tmp_path: Path, home: Path) -> None:
+    foreign = entry(gpu="another", arch=80, sm_count=108)
+    result = tables("import", table(tmp_path / "t.json", entry(), foreign, ON_CPU))
+
+    assert result.exit_code == 0, result.stderr
+    path = home / "tuned.json"
+    assert result.stdout == f"3 entries imported into {path}: 1 of {GPU}, 1 of another, 1 of cpu\n"
+    assert read_table(path) == [entry(), foreign, ON_CPU]
+
+
+def test_what_is_exported_is_taken_in_on_the_same_machine(tmp_path: Path, home: Path) -> None:
+    table(tuning.SHIPPED_DIR / "gpu.json", entry())
+    table(home / "tuned.json", ON_CPU)
+    tuning.reload()
+    tables("export", tmp_path / "mine.json")
+    before = tuning.entries()
+    result = tables("import", tmp_path / "mine.json")
+
+    assert result.exit_code == 0, result.stderr
+    assert "2 entries imported" in result.stdout
+    assert sorted(tuning.entries(), key=str) == sorted(before, key=str)
+
+
+def test_imported_entries_go_over_those_that_are_there(tmp_path: Path, home: Path) -> None:
+    table(home / "tuned.json", entry(tflops=900.0), ON_CPU)
+    tables("import", table(tmp_path / "t.json", entry(tflops=1.0)))
+
+    assert read_table(home / "tuned.json") == [entry(tflops=1.0), ON_CPU]
+
+
+def test_stale_entries_are_not_imported_and_are_counted(tmp_path: Path, home: Path) -> None:
+    unknown = entry(family="of the future")
+    result = tables("import", table(tmp_path / "t.json", STALE, ON_CPU, unknown))
+
+    assert "1 entry imported" in result.stdout
+    assert "2 left out: tuned on other kernel sources" in result.stdout
+    assert read_table(home / "tuned.json") == [ON_CPU]
+
+
+WRONG_ENTRIES = {
+    "below zero": (entry(tile=TILE | {"Br": -5}), "Br is -5; expected a positive number"),
+    "not legal": (entry(tile=TILE | {"Bc": 40}), "Bc is 40; expected a multiple of 16"),
+    "too large": (entry(tile=TILE | {"Bc": 1024}), "shared memory"),
+    "a field short": (entry(tile={"Br": 128, "Bc": 64}), "its tile has Br, Bc; expected Br, Bc,"),
+    "a field more": (entry(tile=TILE | {"colour": 3}), "colour; expected Br, Bc, warps"),
+    "no tile at all": (entry(tile={}), "its tile has no fields"),
+    "no speed": (entry(tflops=float("nan")), "tflops is nan, not a number from 0"),
+    "endless speed": (entry(tflops=float("inf")), "tflops is inf, not a number from 0"),
+    "no architecture": (entry(arch=47), "unknown architecture 47; expected one of sm_75"),
+    "no SMs": (entry(sm_count=0), "sm_count is 0; expected at least 1"),
+    "too old a GPU": (entry(arch=75), "sm_75"),
+    "a kernel on the CPU": (entry(gpu="cpu"), "family 'mma' does not run there"),
+    "the CPU's on a GPU": (dataclasses.replace(ON_CPU, gpu=GPU), "'cpu' does not run there"),
+    "too large for a CPU": (
+        dataclasses.replace(ON_CPU, tile={"Br": 2**20, "Bc": 2**20}),
+        "tile 1048576x1048576 needs too much memory",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG_ENTRIES.values(), ids=WRONG_ENTRIES)
+def test_a_table_with_a_wrong_value_is_refused_whole(
+    tmp_path: Path, home: Path, wrong: Entry, said: str
+) -> None:
+    path = table(tmp_path / "t.json", entry(gpu="another"), wrong)
+    message = one_line(tables("import", path), 2)
+
+    assert str(path) in message
+    assert said in message
+    assert not (home / "tuned.json").exists()
+
+
+def test_clearing_removes_the_users_table_and_counts(home: Path) -> None:
+    table(home / "tuned.json", entry(), ON_CPU)
+
+    assert tables("clear").stdout == "2 entries removed\n"
+    assert not (home / "tuned.json").exists()
+    assert tables("clear").stdout == "0 entries removed\n"
+
+
+def test_a_table_that_cannot_be_read_is_not_cleared(home: Path) -> None:
+    (home / "tuned.json").write_text("precious", encoding="utf-8")
+
+    assert "cannot be read as a tuned table" in one_line(tables("clear"), 1)
+    assert (home / "tuned.json").read_text(encoding="utf-8") == "precious"
+
+
+def test_a_home_that_cannot_be_written_is_reported_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path / "file"))
+
+    one_line(tables("import", table(tmp_path / "t.json", ON_CPU)), 1)

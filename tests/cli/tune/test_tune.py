@@ -1,0 +1,961 @@
+"""`cupy-flash tune` on the CPU with a fake clock, and compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import cupy_flash
+from cupy_flash.cli.build.build import Built, Job
+from cupy_flash.cli.cases import calls
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.workload import PRESETS, Group, Weighted, groups_of
+from cupy_flash.cli.main import main
+from cupy_flash.cli.measure.timing import Timed
+from cupy_flash.cli.providers import providers
+from cupy_flash.cli.tune import sweep as sweep_module
+from cupy_flash.cli.tune import tune as tune_module
+from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, evenly, gpu_candidates
+from cupy_flash.cli.tune.findings import print_ranking
+from cupy_flash.cli.tune.live import Live
+from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
+from cupy_flash.gpu.compiler import Cubin, why_no_compiler
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Resources, device_for_arch
+from cupy_flash.problem.tile import Tile
+
+SHAPE = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "2", "--head-dim", "24")
+CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
+DEFAULT = {"Br": 113, "Bc": 203}
+# Two classes.
+TWO = ("--seqlen-q", "113,799", "--heads", "1", "--head-dim", "8")
+needs_compiler = pytest.mark.skipif(
+    why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"
+)
+
+TimeOf = Callable[[dict[str, int], int], float]
+
+
+class FakeTimer:
+    """Says how long a tile takes, and notes what it was asked."""
+
+    pause = 0.0
+
+    def __init__(self, time_of: TimeOf) -> None:
+        self.time_of = time_of
+        # Tile and query rows.
+        self.timed: list[tuple[dict[str, int], int]] = []
+
+    def once(self, timed: Timed) -> float:
+        return 0.0
+
+    def interleaved(
+        self, calls: Sequence[Timed], warmup: int, repeats: Sequence[int]
+    ) -> list[list[float]]:
+        times = []
+        for timed, count in zip(calls, repeats, strict=True):
+            call: Any = timed.call
+            what = (call.keywords["tile"], call.args[0].shape[1])
+            times.append([self.time_of(*what)] * count)
+            self.timed.append(what)
+        return times
+
+    def sizes(self) -> set[tuple[int, int]]:
+        return {(tile["Br"], tile["Bc"]) for tile, _ in self.timed}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
+    """The clock of every sweep: at first the tile of 64 x 128 takes 1 ms and all others 2 ms."""
+    timer = FakeTimer(lambda tile, rows: 1.0 if tile == {"Br": 64, "Bc": 128} else 2.0)
+    monkeypatch.setattr(sweep_module, "HostTimer", lambda: timer)
+    return timer
+
+
+def tune(*arguments: str | Path) -> Result:
+    line = ["tune", *map(str, arguments)]
+    return CliRunner().invoke(main, line, catch_exceptions=False)
+
+
+def on_cpu(*arguments: str | Path) -> Result:
+    return tune("--backend", "cpu", *arguments)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def saved(home: Path) -> list[tuning.Entry]:
+    return tuning.read_table(home / "tuned.json")
+
+
+def refused(result: Result, code: int = 2) -> str:
+    assert result.exit_code == code
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+REPORT_NOT = (("--preset", "common"), ("--plot", "map.svg"), ("--heads", "2"))
+
+# ---- What is saved
+
+
+def test_a_tile_that_beats_the_default_is_saved_and_then_used(home: Path, clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE)
+    q, k = (np.zeros((1, n, 2, 24), np.float32) for n in (113, 203))
+    (entry,) = saved(home)
+    plan = cupy_flash.plan(q, k, k, backend="cpu")
+
+    assert result.exit_code == 0, result.output
+    assert "The best tile: +100.0% over the default, saved." in result.stdout
+    assert (entry.gpu, entry.family, entry.digest) == ("cpu", "cpu", cpu.digest())
+    assert entry.tile == {"Br": 64, "Bc": 128} == dataclasses.asdict(plan.tile)
+    assert entry.tflops == pytest.approx(CASE.problem().flops() / 1e-3 / 1e12)
+
+
+@pytest.mark.parametrize(("least", "count"), [("4.9", 1), ("5.1", 0)])
+def test_what_gains_less_than_min_gain_is_not_saved(
+    home: Path, clock: FakeTimer, least: str, count: int
+) -> None:
+    clock.time_of = lambda tile, rows: 1.0 if tile["Br"] == 32 else 1.05
+    result = on_cpu(*SHAPE, "--min-gain", least)
+
+    assert len(saved(home)) == count
+    assert ("Nothing saved." in result.stdout) == (count == 0)
+
+
+def test_the_default_is_never_saved(home: Path, clock: FakeTimer) -> None:
+    clock.time_of = lambda tile, rows: 1.0
+    result = on_cpu(*SHAPE, "--min-gain", "0")
+
+    assert "The best tile: the default." in result.stdout
+    assert saved(home) == []
+
+
+def test_an_entry_that_no_longer_wins_is_removed_and_others_stay(
+    home: Path, clock: FakeTimer
+) -> None:
+    other = tuning.Entry("a GPU", 90, 132, "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
+    tuning.save(other)
+    on_cpu(*SHAPE)
+    assert len(saved(home)) == 2
+    clock.time_of = lambda tile, rows: 1.0
+    on_cpu(*SHAPE)
+
+    assert saved(home) == [other]
+
+
+def test_a_default_that_wins_is_saved_where_a_shipped_table_has_another_tile(
+    home: Path, clock: FakeTimer
+) -> None:
+    on_cpu(*SHAPE)
+    (won,) = saved(home)
+    tuning.write_table(tuning.SHIPPED_DIR / "cpu.json", [won])
+    tuning.clear()
+    clock.time_of = lambda tile, rows: 1.0
+    results = [on_cpu(*SHAPE), on_cpu(*SHAPE)]
+
+    assert [entry.tile for entry in saved(home)] == [DEFAULT]
+    for result in results:
+        assert "1 default saved over another table's tile." in result.stdout
+        assert "removed" not in result.stdout
+
+
+def test_a_table_for_a_gpu_begins_with_what_the_gpu_is(tmp_path: Path) -> None:
+    h200 = dataclasses.replace(device_for_arch("sm_90"), name="NVIDIA H200")
+    finding = {
+        "family": "hopper",
+        "kernel_digest": "0" * 16,
+        "problem_class": "a class",
+        "best_tile": {"Br": 128, "Bc": 64},
+        "best_tflops": 700.0,
+        "stored": True,
+    }
+    path = tmp_path / "nvidia_h200.json"
+    saver = tune_module._Saver(path, h200, True, "cupy-flash tune --preset common")
+    saver.save([finding])
+    saver.save([finding | {"problem_class": "another"}])
+    first, second = tuning.read_table(path)
+    made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
+
+    assert (first.gpu, first.arch, first.sm_count) == ("NVIDIA H200", 90, 132)
+    assert second == dataclasses.replace(first, problem_class="another")
+    assert made_by["device"] == "NVIDIA H200"
+    assert made_by["command"] == "cupy-flash tune --preset common"
+
+
+def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE, "--dry-run")
+
+    assert result.exit_code == 0
+    assert "The best tile: +100.0% over the default." in result.stdout
+    assert "Nothing saved (--dry-run)." in result.stdout
+    assert not (home / "tuned.json").exists()
+
+
+def test_another_table_can_be_named_and_says_how_it_was_made(
+    home: Path, tmp_path: Path, clock: FakeTimer
+) -> None:
+    path = tmp_path / "cpu.json"
+    on_cpu(*SHAPE, "--table", path, "--min-gain", "1")
+    made_by = json.loads(path.read_text(encoding="utf-8"))["made_by"]
+
+    assert len(tuning.read_table(path)) == 1
+    assert made_by["command"] == "cupy-flash tune --min-gain 1.0"
+    assert {"date", "versions"} <= set(made_by)
+    assert not (home / "tuned.json").exists()
+
+
+def test_a_real_sweep_on_the_cpu_checks_and_times_every_tile(tmp_path: Path) -> None:
+    path = tmp_path / "ranking.json"
+    result = on_cpu(*SHAPE, "--warmup", "0", "--repeats", "1", "--max-tiles", "3", "--output", path)
+    rows = rows_of(path)
+
+    assert result.exit_code == 0, result.output
+    assert [row["rank"] for row in rows] == [1, 2, 3]
+    assert all(row["check"] == "passed" and row["median_ms"] > 0 for row in rows)
+
+
+# ---- What is tried
+
+
+def test_several_shapes_of_one_class_are_one_sweep(tmp_path: Path, clock: FakeTimer) -> None:
+    path = tmp_path / "rows.json"
+    result = on_cpu(*SHAPE, "--seqlen-q", "100,113", "--output", path)
+    rows = rows_of(path)
+
+    assert "[1/1] cpu fp32 d24 full s64/256 rows256" in result.stderr
+    assert {len(row["medians_ms"]) for row in rows} == {2}
+    assert {rows for _, rows in clock.timed} == {100, 113}
+
+
+def test_shapes_of_two_classes_are_two_sweeps_with_a_row_each(
+    tmp_path: Path, home: Path, clock: FakeTimer
+) -> None:
+    path = tmp_path / "rows.json"
+    result = on_cpu(*TWO, "--output", path)
+    rows = rows_of(path)
+
+    assert [line[:5] for line in result.stderr.splitlines()[:2]] == ["[1/2]", "[2/2]"]
+    assert [row["problem_class"].split()[4] for row in rows] == ["q64", "q1024"]
+    assert all(row["best_tile"] == {"Br": 64, "Bc": 128} for row in rows)
+    assert all(row["gain_percent"] == 100 and row["stored"] for row in rows)
+    assert len(saved(home)) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        (("--br", "64"), lambda Br, Bc: Br == 64),
+        (("--bc", "64,128"), lambda Br, Bc: Bc in (64, 128)),
+        (("--br", "32,64", "--bc", "256"), lambda Br, Bc: Br in (32, 64) and Bc == 256),
+    ],
+    ids=["br", "bc", "both"],
+)
+def test_only_the_wanted_sizes_are_tried_and_the_default(
+    clock: FakeTimer, option: tuple[str, ...], allowed: Callable[[int, int], bool]
+) -> None:
+    on_cpu(*SHAPE, *option)
+    others = clock.sizes() - {(113, 203)}
+
+    assert len(others) < len(clock.sizes())
+    assert others
+    assert all(allowed(*size) for size in others)
+
+
+def test_so_many_tiles_are_tried_as_max_tiles_says(clock: FakeTimer) -> None:
+    on_cpu(*SHAPE, "--max-tiles", "4")
+
+    assert len(clock.sizes()) == 4
+    assert (113, 203) in clock.sizes()
+
+
+def test_a_limited_choice_holds_the_default_and_spreads_over_the_rest() -> None:
+    tiles = [Tile(size, 64) for size in range(1, 101)]
+    chosen = evenly(tiles, tiles[41], 5)
+
+    assert len(set(chosen)) == 5
+    assert chosen[0] == tiles[41]
+    assert max(tile.Br for tile in chosen) > 60
+    assert set(evenly(tiles, tiles[41], None)) == set(tiles)
+    assert evenly(tiles, tiles[41], 1) == [tiles[41]]
+
+
+def test_tiles_over_the_limit_of_shared_memory_are_not_tried() -> None:
+    cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
+    device = device_for_arch("sm_90")
+    found = gpu_candidates(cases, device, "mma", Limits(max_smem=32))
+    every = gpu_candidates(cases, device, "mma", Limits())
+
+    assert 1 < len(found) < len(every)
+    assert all(c.plan.shared_memory <= 32 * 1024 or c.is_default for c in found)
+
+
+WORKLOAD = "seqlen_q,heads_q,head_dim,dtype,weight\n100,1,8,float32,{}\n113,1,8,float32,{}\n"
+
+
+@pytest.mark.parametrize(("weights", "best"), [((9, 1), 32), ((1, 9), 64)])
+def test_of_a_workload_the_tile_that_makes_the_weighted_sum_least_wins(
+    tmp_path: Path, home: Path, clock: FakeTimer, weights: tuple[int, int], best: int
+) -> None:
+    path = tmp_path / "workload.csv"
+    path.write_text(WORKLOAD.format(*weights), encoding="utf-8")
+    # Tiles of 32 rows are good for the one length, tiles of 64 rows for the other.
+    good_for = {32: 100, 64: 113}
+    clock.time_of = lambda tile, rows: (
+        20.0 if tile["Br"] not in good_for else 1.0 if good_for[tile["Br"]] == rows else 10.0
+    )
+    result = on_cpu("--workload", path)
+    (entry,) = saved(home)
+
+    assert result.exit_code == 0, result.output
+    assert entry.tile["Br"] == best
+
+
+def test_a_workload_in_json_may_have_several_classes(
+    tmp_path: Path, home: Path, clock: FakeTimer
+) -> None:
+    path = tmp_path / "workload.json"
+    rows = [
+        {"seqlen_q": n, "heads_q": 1, "head_dim": 8, "dtype": "float32"} for n in (113, 799, 800)
+    ]
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    on_cpu("--workload", path)
+
+    assert len(saved(home)) == 2
+
+
+def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "workload.csv"
+    path.write_text(WORKLOAD.format(1, -3), encoding="utf-8")
+
+    assert f"row 2 of {path} has weight '-3'" in refused(on_cpu("--workload", path))
+
+
+# ---- What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--seed", "-1"), "-1 is not in the range"),
+        (("--seqlen-q", "0"), "nothing to compute"),
+        (("--batch", "0"), "nothing to compute"),
+        (("--causal", "--q-offset", "-5000"), "nothing to compute"),
+        (("--br", "0"), "'0' is not a whole number from 1"),
+        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode', 'varlen'"),
+        (("--preset", "common"), "--preset common is for GPUs"),
+        (("--family", "mma"), "--backend cpu has no --arch and no --family"),
+        (("--workload", "nosuch.json"), "does not exist"),
+        (("--max-smem", "1"), "--max-smem does not go with --backend cpu"),
+        (("--workers", "2"), "--workers does not go with --backend cpu"),
+        (("--min-gain", "nan"), "'nan' is not a number from 0"),
+        (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
+        (("--table", "t.txt"), "expected one of .json"),
+        (("--seqlen-q", "113,799", "--plot", "map.svg"), "these are 2"),
+        (("--head-dim", "257"), "257; expected 1 to 256"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_option_is_refused_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert said in refused(on_cpu(*options))
+
+
+def test_without_a_gpu_it_says_what_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_module, "gpu_unavailable", lambda: "no driver")
+
+    assert "(no driver); --backend cpu" in refused(tune())
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(providers, "free_bytes", lambda on_gpu: 2**34)
+
+    assert "GiB of memory, and 16.0 GiB are free" in refused(on_cpu("--seqlen-q", "100000000"))
+
+
+def test_a_shape_that_does_not_fit_the_memory_is_left_out_of_several(
+    home: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
+) -> None:
+    monkeypatch.setattr(providers, "free_bytes", lambda on_gpu: 2**30)
+    result = on_cpu("--seqlen-q", "113,100000000", "--heads", "1", "--head-dim", "8")
+
+    assert result.exit_code == 0
+    assert "Left out: cpu fp32 d8 full s16384" in result.stderr
+    assert len(saved(home)) == 1
+
+
+def test_memory_that_runs_out_on_the_way_is_reported_without_a_traceback(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object, **__: object) -> None:
+        raise MemoryError("no room for 3 GiB")
+
+    monkeypatch.setattr(sweep_module, "random_inputs", exhausted)
+    result = on_cpu(*SHAPE)
+
+    assert result.exit_code == 1
+    assert "no room for 3 GiB" in result.stderr
+    assert "no tile ran" in result.stdout
+    assert not (home / "tuned.json").exists()
+
+
+@pytest.fixture(params=["/proc/foo", "a regular file"])
+def unwritable(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A `CUPY_FLASH_HOME` that cannot be."""
+    folder = Path(request.param)
+    if request.param == "a regular file":
+        folder = tmp_path / "file"
+        folder.write_text("", encoding="utf-8")
+    elif not Path("/proc").is_dir():
+        pytest.skip("no /proc")
+    monkeypatch.setenv(tuning.HOME_VARIABLE, str(folder))
+    return folder
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_sweep(
+    unwritable: Path, clock: FakeTimer
+) -> None:
+    said = refused(on_cpu(*SHAPE))
+
+    assert f"{unwritable / 'tuned.json'} cannot be written" in said
+    assert clock.timed == []
+
+
+def test_asking_whether_a_table_can_be_written_leaves_alone_what_others_write(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tuning.Entry("a GPU", 90, 132, "mma", "0" * 16, "a class", {"Br": 64, "Bc": 64}, 1.0)
+
+    def while_another_saves(open_file: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **options: Any) -> Any:
+            monkeypatch.undo()
+            file = open_file(*args, **options)
+            tuning.save(other)
+            return file
+
+        return opened
+
+    monkeypatch.setattr(Path, "open", while_another_saves(Path.open))
+    monkeypatch.setattr(
+        tune_module.tempfile, "TemporaryFile", while_another_saves(tempfile.TemporaryFile)
+    )
+    tune_module._require_writable(None)
+
+    assert saved(home) == [other]
+
+
+def test_a_dry_run_needs_no_place_to_write(unwritable: Path, clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE, "--dry-run")
+
+    assert result.exit_code == 0
+    assert "this sweep cannot be resumed" in result.stderr
+    assert "+100.0% over the default" in result.stdout
+
+
+# ---- Checks
+
+
+def wrong_for(Br: int | None) -> Callable[..., np.ndarray]:
+    """An attention that is wrong for tiles of so many rows, or for all."""
+
+    def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> np.ndarray:
+        out = cupy_flash.flash_attention(q, k, v, **options)
+        return out * 2 if Br in (None, options["tile"]["Br"]) else out
+
+    return attention
+
+
+def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
+) -> None:
+    monkeypatch.setattr(calls, "flash_attention", wrong_for(None))
+    result = on_cpu(*SHAPE)
+
+    assert result.exit_code == 1
+    assert "not that of the reference" in result.stderr
+    assert clock.timed == []
+    assert not (home / "tuned.json").exists()
+
+
+def test_a_wrong_tile_is_not_saved_though_it_would_be_the_fastest(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
+) -> None:
+    monkeypatch.setattr(calls, "flash_attention", wrong_for(64))
+    clock.time_of = lambda tile, rows: {64: 1.0, 32: 1.5}.get(tile["Br"], 2.0)
+    path = tmp_path / "rows.json"
+    result = on_cpu(*SHAPE, "--output", path)
+    rows = rows_of(path)
+
+    assert result.exit_code == 1
+    assert [entry.tile["Br"] for entry in saved(home)] == [32]
+    assert {row["check"] for row in rows if row["tile"]["Br"] == 64} == {"failed"}
+    assert rows[-1]["tile"]["Br"] == 64
+
+
+class PassedCheck:
+    """Compares nothing."""
+
+    class coverage:
+        bound = 1.0
+
+    def error(self, out: Any) -> float:
+        return 0.0
+
+
+def test_a_tile_that_does_not_run_is_dropped_with_the_reason(clock: FakeTimer) -> None:
+    candidates = cpu_candidates([Weighted(CASE)], Limits(max_tiles=2))
+
+    def call_of(candidate: Candidate, case: int) -> Callable[[], None]:
+        def fail() -> None:
+            raise RuntimeError("launch failed\nand more")
+
+        return fail
+
+    checks: Any = [PassedCheck()]
+    settings = sweep_module.Settings(0, 0, 1)
+    time_all(candidates, call_of, checks, clock, settings, Live(1))
+
+    assert {c.dropped for c in candidates} == {"launch failed"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--backend", "cpu"), ("--arch", "sm_90"), ("--table", "t.json"), ("--dry-run",), *REPORT_NOT],
+    ids=lambda given: given[0],
+)
+def test_the_report_takes_no_option_of_a_sweep(given: tuple[str, ...]) -> None:
+    assert f"{given[0]} does not go with --report" in refused(tune("--report", *given))
+
+
+def test_a_sweep_of_some_tiles_removes_no_entry(home: Path, clock: FakeTimer) -> None:
+    on_cpu(*SHAPE)
+    before = saved(home)
+    clock.time_of = lambda tile, rows: 1.0
+    on_cpu(*SHAPE, "--max-tiles", "2")
+    kept = saved(home)
+    all_tiles = on_cpu(*SHAPE)
+
+    assert kept == before != []
+    assert "1 removed, where the default is the best now." in all_tiles.stdout
+    assert saved(home) == []
+
+
+def test_a_file_that_is_no_table_is_not_written_over(tmp_path: Path, clock: FakeTimer) -> None:
+    path = tmp_path / "precious.json"
+    path.write_text("[", encoding="utf-8")
+
+    assert "cannot be read as a tuned table" in refused(on_cpu(*SHAPE, "--table", path))
+    assert path.read_text(encoding="utf-8") == "["
+    assert clock.timed == []
+
+
+def test_the_size_of_the_default_tile_may_be_asked_for(clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE, "--br", "113", "--bc", "203", "--dry-run")
+
+    assert result.exit_code == 0
+    assert clock.sizes() == {(113, 203)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (("--br", "64", "--bc", "7"), "no tile of cpu is that size; --bc 7: expected some of 64,"),
+        (("--br", "7", "--bc", "64"), "no tile of cpu is that size; --br 7: expected some of 32,"),
+    ],
+)
+def test_of_a_size_that_is_not_there_the_part_that_is_wrong_is_named(
+    sizes: tuple[str, ...], says: str
+) -> None:
+    text = refused(on_cpu(*SHAPE, *sizes))
+
+    assert says in text
+    assert text.count("expected some of") == 1
+
+
+def test_of_a_pair_of_sizes_that_do_not_go_together_those_that_do_are_named() -> None:
+    text = refused(tune("--arch", "sm_90", "--br", "192", "--bc", "256"))
+
+    assert "--bc 256: expected some of 32, 48, 64, 80, 96 beside --br 192" in text
+
+
+# ---- Interrupted, and resumed
+
+
+def test_an_interrupted_sweep_goes_on_with_what_is_left(home: Path, clock: FakeTimer) -> None:
+    good = clock.time_of
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if rows == 799:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    clock.time_of = interrupted
+    first = on_cpu(*TWO)
+    after_first = [e.problem_class.split()[4] for e in saved(home)]
+    clock.time_of = good
+    clock.timed.clear()
+    second = on_cpu(*TWO)
+
+    assert first.exit_code == 130
+    assert after_first == ["q64"], "what was found is not saved at once"
+    assert "1 of 2 are done; the same command goes on from there." in first.stderr
+    assert "Going on: 1 of 2 are done." in second.stderr
+    assert {rows for _, rows in clock.timed} == {799}
+    assert [e.problem_class.split()[4] for e in saved(home)] == ["q64", "q1024"]
+
+
+def test_a_complete_sweep_starts_anew(clock: FakeTimer) -> None:
+    on_cpu(*TWO)
+    once = len(clock.timed)
+    again = on_cpu(*TWO)
+
+    assert len(clock.timed) == 2 * once
+    assert "Going on" not in again.stderr
+
+
+@pytest.mark.parametrize("change", [("--repeats", "7"), ("--seed", "1"), ("--max-tiles", "3")])
+def test_with_other_settings_an_interrupted_sweep_is_not_gone_on_with(
+    clock: FakeTimer, change: tuple[str, str]
+) -> None:
+    good = clock.time_of
+
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if rows == 799:
+            raise KeyboardInterrupt
+        return good(tile, rows)
+
+    clock.time_of = interrupted
+    on_cpu(*TWO)
+    clock.time_of = good
+
+    assert "Going on" not in on_cpu(*TWO, *change).stderr
+    assert "Going on" in on_cpu(*TWO).stderr
+
+
+def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
+    clock: FakeTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(tile: dict[str, int], rows: int) -> float:
+        if rows == 799:
+            raise KeyboardInterrupt
+        return 1.0
+
+    clock.time_of = interrupted
+    on_cpu(*TWO)
+    clock.time_of = lambda tile, rows: 1.0
+    monkeypatch.setattr(tune_module, "digest_of", lambda family: "f" * 16)
+
+    assert "Going on" not in on_cpu(*TWO).stderr
+
+
+# ---- The report
+
+
+def test_the_report_shows_what_was_found_and_times_nothing(
+    tmp_path: Path, clock: FakeTimer
+) -> None:
+    on_cpu(*TWO, "--dry-run")
+    clock.timed.clear()
+    path = tmp_path / "report.json"
+    result = tune("--report", "--output", path)
+
+    assert result.exit_code == 0
+    assert clock.timed == []
+    assert "cpu fp32 d8 full s64" in result.stdout
+    assert "cpu tiles: BrxBc." in result.stdout
+    assert "reach 50.0% of the best tile's rate (geometric mean of 2)" in result.stdout
+    assert [row["gain_percent"] for row in rows_of(path)] == [100, 100]
+
+
+def test_the_report_shows_the_newest_finding_of_a_class(clock: FakeTimer) -> None:
+    on_cpu(*SHAPE, "--dry-run")
+    clock.time_of = lambda tile, rows: 1.0
+    on_cpu(*SHAPE, "--dry-run")
+
+    assert "100.0%" in tune("--report").stdout
+    assert "0 of 1 classes" in tune("--report").stdout
+
+
+def test_the_report_leaves_out_what_was_found_with_other_kernel_sources(
+    clock: FakeTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(*SHAPE)
+    monkeypatch.setattr(tune_module, "digest_of", lambda family: "f" * 16)
+
+    assert tune("--report").stdout.startswith("No sweep of these kernels has been made")
+
+
+def test_before_the_first_sweep_the_report_says_so() -> None:
+    result = tune("--report")
+
+    assert result.exit_code == 0
+    assert "'cupy-flash tune' makes one" in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_what_is_shown_fits_the_terminal_and_has_no_colour_in_a_file(
+    clock: FakeTimer, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    outputs = [on_cpu(*TWO, "--dry-run"), tune("--report"), on_cpu(*SHAPE, "--dry-run")]
+    lines = [line for each in outputs for line in each.stdout.splitlines()]
+
+    # A title is one line, however long.
+    assert max(len(line) for line in lines if "d24 full" not in line) <= int(columns)
+    assert not any("\x1b" in line or "…" in line for line in lines)
+    assert "GFLOP/s" in outputs[1].stdout
+
+
+# ---- Machine code that is the same, and the other 16-bit type
+
+
+class FakeBuilder:
+    """Gives the machine code that a function says, and counts."""
+
+    def __init__(self, image_of: Callable[[Job], bytes], spills: int = 0) -> None:
+        self.image_of = image_of
+        self.spills = spills
+        self.submitted = 0
+
+    def submit(self, job: Job) -> Future[Built]:
+        self.submitted += 1
+        resources = Resources(128, self.spills, 0)
+        future: Future[Built] = Future()
+        image = self.image_of(job)
+        cubin = Cubin(image, {job.unit.entries[0]: resources}, "", 0.0)
+        future.set_result(Built(cubin, resources) if image else Built(error="no register left"))
+        return future
+
+
+def gpu_field(count: int = 3) -> list[Candidate]:
+    """Tiles that are launched alike."""
+    cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
+    found = gpu_candidates(cases, device_for_arch("sm_90"), "mma", Limits(max_tiles=count))
+    for each in found:
+        plans = tuple(dataclasses.replace(p, launches=found[0].plan.launches) for p in each.plans)
+        each.plans = plans
+    return found
+
+
+def compiled(candidates: list[Candidate], builder: FakeBuilder, max_spills: int = 32) -> None:
+    Compilation(builder, None, max_spills).finish(candidates, Live(1))
+
+
+def test_tiles_with_the_same_machine_code_and_launch_are_timed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    candidates = gpu_field()
+    default, second, third = candidates
+    compiled(candidates, FakeBuilder(lambda job: b"same"))
+    called: list[Candidate] = []
+
+    def call_of(candidate: Candidate, case: int) -> Callable[[], None]:
+        call: Any = FakeCall(candidate)
+        called.append(candidate)
+        return call
+
+    checks: Any = [PassedCheck()]
+    timer = FakeTimer(lambda tile, rows: 1.5)
+    time_all(candidates, call_of, checks, timer, sweep_module.Settings(0, 0, 1), Live(1))
+    print_ranking(candidates, "a title", 20)
+
+    assert default.is_default
+    assert (default.twin, second.twin, third.twin) == (None, default, default)
+    assert {id(each) for each in called} == {id(default)}
+    assert [c.medians_ms for c in candidates] == [[1.5]] * 3
+    assert [c.rounds for c in candidates] == [3] * 3
+    assert "2 tiles gave the same machine code" in capsys.readouterr().out
+
+
+class FakeCall:
+    """A call that the fake timer can read."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.keywords = {"tile": dataclasses.asdict(candidate.tile)}
+        self.args = (np.empty((1, 113)),)
+
+    def __call__(self) -> None:
+        return None
+
+
+def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None:
+    candidates = gpu_field(2)
+    other = candidates[1].plan
+    launches = tuple(dataclasses.replace(x, grid=(7, 1, 1)) for x in other.launches)
+    candidates[1].plans = (dataclasses.replace(other, launches=launches),)
+    compiled(candidates, FakeBuilder(lambda job: b"same"))
+
+    assert candidates[1].twin is None
+
+
+def test_each_unit_is_compiled_once_for_all_groups() -> None:
+    builder = FakeBuilder(lambda job: job.unit.text.encode())
+    compilation = Compilation(builder, None, 32)
+    compilation.start(gpu_field())
+    compilation.finish(gpu_field(), Live(1))
+
+    assert builder.submitted == 3
+
+
+def test_what_does_not_compile_or_spills_is_dropped_but_for_the_default() -> None:
+    broken, spilling = gpu_field(), gpu_field()
+    compiled(broken, FakeBuilder(lambda job: b""))
+    compiled(spilling, FakeBuilder(lambda job: job.unit.text.encode(), spills=40))
+
+    assert {c.dropped for c in broken} == {"does not compile"}
+    assert [c.dropped for c in spilling] == [None] + ["spills 40 bytes per thread"] * 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("float16 d64 dv64 full", "bfloat16 d64 dv64 full"),
+        ("bfloat16 d64 dv64 causal", "float16 d64 dv64 causal"),
+        ("float32 d64 dv64 full", None),
+    ],
+)
+def test_the_16_bit_types_are_each_others_twins(one: str, other: str | None) -> None:
+    assert twin_class(one) == other
+
+
+def field_of(problem_class: str) -> Sweep:
+    case = Weighted(dataclasses.replace(CASE, dtype=problem_class.split()[0]))
+    return Sweep(Group(problem_class, (case,)), cpu_candidates([case], Limits()))
+
+
+def test_after_its_twin_a_sweep_tries_what_did_well_there_and_the_default() -> None:
+    sweep = field_of("float16 a class")
+    default, second, *_, last = [c.tile for c in sweep.candidates]
+    shorten(sweep, {"bfloat16 a class": [last, second]})
+
+    assert [c.tile for c in sweep.candidates] == [default, second, last]
+
+
+@pytest.mark.parametrize("done", ["bfloat16 another class", "float32 a class"])
+def test_what_did_well_in_other_classes_shortens_nothing(done: str) -> None:
+    sweep = field_of("float16 a class")
+    before = list(sweep.candidates)
+    shorten(sweep, {done: [before[3].tile]})
+
+    assert sweep.candidates == before
+
+
+def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(
+    clock: FakeTimer,
+) -> None:
+    shape = ("--seqlen-q", "799", "--heads", "1", "--head-dim", "8")
+    on_cpu(*shape, "--dtype", "bfloat16")
+    alone = len(clock.timed)
+    clock.timed.clear()
+    on_cpu(*shape, "--dtype", "float16,bfloat16")
+    second = len(clock.timed) - alone
+
+    # Twelve tiles went past the first round, and the default; of those four past the second.
+    assert second <= 13 + 13 + 5 < alone
+
+
+# ---- For a GPU that is not there
+
+
+@needs_compiler
+def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
+    home: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "ranking.json"
+    result = tune(
+        *("--arch", "sm_90", "--family", "simt", "--dtype", "float32", "--head-dim", "16"),
+        *("--max-tiles", "2", "--workers", "2", "--max-spills", "100000", "--output", path),
+    )
+    rows = rows_of(path)
+
+    assert result.exit_code == 0, result.output
+    assert "Nothing was timed" in result.stdout
+    assert all(row["registers"] > 0 and row["blocks_per_sm"] >= 1 for row in rows)
+    assert {row["median_ms"] for row in rows} == {None}
+    assert not (home / "tuned.json").exists()
+
+
+def test_a_picture_of_rates_is_refused_where_nothing_is_timed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    assert "times nothing" in refused(tune("--arch", "sm_90", "--plot", tmp_path / "map.png"))
+
+
+def test_the_picture_of_one_sweep_is_drawn_instead_of_the_printed_map(
+    tmp_path: Path, clock: FakeTimer
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "map.svg"
+    result = on_cpu(*SHAPE, "--dry-run", "--plot", path)
+
+    assert result.exit_code == 0
+    assert f"Written to {path}." in result.stderr
+    assert "Br\\Bc" not in result.stdout
+    assert "GFLOP/s" in path.read_text(encoding="utf-8")
+
+
+# ---- Caches and packed sequences
+
+
+@pytest.mark.parametrize("options", [("--cache", "--page-size", "16"), ("--lengths", "113,7")])
+def test_the_cpu_backend_has_no_tiles_to_tune_for_sequences(options: tuple[str, ...]) -> None:
+    assert "without tuned tiles" in refused(on_cpu(*options))
+
+
+def test_the_rate_of_packed_sequences_counts_each_ones_own_pairs() -> None:
+    lengths = (113, 7)
+    case = Case("float32", 2, 113, 113, 2, 2, 24, 24, kind="varlen", lengths=lengths)
+    candidate = cpu_candidates([Weighted(case)], Limits(max_tiles=1))[0]
+    candidate.medians_ms = [1.0]
+
+    assert candidate.tflops == pytest.approx(4 * 2 * (113**2 + 7**2) * 24 / 1e-3 / 1e12)
+
+
+@pytest.mark.parametrize("kind", ["--preset decode", "--preset varlen", "--workload {file}"])
+def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.json"
+    file.write_text("[]", encoding="utf-8")
+    result = tune("--arch", "sm_90", *kind.format(file=file).split(), "--cache")
+
+    assert "--cache does not go with --" in refused(result)
+
+
+def test_the_decode_preset_tunes_the_family_that_serves_caches() -> None:
+    sweeps = plan_sweeps(
+        groups_of(PRESETS["decode"]()), device_for_arch(90), None, Limits(max_tiles=3)
+    )
+
+    assert {sweep.family for sweep in sweeps} == {"decode"}
+    assert all(len(sweep.candidates) > 1 for sweep in sweeps)
+
+
+def test_the_varlen_preset_tunes_the_family_that_serves_packed_sequences() -> None:
+    for arch, family in ((90, "hopper"), (80, "mma")):
+        sweeps = plan_sweeps(
+            groups_of(PRESETS["varlen"]()), device_for_arch(arch), None, Limits(max_tiles=3)
+        )
+
+        assert {sweep.family for sweep in sweeps} == {family}
+        assert all(len(sweep.candidates) > 1 for sweep in sweeps)

@@ -1,0 +1,751 @@
+"""The family for few query rows and many keys: its arithmetic, and what the compiler makes of it,
+with no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+from cupy.cuda import nvrtc
+
+from cupy_flash.errors import CompileError
+from cupy_flash.families.contract import MAX_GRID, MAX_GRID_Y
+from cupy_flash.families.decode import DecodeFamily, DecodeTile
+from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.device import Device, device_for_arch
+from cupy_flash.problem.problem import (
+    MAX_SEQLEN,
+    ArraySpec,
+    Problem,
+    contiguous_strides,
+    make_problem,
+    make_sequences_problem,
+)
+
+decode = DecodeFamily()
+h100 = device_for_arch("sm_90")
+TILE = DecodeTile(16, 16, warps=4, stages=3, min_blocks=1)
+HEAD_DIMS = (64, 96, 128, 192, 256)
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+LAYOUTS = ("cache", "pages of 16", "pages of 1")
+# Of a thread: at head_dim 256 all 255 registers are in use, and 16 bytes are spilled.
+FEW_SPILLED_BYTES = 32
+# 40 if each row has a page, whose address must be found; and 44 for sm_100, with CUDA 12.9 for all.
+MORE_SPILLED_BYTES = 48
+
+
+def problem(
+    layout: str = "cache",
+    *,
+    rows: int = 4,
+    batch: int = 8,
+    seqlen_k: int = 8192,
+    heads_kv: int = 8,
+    group: int = 4,
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    dtype: str = "bfloat16",
+    alignment: int = 16,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Sequences of `rows` query rows for each key/value head.
+
+    `layout` is "equal" for the arrays of `flash_attention`, "packed", "cache" or "pages of n".
+    Rows in memory are padded to 16 bytes, and start at a multiple of `alignment`.
+    """
+    seqlen_q = rows // group
+
+    def spec(shape: tuple[int, int, int], dim: int) -> ArraySpec:
+        strides = contiguous_strides((*shape, -(-dim // 8) * 8))
+        return ArraySpec((*shape, dim), strides, dtype, alignment)
+
+    dims = (head_dim, head_dim_v or head_dim)
+    heads_q = heads_kv * group
+    scale = {"causal": causal, "softmax_scale": softmax_scale}
+    if layout == "equal":
+        q = spec((batch, seqlen_q, heads_q), head_dim)
+        k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
+        return make_problem(q, k, v, **scale)
+    options = {
+        "batch": batch,
+        "num_splits": num_splits,
+        "batch_invariant": batch_invariant,
+        **scale,
+    }
+    if layout == "packed":
+        q = spec((1, batch * seqlen_q, heads_q), head_dim)
+        k, v = (spec((1, batch * seqlen_k, heads_kv), dim) for dim in dims)
+        return make_sequences_problem(
+            q, k, v, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+        )
+    q = spec((batch, seqlen_q, heads_q), head_dim)
+    if layout == "cache":
+        k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
+        return make_sequences_problem(q, k, v, **options)
+    page_size = int(layout.removeprefix("pages of "))
+    pages = -(-seqlen_k // page_size)
+    k, v = (spec((batch * pages, page_size, heads_kv), dim) for dim in dims)
+    return make_sequences_problem(q, k, v, block_table=(pages, pages), **options)
+
+
+def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
+    tile = decode.default_tile(case, device)
+    assert isinstance(tile, DecodeTile)
+    return tile
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one compilation is for."""
+
+    case: Problem
+    tile: DecodeTile
+    device: Device
+
+    @property
+    def num_splits(self) -> int:
+        return decode.num_splits(self.case, self.device, self.tile)
+
+    def compile(self) -> Cubin:
+        return compile_cubin(decode.unit(self.case, self.tile, self.num_splits), self.device)
+
+    def register_limit(self) -> int:
+        threads = decode.threads(self.tile) * self.tile.min_blocks
+        return min(255, self.device.registers_per_sm // threads)
+
+
+# ---- What the compiler makes of it
+
+
+def default_units() -> dict[str, Unit]:
+    """Every head_dim with every layout, mask and number of rows, the architectures in turn."""
+    units = {}
+    for shift, head_dim in enumerate(HEAD_DIMS):
+        choices = itertools.product(LAYOUTS, (False, True), (4, 32))
+        for index, (layout, causal, rows) in enumerate(choices, shift):
+            sm = ARCHITECTURES[index % len(ARCHITECTURES)]
+            case = problem(layout, rows=rows, head_dim=head_dim, causal=causal)
+            device = device_for_arch(sm)
+            name = f"{head_dim}-{layout}-{'causal' if causal else 'full'}-{rows} rows-{sm}"
+            units[name] = Unit(case, default_tile(case, device), device)
+    return units
+
+
+# Together they switch every compile-time feature on and off, and every field of the tile. Each
+# architecture compiles some, in turn; clusters are for sm_90 and sm_100 alone.
+FEATURES = (
+    (problem("equal", causal=True), TILE),
+    (problem("packed", rows=20, head_dim=40, alignment=8), replace(TILE, Br=32, Bc=32)),
+    (problem(dtype="float16", head_dim=33, head_dim_v=72, alignment=2), replace(TILE, stages=5)),
+    (problem("pages of 7", softmax_scale=-0.5), replace(TILE, warps=2, stages=2, min_blocks=3)),
+    (problem("pages of 64", num_splits=3, dtype="float16"), replace(TILE, Bc=32, warps=2)),
+    (problem(batch_invariant=True, causal=True, rows=8), TILE),
+    (problem(head_dim=17, alignment=4, group=1, rows=3), replace(TILE, warps=1, stages=8)),
+    (problem("packed", batch_invariant=True, causal=True), TILE),
+    (problem("pages of 32", rows=24, group=3, head_dim=80), replace(TILE, Br=32, warps=8)),
+)
+CLUSTERED = tuple(
+    (problem(layout, rows=rows, causal=causal), replace(TILE, Br=Br, cluster=cluster))
+    for layout, rows, causal, Br, cluster in (
+        ("equal", 4, False, 16, 8),
+        ("cache", 32, True, 32, 4),
+        ("pages of 16", 20, False, 32, 2),
+        ("cache", 8, True, 16, 1),
+    )
+)
+
+
+def feature_units() -> dict[str, Unit]:
+    units = {}
+    devices = [device_for_arch(arch) for arch in known_architectures() if arch >= 80]
+    for index, (case, tile) in enumerate(FEATURES):
+        able = [device for device in devices if decode.why_not_tile(case, device, tile) is None]
+        for device in (able[index % len(able)], able[(index + 5) % len(able)]):
+            units[f"feature {index}-{device.sm}"] = Unit(case, tile, device)
+    for index, (case, tile) in enumerate(CLUSTERED):
+        device = device_for_arch(("sm_90", "sm_100")[index % 2])
+        units[f"cluster of {tile.cluster}-{device.sm}"] = Unit(case, tile, device)
+    return units
+
+
+DEFAULTS, OTHERS = default_units(), feature_units()
+
+
+@pytest.fixture(scope="module")
+def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
+    units = DEFAULTS | OTHERS
+    return {name: compile_pool.submit(unit.compile) for name, unit in units.items()}
+
+
+def assert_compiled_as_planned(unit: Unit, cubin: Cubin) -> None:
+    assert decode.why_not_tile(unit.case, unit.device, unit.tile) is None
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == {"attention"}
+    resources = cubin.resources["attention"]
+    assert resources.registers <= unit.register_limit()
+    # All shared memory is dynamic, as the launch says.
+    assert resources.static_shared_memory == 0
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_tile_compiles_with_hardly_any_spills(name, cubins):
+    unit, cubin = DEFAULTS[name], cubins[name].result()
+    assert_compiled_as_planned(unit, cubin)
+    resources = cubin.resources["attention"]
+    single_rows = unit.case.sequences is not None and unit.case.sequences.page_size == 1
+    more = single_rows or unit.device.sm == "sm_100" or nvrtc.getVersion() < (13, 0)
+    most = MORE_SPILLED_BYTES if more else FEW_SPILLED_BYTES
+    assert resources.spill_bytes <= most, f"{unit.tile}: {resources}"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_feature_compiles(name, cubins):
+    assert_compiled_as_planned(OTHERS[name], cubins[name].result())
+
+
+def test_the_units_cover_every_architecture_and_every_choice_of_the_config():
+    for head_dim, rows in itertools.product(HEAD_DIMS, (4, 32)):
+        found = {
+            unit.device.sm
+            for unit in DEFAULTS.values()
+            if unit.case.head_dim == head_dim and unit.case.seqlen_q * 4 == rows
+        }
+        assert found == set(ARCHITECTURES)
+    assert {unit.device.arch for unit in OTHERS.values()} == {
+        arch for arch in known_architectures() if arch >= 80
+    }
+    units = OTHERS.values()
+    assert {unit.case.dtype for unit in units} == {"float16", "bfloat16"}
+    assert {unit.case.alignment for unit in units} == {16, 8, 4, 2}
+    assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
+    assert {unit.case.sequences is None for unit in units} == {True, False}
+    assert {min(unit.num_splits, 2) for unit in units} == {0, 1, 2}
+    assert {unit.tile.cluster for unit in units} == {0, 1, 2, 4, 8}
+    assert {(unit.tile.Br, unit.tile.Bc) for unit in units} >= {(16, 16), (32, 16), (32, 32)}
+
+
+@pytest.mark.parametrize("difference", [-16, 16])
+@pytest.mark.parametrize("cluster", [0, 4])
+def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(
+    cluster, difference, compile_pool
+):
+    tile = replace(TILE, cluster=cluster)
+    unit, size = decode.unit(problem(), tile, 0), decode.shared_memory(problem(), tile)
+    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
+    assert text != unit.text
+    with pytest.raises(CompileError, match="as the host planned"):
+        compile_cubin(replace(unit, text=text), h100)
+
+
+# ---- What it serves, and when it is the better choice
+
+
+def test_other_dtypes_and_gpus_before_ampere_are_refused_with_the_reason():
+    for dtype in ("float32", "float64"):
+        reason = decode.why_not(problem(dtype=dtype), h100)
+        assert f"float16 or bfloat16, not {dtype}" in (reason or "")
+    assert "needs sm_80 or newer" in (decode.why_not(problem(), device_for_arch("sm_75")) or "")
+
+
+@pytest.mark.parametrize("layout", ["equal", "packed", *LAYOUTS])
+@pytest.mark.parametrize("rows", [4, 32, 4 * 799])
+def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, rows):
+    for arch in (arch for arch in known_architectures() if arch >= 80):
+        for head_dim in (1, 64, 256):
+            case = problem(layout, rows=rows, head_dim=head_dim)
+            assert decode.why_not(case, device_for_arch(arch)) is None
+
+
+def test_a_cache_without_pages_is_refused():
+    paged = problem("pages of 16")
+    assert paged.sequences is not None
+    empty = replace(paged, sequences=replace(paged.sequences, max_pages=0, block_table_stride=0))
+    assert decode.why_not(empty, h100) == "its block_table has no pages"
+
+
+@pytest.mark.parametrize(
+    ("rows", "seqlen_k", "says"),
+    [
+        (4, 8192, None),
+        (4, 256, None),
+        (32, 8192, None),
+        (36, 8192, "is for 1 to 32 query rows of a key/value head, and here are 36"),
+        (0, 8192, "is for 1 to 32 query rows of a key/value head, and here are 0"),
+        (4, 255, "is for at least 256 keys, and here are 255"),
+    ],
+)
+def test_it_is_the_better_choice_for_few_rows_and_many_keys(rows, seqlen_k, says):
+    assert decode.why_not_first(problem(rows=rows, seqlen_k=seqlen_k), h100) == says
+
+
+def test_the_query_heads_of_a_key_value_head_count_as_rows():
+    assert decode.why_not_first(problem(rows=32, group=32), h100) is None
+    assert decode.why_not_first(problem(rows=2 * 32, group=32), h100) is not None
+
+
+# ---- Default tiles
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "Br"),
+    [(4, 128, 16), (16, 128, 16), (20, 128, 16), (32, 64, 16), (32, 192, 16), (32, 256, 16)],
+)
+def test_default_tiles_have_as_few_rows_as_a_product_takes(rows, head_dim, Br):
+    for arch in ARCHITECTURES:
+        assert default_tile(problem(rows=rows, head_dim=head_dim), device_for_arch(arch)).Br == Br
+
+
+@pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
+def test_clusters_are_for_the_architectures_that_have_them(arch):
+    device = device_for_arch(arch)
+    has_clusters = arch // 10 in (9, 10)
+    for head_dim, rows in itertools.product(HEAD_DIMS, (4, 32)):
+        case = problem(rows=rows, head_dim=head_dim)
+        assert has_clusters or default_tile(case, device).cluster == 0
+    reason = decode.why_not_tile(problem(), device, replace(TILE, cluster=2))
+    assert (reason is None) == has_clusters
+    assert has_clusters or f"needs sm_90 or sm_100 for clusters, not sm_{arch}" in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "group", "cluster", "clusters"),
+    [
+        # With 42% of 132 SMs, which is 55.4, loads keep all of the memory's bandwidth busy. Several
+        # clusters are a power of two.
+        (1, 8, 8, 8),
+        (2, 4, 8, 4),
+        (3, 4, 8, 4),
+        (4, 4, 8, 2),
+        (7, 1, 8, 1),
+        (8, 4, 8, 1),
+        (16, 4, 4, 1),
+        (32, 1, 2, 1),
+        (64, 1, 1, 1),
+    ],
+)
+def test_clusters_are_as_small_and_few_as_is_enough_for_the_bandwidth(
+    heads_kv, group, cluster, clusters
+):
+    case = problem(heads_kv=heads_kv, rows=group, group=group, batch=1, seqlen_k=65536)
+    tile = default_tile(case)
+    assert tile.cluster == cluster
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, heads_kv, cluster * clusters)
+
+
+@pytest.mark.parametrize(("seqlen_k", "clusters"), [(1024, 1), (3072, 1), (3073, 4), (8192, 8)])
+def test_more_clusters_are_for_more_keys_than_one_has_three_units_of_for_each_block(
+    seqlen_k, clusters
+):
+    case = problem(heads_kv=1, rows=8, group=8, batch=1, seqlen_k=seqlen_k)
+    tile = default_tile(case)
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, 1, 8 * clusters)
+    # What a cluster leaves where its share begins, and where it ends.
+    slots = 0 if clusters == 1 else 2 * clusters
+    assert planned(case, tile) == (8 * clusters, slots, slots, 0)
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "batch", "seqlen_k", "warps"),
+    [(4, 1, 1024, 4), (8, 2, 512, 4), (8, 2, 513, 8), (8, 1, 1025, 8), (3, 1, 1024, 8)],
+)
+def test_few_keys_of_several_heads_are_for_few_warps(heads_kv, batch, seqlen_k, warps):
+    case = problem(heads_kv=heads_kv, batch=batch, seqlen_k=seqlen_k)
+    tile = default_tile(case)
+    assert (tile.warps, tile.cluster) == (warps, 8)
+    (launch,) = decode.launches(case, h100, tile, 0)
+    assert launch.grid == (1, heads_kv, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "cluster", "stages"),
+    # 64 MiB of keys and values, and more.
+    [(2, 8, 2), (3, 4, 3)],
+)
+def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_way(
+    batch, cluster, stages
+):
+    tile = default_tile(problem(heads_kv=8, rows=16, group=16, batch=batch))
+    assert (tile.cluster, tile.stages) == (cluster, stages)
+
+
+@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 8), (4, 8), (5, 0)])
+def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch, cluster):
+    # 16 MiB of keys and values at batch 4.
+    case = problem(heads_kv=1, rows=32, group=32, batch=batch)
+    assert default_tile(case).cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_k", "cluster", "warps", "min_blocks"),
+    [
+        (1, 1024, 8, 4, 1),
+        (15, 8192, 8, 8, 1),
+        (16, 8192, 0, 8, 1),
+        (33, 1024, 0, 4, 2),
+        (62, 8192, 0, 8, 1),
+        (64, 1024, 0, 2, 4),
+        (64, 8192, 0, 2, 4),
+        (64, 65536, 8, 8, 1),
+    ],
+)
+def test_many_sequences_are_merged_through_device_memory_unless_they_are_long(
+    batch, seqlen_k, cluster, warps, min_blocks
+):
+    tile = default_tile(problem(batch=batch, seqlen_k=seqlen_k))
+    assert (tile.cluster, tile.warps, tile.min_blocks) == (cluster, warps, min_blocks)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
+@pytest.mark.parametrize("layout", ["equal", "packed", *LAYOUTS])
+def test_default_tiles_are_legal_and_take_all_stages_that_there_is_room_for(arch, layout):
+    device = device_for_arch(arch)
+    for head_dim, rows, seqlen_k in itertools.product((17, *HEAD_DIMS), (4, 32), (255, 65536)):
+        case = problem(layout, rows=rows, head_dim=head_dim, seqlen_k=seqlen_k)
+        tile = default_tile(case, device)
+        assert decode.why_not_tile(case, device, tile) is None
+        deeper = replace(tile, stages=tile.stages + 1)
+        if decode.why_not_tile(case, device, deeper) is None:
+            # Of blocks that read much of several heads; the element sizes are those of bfloat16.
+            assert (arch, tile.cluster, seqlen_k) == (90, 0, 65536)
+            key_bytes = 2 * 2 * (-(-head_dim // 16) * 16)
+            warps = tile.min_blocks * tile.warps
+            assert warps * tile.stages * tile.Bc * key_bytes >= 128 << 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "seqlen_k", "cluster", "stages"),
+    [
+        ("pages of 16", 8, 1024, 8, 3),
+        ("pages of 1", 8, 65536, 0, 3),
+        ("pages of 16", 8, 65536, 0, 2),
+        ("cache", 8, 65536, 8, 3),
+        ("cache", 64, 8192, 0, 2),
+        ("pages of 1", 64, 8192, 0, 3),
+        ("pages of 64", 64, 8192, 0, 2),
+    ],
+)
+def test_pages_of_much_are_for_all_sms_and_short_ones_for_all_stages(
+    layout, batch, seqlen_k, cluster, stages
+):
+    tile = default_tile(problem(layout, batch=batch, seqlen_k=seqlen_k))
+    assert (tile.cluster, tile.stages) == (cluster, stages)
+
+
+def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
+    tiles = [default_tile(case, device) for case in cases]
+    assert len({(tile.Bc, tile.warps) for tile in tiles}) == 1
+    for case, tile in zip(cases, tiles, strict=True):
+        assert decode.num_splits(case, device, tile) == 1
+
+
+@pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
+@pytest.mark.parametrize("head_dim", [17, *HEAD_DIMS])
+def test_with_batch_invariant_nothing_around_a_row_decides_in_which_order_it_is_summed_up(
+    arch, head_dim
+):
+    cases = [
+        problem(
+            layout,
+            rows=rows,
+            batch=batch,
+            seqlen_k=seqlen_k,
+            head_dim=head_dim,
+            batch_invariant=True,
+        )
+        for layout, rows, batch, seqlen_k in itertools.product(
+            ("packed", "cache", "pages of 16"), (4, 16, 20, 32, 4 * 113), (1, 64), (16, 1024, 65536)
+        )
+    ]
+    assert_sums_in_one_order(cases, device_for_arch(arch))
+
+
+# Values as wide as keys, wider, and narrower: then the queries of 32 rows do not fit a stage.
+DIM_PAIRS = [
+    *((64, 64), (128, 128), (33, 33), (64, 128), (33, 72), (1, 256), (192, 128), (256, 16)),
+    *((128, 64), (96, 64), (80, 64), (72, 64), (65, 64), (17, 16), (128, 1)),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), DIM_PAIRS)
+def test_with_batch_invariant_the_number_of_rows_decides_nothing_whatever_the_head_dims(
+    head_dim, head_dim_v
+):
+    for arch in ARCHITECTURES:
+        cases = [
+            problem(
+                layout,
+                rows=rows,
+                group=1,
+                batch=batch,
+                seqlen_k=seqlen_k,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                batch_invariant=True,
+            )
+            for layout, rows, batch, seqlen_k in itertools.product(
+                ("packed", "cache", "pages of 16"), (1, 16, 17, 32, 113), (1, 64), (16, 65536)
+            )
+        ]
+        assert_sums_in_one_order(cases, device_for_arch(arch))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (96, 64), (80, 64), (65, 64)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+def test_values_narrower_than_keys_cost_a_default_tile_none_of_its_warps(
+    head_dim, head_dim_v, rows
+):
+    for arch, batch, seqlen_k in itertools.product(ARCHITECTURES, (1, 64), (1024, 8192, 65536)):
+        device = device_for_arch(arch)
+        sizes = {"rows": rows, "group": 1, "batch": batch, "seqlen_k": seqlen_k}
+        narrow = default_tile(problem(head_dim=head_dim, head_dim_v=head_dim_v, **sizes), device)
+        equal = default_tile(problem(head_dim=head_dim, **sizes), device)
+        assert narrow.warps >= equal.warps
+
+
+# ---- Tiles
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"Br": 64}, "Br is 64; expected 16 or 32"),
+        ({"Bc": 64}, "Bc is 64; expected 16 or 32"),
+        ({"warps": 0}, "warps is 0; expected 1 to 16"),
+        ({"warps": 17}, "warps is 17; expected 1 to 16"),
+        ({"stages": 1}, "stages is 1; expected 2 to 8"),
+        ({"stages": 9}, "stages is 9; expected 2 to 8"),
+        ({"cluster": 3}, "cluster is 3; expected 0, 1, 2, 4 or 8"),
+        ({"min_blocks": 0}, "min_blocks is 0; expected at least 1"),
+        ({"warps": 8, "stages": 8}, "KiB of shared memory; sm_90 has 227 KiB per block"),
+        ({"min_blocks": 3}, "fewer than 3 blocks fit an SM's shared memory"),
+    ],
+)
+def test_a_tile_that_cannot_run_is_told_why(changes, words):
+    assert words in (decode.why_not_tile(problem(), h100, replace(TILE, **changes)) or "")
+
+
+def test_a_tile_that_needs_more_registers_than_its_threads_leave_it_is_refused():
+    tile = replace(TILE, Br=32, warps=16)
+    reason = decode.why_not_tile(problem(head_dim=64), h100, tile)
+    assert reason == "needs about 152 registers per thread; 128 are left to it"
+
+
+def test_queries_must_fit_a_stage_and_a_result_the_ring_of_a_warp():
+    wide_keys, wide_values = problem(head_dim=256, head_dim_v=16), problem(head_dim_v=256)
+    tile = replace(TILE, Br=32, stages=2)
+    assert "its queries must fit a stage" in (decode.why_not_tile(wide_keys, h100, tile) or "")
+    assert "result must fit its ring" in (decode.why_not_tile(wide_values, h100, tile) or "")
+
+
+def test_more_rows_than_32_bits_count_are_refused():
+    group = 2**15
+    most = MAX_SEQLEN // group
+    fitting = problem("equal", rows=most * group, group=group, heads_kv=1, batch=1)
+    assert decode.why_not_tile(fitting, h100, TILE) is None
+    beyond = problem("equal", rows=(most + 1) * group, group=group, heads_kv=1, batch=1)
+    reason = f"has {(most + 1) * group} rows of a key/value head; {MAX_SEQLEN} can be counted"
+    assert decode.why_not_tile(beyond, h100, TILE) == reason
+    assert decode.why_not(beyond, h100) is not None
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize("layout", ["equal", "pages of 1"])
+def test_legal_tiles_fit_the_gpu_as_often_as_they_say(arch, layout):
+    device = device_for_arch(arch)
+    for head_dim, rows in itertools.product((64, 128, 256), (4, 32)):
+        case = problem(layout, rows=rows, head_dim=head_dim)
+        tiles = list(decode.tiles(case, device))
+        assert len(tiles) == len(set(tiles)) > 0
+        for tile in tiles:
+            assert isinstance(tile, DecodeTile)
+            shared_memory, threads = decode.shared_memory(case, tile), decode.threads(tile)
+            assert shared_memory <= device.shared_memory_per_block
+            assert threads == 32 * tile.warps
+            assert device.blocks_per_sm(threads, shared_memory, 1) >= tile.min_blocks
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "columns"), [(128, 128, (128, 128)), (33, 72, (48, 80))]
+)
+@pytest.mark.parametrize("rows", [4, 32])
+def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_cluster(
+    head_dim, head_dim_v, columns, rows
+):
+    case = problem(rows=rows, head_dim=head_dim, head_dim_v=head_dim_v)
+    tile = replace(TILE, Br=32, stages=2)
+    stage = 16 * sum(columns) * 2
+
+    def more(**changes: int) -> int:
+        return decode.shared_memory(case, replace(tile, **changes)) - decode.shared_memory(
+            case, tile
+        )
+
+    assert more(stages=5) == 3 * tile.warps * stage
+    assert more(warps=7) == 3 * tile.stages * stage
+    # Each row's columns, and what its probabilities are relative to, and their sum.
+    assert more(cluster=8) == 8 * rows * (columns[1] + 4) * 4
+    # And what all warps know of their part.
+    state = decode.shared_memory(case, tile) - tile.warps * tile.stages * stage
+    assert 0 < state <= 256
+    assert state % 16 == 0
+
+
+# ---- Grid, workspace and counters
+
+
+def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int, int, int, int]:
+    """Blocks of the grid, slots of the workspace, counters, and the number of splits."""
+    num_splits = decode.num_splits(case, device, tile)
+    (launch,) = decode.launches(case, device, tile, num_splits)
+    assert launch.entry == "attention"
+    assert launch.threads == 32 * tile.warps
+    # What is not balanced is no cluster.
+    launched = tile if num_splits == 0 else replace(tile, cluster=0)
+    assert launch.shared_memory == decode.shared_memory(case, launched)
+    workspace = decode.workspace(case, device, tile, num_splits)
+    slot = tile.Br * (-(-case.head_dim_v // 16) * 16 + 4) * 4
+    assert workspace % slot == 0
+    counters = decode.counters(case, device, tile, num_splits)
+    return math.prod(launch.grid), workspace // slot, counters, num_splits
+
+
+@pytest.mark.parametrize(("rows", "row_tiles"), [(4, 1), (16, 1), (20, 2), (8 * 16, 8)])
+@pytest.mark.parametrize("min_blocks", [1, 2])
+def test_balanced_as_many_blocks_as_run_at_once_share_the_keys_of_each_head(
+    rows, row_tiles, min_blocks
+):
+    tile = replace(TILE, min_blocks=min_blocks)
+    case = problem(rows=rows)
+    (launch,) = decode.launches(case, h100, tile, 0)
+    places = 132 * min_blocks // (8 * row_tiles)
+    assert launch.grid == (row_tiles, 8, places)
+    # A block leaves up to two partial results: where its share begins, and where it ends.
+    blocks = row_tiles * 8 * places
+    assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "places"),
+    [(64, 32), (128, 32), (32, 32), (33, 33), (99, 33), (31, 33), (48, 33), (100, 33), (1, 33)],
+)
+def test_blocks_take_whole_sequences_where_that_leaves_few_idle(batch, places):
+    tile = replace(TILE, min_blocks=2)
+    assert planned(problem(batch=batch), tile)[0] == 8 * places
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "batch", "heads_kv", "warps"),
+    [
+        (90, "cache", 64, 8, 2),
+        (90, "pages of 16", 64, 8, 2),
+        (90, "pages of 1", 64, 8, 4),
+        (90, "cache", 66, 8, 2),
+        (90, "cache", 62, 8, 4),
+        (90, "cache", 512, 1, 4),
+        (80, "cache", 64, 8, 4),
+    ],
+)
+def test_four_blocks_of_two_warps_are_for_whole_sequences(arch, layout, batch, heads_kv, warps):
+    device = h100 if arch == 90 else device_for_arch(arch)
+    case = problem(layout, batch=batch, heads_kv=heads_kv, seqlen_k=1024)
+    tile = default_tile(case, device)
+    assert (tile.warps, tile.min_blocks == 4) == (warps, warps == 2)
+
+
+def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():
+    # 3 sequences of 2 units.
+    case = problem(batch=3, seqlen_k=65, heads_kv=1)
+    assert planned(case, TILE) == (6, 12, 12, 0)
+    assert planned(problem(batch=3, seqlen_k=65), TILE)[0] == 8 * 6
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+def test_one_cluster_for_each_line_needs_neither_workspace_nor_counters(cluster):
+    tile = replace(TILE, cluster=cluster)
+    for rows, row_tiles in ((4, 1), (32, 2)):
+        # Keys for three units for each of its blocks: no more than one cluster has.
+        case = problem(rows=rows, batch=3, seqlen_k=64 * cluster)
+        (launch,) = decode.launches(case, h100, tile, 0)
+        assert launch.grid == (row_tiles, 8, cluster)
+        assert planned(case, tile) == (row_tiles * 8 * cluster, 0, 0, 0)
+    text = decode.unit(problem(), tile, 0).text
+    assert f"__cluster_dims__(1, 1, {cluster})" in text
+
+
+@pytest.mark.parametrize("layout", ["packed", "cache", "pages of 1"])
+@pytest.mark.parametrize("cluster", [0, 8])
+def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cluster):
+    case = problem(layout, rows=20, batch=3, num_splits=5)
+    items = 3 * 8 * 2
+    tile = replace(TILE, cluster=cluster)
+    assert planned(case, tile) == (5 * items, 5 * items, 5 * items, 5)
+    assert "__cluster_dims__" not in decode.unit(case, tile, 5).text
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"batch_invariant": True}])
+def test_keys_left_whole_need_neither_workspace_nor_counters(options):
+    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, 1)
+
+
+def test_many_row_tiles_and_packed_queries_are_not_balanced():
+    for case in (problem(rows=9 * 16), problem("packed", rows=9 * 16)):
+        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, 1)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize(("batch", "heads_kv"), [(1, 4), (1, 8), (3, 2), (8, 8)])
+def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group, batch, heads_kv):
+    case = problem(
+        "packed", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
+    )
+    tile = default_tile(case)
+    blocks, slots, counters, splits = planned(case, tile)
+    items = batch * heads_kv
+    assert (blocks, slots, counters) == (items * splits,) * 3
+    places = h100.sm_count * tile.min_blocks
+    # What the rule for splits calls full, with what it gives up for fewer of them.
+    assert 0.8 * 0.85 * places <= blocks <= places
+
+
+@pytest.mark.parametrize("num_splits", [2, 200, 5000])
+def test_any_number_of_splits_can_be_merged(num_splits):
+    case = problem(num_splits=num_splits)
+    assert decode.why_not_tile(case, h100, TILE) is None
+    assert planned(case, TILE)[3] == num_splits
+
+
+@pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])
+@pytest.mark.parametrize("heads_kv", [65535, 65536, 70000])
+def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout, heads_kv):
+    case = problem(layout, rows=1, group=1, heads_kv=heads_kv, batch=1, seqlen_k=256, head_dim=64)
+    plan = make_plan(case, h100, family="decode")
+    (launch,) = plan.launches
+    assert launch.grid[0] <= MAX_GRID
+    assert launch.grid[1] <= MAX_GRID_Y
+    assert launch.grid[2] <= MAX_GRID_Y
+    # Each head has its blocks.
+    assert math.prod(launch.grid) >= heads_kv
+    assert (plan.num_splits == 0) == (heads_kv <= MAX_GRID_Y)
+
+
+def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
+    for arch, layout, rows in itertools.product(
+        ARCHITECTURES, ("equal", "packed", *LAYOUTS), (4, 32, 4 * 113)
+    ):
+        device = device_for_arch(arch)
+        case = problem(layout, rows=rows)
+        tile = default_tile(case, device)
+        blocks, slots, counters, splits = planned(case, tile, device)
+        clusters = blocks if splits else 2 * blocks // max(1, tile.cluster)
+        lines = case.heads_kv * -(-rows // tile.Br)
+        alone = splits == 1 or (splits == 0 and clusters == 2 * lines)
+        assert slots == counters == (0 if alone else clusters)

@@ -1,0 +1,725 @@
+"""The Hopper family: its arithmetic, and what the compiler makes of it, with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cupy_flash.errors import CompileError, UnsupportedError
+from cupy_flash.families.contract import TranslationUnit
+from cupy_flash.families.hopper import HopperFamily, HopperTile
+from cupy_flash.gpu.compiler import Cubin, compile_cubin
+from cupy_flash.gpu.tensor_map import TensorMapSpec
+from cupy_flash.planning.planner import make_plan, plan_tile
+from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
+from cupy_flash.problem.problem import (
+    DTYPES,
+    ArraySpec,
+    Problem,
+    make_contiguous_problem,
+    make_problem,
+)
+from cupy_flash.problem.sequences import Sequences
+
+hopper = HopperFamily()
+h100 = device_for_arch("sm_90")
+KIB = 1024
+
+
+def problem(
+    dtype: str = "bfloat16",
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    batch: int = 4,
+    seqlen: int = 4096,
+    seqlen_q: int | None = None,
+    heads: int = 16,
+    heads_kv: int | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Problem:
+    return make_contiguous_problem(
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=seqlen if seqlen_q is None else seqlen_q,
+        seqlen_k=seqlen,
+        heads_q=heads,
+        heads_kv=heads_kv or heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim,
+        causal=causal,
+        softmax_scale=softmax_scale,
+    )
+
+
+def packed(case: Problem, *, sequences: int = 64, **changes: bool | int) -> Problem:
+    """Of as many sequences, the longest as in `case`, in as many rows as all of `case` has."""
+    layout = Sequences(
+        packed_q=True,
+        packed_k=True,
+        total_q=case.batch * case.seqlen_q,
+        total_k=case.batch * case.seqlen_k,
+    )
+    return replace(
+        case,
+        batch=sequences,
+        q_offset=0,
+        q_strides=(0, *case.q_strides[1:]),
+        k_strides=(0, *case.k_strides[1:]),
+        v_strides=(0, *case.v_strides[1:]),
+        out_strides=(0, *case.out_strides[1:]),
+        sequences=replace(layout, **changes),
+    )
+
+
+def cached(case: Problem, *, caches: int, **changes: bool | int) -> Problem:
+    """The same with keys in as many caches, of which not all rows are filled."""
+    return replace(case, q_offset=0, sequences=replace(Sequences(caches=caches), **changes))
+
+
+def default_tile(case: Problem) -> HopperTile:
+    tile = hopper.default_tile(case, h100)
+    assert isinstance(tile, HopperTile)
+    return tile
+
+
+# ---- What it serves
+
+
+def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
+    """q and v as usual, k with these strides of batch, row and head."""
+    usual = ArraySpec.contiguous((2, 203, 3, 64), "float16")
+    return make_problem(usual, ArraySpec(usual.shape, strides, "float16", alignment), usual)
+
+
+REFUSED: dict[str, tuple[Problem, Device, str]] = {
+    "float32": (problem("float32"), h100, "take float16 or bfloat16, not float32"),
+    "float64": (problem("float64"), h100, "take float16 or bfloat16, not float64"),
+    **{
+        f"sm_{arch}": (problem(), device_for_arch(arch), f"needs sm_90 for wgmma, not sm_{arch}")
+        for arch in ARCHITECTURES
+        if arch != 90
+    },
+    "old NVRTC": (
+        problem(),
+        replace(h100, arch_specific=False),
+        "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks",
+    ),
+    "no keys": (problem(seqlen=0, seqlen_q=5), h100, "arrays without keys"),
+    "rows on 8 bytes": (
+        strided((203 * 3 * 64, 3 * 64, 64), alignment=8),
+        h100,
+        "needs rows that begin on 16 bytes; these begin on 8",
+    ),
+    "an odd head_dim": (problem(head_dim=33), h100, "these begin on 2"),
+    "rows backwards": (
+        strided((203 * 3 * 64, -3 * 64, 64)),
+        h100,
+        "the copy engine cannot step -384 bytes",
+    ),
+    "a stride of 2^40 bytes": (
+        strided((2**39, 3 * 64, 64)),
+        h100,
+        f"the copy engine cannot step {2**40} bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(name):
+    case, device, words = REFUSED[name]
+    assert words in (hopper.why_not(case, device) or "")
+    plan = make_plan(case, device)
+    assert plan.family == ("simt" if case.dtype == "float64" or device.arch < 80 else "mma")
+    assert words in plan.rejected["hopper"]
+    assert f"not hopper     {plan.rejected['hopper']}" in str(plan).splitlines()
+    with pytest.raises(UnsupportedError, match=f"'hopper' cannot serve this: .*{re.escape(words)}"):
+        make_plan(case, device, family="hopper")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        strided((203 * 3 * 64, 3 * 64, 64)),
+        # A broadcast batch, and the largest step that the copy engine takes.
+        strided((0, 3 * 64, 64)),
+        strided((2**39 - 8, 3 * 64, 64)),
+        problem(head_dim=8),
+        problem(head_dim=256, head_dim_v=8),
+        problem(seqlen=1),
+        problem(seqlen_q=0),
+        problem(batch=0),
+    ],
+)
+def test_the_two_16_bit_dtypes_in_rows_of_16_bytes_are_its_own_on_sm_90(case):
+    for dtype in ("float16", "bfloat16"):
+        plan = make_plan(replace(case, dtype=dtype), h100)
+        assert plan.family == "hopper"
+        assert plan.reason == "first choice for this dtype and GPU; default tile"
+
+
+def test_a_step_that_is_never_taken_may_be_of_any_size():
+    one = ArraySpec((1, 203, 1, 64), (-(2**41), 64, 2**50), "float16")
+    assert hopper.why_not(make_problem(one, one, one), h100) is None
+
+
+def test_padded_rows_make_every_head_dim_its_own():
+    for head_dim in (1, 33, 100, 255):
+        row = -(-head_dim // 8) * 8
+        spec = ArraySpec((2, 203, 3, head_dim), (203 * 3 * row, 3 * row, row), "float16")
+        assert make_plan(make_problem(spec, spec, spec), h100).family == "hopper"
+
+
+def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_their_keys():
+    for case in (packed(problem()), cached(problem(), caches=9)):
+        assert hopper.serves_sequences
+        assert hopper.why_not(case, h100) is None
+        plan = make_plan(case, h100, family="hopper")
+        assert plan.takes_sequences
+        assert plan.num_splits == 1
+        assert plan.counters == 0
+    paged = cached(problem(), caches=0, page_size=16, pages=100, max_pages=10)
+    assert "not pages" in (hopper.why_not(paged, h100) or "")
+    for splits in (0, 1):
+        assert hopper.why_not(packed(problem(), num_splits=splits), h100) is None
+    assert "of equal length only" in (hopper.why_not(packed(problem(), num_splits=2), h100) or "")
+    assert "without keys" in (hopper.why_not(cached(problem(), caches=0), h100) or "")
+
+
+# ---- Tiles
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        (HopperTile(96, 128), "Br is 96; expected 64, 128 or 192"),
+        (HopperTile(256, 128), "Br is 256; expected 64, 128 or 192"),
+        (HopperTile(128, 120), "Bc is 120; expected a multiple of 16 up to 256"),
+        (HopperTile(128, 272), "Bc is 272; expected a multiple of 16 up to 256"),
+        (HopperTile(128, 128, stages=1), "stages is 1; expected at least 2"),
+        (HopperTile(128, 128, q_stages=0), "q_stages is 0; expected 1 or 2"),
+        (HopperTile(128, 128, q_stages=3), "q_stages is 3; expected 1 or 2"),
+        (HopperTile(128, 128, turns=2), "turns is 2; expected 0, or with more than one consumer 1"),
+        (HopperTile(64, 128, turns=1), "turns is 1; expected 0, or with more than one consumer 1"),
+        (HopperTile(128, 32, guesses=17), "guesses is 17; expected 1 to Bc / 2"),
+        (HopperTile(128, 128, guesses=0), "guesses is 0; expected 1 to Bc / 2"),
+        (HopperTile(128, 64, q_steps=9), "q_steps is 9; head_dim has 8"),
+        (HopperTile(128, 128, stages=7), "KiB of shared memory; sm_90 has 227 KiB per block"),
+        (HopperTile(128, 240), "registers"),
+        (HopperTile(192, 128), "registers"),
+    ],
+)
+def test_a_tile_that_cannot_run_is_told_why(tile, words):
+    assert words in (hopper.why_not_tile(problem(), h100, tile) or "")
+
+
+def test_more_query_tiles_than_can_be_counted_are_refused():
+    case = problem(batch=2**10, seqlen=2**20, heads=2**10)
+    assert "query tiles; 2147483647 can be counted" in (
+        hopper.why_not_tile(case, h100, HopperTile(128, 64)) or ""
+    )
+
+
+VARIED = [
+    problem(head_dim=64),
+    problem("float16", 128, causal=True),
+    problem(head_dim=256),
+    problem(head_dim=192, head_dim_v=128, causal=True),
+    problem(head_dim=8, head_dim_v=256),
+    problem(head_dim=80, batch=1, heads=1),
+    problem(head_dim=40, seqlen=1),
+    problem(head_dim=96, seqlen=65536, seqlen_q=1, heads=32, heads_kv=4),
+]
+
+
+@pytest.mark.parametrize("case", VARIED)
+def test_every_legal_tile_fits_the_registers_and_the_shared_memory_of_an_sm(case):
+    count = 0
+    for tile in hopper.tiles(case, h100):
+        assert isinstance(tile, HopperTile)
+        count += 1
+        plan = plan_tile(hopper, case, h100, tile, reason="")
+        assert plan.shared_memory <= h100.shared_memory_per_block
+        consumers = tile.Br // 64
+        assert plan.threads == 128 * (consumers + 1)
+        config = hopper.config(case, tile)
+        producer, consumer = config["producer_registers"], config["consumer_registers"]
+        # setmaxnreg takes multiples of 8, and waits for ever for more than the launch allotted,
+        # which is in units of 8 for each thread.
+        assert producer % 8 == consumer % 8 == 0
+        assert 24 <= producer <= consumer <= 240
+        allotted = min(255, h100.registers_per_sm // plan.threads) // 8 * 8
+        assert producer + consumers * consumer <= allotted * (consumers + 1)
+        # S, P and O live at once.
+        output = -(-case.head_dim_v // 16) * 16
+        assert tile.Bc // 2 + tile.Bc // 4 + output // 2 < consumer
+    assert count > 20
+
+
+@pytest.mark.parametrize("case", VARIED)
+def test_the_search_fills_shared_memory_with_stages(case):
+    for tile in hopper.tiles(case, h100):
+        more = replace(tile, stages=tile.stages + 1)
+        assert tile.stages == 8 or (
+            hopper.shared_memory(case, more) > h100.shared_memory_per_block
+        ), tile
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "columns"), [(128, 128, 128), (64, 96, 96), (40, 40, 64), (8, 8, 32)]
+)
+def test_shared_memory_is_query_tiles_a_ring_barriers_and_visits(head_dim, head_dim_v, columns):
+    case = problem(head_dim=head_dim, head_dim_v=head_dim_v)
+    queries = 128 * -(-head_dim // 32) * 32 * 2
+    for stages, q_stages in ((2, 1), (5, 2)):
+        tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
+        visits = 32 * (q_stages + 2)
+        assert hopper.shared_memory(case, tile) == (
+            q_stages * queries + stages * 80 * columns * 2 + 16 * (stages + q_stages) + visits
+        )
+
+
+@pytest.mark.parametrize(("stages", "q_stages"), [(2, 1), (5, 2)])
+def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(stages, q_stages):
+    tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
+    more = hopper.shared_memory(packed(problem()), tile) - hopper.shared_memory(problem(), tile)
+    places, visits, barriers, tails = 24 * (q_stages + 4), 2 * 32, 2 * 8, (stages + 1) * (8 + 8)
+    assert more == places + visits + barriers + tails
+
+
+@pytest.mark.parametrize(
+    ("case", "Br", "Bc"),
+    [
+        (problem(head_dim=64), 192, 128),
+        (problem(head_dim=64, causal=True), 192, 128),
+        (problem(head_dim=64, causal=True, seqlen=512), 128, 128),
+        (problem(head_dim=128), 192, 80),
+        (problem(head_dim=128, seqlen=2048), 128, 128),
+        (problem(head_dim=128, causal=True), 128, 128),
+        (problem(head_dim=128, causal=True, seqlen=8192), 192, 80),
+        (problem(head_dim=128, causal=True, seqlen=512), 128, 128),
+        (problem(head_dim=128, seqlen_q=1), 64, 128),
+        (problem(head_dim=192, head_dim_v=128), 128, 112),
+        (problem(head_dim=256), 128, 64),
+        (problem(head_dim=256, seqlen_q=1), 64, 64),
+    ],
+)
+def test_common_problems_have_the_tile_that_was_measured_best(case, Br, Bc):
+    tile = default_tile(case)
+    assert (tile.Br, tile.Bc) == (Br, Bc)
+    assert hopper.why_not_tile(case, h100, tile) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_have_the_tile_of_a_batch_of_their_longest(causal):
+    for seqlen in (300, 4096, 16384):
+        case = problem(batch=4, seqlen=seqlen, causal=causal)
+        tile, usual = default_tile(packed(case)), default_tile(case)
+        assert (tile.Br, tile.Bc) == (usual.Br, usual.Bc)
+        assert hopper.why_not_tile(packed(case), h100, tile) is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_batch_invariant_tile_is_the_same_for_every_batch_and_length(head_dim, causal):
+    cases = [
+        packed(
+            problem(
+                head_dim=head_dim, batch=batch, seqlen=seqlen, seqlen_q=seqlen_q, causal=causal
+            ),
+            sequences=batch + 3,
+            batch_invariant=True,
+        )
+        for batch in (1, 300)
+        for seqlen in (5, 300, 9000)
+        for seqlen_q in (1, seqlen)
+    ]
+    cases.append(cached(problem(head_dim=head_dim, causal=causal), caches=7, batch_invariant=True))
+    assert len({default_tile(case) for case in cases}) == 1
+
+
+def test_every_problem_that_it_serves_has_a_default_tile_that_is_no_makeshift():
+    for head_dim in range(8, 257, 8):
+        for head_dim_v in (8, 64, 104, 120, 128, head_dim, 256):
+            for seqlen_q in (1, 799):
+                case = problem(head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
+                assert hopper.why_not(case, h100) is None
+                tile = default_tile(case)
+                assert hopper.why_not_tile(case, h100, tile) is None
+                assert tile.turns or seqlen_q == 1
+                assert tile.Bc >= 64
+                assert tile.stages >= 2
+
+
+# ---- Launch
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen_q", "splits", "blocks"),
+    [
+        (1, 1, 1, 1, 1),
+        (1, 1, 128, 1, 1),
+        (1, 1, 129, 1, 2),
+        (2, 3, 799, 1, 2 * 3 * 7),
+        (2, 3, 799, 3, 2 * 3 * 7 * 3),
+        (4, 16, 4096, 1, 132),
+        (1, 44, 257, 1, 132),
+        (1, 132, 5, 1, 132),
+        (1, 133, 5, 1, 132),
+    ],
+)
+def test_the_grid_has_a_block_for_each_query_tile_and_split_but_no_more_than_sms(
+    batch, heads, seqlen_q, splits, blocks
+):
+    case = problem(batch=batch, heads=heads, seqlen_q=seqlen_q)
+    tile = HopperTile(128, 128)
+    (launch, *_) = hopper.launches(case, h100, tile, splits)
+    assert launch.grid == (blocks, 1, 1)
+    assert launch.threads == 3 * 128
+    assert launch.shared_memory == hopper.shared_memory(case, tile)
+
+
+def test_split_keys_are_merged_by_a_second_kernel():
+    case = problem(batch=1, heads=1, seqlen_q=1, seqlen=65536)
+    plan = make_plan(case, h100, family="hopper")
+    assert plan.num_splits > 1
+    assert [launch.entry for launch in plan.launches] == ["attention", "combine"]
+    assert plan.launches[0].grid == (plan.num_splits, 1, 1)
+
+
+def test_sequences_are_put_in_order_by_one_block_of_a_kernel_that_comes_first():
+    plan = make_plan(packed(problem(), sequences=77), h100, family="hopper")
+    prepare, attention = plan.launches
+    assert (prepare.entry, prepare.grid, prepare.threads) == ("prepare", (1, 1, 1), 1024)
+    assert (attention.entry, attention.grid) == ("attention", (132, 1, 1))
+    assert plan.unit is not None
+    assert plan.unit.entries == ("prepare", "attention")
+    # What was handed out, the tiles before each place and after the last, the order.
+    assert plan.workspace == 4 * (1 + 78 + 77)
+
+
+# ---- Tensor maps
+
+
+def maps_of(case: Problem, tile: HopperTile) -> tuple[TensorMapSpec, ...]:
+    assert hopper.why_not(case, h100) is None
+    return hopper.tensor_maps(case, tile)
+
+
+def test_a_tensor_map_has_the_arrays_sizes_innermost_first_and_its_strides_in_bytes():
+    q, k, v = maps_of(
+        problem("float16", 128, 64, batch=2, seqlen=203, seqlen_q=799, heads=6, heads_kv=3),
+        HopperTile(192, 80),
+    )
+    assert q == TensorMapSpec(
+        "float16", (128, 799, 6, 2), (6 * 256, 256, 799 * 6 * 256), box=(64, 192)
+    )
+    assert k == TensorMapSpec(
+        "float16", (128, 203, 3, 2), (3 * 256, 256, 203 * 3 * 256), box=(64, 80)
+    )
+    assert v == TensorMapSpec(
+        "float16", (64, 203, 3, 2), (3 * 128, 128, 203 * 3 * 128), box=(64, 80)
+    )
+
+
+def test_the_other_layout_and_views_of_it_differ_in_strides_only():
+    shape, bhsd = (2, 203, 3, 64), (3 * 203 * 64, 64, 203 * 64)
+    of_packed = (203 * 3 * 3 * 64, 3 * 3 * 64, 64)
+    usual = ArraySpec.contiguous(shape, "bfloat16")
+    case = make_problem(
+        ArraySpec(shape, bhsd, "bfloat16"), ArraySpec(shape, of_packed, "bfloat16"), usual
+    )
+    q, k, v = maps_of(case, HopperTile(128, 128))
+    assert q.shape == k.shape == v.shape == (64, 203, 3, 2)
+    assert q.strides == (128, 203 * 128, 3 * 203 * 128)
+    assert k.strides == (9 * 128, 128, 203 * 9 * 128)
+    assert v.strides == (3 * 128, 128, 203 * 3 * 128)
+
+
+def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():
+    case = problem("float16", 128, 64, batch=2, seqlen=203, seqlen_q=799, heads=6, heads_kv=3)
+    q, k, v = maps_of(packed(case, sequences=5), HopperTile(192, 80))
+    assert (q.shape, q.strides) == ((128, 2 * 799, 6, 1), (6 * 256, 256, 16))
+    assert (k.shape, k.strides) == ((128, 2 * 203, 3, 1), (3 * 256, 256, 16))
+    assert (v.shape, v.strides) == ((64, 2 * 203, 3, 1), (3 * 128, 128, 16))
+    q, k, v = maps_of(cached(case, caches=9), HopperTile(192, 80))
+    assert q == hopper.tensor_maps(case, HopperTile(192, 80))[0]
+    assert (k.shape, k.strides) == ((128, 203, 3, 9), (3 * 256, 256, 203 * 3 * 256))
+    assert (v.shape, v.strides) == ((64, 203, 3, 9), (3 * 128, 128, 203 * 3 * 128))
+
+
+def test_an_axis_of_length_one_gets_a_stride_that_the_driver_takes():
+    # The strides of such an axis are never used, and may be anything: odd, negative, beyond 2^40.
+    one = ArraySpec((1, 203, 1, 64), (-5, 64, 2**50), "float16")
+    for spec in maps_of(make_problem(one, one, one), HopperTile(128, 128)):
+        assert spec.strides == (128, 16, 16)
+
+
+def test_a_broadcast_axis_keeps_its_stride_of_zero():
+    _, k, _ = maps_of(strided((0, 3 * 64, 64)), HopperTile(128, 128))
+    assert k.strides == (3 * 128, 128, 0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns"),
+    [(8, 32), (32, 32), (40, 64), (64, 64), (72, 32), (96, 32), (104, 64), (160, 32), (256, 64)],
+)
+def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(head_dim, columns):
+    for spec in maps_of(problem(head_dim=head_dim), HopperTile(128, 128)):
+        assert spec.box == (columns, 128)
+
+
+# ---- What the compiler makes of it
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one compilation is for."""
+
+    case: Problem
+    tile: HopperTile
+    num_splits: int
+
+    @property
+    def translation(self) -> TranslationUnit:
+        return hopper.unit(self.case, self.tile, self.num_splits)
+
+    def compile(self) -> Cubin:
+        return compile_cubin(self.translation, h100)
+
+
+HEAD_DIMS = [(d, d) for d in (32, 40, 64, 72, 80, 96, 128, 160, 192, 224, 256)]
+HEAD_DIMS += [(192, 128), (64, 128), (8, 256), (256, 8)]
+
+
+def default_units() -> dict[str, Unit]:
+    """For every head_dim some of what default tiles differ in, for all of them together all.
+
+    Each is compiled for long sequences, for short causal ones, for a single query and for keys that
+    are split, for sequences that are packed or in a cache, and some for a negative scale.
+    """
+    units = {}
+    for index, dims in enumerate(HEAD_DIMS):
+        dtype, other = ("bfloat16", "float16") if index % 2 else ("float16", "bfloat16")
+        odd = bool(index // 2 % 2)
+        cases = {
+            "long": problem(dtype, *dims, causal=not odd),
+            "short": problem(other, *dims, seqlen=512, batch=32, causal=True),
+            "query": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, seqlen_q=1, causal=odd),
+            "split": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, causal=odd),
+        }
+        cases["packed"] = packed(cases["long"])
+        cases["packed-short"] = packed(cases["short"])
+        cases["cached"] = cached(replace(cases["query"], batch=4), caches=5)
+        if index % 4 == 1:
+            cases["negative"] = problem(dtype, *dims, causal=odd, softmax_scale=-0.5)
+        for kind, case in cases.items():
+            tile = default_tile(case)
+            name = f"{case.dtype}-{dims[0]}-{dims[1]}-{kind}-{'causal' if case.causal else 'full'}"
+            units[name] = Unit(case, tile, hopper.num_splits(case, h100, tile))
+    return units
+
+
+UNITS = default_units()
+
+# ptxas tells of products that it runs one after another, and of setmaxnreg that it ignores, in
+# warnings C7504 to C7520 and C7602; compilation goes on.
+TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
+
+
+def trouble_in(log: str) -> list[str]:
+    return [line for line in log.splitlines() if TROUBLE.search(line)]
+
+
+@pytest.fixture(scope="module")
+def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
+    return {name: compile_pool.submit(unit.compile) for name, unit in UNITS.items()}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_default_tile_compiles_without_spills_or_serialized_products(name, cubins):
+    unit, cubin = UNITS[name], cubins[name].result()
+    launches = hopper.launches(unit.case, h100, unit.tile, unit.num_splits)
+    assert set(cubin.resources) == {launch.entry for launch in launches}
+    assert trouble_in(cubin.log) == []
+    # What setmaxnreg hands round is no more than the launch allots to the block.
+    config, consumers = hopper.config(unit.case, unit.tile), unit.tile.Br // 64
+    handed_out = config["producer_registers"] + consumers * config["consumer_registers"]
+    assert handed_out <= cubin.resources["attention"].registers * (consumers + 1)
+    for resources in cubin.resources.values():
+        assert resources.spill_bytes <= 32, f"{unit.tile}: {resources}"
+        # All shared memory is dynamic, as the launch says.
+        assert resources.static_shared_memory == 0
+
+
+def test_the_compiled_units_cover_what_default_tiles_differ_in():
+    units = list(UNITS.values())
+    assert {unit.case.dtype for unit in units} == set(DTYPES[:2])
+    assert {unit.case.causal for unit in units} == {True, False}
+    assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
+    assert {unit.num_splits > 1 for unit in units} == {True, False}
+    assert {unit.case.sequences is None for unit in units} == {True, False}
+    assert {unit.tile.Br for unit in units} == {64, 128, 192}
+    assert {unit.tile.q_stages for unit in units} == {1, 2}
+
+
+def test_a_warning_of_serialized_products_is_seen_in_the_log(compile_pool):
+    # A call that ptxas cannot look into is one of its reasons.
+    unit = Unit(problem(), default_tile(problem()), 1).translation
+    call = "hopper_forward<Config>(params, maps);"
+    text = unit.text.replace(call, call + '\n  printf("%d", params.seqlen_q);', 1)
+    assert text != unit.text
+    log = compile_pool.submit(compile_cubin, replace(unit, text=text), h100).result().log
+    assert trouble_in(log)
+
+
+@pytest.mark.parametrize("difference", [-16, 16])
+def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(difference):
+    tile = default_tile(problem())
+    unit = hopper.unit(problem(), tile, 1)
+    size = hopper.shared_memory(problem(), tile)
+    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
+    assert text != unit.text
+    with pytest.raises(CompileError, match="as the host planned"):
+        compile_cubin(replace(unit, text=text), h100)
+
+
+# ---- Slabs: matrix descriptors and the swizzle, compared by the compiler with values from here
+
+
+@dataclass(frozen=True)
+class Slabs:
+    """What `SlabTile` of `slabs.cuh` should say of rows x columns 16-bit elements."""
+
+    rows: int
+    columns: int
+
+    @property
+    def line_bytes(self) -> int:
+        """128, the widest swizzle, unless the columns leave the last half of a line empty."""
+        return 64 if -(-self.columns // 32) % 2 else 128
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.columns * 2 // self.line_bytes)
+
+    def offset(self, row: int, column: int) -> int:
+        """Byte that the copy engine writes an element to, leaving the swizzle out."""
+        slab, byte = divmod(2 * column, self.line_bytes)
+        return (slab * self.rows + row) * self.line_bytes + byte
+
+    def descriptor(self, leading: int) -> int:
+        """PTX ISA: bits 16-29 leading and 32-45 stride byte offset, in 16 bytes; 62-63 swizzle.
+
+        The stride is that between groups of eight rows.
+        """
+        swizzle = {128: 1, 64: 2}[self.line_bytes]
+        stride = self.offset(8, 0)
+        return swizzle << 62 | stride // 16 << 32 | leading // 16 << 16
+
+    def assertions(self) -> list[str]:
+        slab_bytes = self.rows * self.line_bytes
+        values = {
+            "line_bytes": self.line_bytes,
+            "slabs": self.slabs,
+            "slab_bytes": slab_bytes,
+            "bytes": self.slabs * slab_bytes,
+            # One k step lies within a line: what leads elsewhere is not used, and 1 by convention.
+            "k_along_columns()": self.descriptor(16),
+            # n goes on in the next slab.
+            "k_along_rows()": self.descriptor(slab_bytes),
+        }
+        steps = -(-self.columns // 16)
+        values |= {f"column_step({s})": self.offset(0, 16 * s) for s in range(steps)}
+        values |= {f"row_step({s})": self.offset(16 * s, 0) for s in range(self.rows // 16)}
+        tile = f"SlabTile<{self.rows}, {self.columns}>"
+        return [
+            f'static_assert({tile}::{name} == {value:#x}ull, "{name} of {tile}");'
+            for name, value in values.items()
+        ]
+
+
+SLABS = [
+    Slabs(rows, columns)
+    for rows in (16, 64, 80, 112, 128, 176, 192, 256)
+    for columns in (8, 32, 40, 64, 72, 96, 128, 160, 192, 200, 256)
+]
+
+# Descriptors that gave right products on a GPU.
+MEASURED = [
+    "SlabTile<128, 128>::k_along_columns() == 0x4000004000010000",
+    "SlabTile<192, 64>::k_along_columns() == 0x4000004000010000",
+    "SlabTile<128, 128>::k_along_rows() == 0x4000004004000000",
+    "SlabTile<176, 128>::k_along_rows() == 0x4000004005800000",
+    "SlabTile<80, 256>::k_along_rows() == 0x4000004002800000",
+    # Lines of 64 bytes.
+    "SlabTile<128, 96>::k_along_columns() == 0x8000002000010000",
+    "SlabTile<128, 96>::k_along_rows() == 0x8000002002000000",
+]
+
+
+def compile_slabs(assertions: list[str]) -> Cubin:
+    text = "\n".join(
+        ['#include "tile/slabs.cuh"', *assertions, 'extern "C" __global__ void none() {}']
+    )
+    return compile_cubin(TranslationUnit(text, ("none",), "slabs", arch_specific=True), h100)
+
+
+def test_descriptors_steps_and_sizes_of_slabs_are_what_the_isa_says():
+    measured = [f'static_assert({condition}, "");' for condition in MEASURED]
+    compile_slabs(measured + [line for slabs in SLABS for line in slabs.assertions()])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["slab_bytes", "k_along_columns", "k_along_rows", "column_step(5)", "row_step(3)"],
+)
+def test_a_wrong_value_does_not_compile(name):
+    (right,) = (line for line in Slabs(128, 128).assertions() if f"::{name}" in line)
+    wrong = re.sub("0x([0-9a-f]+)ull", lambda value: f"{int(value[1], 16) ^ 0x10000:#x}ull", right)
+    compile_slabs([right])
+    with pytest.raises(CompileError, match=re.escape(name)):
+        compile_slabs([wrong])
+
+
+# The PTX ISA's swizzle modes: address bits 4 to 6 (4 and 5 for 64 bytes) XORed with the three (two)
+# bits from 7 on.
+def swizzled(address: int, line_bytes: int) -> int:
+    return address ^ (address >> 7 & line_bytes // 16 - 1) << 4
+
+
+@pytest.mark.parametrize("slabs", [Slabs(64, 128), Slabs(48, 96), Slabs(32, 8)])
+def test_eight_rows_of_a_chunk_lie_in_eight_bank_groups(slabs):
+    columns = range(0, slabs.slabs * slabs.line_bytes // 2, 8)
+    for column in columns:
+        for first in range(0, slabs.rows, 8):
+            addresses = [
+                swizzled(slabs.offset(row, column), slabs.line_bytes)
+                for row in range(first, first + 8)
+            ]
+            assert len({address // 16 % 8 for address in addresses}) == 8
+    every = {
+        swizzled(slabs.offset(row, column), slabs.line_bytes)
+        for row in range(slabs.rows)
+        for column in columns
+    }
+    assert len(every) == slabs.rows * len(columns)
+
+
+def test_slabs_begin_where_the_swizzle_does():
+    # Both repeat after 1024 or 512 bytes; a descriptor whose address does not begin there would
+    # need a base offset.
+    for slabs in SLABS:
+        assert slabs.rows * slabs.line_bytes % (8 * slabs.line_bytes) == 0
+
+
+def test_a_unit_is_compiled_for_its_own_architecture_only():
+    unit = hopper.unit(problem(), default_tile(problem()), 1)
+    assert unit.arch_specific
+    assert unit.target(h100) == "sm_90a"
+    assert dataclasses.replace(unit, arch_specific=False).target(h100) == "sm_90"

@@ -1,0 +1,374 @@
+"""The tensor-core family: its arithmetic, and what the compiler makes of it, with no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cupy_flash.errors import CompileError
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
+from cupy_flash.problem.device import Device, device_for_arch
+from cupy_flash.problem.problem import ITEMSIZE, ArraySpec, Problem, make_problem
+from cupy_flash.problem.sequences import Sequences
+
+mma = MmaFamily()
+h100 = device_for_arch("sm_90")
+TILE = MmaTile(64, 32, warps=4, stages=2)
+
+
+def problem(
+    dtype: str = "float16",
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    *,
+    seqlen: int = 4096,
+    batch: int = 4,
+    heads: int = 16,
+    alignment: int = 16,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Problem:
+    """Arrays whose rows are padded to 16 bytes and start at a multiple of `alignment`."""
+
+    def spec(dim: int) -> ArraySpec:
+        width = 16 // ITEMSIZE[dtype]
+        row = -(-dim // width) * width
+        strides = (seqlen * heads * row, heads * row, row)
+        return ArraySpec((batch, seqlen, heads, dim), strides, dtype, alignment)
+
+    qk, v = spec(head_dim), spec(head_dim_v or head_dim)
+    return make_problem(qk, qk, v, causal=causal, softmax_scale=softmax_scale)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one compilation is for."""
+
+    case: Problem
+    tile: MmaTile
+    device: Device
+    num_splits: int = 1
+
+    def compile(self) -> Cubin:
+        return compile_cubin(mma.unit(self.case, self.tile, self.num_splits), self.device)
+
+
+def register_limit(unit: Unit) -> int:
+    """What the launch bounds leave to a thread."""
+    threads = mma.threads(unit.tile) * unit.tile.min_blocks
+    return min(255, unit.device.registers_per_sm // threads)
+
+
+def default_units() -> dict[str, Unit]:
+    units = {}
+    for arch, head_dim, (dtype, causal) in itertools.product(
+        ("sm_80", "sm_90"),
+        (64, 128),
+        (
+            ("bfloat16", False),
+            ("bfloat16", True),
+            ("float16", True),
+            ("float32", False),
+            ("float32", True),
+        ),
+    ):
+        case, device = problem(dtype, head_dim, causal=causal), device_for_arch(arch)
+        name = f"{dtype}-{head_dim}-{'causal' if causal else 'full'}-{arch}"
+        tile = mma.default_tile(case, device)
+        assert isinstance(tile, MmaTile)
+        units[name] = Unit(case, tile, device)
+    return units
+
+
+# Together they switch every compile-time feature on and off: dtype, mask, ragged and different head
+# dims, every width of memory access, split keys, negated scores, stages, queries in registers, one
+# and two row tiles per warp. Each architecture compiles one of each list, in turn.
+FEATURES_16BIT = (
+    (problem("float16", 40, 72, alignment=2, causal=True), TILE, 1),
+    (problem("bfloat16", 64, softmax_scale=-0.5), replace(TILE, stages=3, q_in_registers=1), 3),
+    (problem("bfloat16", 33, 128, alignment=4, causal=True), replace(TILE, stages=4), 1),
+    (problem("float16", 96, 17, alignment=8), replace(TILE, Br=128, min_blocks=1), 2),
+)
+FEATURES_FLOAT32 = (
+    (problem("float32", 36, 24, causal=True), replace(TILE, stages=3), 1),
+    (problem("float32", 18, 50, alignment=4, softmax_scale=-0.5), TILE, 2),
+    (problem("float32", 64, alignment=8, causal=True), replace(TILE, warps=2, Br=32, stages=4), 1),
+)
+
+
+def feature_units() -> dict[str, Unit]:
+    units = {}
+    devices = [device_for_arch(arch) for arch in known_architectures() if arch >= 80]
+    for index, device in enumerate(devices):
+        for features in (FEATURES_16BIT, FEATURES_FLOAT32):
+            case, tile, num_splits = features[index % len(features)]
+            units[f"{case.dtype}-{case.head_dim}-{device.sm}"] = Unit(
+                case, tile, device, num_splits
+            )
+    return units
+
+
+def ragged_problem(
+    dtype: str = "bfloat16",
+    head_dim: int = 64,
+    *,
+    page_size: int = 0,
+    group: int = 4,
+    seqlen: int = 4096,
+    causal: bool = True,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Packed queries over a cache, in pages or not."""
+    case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
+    sequences = Sequences(
+        packed_q=True,
+        total_q=2 * seqlen,
+        caches=0 if page_size else 5,
+        page_size=page_size,
+        pages=77 if page_size else 0,
+        max_pages=-(-seqlen // page_size) if page_size else 0,
+        batch_invariant=batch_invariant,
+    )
+    return replace(case, heads_kv=case.heads_q // group, q_offset=0, sequences=sequences)
+
+
+def ragged_units() -> dict[str, Unit]:
+    units = {}
+    for arch, (dtype, head_dim), (page_size, group, splits) in itertools.product(
+        ("sm_80", "sm_90"),
+        (("bfloat16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64), ("float32", 128)),
+        ((0, 4, 1), (0, 1, 2), (1, 4, 1), (16, 4, 2), (128, 1, 1)),
+    ):
+        device = device_for_arch(arch)
+        case = ragged_problem(dtype, head_dim, page_size=page_size, group=group)
+        tile = mma.default_tile(case, device)
+        assert isinstance(tile, MmaTile)
+        units[f"{dtype}-{head_dim}-page-{page_size}-group-{group}-{arch}"] = Unit(
+            case, tile, device, splits
+        )
+    return units
+
+
+DEFAULTS, FEATURES, RAGGED = default_units(), feature_units(), ragged_units()
+
+
+@pytest.fixture(scope="module")
+def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
+    units = DEFAULTS | FEATURES | RAGGED
+    return {name: compile_pool.submit(unit.compile) for name, unit in units.items()}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_default_tile_compiles_without_spills(name, cubins):
+    resources = cubins[name].result().resources["attention"]
+    # The one tile that is faster than smaller ones although it spills, see its family.
+    most = 16 if name == "float32-128-causal-sm_90" else 0
+    assert resources.spill_bytes <= most, f"{DEFAULTS[name].tile}: {resources}"
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(name, cubins):
+    cubin = cubins[name].result()
+    assert "warning" not in cubin.log
+    for resources in cubin.resources.values():
+        assert resources.spill_bytes == 0, f"{RAGGED[name].tile}: {cubin.resources}"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_compiles_for_every_architecture(name, cubins):
+    unit, cubin = FEATURES[name], cubins[name].result()
+    assert mma.why_not_tile(unit.case, unit.device, unit.tile) is None
+    assert "warning" not in cubin.log
+    launches = mma.launches(unit.case, unit.device, unit.tile, unit.num_splits)
+    assert set(cubin.resources) == {launch.entry for launch in launches}
+    for resources in cubin.resources.values():
+        assert resources.registers <= register_limit(unit)
+        assert resources.spill_bytes == 0
+        # All shared memory is dynamic, as the launch says.
+        assert resources.static_shared_memory == 0
+
+
+@pytest.mark.parametrize("difference", [-16, 16])
+def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(
+    difference, compile_pool
+):
+    unit = mma.unit(problem(), TILE, 1)
+    size = mma.shared_memory(problem(), TILE)
+    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
+    assert text != unit.text
+    with pytest.raises(CompileError, match="as the host planned"):
+        compile_cubin(replace(unit, text=text), h100)
+
+
+def test_the_features_cover_every_choice_of_the_config():
+    cases = [*FEATURES_16BIT, *FEATURES_FLOAT32]
+    assert {case.dtype for case, _, _ in cases} == {"float16", "bfloat16", "float32"}
+    assert {case.alignment for case, _, _ in cases} == {16, 8, 4, 2}
+    assert {case.causal for case, _, _ in cases} == {True, False}
+    assert {case.softmax_scale < 0 for case, _, _ in cases} == {True, False}
+    assert {splits > 1 for _, _, splits in cases} == {True, False}
+    assert {tile.stages for _, tile, _ in cases} == {2, 3, 4}
+    assert {tile.q_in_registers for _, tile, _ in cases} == {0, 1}
+    assert {tile.Br // tile.warps for _, tile, _ in cases} == {16, 32}
+
+
+def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():
+    assert "float64" in mma.why_not(problem("float64"), h100)
+    assert "needs sm_80 or newer" in mma.why_not(problem(), device_for_arch("sm_75"))
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        (MmaTile(64, 32, warps=17), "warps is 17; expected 1 to 16"),
+        (MmaTile(96, 32), "Br is 96; expected 16 or 32 rows for each of 4 warps"),
+        (MmaTile(64, 24), "Bc is 24; expected a multiple of 16"),
+        (MmaTile(64, 8), "Bc is 8; expected a multiple of 16"),
+        (MmaTile(64, 32, stages=1), "stages is 1; expected 2 to 4"),
+        (MmaTile(64, 32, stages=5), "stages is 5; expected 2 to 4"),
+        (MmaTile(64, 32, q_in_registers=2), "q_in_registers is 2; expected 0 or 1"),
+        (MmaTile(64, 32, min_blocks=0), "min_blocks is 0; expected at least 1"),
+        (MmaTile(128, 128), "registers per thread; 255 are left"),
+        (MmaTile(64, 64, min_blocks=5), "registers per thread; 96 are left"),
+        (MmaTile(256, 128, warps=16, stages=4), "KiB of shared memory; sm_90 has 227 KiB"),
+    ],
+)
+def test_a_tile_that_cannot_run_is_told_why(tile, words):
+    assert words in mma.why_not_tile(problem(head_dim=192), h100, tile)
+
+
+def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():
+    case, small = problem(head_dim=16), device_for_arch("sm_86")
+    tile = MmaTile(16, 256, warps=1, stages=4, min_blocks=3)
+    assert mma.shared_memory(case, tile) <= small.shared_memory_per_block
+    assert "fewer than 3 blocks fit" in (mma.why_not_tile(case, small, tile) or "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "head_dim_v", "row_bytes"),
+    [
+        ("float16", 64, 64, 128),
+        ("bfloat16", 33, 40, 96),
+        ("float16", 17, 72, 160),
+        ("float32", 64, 64, 256),
+        ("float32", 36, 24, 160),
+        ("float32", 36, 50, 256),
+    ],
+)
+def test_shared_memory_is_the_query_tile_and_the_ring_with_rows_padded_to_whole_steps(
+    dtype, head_dim, head_dim_v, row_bytes
+):
+    case = problem(dtype, head_dim, head_dim_v)
+    for stages in (2, 3, 4):
+        tile = MmaTile(64, 32, stages=stages)
+        assert mma.shared_memory(case, tile) == (64 + stages * 32) * row_bytes
+
+
+@pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (64, 1), (65, 2), (799, 13)])
+def test_the_grid_has_a_block_for_each_query_tile_of_each_head_and_split(seqlen, q_tiles):
+    (launch, *_) = mma.launches(problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
+    assert launch.grid == (q_tiles * 4 * 16 * 3, 1, 1)
+    assert launch.threads == 128
+    assert launch.shared_memory == mma.shared_memory(problem(), TILE)
+
+
+@pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (16, 1), (17, 2), (799, 50)])
+def test_a_tile_of_sequences_holds_the_rows_of_all_heads_that_share_keys(seqlen, q_tiles):
+    (launch, *_) = mma.launches(ragged_problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
+    assert launch.grid == (q_tiles * 4 * (16 // 4) * 3, 1, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_batch_invariant_tile_does_not_depend_on_lengths(head_dim):
+    tiles = {
+        mma.default_tile(
+            ragged_problem("float16", head_dim, seqlen=n, causal=False, batch_invariant=True), h100
+        )
+        for n in (1, 113, 1024, 8192)
+    }
+    assert len(tiles) == 1
+
+
+# The formulas of layout.cuh's SwizzledRows, evaluated as they stand in the file. C++ and Python
+# agree on them once `/` of non-negative integers is spelled `//`.
+LAYOUT = (KERNEL_DIR / "tile" / "layout.cuh").read_text(encoding="utf-8")
+
+
+def formula(function: str) -> str:
+    body = re.search(rf"{function}\([^)]*\) {{\s*return ([^;]*);", LAYOUT)
+    assert body, function
+    return " ".join(body[1].replace("/", "//").split())
+
+
+OFFSET, ADVANCE = (
+    compile(formula("offset"), "offset", "eval"),
+    compile(formula("advance"), "advance", "eval"),
+)
+
+
+@dataclass(frozen=True)
+class SwizzledRows:
+    chunks: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"row_bytes": 16 * self.chunks, "swizzle": math.gcd(self.chunks, 8)}
+
+    def offset(self, row: int, chunk: int) -> int:
+        return int(eval(OFFSET, {}, self.constants | {"row": row, "chunk": chunk}))
+
+    def advance(self, address: int, rows: int, chunks: int) -> int:
+        names = {"address": address, "rows": rows, "chunks": chunks}
+        return int(eval(ADVANCE, {}, self.constants | names))
+
+
+# Every width that head_dim 1 to 256 is padded to, in chunks of 16 bytes: steps of 16 columns of 2
+# bytes, of 8 (Q, K) or 32 (V) columns of 4.
+WIDTHS = sorted({n // 8 for n in range(16, 257, 16)} | {n // 4 for n in range(8, 257, 8)})
+
+
+def test_the_swizzle_is_the_common_divisor_of_the_chunks_and_eight():
+    ternary = "chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1"
+    assert ternary in " ".join(LAYOUT.split())
+
+
+@pytest.mark.parametrize("chunks", WIDTHS)
+def test_eight_rows_of_a_chunk_column_lie_in_eight_bank_groups(chunks):
+    layout = SwizzledRows(chunks)
+    for first, chunk in itertools.product((0, 8, 16, 120), range(chunks)):
+        groups = {layout.offset(row, chunk) // 16 % 8 for row in range(first, first + 8)}
+        assert len(groups) == 8
+
+
+@pytest.mark.parametrize("chunks", WIDTHS)
+def test_eight_neighbouring_chunks_that_a_copy_writes_lie_in_eight_bank_groups(chunks):
+    layout = SwizzledRows(chunks)
+    for first in range(0, 16 * chunks, 8):
+        places = (divmod(n, chunks) for n in range(first, first + 8))
+        assert len({layout.offset(row, chunk) // 16 % 8 for row, chunk in places}) == 8
+
+
+@pytest.mark.parametrize("chunks", WIDTHS)
+def test_every_chunk_of_a_tile_has_a_place_of_its_own(chunks):
+    layout = SwizzledRows(chunks)
+    offsets = [layout.offset(row, chunk) for row in range(32) for chunk in range(chunks)]
+    assert sorted(offsets) == list(range(0, 32 * chunks * 16, 16))
+
+
+@pytest.mark.parametrize("chunks", WIDTHS)
+def test_advancing_an_offset_is_the_offset_further_on(chunks):
+    layout = SwizzledRows(chunks)
+    for power in (1, 2, 4, 8):
+        steps = range(0, chunks - power + 1, power)
+        for row, chunk, step, rows in itertools.product(
+            (0, 3, 13), range(power), steps, (0, 8, 40)
+        ):
+            moved = layout.advance(layout.offset(row, chunk), rows, step)
+            assert moved == layout.offset(row + rows, chunk + step)

@@ -1,0 +1,291 @@
+"""The CUDA-core family: its arithmetic, and what the compiler makes of it, with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash.families import ragged, split
+from cupy_flash.families.contract import heads_in_l2
+from cupy_flash.families.simt import SimtFamily, SimtTile
+from cupy_flash.gpu.compiler import compile_cubin, why_no_compiler
+from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
+from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.problem.sequences import Sequences
+
+simt = SimtFamily()
+h100 = device_for_arch("sm_90")
+needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+
+
+def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
+    sizes = {"batch": 4, "seqlen_q": 799, "seqlen_k": 799, "heads_q": 16, "heads_kv": 8} | sizes
+    return make_contiguous_problem(
+        dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, **sizes
+    )
+
+
+def compile_tile(case, tile, device, num_splits=1):
+    return compile_cubin(simt.unit(case, tile, num_splits), device)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_architecture_has_a_default_tile_for_every_head_dim(arch, dtype):
+    device = device_for_arch(arch)
+    for head_dim in (1, 31, 32, 64, 80, 96, 128, 192, 255, 256):
+        for head_dim_v in (1, 33, head_dim, 256):
+            for seqlen_q in (1, 799):
+                case = problem(dtype, head_dim, head_dim_v, seqlen_q=seqlen_q)
+                tile = simt.default_tile(case, device)
+                assert simt.why_not(case, device) is None
+                assert simt.why_not_tile(case, device, tile) is None
+
+
+def test_an_architecture_before_turing_is_refused_by_name():
+    volta = dataclasses.replace(h100, name="V100", arch=70)
+    assert simt.why_not(problem(), volta) == "needs sm_75 or later, and V100 is sm_70"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"Bc": 60}, "multiple of the 8 threads of a row"),
+        ({"Br": 96}, "expected 4, 8, 16 or 32"),
+        ({"Br": 512}, "expected 4, 8, 16 or 32"),
+        ({"threads": 48}, "multiple of 32"),
+        ({"share_kv": 2}, "expected 0 or 1"),
+        ({"unroll": 0}, "must be positive"),
+        ({"unroll": 64}, "at most 16"),
+        ({"rows_per_thread": 0}, "must be positive"),
+        ({"Bc": 256}, "registers"),
+    ],
+)
+def test_a_tile_that_cannot_run_is_told_why(changes, words):
+    tile = dataclasses.replace(SimtTile(128, 64, 128, 8, 0, 2), **changes)
+    assert words in simt.why_not_tile(problem(), h100, tile)
+
+
+def test_a_tile_that_fits_hopper_but_not_turing_is_refused_there_with_both_sizes():
+    tile, turing = SimtTile(128, 64, 128, 8, 0, 2), device_for_arch("sm_75")
+    assert simt.why_not_tile(problem(), h100, tile) is None
+    reason = simt.why_not_tile(problem(), turing, tile)
+    assert reason == "needs 105472 bytes of shared memory, and sm_75 allows 65536 per block"
+
+
+def test_more_thread_blocks_than_a_launch_takes_are_refused():
+    case = problem(batch=2**20, heads_q=2**12, heads_kv=1, seqlen_q=1, head_dim=1)
+    assert "thread blocks" in simt.why_not_tile(case, h100, SimtTile(16, 32, 128, 2, 0, 2))
+
+
+def test_sharing_a_buffer_takes_the_larger_of_k_and_v_instead_of_their_sum():
+    apart, shared = (SimtTile(128, 64, 128, 8, share, 2) for share in (0, 1))
+    case = problem(head_dim=64, head_dim_v=128)
+    # K rows are 64 floats and a vector of padding; V rows are 128 floats.
+    k_bytes, v_bytes = 64 * 68 * 4, 64 * 128 * 4
+    difference = simt.shared_memory(case, apart) - simt.shared_memory(case, shared)
+    assert difference == min(k_bytes, v_bytes)
+
+
+def test_the_search_space_holds_legal_tiles_and_the_default():
+    case = problem()
+    tiles = list(simt.tiles(case, h100))
+    assert simt.default_tile(case, h100) in tiles
+    assert len(tiles) == len(set(tiles)) > 50
+    assert {tile.share_kv for tile in tiles} == {0, 1}
+
+
+def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
+    many = problem(seqlen_q=4096, seqlen_k=4096)
+    one = problem(seqlen_q=4096, seqlen_k=4096, batch=1, heads_q=1, heads_kv=1)
+    tile = simt.default_tile(one, h100)
+    assert simt.num_splits(many, h100, simt.default_tile(many, h100)) == 1
+    splits = simt.num_splits(one, h100, tile)
+    forward, combine = simt.launches(one, h100, tile, splits)
+    assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
+    assert combine.grid[0] * combine.threads // 32 >= one.rows
+    assert simt.workspace(one, h100, tile, splits) == splits * 4096 * (64 + 1) * 4
+
+
+def test_no_workspace_is_needed_where_keys_are_whole():
+    case = problem()
+    assert simt.workspace(case, h100, simt.default_tile(case, h100), 1) == 0
+
+
+def test_splits_never_get_less_than_two_key_tiles():
+    for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
+        splits = split.num_splits(
+            problem(batch=1, heads_q=1, heads_kv=1),
+            h100,
+            q_tiles=1,
+            key_tiles=key_tiles,
+            blocks_per_sm=2,
+        )
+        assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
+        assert splits <= split.MAX_SPLITS
+
+
+def test_an_empty_problem_is_not_split():
+    empty = dataclasses.replace(problem(), seqlen_q=0)
+    assert split.num_splits(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == 1
+
+
+def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
+    case = problem(seqlen_k=16384, heads_q=32, heads_kv=8)
+    heads = heads_in_l2(case, h100)
+    one_head = 16384 * 128 * 4
+    assert heads % 4 == 0
+    assert heads // 4 * one_head <= h100.l2_cache // 2 < (heads // 4 + 1) * one_head
+
+
+def test_a_section_is_at_least_one_group_and_at_most_all_heads():
+    assert heads_in_l2(problem(seqlen_k=2**24), h100) == 2
+    assert heads_in_l2(problem(seqlen_k=0), h100) == 4 * 16
+
+
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(0, 2**20),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, heads_kv, group):
+    device = device_for_arch(arch)
+    case = problem(
+        "float16", batch=batch, heads_q=heads_kv * group, heads_kv=heads_kv, seqlen_k=seqlen_k
+    )
+    heads = heads_in_l2(case, device)
+    assert heads % group == 0
+    assert group <= heads <= batch * heads_kv * group
+    if heads > group:
+        assert heads // group * seqlen_k * (64 + 64) * 2 <= device.l2_cache // 2
+
+
+def compiled_cases():
+    for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
+        for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
+            yield arch, dtype, head_dim
+    for arch in ("sm_75", "sm_90"):
+        for dtype, head_dim in (("float64", 256), ("float32", 37), ("bfloat16", 256)):
+            yield arch, dtype, head_dim
+    yield "sm_75", "float16", 64
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), list(compiled_cases()))
+def test_a_default_tile_compiles_without_spills_in_the_registers_promised(arch, dtype, head_dim):
+    device = device_for_arch(arch)
+    case = problem(dtype, head_dim, causal=True)
+    tile = simt.default_tile(case, device)
+    cubin = compile_tile(case, tile, device)
+    resources = cubin.resources["simt_forward"]
+    assert resources.spill_bytes == 0
+    assert resources.registers <= simt.registers(case, tile)
+    assert "warning" not in cubin.log
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_keys_add_a_kernel_that_combines_them(dtype):
+    case = problem(dtype, 64, seqlen_q=5, batch=1)
+    cubin = compile_tile(case, simt.default_tile(case, h100), h100, num_splits=3)
+    assert set(cubin.resources) == {"simt_forward", "combine"}
+    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("row_threads", [4, 8, 16, 32])
+@pytest.mark.parametrize("alignment", [4, 8, 16])
+def test_the_kernel_agrees_with_the_familys_shared_memory(row_threads, alignment):
+    # A static_assert in the kernel compares the two.
+    shape = (1, 113, 2, 50)
+    spec = ArraySpec(shape, (113 * 2 * 52, 2 * 52, 52), "float32", alignment=alignment)
+    case = make_problem(spec, spec, spec)
+    assert case.alignment == alignment
+    tile = SimtTile(128 * 4 // row_threads, 32, 128, 4, 1, 1)
+    compile_tile(case, tile, h100)
+
+
+def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **changes):
+    """Packed queries over a cache, in pages or not."""
+    options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
+    case = problem(dtype, head_dim, causal=causal, **changes)
+    sequences = Sequences(
+        packed_q=True,
+        total_q=2 * case.seqlen_q,
+        caches=0 if page_size else 5,
+        page_size=page_size,
+        pages=77 if page_size else 0,
+        max_pages=-(-799 // page_size) if page_size else 0,
+        **options,
+    )
+    return dataclasses.replace(case, q_offset=0, sequences=sequences)
+
+
+def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
+    case = ragged_problem(seqlen_q=3, heads_q=16, heads_kv=4)
+    tile = SimtTile(16, 32, 128, 2, 0, 2)
+    assert simt.config(case, tile)["group"] == 4
+    (forward, *_) = simt.launches(case, h100, tile, 3)
+    # 3 queries of 4 heads fill 12 of 16 rows: a block for each of 4 sequences and 4 groups.
+    assert forward.grid == (4 * 4 * 3, 1, 1)
+
+
+def test_sequences_of_equal_length_have_a_tile_for_each_head():
+    assert ragged.group_size(problem()) == 1
+
+
+def test_rows_too_many_to_count_with_all_heads_are_tiled_head_by_head():
+    case = ragged_problem(seqlen_q=2**29, heads_q=16, heads_kv=4)
+    assert ragged.group_size(case) == 1
+
+
+def test_a_few_queries_of_many_heads_take_the_low_tile_only_where_their_rows_fit_it():
+    few, many = (ragged_problem(seqlen_q=2, heads_q=8 * group, heads_kv=8) for group in (8, 9))
+    assert simt.default_tile(few, h100).Br == 16
+    assert simt.default_tile(many, h100).Br > 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_invariant_tile_does_not_depend_on_lengths(dtype):
+    tiles = {
+        simt.default_tile(
+            ragged_problem(dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_invariant=True), h100
+        )
+        for seqlen_q in (1, 5, 799)
+        for seqlen_k in (1, 8192)
+    }
+    assert len(tiles) == 1
+
+
+def test_splits_that_were_asked_for_count_among_the_blocks_of_a_launch():
+    case = ragged_problem(batch=2**14, heads_q=2**8, heads_kv=2**8, seqlen_q=1, num_splits=2**10)
+    assert "thread blocks" in simt.why_not_tile(case, h100, SimtTile(16, 32, 128, 2, 0, 2))
+
+
+def ragged_cases():
+    for arch in ("sm_75", "sm_90"):
+        for page_size in (0, 1, 16, 128):
+            for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
+                yield arch, dtype, head_dim, page_size
+    yield "sm_75", "float16", 128, 7
+    yield "sm_90", "bfloat16", 256, 16
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("arch", "dtype", "head_dim", "page_size"), list(ragged_cases()))
+def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(
+    arch, dtype, head_dim, page_size
+):
+    device = device_for_arch(arch)
+    case = ragged_problem(dtype, head_dim, page_size=page_size)
+    tile = simt.default_tile(case, device)
+    cubin = compile_tile(case, tile, device, num_splits=2)
+    assert set(cubin.resources) == {"simt_forward", "combine"}
+    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
+    assert cubin.resources["simt_forward"].registers <= simt.registers(case, tile)
+    assert "warning" not in cubin.log

@@ -1,0 +1,277 @@
+"""Appending to a cache: its records, its checks, and what the compiler makes of it, with no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu.append import (
+    APPEND_DTYPE,
+    AppendSpec,
+    PackedAppend,
+    append_launch,
+    append_unit,
+    prepare,
+)
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
+from cupy_flash.gpu.params import TENSOR_DTYPE
+from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.problem import DTYPES, ITEMSIZE
+
+h100 = device_for_arch("sm_90")
+needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+
+CONTIGUOUS = AppendSpec(
+    dtype="float16",
+    batch=3,
+    seqlen_q=2,
+    seqlen_new=2,
+    heads_q=8,
+    heads_kv=2,
+    head_dim=128,
+    head_dim_v=64,
+    seqlen_cache=512,
+    q_strides=(2 * 8 * 128, 8 * 128, 128),
+    k_strides=(2 * 2 * 128, 2 * 128, 128),
+    v_strides=(2 * 2 * 64, 2 * 64, 64),
+    k_cache_strides=(512 * 2 * 128, 2 * 128, 128),
+    v_cache_strides=(512 * 2 * 64, 2 * 64, 64),
+    caches=5,
+    page_size=0,
+    pages=0,
+    max_pages=0,
+    block_table_stride=0,
+    rotary_dim=0,
+    rotary_rows=0,
+    rotary_stride=0,
+    rotary_dtype="float32",
+    rotary_interleaved=True,
+    causal=True,
+    alignment=16,
+    rotary_alignment=16,
+)
+PAGED = dataclasses.replace(
+    CONTIGUOUS, caches=0, page_size=16, pages=99, max_pages=32, block_table_stride=40
+)
+ROTARY = {"rotary_dim": 64, "rotary_rows": 300, "rotary_stride": 32, "rotary_dtype": "float32"}
+
+
+def variant(spec=CONTIGUOUS, **changes):
+    return dataclasses.replace(spec, **changes)
+
+
+POINTERS = (
+    *("q", "q_rotated", "k", "v", "k_cache", "v_cache", "cache_seqlens"),
+    *("cache_batch_idx", "block_table", "cos", "sin"),
+)
+int32 = st.integers(0, 2**31 - 1)
+strides = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
+INTS = ("seqlen_q", "seqlen_new", "heads_q", "heads_kv", "caches", "pages", "rotary_rows")
+specs = st.builds(
+    lambda fields, **more: variant(**fields, **more),
+    st.fixed_dictionaries(
+        {name: int32 for name in (*INTS, "seqlen_cache")}
+        | {f"{name}_strides": strides for name in ("q", "k", "v", "k_cache", "v_cache")}
+    ),
+    rotary_dim=st.integers(1, 128),
+    block_table_stride=st.integers(-(2**63), 2**63 - 1),
+    rotary_stride=st.integers(-(2**63), 2**63 - 1),
+    causal=st.booleans(),
+)
+
+
+# The argument struct
+
+
+@given(specs, st.tuples(*[st.integers(0, 2**64 - 1)] * len(POINTERS)), st.integers(-5, 2**31 - 1))
+def test_packing_fills_every_field_of_the_dtype(spec, addresses, keys):
+    pointers = dict(zip(POINTERS, addresses, strict=True))
+    expected = np.zeros((), APPEND_DTYPE)
+    for name in ("q", "k", "v", "k_cache", "v_cache"):
+        expected[name] = (pointers[name], *getattr(spec, f"{name}_strides"))
+    for name in POINTERS:
+        if name not in ("q", "k", "v", "k_cache", "v_cache"):
+            expected[name] = pointers[name]
+    for name in (*INTS, "block_table_stride", "rotary_stride"):
+        expected[name] = getattr(spec, name)
+    expected["capacity"] = spec.seqlen_cache
+    expected["keys"], expected["q_advances"] = keys, spec.causal
+    packed = bytearray(APPEND_DTYPE.itemsize)
+    PackedAppend(spec).pack_into(packed, 0, **pointers, keys=keys)
+    assert packed == expected.tobytes()
+
+
+def test_fields_lie_as_a_c_compiler_aligns_them():
+    aligned = np.dtype([(name, APPEND_DTYPE[name]) for name in APPEND_DTYPE.names], align=True)
+    assert aligned.itemsize == APPEND_DTYPE.itemsize
+    for name in APPEND_DTYPE.names:
+        assert aligned.fields[name][1] == APPEND_DTYPE.fields[name][1]
+
+
+def test_every_member_of_the_struct_is_asserted_in_the_unit():
+    text = append_unit(CONTIGUOUS).text
+    assert text.count("static_assert") == 2 + len(TENSOR_DTYPE.names) + len(APPEND_DTYPE.names)
+    assert f"sizeof(AppendParams) == {APPEND_DTYPE.itemsize}" in text
+
+
+def test_without_a_rotary_embedding_there_are_no_queries_for_the_kernel():
+    packed = bytearray(APPEND_DTYPE.itemsize)
+    pointers = dict.fromkeys(POINTERS, 16)
+    PackedAppend(variant(seqlen_q=9)).pack_into(packed, 0, **pointers, keys=11)
+    assert np.frombuffer(packed, APPEND_DTYPE)[0]["seqlen_q"] == 0
+
+
+# The unit and the launch
+
+
+def test_lengths_heads_and_masks_share_one_kernel():
+    sizes = {"batch": 9, "seqlen_q": 7, "seqlen_new": 8, "heads_q": 4, "seqlen_cache": 99}
+    other = variant(**sizes, caches=77, causal=False, rotary_interleaved=False)
+    assert append_unit(other).text == append_unit(CONTIGUOUS).text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"head_dim": 96},
+        {"head_dim_v": 96},
+        {"page_size": 4},
+        {"alignment": 8},
+        ROTARY,
+    ],
+)
+def test_what_the_code_is_made_for_makes_a_kernel_of_its_own(changes):
+    assert append_unit(variant(**changes)).text != append_unit(CONTIGUOUS).text
+
+
+def test_a_row_of_a_sequence_has_threads_for_every_16_bytes_of_its_heads():
+    (rows, slices, _), (threads, _, _) = append_launch(CONTIGUOUS)
+    assert rows == 3 * 2
+    assert threads * slices >= 2 * (128 + 64) * 2 // 16
+    (_, slices, _), (threads, _, _) = append_launch(variant(**ROTARY))
+    assert threads * slices >= (8 * 128 + 2 * (128 + 64)) * 2 // 16
+
+
+def test_queries_beyond_the_new_keys_have_blocks_only_if_they_are_rotated():
+    assert append_launch(variant(seqlen_q=9))[0][0] == 3 * 2
+    assert append_launch(variant(seqlen_q=9, **ROTARY))[0][0] == 3 * 9
+    assert append_launch(variant(seqlen_new=9, **ROTARY))[0][0] == 3 * 9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 2, 64, 2**20])
+def test_a_launch_stays_within_what_a_gpu_takes(dtype, heads):
+    spec = variant(dtype=dtype, heads_q=heads, heads_kv=heads, head_dim=37, **ROTARY)
+    grid, (threads, _, _) = append_launch(spec)
+    assert 1 <= grid[0] < 2**31
+    assert 1 <= grid[1] < 2**16
+    assert threads % 32 == 0
+    assert 32 <= threads <= 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch": 2**20, "seqlen_new": 2**20}, "appending 1099511627776 rows"),
+        ({"heads_kv": 2**26}, "a row of 8 and 67108864 heads"),
+    ],
+)
+def test_more_than_a_launch_takes_is_refused(changes, words):
+    with pytest.raises(UnsupportedError, match=words):
+        append_launch(variant(**changes))
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"dtype": "int8"}, TypeError, "dtype is int8; expected one of float16"),
+        (
+            ROTARY | {"rotary_dtype": "bfloat16"},
+            TypeError,
+            "have dtype bfloat16; expected float16 or float32",
+        ),
+        (
+            ROTARY | {"dtype": "float64", "rotary_dtype": "float32"},
+            TypeError,
+            "have dtype float32; expected float64",
+        ),
+        ({"head_dim": 257}, ValueError, "head_dim is 257; expected 1 to 256"),
+        ({"head_dim_v": 0}, ValueError, "head_dim_v is 0; expected 1 to 256"),
+        (ROTARY | {"rotary_dim": 63}, ValueError, "rotary_dim is 63; expected an even number"),
+        (ROTARY | {"rotary_dim": 130}, ValueError, "at most the head_dim 128"),
+        (ROTARY | {"rotary_rows": 0}, ValueError, "have no rows; expected at least 1"),
+        ({"seqlen_cache": 2**30}, ValueError, "seqlen of the cache is 1073741824"),
+        ({"seqlen_new": 2**30}, ValueError, "seqlen of k and v is 1073741824"),
+        ({"page_size": 16, "max_pages": 31}, ValueError, "expected at most the 496 rows of 31"),
+        ({"alignment": 32}, ValueError, "alignment is 32; expected 2 to 16 bytes"),
+        ({"dtype": "float64", "alignment": 4}, ValueError, "expected 8 to 16 bytes"),
+        (ROTARY | {"rotary_alignment": 2}, ValueError, "rotary_alignment is 2; expected 4 to 16"),
+    ],
+)
+def test_what_the_kernel_does_not_compute_is_refused_by_name(changes, error, words):
+    with pytest.raises(error, match=words):
+        prepare(variant(**changes), h100)
+
+
+def test_an_architecture_before_turing_is_refused_by_name():
+    volta = dataclasses.replace(h100, name="V100", arch=70)
+    with pytest.raises(UnsupportedError, match="needs sm_75 or later, and V100 is sm_70"):
+        prepare(CONTIGUOUS, volta)
+
+
+@pytest.mark.parametrize("nothing", [{"batch": 0}, {"seqlen_new": 0}])
+def test_nothing_to_append_needs_no_kernel(nothing):
+    pointers = dict.fromkeys(POINTERS, 0)
+    empty = prepare(variant(**nothing), h100)
+    empty.run(**pointers, keys=0)
+
+
+# Compiling
+
+
+def compile_spec(spec, arch="sm_90"):
+    cubin = compile_cubin(append_unit(spec), device_for_arch(arch))
+    assert cubin.resources["append_new_rows"].spill_bytes == 0
+    assert "warning" not in cubin.log
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", known_architectures())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_compiles_without_spills(arch, dtype):
+    rotary = ROTARY | {"rotary_dtype": "float64" if dtype == "float64" else "float32"}
+    compile_spec(variant(dtype=dtype, **rotary), arch)
+    compile_spec(variant(PAGED, dtype=dtype, rotary_interleaved=False, **rotary), arch)
+    compile_spec(variant(PAGED, dtype=dtype), arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_alignment_compiles_for_any_head_dim(dtype, interleaved):
+    # Rotary dims whose halves are 128, 3, 8 and 1: more than a piece, less than one, whole ones.
+    shapes = [(256, 256, 256), (37, 5, 6), (80, 128, 16), (2, 1, 2)]
+    alignments = [a for a in (2, 4, 8, 16) if a >= ITEMSIZE[dtype]]
+    for (head_dim, head_dim_v, rotary_dim), alignment in zip(shapes, alignments * 4, strict=False):
+        compile_spec(
+            variant(
+                dtype=dtype,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                rotary_dim=rotary_dim,
+                rotary_rows=9,
+                rotary_dtype=dtype,
+                rotary_interleaved=interleaved,
+                alignment=alignment,
+                rotary_alignment=alignment,
+            )
+        )

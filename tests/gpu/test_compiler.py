@@ -1,0 +1,318 @@
+"""Units to machine code: what is compiled, what the compiler reports, where kernels are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
+
+from cupy_flash.errors import CompileError
+from cupy_flash.families import FAMILIES
+from cupy_flash.gpu import compiler
+from cupy_flash.gpu.compiler import (
+    Cubin,
+    compile_cubin,
+    find_prebuilt,
+    kernel_cache_dir,
+    known_architectures,
+    prebuilt_name,
+    unit_digest,
+    why_no_compiler,
+)
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
+from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+
+h100 = device_for_arch("sm_90")
+needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+CASE = make_contiguous_problem(
+    dtype="float32",
+    batch=1,
+    seqlen_q=8,
+    seqlen_k=8,
+    heads_q=1,
+    heads_kv=1,
+    head_dim=8,
+    head_dim_v=8,
+)
+UNIT = make_plan(CASE, h100, family="naive").unit
+OLD_NVRTC = "NVRTC 11.8 is too old; 12.0 or newer is needed"
+
+
+def representative_plans() -> dict[str, Plan]:
+    """A plan of each family for each architecture, the dtypes and head dims in turn."""
+    plans = {}
+    for index, arch in enumerate(ARCHITECTURES):
+        device = device_for_arch(arch)
+        for shift, family in enumerate(("simt", "naive")):
+            dtype = DTYPES[(index + shift) % len(DTYPES)]
+            head_dim, head_dim_v = [(64, 64), (40, 72), (128, 33)][index % 3]
+            case = make_contiguous_problem(
+                dtype=dtype,
+                batch=2,
+                seqlen_q=113,
+                seqlen_k=203,
+                heads_q=6,
+                heads_kv=3,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                causal=index % 2 == 0,
+                softmax_scale=-0.5 if index % 4 == 0 else None,
+            )
+            plans[f"{family}-{dtype}-{device.sm}"] = make_plan(case, device, family=family)
+    return plans
+
+
+PLANS = representative_plans()
+
+
+def compile_plan(plan: Plan) -> Cubin:
+    assert plan.unit is not None
+    assert plan.device is not None
+    return compile_cubin(plan.unit, plan.device)
+
+
+@pytest.fixture(scope="module")
+def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
+    known = known_architectures()
+    return {
+        name: compile_pool.submit(compile_plan, plan)
+        for name, plan in PLANS.items()
+        if plan.device is not None and plan.device.arch in known
+    }
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_the_planner_picks_compiles_within_its_resources(name, cubins):
+    plan = PLANS[name]
+    if name not in cubins:
+        pytest.skip(f"this NVRTC does not know {plan.device.sm}")
+    cubin = cubins[name].result()
+    assert cubin.image.startswith(b"\x7fELF")
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == {launch.entry for launch in plan.launches}
+    for launch in plan.launches:
+        resources = cubin.resources[launch.entry]
+        assert resources.spill_bytes == 0
+        assert resources.registers * launch.threads <= plan.device.registers_per_sm
+        shared_memory = launch.shared_memory + resources.static_shared_memory
+        assert shared_memory <= plan.device.shared_memory_per_block
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+def test_a_unit_includes_one_kernel_file_and_names_one_config(family):
+    unit = family.unit(CASE, family.default_tile(CASE, h100), 1)
+    assert f'#include "{family.source}"' in unit.text
+    assert unit.text.count("struct Config {") == 1
+    assert family.digest() in unit.text.splitlines()[0]
+    assert unit.title.startswith(f"{family.name} float32 head_dim 8 tile ")
+    for entry in unit.entries:
+        assert unit.text.count('extern "C" __global__ void __launch_bounds__(') == len(unit.entries)
+        assert f"{entry}(const __grid_constant__ Params params" in unit.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"causal": True},
+        {"head_dim": 16},
+        {"head_dim_v": 16},
+        {"softmax_scale": -1.0},
+        {"alignment": 4},
+        {"out_alignment": 4},
+    ],
+)
+def test_what_the_kernel_is_specialized_for_changes_the_unit(changes):
+    plan = make_plan(dataclasses.replace(CASE, **changes), h100, family="naive")
+    assert plan.unit.text != UNIT.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seqlen_q": 9},
+        {"seqlen_k": 9},
+        {"batch": 2},
+        {"heads_q": 4},
+        {"softmax_scale": 0.1},
+        {"q_strides": (100, 50, 25)},
+    ],
+)
+def test_what_is_an_argument_leaves_the_unit_as_it_is(changes):
+    plan = make_plan(dataclasses.replace(CASE, **changes), h100, family="naive")
+    assert plan.unit == UNIT
+
+
+@needs_nvrtc
+def test_a_struct_that_is_laid_out_otherwise_than_the_dtype_does_not_compile():
+    text = UNIT.text.replace("sizeof(Params) == ", "sizeof(Params) == 8 + ")
+    with pytest.raises(CompileError, match=r"static assertion|static_assert"):
+        compile_cubin(dataclasses.replace(UNIT, text=text), h100)
+
+
+@needs_nvrtc
+def test_a_compile_error_shows_what_the_compilers_log_and_the_numbered_unit():
+    broken = dataclasses.replace(UNIT, text=UNIT.text + "this is no C++\n")
+    with pytest.raises(CompileError) as caught:
+        compile_cubin(broken, h100)
+    message = str(caught.value)
+    assert message.startswith(f"{UNIT.title} does not compile for sm_90.\nCompiler log:\n")
+    assert "error" in message
+    for number, line in enumerate(broken.text.splitlines(), 1):
+        assert f"{number:4} {line}" in message.splitlines()
+
+
+@needs_nvrtc
+def test_an_architecture_that_the_compiler_does_not_know_is_told_those_it_does(monkeypatch):
+    from cupy.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: (70, 75, 80))
+    assert known_architectures() == (75, 80)
+    with pytest.raises(CompileError, match="for sm_90: this NVRTC knows sm_75, sm_80 only"):
+        compile_cubin(UNIT, h100)
+
+
+@needs_nvrtc
+def test_an_nvrtc_that_is_too_old_is_named_with_the_one_that_is_needed(monkeypatch):
+    from cupy.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 8))
+    assert why_no_compiler() == OLD_NVRTC
+    assert known_architectures() == ()
+    with pytest.raises(CompileError, match=OLD_NVRTC):
+        compile_cubin(UNIT, h100)
+
+
+def test_an_nvrtc_that_cannot_be_loaded_is_told_with_the_reason(monkeypatch):
+    nvrtc = pytest.importorskip("cupy.cuda").nvrtc
+
+    def missing():
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(nvrtc, "getVersion", missing)
+    assert why_no_compiler() == (
+        "NVRTC cannot be loaded: libnvrtc.so.13: cannot open shared object file"
+    )
+
+
+def test_the_compilers_report_is_read_per_kernel():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'attention' for 'sm_90'
+ptxas info    : Function properties for attention
+    48 bytes stack frame, 96 bytes spill stores, 72 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 48 bytes cumulative stack size
+ptxas info    : Compiling entry function 'combine' for 'sm_90'
+ptxas info    : Function properties for combine
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers, 4224 bytes smem
+"""
+    assert compiler._parse_resources(log) == {
+        "attention": Resources(registers=255, spill_bytes=96, static_shared_memory=0),
+        "combine": Resources(registers=40, spill_bytes=0, static_shared_memory=4224),
+    }
+
+
+def test_a_units_digest_depends_on_its_text_and_the_architecture_only():
+    other = dataclasses.replace(UNIT, text=UNIT.text + "\n")
+    renamed = dataclasses.replace(UNIT, title="another")
+    a100 = device_for_arch("sm_80")
+    bigger = dataclasses.replace(h100, name="H100 PCIe", sm_count=114)
+    assert unit_digest(UNIT, h100) == unit_digest(renamed, bigger)
+    assert len({unit_digest(UNIT, h100), unit_digest(other, h100), unit_digest(UNIT, a100)}) == 3
+
+
+def test_a_prebuilt_kernel_is_found_by_its_digest_only(monkeypatch, tmp_path):
+    assert find_prebuilt(UNIT, h100) is None
+    monkeypatch.setenv(compiler.CUBINS_VARIABLE, str(tmp_path))
+    assert find_prebuilt(UNIT, h100) is None
+    path = tmp_path / prebuilt_name(UNIT, h100)
+    path.write_bytes(b"\x7fELF")
+    assert find_prebuilt(UNIT, h100) == path
+    assert find_prebuilt(dataclasses.replace(UNIT, text=UNIT.text + "\n"), h100) is None
+    assert find_prebuilt(UNIT, device_for_arch("sm_80")) is None
+
+
+def test_kernels_are_cached_where_cupy_caches_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
+    assert kernel_cache_dir() == tmp_path / "kernels"
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    assert kernel_cache_dir() == type(tmp_path)(os.path.expanduser("~/.cupy/kernel_cache"))
+
+
+class RawModule:
+    """Stands in for `cupy.RawModule`, which needs a GPU to compile for."""
+
+    failure: Exception | None = None
+    made: list[RawModule]
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+        self.in_memory = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        self.made.append(self)
+
+    def compile(self):
+        if self.failure is not None and self.in_memory is None:
+            raise self.failure
+
+
+@pytest.fixture
+def raw_module(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+    # Set first, so that what a test sets is undone.
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY")
+    monkeypatch.setattr(RawModule, "made", [], raising=False)
+    monkeypatch.setattr(cupy, "RawModule", RawModule)
+    return RawModule
+
+
+def test_a_cache_that_cannot_be_written_is_warned_of_once_and_done_without(
+    raw_module, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(raw_module, "failure", PermissionError(13, "Permission denied"))
+    with caplog.at_level(logging.WARNING, "cupy_flash"):
+        module, _ = compiler._load_module(UNIT, h100)
+        compiler._load_module(UNIT, h100)
+    # The second kernel is not compiled in vain first.
+    first, second, third = raw_module.made
+    assert module is second
+    assert (first.in_memory, second.in_memory, third.in_memory) == (None, "1", "1")
+    assert first.arguments == second.arguments == third.arguments
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path} cannot be written")
+
+
+def test_a_prebuilt_kernel_is_loaded_without_a_compiler(raw_module, monkeypatch, tmp_path):
+    from cupy.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 8))
+    monkeypatch.setenv(compiler.CUBINS_VARIABLE, str(tmp_path))
+    path = tmp_path / prebuilt_name(UNIT, h100)
+    path.write_bytes(b"\x7fELF")
+    module, origin = compiler._load_module(UNIT, h100)
+    assert module.arguments == {"path": str(path)}
+    assert origin == f"prebuilt in {tmp_path}"
+
+
+def test_without_a_usable_compiler_loading_says_so(raw_module, monkeypatch):
+    from cupy.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: (11, 8))
+    with pytest.raises(CompileError, match=f"{UNIT.title} for sm_90: {OLD_NVRTC}"):
+        compiler._load_module(UNIT, h100)
+
+
+def test_loading_says_what_is_compiled_and_where_it_is_cached(
+    raw_module, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.INFO, "cupy_flash"):
+        compiler._load_module(UNIT, h100)
+    assert f"{UNIT.title} for sm_90: compiling unless cached in {tmp_path}" in caplog.text

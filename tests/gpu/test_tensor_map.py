@@ -1,0 +1,239 @@
+"""Tensor maps: what the driver is asked for, how often, and what is kept."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from cupy.cuda.function import CPointer
+
+from cupy_flash.errors import DriverError
+from cupy_flash.gpu import tensor_map
+from cupy_flash.gpu.by_value import ByValue
+from cupy_flash.gpu.tensor_map import TensorMaps, TensorMapSpec
+
+SPECS = (
+    TensorMapSpec("bfloat16", (128, 799, 6, 2), (1536, 256, 1536 * 799), (64, 192)),
+    TensorMapSpec("bfloat16", (128, 203, 3, 2), (768, 256, 768 * 203), (64, 128)),
+    TensorMapSpec("float16", (96, 203, 3, 2), (576, 192, 576 * 203), (32, 128)),
+)
+MAP_BYTES = 128
+
+
+class Driver:
+    """Stands in for cuTensorMapEncodeTiled: records what it is asked, writes what names the map."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.status = 0
+
+    def __call__(self, *arguments: Any) -> int:
+        target, dtype, rank, address, shape, strides, box, steps, *modes = arguments
+        assert target.value % 64 == 0, "the driver wants the record on 64 bytes"
+        self.requests.append(
+            {
+                "dtype": dtype.value,
+                "rank": rank.value,
+                "address": address.value,
+                "shape": tuple(shape),
+                "strides": tuple(strides),
+                "box": tuple(box),
+                "steps": tuple(steps),
+                "modes": tuple(mode.value for mode in modes),
+            }
+        )
+        words = [address.value, len(self.requests)] * (MAP_BYTES // 16)
+        ctypes.memmove(target.value, np.array(words, np.uint64).ctypes.data, MAP_BYTES)
+        return self.status
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
+    return fake
+
+
+def words_of(maps: ByValue) -> np.ndarray:
+    """A row of 64-bit words for each map."""
+    return np.frombuffer(bytes(maps.memory), np.uint64).reshape(-1, MAP_BYTES // 8)
+
+
+def addresses_of(maps: ByValue) -> list[int]:
+    """The address that the fake driver wrote into each map."""
+    return [int(words[0]) for words in words_of(maps)]
+
+
+def addresses(call: int) -> tuple[int, int, int]:
+    return (2**33 + call * 48, 2**34 + call * 48 + 16, 2**35 + call * 48 + 32)
+
+
+def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driver):
+    maps = TensorMaps(SPECS).at(addresses(0))
+    assert addresses_of(maps) == list(addresses(0))
+    asked = driver.requests[: len(SPECS)]
+    assert [request["address"] for request in asked] == list(addresses(0))
+    for request, spec in zip(asked, SPECS, strict=True):
+        assert request["rank"] == 4
+        assert request["shape"] == spec.shape
+        assert request["strides"] == spec.strides
+        assert request["box"] == (*spec.box, 1, 1)
+        assert request["steps"] == (1, 1, 1, 1)
+
+
+def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
+    # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
+    # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
+    TensorMaps(SPECS).at(addresses(0))
+    assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
+    assert [request["modes"] for request in driver.requests[:3]] == [
+        (0, 3, 2, 0),
+        (0, 3, 2, 0),
+        (0, 2, 2, 0),
+    ]
+
+
+def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
+    maps = TensorMaps(SPECS).at(addresses(0))
+    (pointer,) = maps.pointers
+    assert isinstance(pointer, CPointer)
+    assert len(maps.memory) == len(SPECS) * MAP_BYTES
+
+
+def test_the_same_addresses_are_encoded_once(driver):
+    maps = TensorMaps(SPECS)
+    first = maps.at(addresses(0))
+    driver.requests.clear()
+    assert all(maps.at(addresses(0)) is first for _ in range(10))
+    assert not driver.requests
+
+
+def test_maps_of_earlier_addresses_stay_as_they_were(driver):
+    maps = TensorMaps(SPECS)
+    kept = [maps.at(addresses(call)) for call in range(20)]
+    for call, scalar in enumerate(kept):
+        assert addresses_of(scalar) == list(addresses(call))
+        assert maps.at(addresses(call)) is scalar
+
+
+def test_one_changed_address_is_another_set(driver):
+    maps = TensorMaps(SPECS)
+    q, k, v = addresses(0)
+    maps.at((q, k, v))
+    assert addresses_of(maps.at((q, k, v + 16))) == [q, k, v + 16]
+    assert addresses_of(maps.at((q, k, v))) == [q, k, v]
+
+
+def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeypatch):
+    monkeypatch.setattr(tensor_map, "_MAX_SETS", 8)
+    maps = TensorMaps(SPECS)
+    for call in range(50):
+        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+        assert len(maps._encoded) <= 8
+    driver.requests.clear()
+    maps.at(addresses(49))
+    assert not driver.requests, "the newest set was not kept"
+    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+    assert len(driver.requests) == len(SPECS)
+
+
+def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
+    maps = TensorMaps(SPECS)
+    driver.status = 1
+    with pytest.raises(DriverError, match="cuTensorMapEncodeTiled failed with CUresult 1"):
+        maps.at(addresses(0))
+    driver.status = 0
+    assert addresses_of(maps.at(addresses(0))) == list(addresses(0))
+
+
+def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
+    # So few sets that the threads throw out each other's all the time.
+    monkeypatch.setattr(tensor_map, "_MAX_SETS", 4)
+    maps = TensorMaps(SPECS)
+    start = threading.Barrier(4)
+    wrong = []
+
+    def work(thread: int) -> None:
+        start.wait(30)
+        for call in range(300):
+            mine = addresses(thread * 1000 + call % 7)
+            if addresses_of(maps.at(mine)) != list(mine):
+                wrong.append(mine)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(maps._encoded) <= 4
+
+
+class PlainDriver(Driver):
+    """Writes the address into the first word, and the same into the others every time."""
+
+    def __call__(self, *arguments: Any) -> int:
+        status = super().__call__(*arguments)
+        target, address, columns = arguments[0].value, arguments[3].value, arguments[6][0]
+        words = [address, *range(columns, columns + MAP_BYTES // 8 - 1)]
+        ctypes.memmove(target, np.array(words, np.uint64).ctypes.data, MAP_BYTES)
+        return status
+
+
+@pytest.fixture
+def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
+    fake = PlainDriver()
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: fake)
+    return fake
+
+
+def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver):
+    maps = TensorMaps(SPECS)
+    first = maps.at(addresses(0))
+    plain_driver.requests.clear()
+    for call in range(1, 20):
+        found = maps.at(addresses(call))
+        assert addresses_of(found) == list(addresses(call))
+        assert np.array_equal(words_of(found)[:, 1:], words_of(first)[:, 1:])
+    assert not plain_driver.requests
+    assert addresses_of(first) == list(addresses(0))
+
+
+def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driver):
+    maps = TensorMaps(SPECS)
+    maps.at(addresses(0))
+    for array in range(len(SPECS)):
+        asked = [request["address"] for request in plain_driver.requests[array :: len(SPECS)]]
+        changed = 0
+        for address in asked:
+            changed |= address ^ asked[0]
+        assert changed == 2**46 - 2**8, "a bit was never tried"
+        assert all(address % 16 == addresses(0)[array] % 16 for address in asked)
+
+
+@pytest.mark.parametrize("fails", ["the first word", "another word", "status"])
+def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypatch, fails):
+    class Odd(PlainDriver):
+        def __call__(self, *arguments: Any) -> int:
+            status = super().__call__(*arguments)
+            target, address = arguments[0].value, arguments[3].value
+            # High addresses, such as the probes', are treated in a way of their own.
+            if address >> 40 == 0:
+                return status
+            if fails == "status":
+                return 1
+            word = 0 if fails == "the first word" else 5
+            ctypes.memmove(target + 8 * word, ctypes.byref(ctypes.c_uint64(77)), 8)
+            return status
+
+    odd = Odd()
+    monkeypatch.setattr(tensor_map, "driver_function", lambda _: odd)
+    maps = TensorMaps(SPECS)
+    maps.at(addresses(0))
+    odd.requests.clear()
+    for call in range(1, 20):
+        assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
+    assert len(odd.requests) == 19 * len(SPECS)

@@ -1,0 +1,70 @@
+// Prints the visits of batches of sequences in the order in which `sequence_order.cuh` hands them
+// out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
+// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, and then
+// cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head, head_kv,
+// q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
+// empty line ends a batch.
+#include "cuda_on_host.h"
+
+#include "work/order.cuh"
+
+#include <cstdio>
+
+#include "read_numbers.h"
+
+constexpr int Br = 64;
+constexpr int Bc = 32;
+
+template <bool Causal>
+void print_visits(const Params& p, const Sequences& s, int threads, int section_keys) {
+  std::vector<int> scratch(SequenceOrder::scratch_words);
+  run_block(threads, [&] { SequenceOrder(p).make<Br>(p, s, scratch.data()); });
+  run_block(32, [&] {
+    const SequenceOrder order(p);
+    static Visit<true> next;
+    const bool is_first = threadIdx.x == 0;
+    while (true) {
+      take_visit<Br, Bc, Causal>(p, s, order, section_keys, next, is_first);
+      if (is_first && !next.is_end_of_work()) {
+        const Sequence& at = next.sequence(p);
+        std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,
+                    next.work.head_kv, next.work.q_begin, next.keys.begin, next.keys.end,
+                    at.q_first, at.seqlen_q, at.k_first, at.seqlen_k);
+      }
+      __syncthreads();
+      if (next.is_end_of_work()) return;
+    }
+  });
+  std::printf("\n");
+}
+
+int main() {
+  int causal;
+  while (std::scanf("%d", &causal) == 1) {
+    const std::vector<int> sizes = read(10);
+    const int threads = sizes[0];
+    Params p = {};
+    p.batch = sizes[1];
+    p.seqlen_q = sizes[2];
+    p.seqlen_k = sizes[3];
+    p.heads_q = sizes[4];
+    p.heads_kv = sizes[5];
+    const int section_keys = sizes[6];
+    const std::vector<int> q = read(p.batch + 1), k = read(p.batch + 1);
+    const std::vector<int> used = read(sizes[9] ? p.batch : 0);
+    Sequences s = {};
+    s.cu_seqlens_q = q.data();
+    s.cu_seqlens_k = k.data();
+    s.seqused_k = sizes[9] ? used.data() : nullptr;
+    s.total_q = sizes[7];
+    s.total_k = sizes[8];
+    // Nothing in it that has not been written.
+    std::vector<int> workspace(2 * p.batch + 2, 0x7fffffff);
+    p.workspace = workspace.data();
+    if (causal) {
+      print_visits<true>(p, s, threads, section_keys);
+    } else {
+      print_visits<false>(p, s, threads, section_keys);
+    }
+  }
+}

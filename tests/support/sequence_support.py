@@ -1,0 +1,657 @@
+"""Random batches of packed, cached and paged sequences, what is true of them, and how far a result
+may be off.
+
+A case says everything but the values; its problem holds NumPy arrays in which nothing that must
+not be read is a number: rows beyond the lengths, pages of no sequence and rows of no sequence are
+NaN. `arguments` hands out copies, NumPy's or CuPy's, named as the functions under test name them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from cupy_flash.host.passes import compute_dtype
+from cupy_flash.host.rotary import rotated
+from cupy_flash.host.sequence_places import (
+    find_cached_keys,
+    find_packed_keys,
+    find_queries,
+    longer,
+    read,
+)
+from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
+from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
+from support.gpu_support import DTYPES, lse_bound
+
+# One sequence: q (seqlen_q, heads_q, head_dim), k and v (seqlen_k, heads_kv, dim).
+Dense = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def ragged_lengths(rng: np.random.Generator, batch: int, longest: int) -> tuple[int, ...]:
+    """Lengths from 0 to `longest`: many short, few long, one of them 0 if there are three."""
+    lengths = np.floor((longest + 1) * rng.random(batch) ** 2).astype(int)
+    if batch >= 3:
+        lengths[rng.integers(batch)] = 0
+    return tuple(int(length) for length in lengths)
+
+
+@dataclass(frozen=True)
+class VarlenCase:
+    """A call of `flash_attention_varlen`, but for the values in the arrays.
+
+    page_size 0 packs the keys. With `seqused` the keys of each sequence are fewer than
+    cu_seqlens_k leaves room for. The rows behind the last sequence belong to none.
+    """
+
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    dtype: str = "float32"
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    softmax_scale: float | None = None
+    page_size: int = 0
+    seqused: bool = False
+    rows_of_none: int = 5
+    slack: int = 3  # by which max_seqlen_* exceed the longest sequence
+    filler: float = np.nan  # in rows and pages of none
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return _name(self)
+
+    def problem(self) -> VarlenProblem:
+        return VarlenProblem.of(self)
+
+
+@dataclass(frozen=True)
+class KVCacheCase:
+    """A call of `flash_attention_with_kvcache`, but for the values in the arrays.
+
+    `lengths` are those before seqlen_new rows are appended. page_size 0 is a cache that is not
+    paged; `indexed` then has more caches than sequences, in another order. rotary_dim 0 rotates
+    nothing; to rotate, seqlen_new must be positive.
+    """
+
+    lengths: tuple[int, ...]
+    dtype: str = "float32"
+    seqlen_q: int = 1
+    seqlen_new: int = 0
+    heads_q: int = 4
+    heads_kv: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    softmax_scale: float | None = None
+    page_size: int = 0
+    indexed: bool = False
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    rotary_dtype: str | None = None  # q's, if not given
+    slack: int = 3  # rows of the cache beyond the longest sequence
+    filler: float = np.nan  # in rows and pages of none
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return _name(self)
+
+    def problem(self) -> KVCacheProblem:
+        return KVCacheProblem.of(self)
+
+
+def random_varlen_case(
+    rng: np.random.Generator, *, batch: int = 5, longest: int = 203, **fixed: Any
+) -> VarlenCase:
+    """A case of ragged lengths; `fixed` names the rest."""
+    return VarlenCase(
+        **{
+            "seqlens_q": ragged_lengths(rng, batch, longest),
+            "seqlens_k": ragged_lengths(rng, batch, longest),
+            "seed": int(rng.integers(2**32)),
+            **fixed,
+        }
+    )
+
+
+def random_kvcache_case(
+    rng: np.random.Generator, *, batch: int = 5, longest: int = 203, **fixed: Any
+) -> KVCacheCase:
+    """A case of ragged lengths; `fixed` names the rest."""
+    return KVCacheCase(
+        **{
+            "lengths": ragged_lengths(rng, batch, longest),
+            "seed": int(rng.integers(2**32)),
+            **fixed,
+        }
+    )
+
+
+# Elements of a result, up to which the largest error of the naive formula says little.
+FEW_RESULTS = 1000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence of a result, and how far it may be off.
+
+    A bound of its own: short sequences have large results, and what they allow would hide errors
+    in long ones.
+    """
+
+    rows: Any  # index into out and owned
+    lse_rows: Any  # index into lse
+    out_bound: float
+    lse_bound: float
+
+    @classmethod
+    def of(
+        cls,
+        rows: Any,
+        lse_rows: Any,
+        dense: Dense,
+        truth: tuple[np.ndarray, np.ndarray],
+        **formula: Any,
+    ) -> Part:
+        """The bounds from the formula in the precision of q's dtype.
+
+        `dense` is the sequence as an implementation sees it, after rounding what it rounds; `truth`
+        the exact (out, lse), (seqlen_q, heads_q, head_dim_v) and (heads_q, seqlen_q).
+        """
+        q, k, v = (x[None] for x in dense)
+        out, lse = (x[None] for x in truth)
+        naive = attention_naive(q, k, v, **formula)
+        rounded_out, rounded_lse = attention_reference(q, k, v, return_lse=True, **formula)
+        # Terms p v are summed with errors in proportion to the sum of p |v|, not to what is left of
+        # it where they cancel. Over many results the naive error shows that; over few it may be
+        # lucky (the mean of 18 keys, 0.0033 of 0.8: off by 3.9e-8, naively by less than 3e-9), and
+        # in float64 it shares the reference's own.
+        summing = 0.0
+        if out.size < FEW_RESULTS or q.dtype == np.float64:
+            terms = attention_reference(q, k, np.abs(v), **formula)
+            summing = error_bound(terms, terms, compute_dtype(q.dtype), lse=rounded_lse)
+        # What rounding the inputs alone makes a difference of, nothing where they are not rotated:
+        # apart from the naive error, or the two may cancel in a result of few elements.
+        return cls(
+            rows,
+            lse_rows,
+            2 * _finite_error(rounded_out, out)
+            + error_bound(naive, rounded_out, q.dtype, lse=rounded_lse)
+            + summing,
+            2 * _finite_error(rounded_lse, lse)
+            + lse_bound(q, k, rounded_lse, formula["softmax_scale"]),
+        )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The result in float64, and how far a result in the inputs' dtype may be off.
+
+    Either packed, (total_q, heads_q, head_dim_v) and (heads_q, total_q), or (batch, seqlen_q,
+    heads_q, head_dim_v) and (batch, heads_q, seqlen_q).
+    """
+
+    out: np.ndarray
+    lse: np.ndarray
+    owned: np.ndarray  # which rows belong to one sequence: (total_q,) or (batch, seqlen_q)
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of_varlen(cls, arguments: dict[str, Any]) -> Truth:
+        """Of a call of `flash_attention_varlen` with these NumPy arrays, whatever they hold."""
+        formula = {name: arguments[name] for name in ("causal", "softmax_scale")}
+        q, k, v = (arguments[name] for name in "qkv")
+        block_table = arguments["block_table"]
+        paged = block_table is not None
+        queries = list(find_queries(arguments["cu_seqlens_q"], len(q), arguments["max_seqlen_q"]))
+        places = find_packed_keys(
+            arguments["cu_seqlens_k"],
+            arguments["max_seqlen_k"],
+            batch=len(queries),
+            total_k=0 if paged else len(k),
+            page_size=k.shape[1] if paged else 0,
+            seqused_k=arguments["seqused_k"],
+            block_table=block_table,
+        )
+        blocks = (k, v) if paged else (k[None], v[None])
+        owners = np.zeros(len(q), int)
+        for found in queries:
+            owners[found.rows] += 1
+        parts = []
+        with threadpool_limits(1, "blas"):
+            out, lse = attention_varlen_reference(**arguments)
+            for found, keys in zip(queries, places, strict=True):
+                # Where sequences overlap, nothing is said of the result.
+                if (owners[found.rows] == 1).all():
+                    dense = (q[found.rows], *(read(x, keys) for x in blocks))
+                    truth = out[found.rows], lse[:, found.rows]
+                    lse_rows = (slice(None), found.rows)
+                    parts.append(Part.of(found.rows, lse_rows, dense, truth, **formula))
+        owned = np.zeros(len(q), bool)
+        for part in parts:
+            owned[part.rows] = True
+        return cls(out, lse, owned, tuple(parts))
+
+    @classmethod
+    def of_kvcache(cls, arguments: dict[str, Any]) -> Truth:
+        """Of a call of `flash_attention_with_kvcache` with these NumPy arrays, likewise."""
+        formula = {name: arguments[name] for name in ("causal", "softmax_scale")}
+        q, new = arguments["q"], arguments["k"]
+        before = list(
+            find_cached_keys(
+                np.broadcast_to(arguments["cache_seqlens"], len(q)),
+                cache_shape=arguments["k_cache"].shape,
+                cache_batch_idx=arguments["cache_batch_idx"],
+                block_table=arguments["block_table"],
+            )
+        )
+        places = [longer(keys, 0 if new is None else new.shape[1]) for keys in before]
+        with threadpool_limits(1, "blas"):
+            out, lse, k_cache, v_cache = attention_with_kvcache_reference(**arguments)
+            if arguments["rotary_cos"] is not None:
+                q = rotated(
+                    q,
+                    arguments["rotary_cos"],
+                    arguments["rotary_sin"],
+                    [keys.seqlen for keys in before],
+                    interleaved=arguments["rotary_interleaved"],
+                    advance=arguments["causal"],
+                    compute=np.float64 if q.dtype == np.float64 else np.float32,
+                ).astype(q.dtype)
+            parts = [
+                Part.of(
+                    b,
+                    b,
+                    (q[b], read(k_cache, keys), read(v_cache, keys)),
+                    (out[b], lse[b]),
+                    **formula,
+                )
+                for b, keys in enumerate(places)
+            ]
+        return cls(out, lse, np.ones(q.shape[:2], bool), tuple(parts))
+
+    def check(self, out: Any, lse: Any = None) -> None:
+        """Fail unless a result, NumPy's or CuPy's, is right in the rows of all sequences."""
+        out, lse = to_numpy(out), None if lse is None else to_numpy(lse)
+        assert out.shape == self.out.shape
+        if lse is not None:
+            assert lse.shape == self.lse.shape
+            assert lse.dtype == (np.float64 if out.dtype == np.float64 else np.float32)
+        for part in self.parts:
+            true_lse = self.lse[part.lse_rows]
+            assert max_error(out[part.rows], self.out[part.rows]) <= part.out_bound
+            sees_nothing = true_lse.swapaxes(-1, -2) == -np.inf
+            assert not out[part.rows][sees_nothing].any(), "a row without keys is not exactly 0"
+            if lse is not None:
+                assert max_error(lse[part.lse_rows], true_lse) <= part.lse_bound
+
+
+class _Problem(ABC):
+    """What both kinds of problem have."""
+
+    case: VarlenCase | KVCacheCase
+    q: np.ndarray
+
+    @property
+    @abstractmethod
+    def truth(self) -> Truth:
+        """What is right, found once."""
+
+    def poisoned_out(self, xp: Any = np) -> Any:
+        """A buffer for `out`, full of NaN."""
+        shape = (*self.q.shape[:-1], self.case.head_dim_v)
+        return xp.asarray(np.full(shape, np.nan, self.q.dtype))
+
+    def check(self, out: Any, lse: Any = None) -> None:
+        """Fail unless a result is right."""
+        self.truth.check(out, lse)
+
+
+@dataclass(frozen=True)
+class VarlenProblem(_Problem):
+    """The arrays of a `VarlenCase`."""
+
+    case: VarlenCase
+    q: np.ndarray  # (total_q, heads_q, head_dim)
+    k: np.ndarray  # (total_k, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
+    v: np.ndarray
+    cu_seqlens_q: np.ndarray  # (batch + 1,)
+    cu_seqlens_k: np.ndarray
+    seqused_k: np.ndarray | None  # (batch,)
+    block_table: np.ndarray | None  # (batch, max_pages)
+    dense: tuple[Dense, ...]  # each sequence on its own
+
+    @classmethod
+    def of(cls, case: VarlenCase) -> VarlenProblem:
+        assert len(case.seqlens_q) == len(case.seqlens_k)
+        rng = np.random.default_rng(case.seed)
+        dense = tuple(
+            _random_sequence(rng, case, seqlen_q, seqlen_k)
+            for seqlen_q, seqlen_k in zip(case.seqlens_q, case.seqlens_k, strict=True)
+        )
+        room = [n + int(rng.integers(1, 9)) if case.seqused else n for n in case.seqlens_k]
+        cu_seqlens_q, cu_seqlens_k = _cumulative(case.seqlens_q), _cumulative(room)
+        queries = [q for q, _, _ in dense]
+        q = _packed(queries, cu_seqlens_q, case.rows_of_none, case.filler)
+        keys, values = [k for _, k, _ in dense], [v for _, _, v in dense]
+        block_table = None
+        if case.page_size:
+            capacity = max(room, default=0) + case.slack
+            block_table, pages = _shuffled_pages(rng, len(dense), capacity, case.page_size)
+            k, v = (
+                _paged(rows, block_table, pages, case.page_size, case.filler)
+                for rows in (keys, values)
+            )
+        else:
+            k, v = (
+                _packed(rows, cu_seqlens_k, case.rows_of_none, case.filler)
+                for rows in (keys, values)
+            )
+        return cls(
+            case,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            np.array(case.seqlens_k, np.int32) if case.seqused else None,
+            block_table,
+            dense,
+        )
+
+    def arguments(self, xp: Any = np) -> dict[str, Any]:
+        """What the function under test takes, as new arrays of `xp`."""
+        case = self.case
+        room = np.diff(self.cu_seqlens_k).max(initial=0)
+        return {
+            **_copies(
+                xp,
+                q=self.q,
+                k=self.k,
+                v=self.v,
+                cu_seqlens_q=self.cu_seqlens_q,
+                cu_seqlens_k=self.cu_seqlens_k,
+                seqused_k=self.seqused_k,
+                block_table=self.block_table,
+            ),
+            "max_seqlen_q": max(case.seqlens_q, default=0) + case.slack,
+            "max_seqlen_k": int(room) + case.slack,
+            "causal": case.causal,
+            "softmax_scale": case.softmax_scale,
+        }
+
+    @functools.cached_property
+    def truth(self) -> Truth:
+        return Truth.of_varlen(self.arguments())
+
+
+@dataclass(frozen=True)
+class KVCacheProblem(_Problem):
+    """The arrays of a `KVCacheCase`."""
+
+    case: KVCacheCase
+    q: np.ndarray  # (batch, seqlen_q, heads_q, head_dim)
+    k_cache: np.ndarray  # (caches, capacity, heads_kv, dim) or (pages, page_size, heads_kv, dim)
+    v_cache: np.ndarray
+    k: np.ndarray | None  # (batch, seqlen_new, heads_kv, head_dim)
+    v: np.ndarray | None
+    cache_seqlens: np.ndarray  # (batch,)
+    cache_batch_idx: np.ndarray | None
+    block_table: np.ndarray | None
+    rotary_cos: np.ndarray | None  # (rows, rotary_dim / 2)
+    rotary_sin: np.ndarray | None
+    dense: tuple[Dense, ...]  # each sequence on its own, rotated in the precision of its dtype
+
+    @classmethod
+    def of(cls, case: KVCacheCase) -> KVCacheProblem:
+        rng = np.random.default_rng(case.seed)
+        lengths, new = case.lengths, case.seqlen_new
+        plain = [_random_sequence(rng, case, case.seqlen_q, length + new) for length in lengths]
+        capacity = max(lengths, default=0) + new + case.slack
+        cos, sin = _rotary_table(rng, case, capacity)
+        block_table = cache_batch_idx = None
+        keys = [k[: len(k) - new] for _, k, _ in plain]
+        values = [v[: len(v) - new] for _, _, v in plain]
+        if case.page_size:
+            block_table, pages = _shuffled_pages(rng, len(lengths), capacity, case.page_size)
+            k_cache, v_cache = (
+                _paged(rows, block_table, pages, case.page_size, case.filler)
+                for rows in (keys, values)
+            )
+        else:
+            caches = len(lengths) + 2 * case.indexed
+            places = rng.permutation(caches)[: len(lengths)] if case.indexed else range(caches)
+            k_cache, v_cache = (
+                _placed(rows, list(places), caches, capacity, case.filler)
+                for rows in (keys, values)
+            )
+            if case.indexed:
+                cache_batch_idx = np.array(places, np.int32)
+        return cls(
+            case,
+            _stacked([q for q, _, _ in plain], (case.seqlen_q, case.heads_q, case.head_dim)),
+            k_cache,
+            v_cache,
+            np.stack([k[len(k) - new :] for _, k, _ in plain]) if new else None,
+            np.stack([v[len(v) - new :] for _, _, v in plain]) if new else None,
+            np.array(lengths, np.int32),
+            cache_batch_idx,
+            block_table,
+            cos,
+            sin,
+            tuple(
+                _rotated_sequence(case, sequence, length, cos, sin)
+                for sequence, length in zip(plain, lengths, strict=True)
+            ),
+        )
+
+    def arguments(self, xp: Any = np) -> dict[str, Any]:
+        """What the function under test takes, as new arrays of `xp`: it may write to the caches."""
+        case = self.case
+        return {
+            **_copies(
+                xp,
+                q=self.q,
+                k_cache=self.k_cache,
+                v_cache=self.v_cache,
+                k=self.k,
+                v=self.v,
+                cache_seqlens=self.cache_seqlens,
+                cache_batch_idx=self.cache_batch_idx,
+                block_table=self.block_table,
+                rotary_cos=self.rotary_cos,
+                rotary_sin=self.rotary_sin,
+            ),
+            "rotary_interleaved": case.rotary_interleaved,
+            "causal": case.causal,
+            "softmax_scale": case.softmax_scale,
+        }
+
+    @functools.cached_property
+    def truth(self) -> Truth:
+        return Truth.of_kvcache(self.arguments())
+
+    def check_caches(self, k_cache: Any, v_cache: Any) -> None:
+        """Fail unless the new rows are in the caches and all else is as it was, byte for byte.
+
+        Rotated rows may be off by the rounding of another precision or order; values may not.
+        """
+        for name, cache in (("k_cache", to_numpy(k_cache)), ("v_cache", to_numpy(v_cache))):
+            appended = cache[self._new_rows].astype(np.float64)
+            expected = self.expected_cache(name)
+            exact = expected[self._new_rows].astype(np.float64)
+            if name == "v_cache" or not self.case.rotary_dim:
+                np.testing.assert_array_equal(appended, exact)
+            else:
+                untouched = self.case.rotary_dim
+                np.testing.assert_array_equal(appended[..., untouched:], exact[..., untouched:])
+                assert max_error(appended, exact) <= error_bound(exact, exact, cache.dtype)
+            expected[self._new_rows] = cache[self._new_rows]
+            assert cache.tobytes() == expected.tobytes(), f"{name} was written elsewhere"
+
+    @property
+    def _new_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """First and second index of every appended row of a cache: (batch * seqlen_new,) each."""
+        batch, new = len(self.case.lengths), self.case.seqlen_new
+        sequence = np.repeat(np.arange(batch), new)
+        row = (self.cache_seqlens[:, None] + np.arange(new)).reshape(-1)
+        if self.block_table is not None:
+            page, within = np.divmod(row, self.case.page_size)
+            return self.block_table[sequence, page], within
+        place = np.arange(batch) if self.cache_batch_idx is None else self.cache_batch_idx
+        return place[sequence], row
+
+    def expected_cache(self, name: str) -> np.ndarray:
+        """k_cache or v_cache after the append."""
+        cache: np.ndarray = getattr(self, name).copy()
+        new = self.case.seqlen_new
+        index = 1 if name == "k_cache" else 2
+        rows = [sequence[index][len(sequence[index]) - new :] for sequence in self.dense]
+        if new and rows:
+            cache[self._new_rows] = np.concatenate(rows)
+        return cache
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _name(case: VarlenCase | KVCacheCase) -> str:
+    """The fields that are not as by default, for the name of a test."""
+    shown = []
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        # NaN, which differs from itself, is a default too.
+        if field.name != "seed" and not (value is field.default or value == field.default):
+            text = "-".join(map(str, value)) if isinstance(value, tuple) else value
+            shown.append(f"{field.name}={text}")
+    return " ".join(shown)
+
+
+def _copies(xp: Any, **arrays: np.ndarray | None) -> dict[str, Any]:
+    return {
+        name: None if array is None else xp.asarray(array.copy()) for name, array in arrays.items()
+    }
+
+
+def _random_sequence(
+    rng: np.random.Generator, case: VarlenCase | KVCacheCase, seqlen_q: int, seqlen_k: int
+) -> Dense:
+    shapes = (
+        (seqlen_q, case.heads_q, case.head_dim),
+        (seqlen_k, case.heads_kv, case.head_dim),
+        (seqlen_k, case.heads_kv, case.head_dim_v),
+    )
+    q, k, v = (rng.standard_normal(shape).astype(DTYPES[case.dtype]) for shape in shapes)
+    return q, k, v
+
+
+def _cumulative(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def _stacked(rows: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    return np.stack(rows) if rows else np.zeros((0, *shape))
+
+
+def _filled(filler: float, like: np.ndarray, *leading: int) -> np.ndarray:
+    return np.full((*leading, *like.shape[1:]), filler, like.dtype)
+
+
+def _packed(
+    rows: list[np.ndarray], cu_seqlens: np.ndarray, spare: int, filler: float
+) -> np.ndarray:
+    """Sequences one behind the other at the places that cu_seqlens names, filler in between."""
+    packed = _filled(filler, rows[0], int(cu_seqlens[-1]) + spare)
+    for first, sequence in zip(cu_seqlens, rows, strict=False):
+        packed[first : first + len(sequence)] = sequence
+    return packed
+
+
+def _placed(
+    rows: list[np.ndarray], places: list[int], caches: int, capacity: int, filler: float
+) -> np.ndarray:
+    """A cache that is not paged: sequence b at index places[b] of the first axis."""
+    cache = _filled(filler, rows[0], caches, capacity)
+    for place, sequence in zip(places, rows, strict=True):
+        cache[place, : len(sequence)] = sequence
+    return cache
+
+
+def _shuffled_pages(
+    rng: np.random.Generator, batch: int, capacity: int, page_size: int
+) -> tuple[np.ndarray, int]:
+    """block_table (batch, max_pages) of distinct pages in random order, and how many there are."""
+    max_pages = -(-capacity // page_size)
+    pages = batch * max_pages + 3
+    order = rng.permutation(pages)[: batch * max_pages]
+    return order.reshape(batch, max_pages).astype(np.int32), pages
+
+
+def _paged(
+    rows: list[np.ndarray], block_table: np.ndarray, pages: int, page_size: int, filler: float
+) -> np.ndarray:
+    cache = _filled(filler, rows[0], pages, page_size)
+    for table, sequence in zip(block_table, rows, strict=True):
+        for j, row in enumerate(sequence):
+            cache[table[j // page_size], j % page_size] = row
+    return cache
+
+
+def _rotary_table(
+    rng: np.random.Generator, case: KVCacheCase, capacity: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Random angles: no two positions, and no two columns, turn alike."""
+    if not case.rotary_dim:
+        return None, None
+    angles = rng.uniform(-np.pi, np.pi, (capacity + case.seqlen_q, case.rotary_dim // 2))
+    dtype = DTYPES[case.rotary_dtype or case.dtype]
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def _rotated_sequence(
+    case: KVCacheCase,
+    sequence: Dense,
+    length: int,
+    cos: np.ndarray | None,
+    sin: np.ndarray | None,
+) -> Dense:
+    """One sequence as attention sees it, computed as a naive implementation would."""
+    if cos is None or sin is None:
+        return sequence
+    q, k, v = sequence
+    positions = length + (np.arange(len(q)) if case.causal else np.zeros(len(q), int))
+    q = _rotated(case, q, cos[positions], sin[positions])
+    new = slice(length, length + case.seqlen_new)
+    k = np.concatenate([k[:length], _rotated(case, k[new], cos[new], sin[new])])
+    return q, k, v
+
+
+def _rotated(case: KVCacheCase, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """x (rows, heads, head_dim) by the angles of its rows: a product of complex numbers."""
+    compute = np.float64 if x.dtype == np.float64 else np.float32
+    dim, half = case.rotary_dim, case.rotary_dim // 2
+    first, second = (
+        (slice(0, dim, 2), slice(1, dim, 2))
+        if case.rotary_interleaved
+        else (slice(0, half), slice(half, dim))
+    )
+    turn = cos.astype(compute) + 1j * sin.astype(compute)
+    turned = (x[..., first].astype(compute) + 1j * x[..., second].astype(compute)) * turn[:, None]
+    result = x.copy()
+    result[..., first], result[..., second] = turned.real, turned.imag
+    return result
+
+
+def _finite_error(result: np.ndarray, truth: np.ndarray) -> float:
+    finite = np.isfinite(result) & np.isfinite(truth)
+    return float(np.abs(result[finite] - truth[finite]).max(initial=0))

@@ -96,7 +96,7 @@ def test_a_kernel_cache_that_cannot_be_made_is_no_matter_where_nothing_is_compil
 def test_a_kernel_cache_that_cannot_be_made_does_not_keep_the_compiler_from_loading(
     tmp_path: Path,
 ) -> None:
-    code = "from cupy_flash.compiler import why_no_compiler; print(why_no_compiler())"
+    code = "from cupy_flash.gpu.compiler import why_no_compiler; print(why_no_compiler())"
     result = python("-c", code, env=under_a_file(tmp_path))
 
     assert result.stdout == "None\n"

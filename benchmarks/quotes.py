@@ -26,7 +26,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import click
 
 from cupy_flash.cli.records import records
+from cupy_flash.cli.records.report import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,20 +83,30 @@ class Source:
         """What the records hold, in the unit of the quoted number; ValueError if they do not."""
         if self.statistic not in _STATISTICS:
             raise ValueError(f"{self.statistic!r} is none of {', '.join(_STATISTICS)}")
-        paths = self._paths(results)
-        if len(devices := {str(records.read(path).metadata.get("device")) for path in paths}) > 1:
-            raise ValueError(f"records of {len(devices)} devices: {', '.join(sorted(devices))}")
-        values = [value for path in paths for value in self._values(path)]
-        if not values:
-            raise ValueError("no such rows")
+        values = [value for _, value in self.pairs(results)]
         return _STATISTICS[self.statistic](values) * self._scale()
+
+    def rounded(self, value: float) -> str:
+        """A value to as many decimals as the quoted number has."""
+        decimals = len(self.number.partition(".")[2])
+        return f"{value:.{decimals}f}"
 
     def agrees(self, value: float) -> bool:
         """Whether a value rounds to the quoted number."""
-        decimals = len(self.number.partition(".")[2])
-        return f"{value:.{decimals}f}" == self.number.replace(",", "")
+        return self.rounded(value) == self.number.replace(",", "")
 
-    def _paths(self, results: Path) -> list[Path]:
+    def pairs(self, results: Path) -> list[tuple[Mapping[str, Row], float]]:
+        """The values, each with the rows it is of, by provider; ValueError if there are none."""
+        paths = self.paths(results)
+        if len(devices := {str(records.read(path).metadata.get("device")) for path in paths}) > 1:
+            raise ValueError(f"records of {len(devices)} devices: {', '.join(sorted(devices))}")
+        pairs = [pair for path in paths for pair in self._pairs(path)]
+        if not pairs:
+            raise ValueError("no such rows")
+        return pairs
+
+    def paths(self, results: Path) -> list[Path]:
+        """The files of the records."""
         paths = []
         for name in self.records.split(","):
             found = sorted(results.glob(f"{name.strip()}.json"))
@@ -104,20 +115,28 @@ class Source:
             paths += found
         return paths
 
-    def _values(self, path: Path) -> list[float]:
-        rows = [row for row in records.read(path).rows if self._holds(row)]
-        first, _, rest = self.what.partition("/")
-        if rest:
+    @property
+    def providers(self) -> list[str]:
+        """In a source of ratios: whose, and to the best of whom; empty in others."""
+        ours, _, peers = self.what.partition("/")
+        return [name.strip() for name in (ours, *peers.split("|"))] if peers else []
+
+    def rows(self, path: Path) -> list[Row]:
+        """The rows of one record that the conditions let through."""
+        return [row for row in records.read(path).rows if self._holds(row)]
+
+    def _pairs(self, path: Path) -> list[tuple[Mapping[str, Row], float]]:
+        rows = self.rows(path)
+        if self.providers:
             if rows and (fault := records.bench_fault(rows)):
                 raise ValueError(f"{path.stem} is no record of bench: {fault}")
-            baseline = [name.strip() for name in rest.split("|")]
-            cases = records.by_case(rows)
-            ratios = [records.ratio(found, first.strip(), baseline) for found in cases]
-            return [ratio for ratio in ratios if ratio is not None]
+            ours, *peers = self.providers
+            ratios = [(found, records.ratio(found, ours, peers)) for found in records.by_case(rows)]
+            return [(found, ratio) for found, ratio in ratios if ratio is not None]
         *provider, field = self.what.split()
         named = [row for row in rows if not provider or [row.get("provider")] == provider]
-        values = [row.get(field) for row in named]
-        return [value for value in values if isinstance(value, (int, float))]
+        values = [({str(row.get("provider")): row}, row.get(field)) for row in named]
+        return [(found, value) for found, value in values if isinstance(value, (int, float))]
 
     def _holds(self, row: Any) -> bool:
         for condition in (self.where or "").split(","):
@@ -138,6 +157,12 @@ class Source:
         if self.unit in _SECONDS and of_field:
             return of_field / _SECONDS[self.unit]
         return 1.0
+
+
+def source(text: str) -> Source | None:
+    """A line of a `figures` comment; None if it is none."""
+    match = _SOURCE.fullmatch(text)
+    return Source(**match.groupdict()) if match else None
 
 
 def _blanked(match: re.Match[str]) -> str:
@@ -185,24 +210,23 @@ def _without_source(prose: str, start: int, end: int, sourced: Sequence[str] = (
 
 def _block_faults(prose: str, start: int, block: re.Match[str], results: Path) -> list[str]:
     lines = [line.strip() for line in block[2].splitlines() if line.strip()]
-    matches = [_SOURCE.fullmatch(line) for line in lines]
-    numbers = [match["number"] for match in matches if match]
+    sources = [source(line) for line in lines]
+    numbers = [found.number for found in sources if found]
     found = _without_source(prose, start, block.start(), numbers)
     at = f"line {_line(prose, block.start())}"
-    for line, match in zip(lines, matches, strict=True):
-        if match is None:
+    for line, named in zip(lines, sources, strict=True):
+        if named is None:
             found.append(f"{at}: {line!r} is not NUMBER: STATISTIC WHAT in RECORD")
             continue
-        source = Source(**match.groupdict())
         covered = prose[start : block.start()]
-        if not re.search(rf"(?<![\w.,]){re.escape(source.number)}(?![.,]?\d)", covered):
-            found.append(f"{at}: {source.number} does not stand in the text above")
+        if not re.search(rf"(?<![\w.,]){re.escape(named.number)}(?![.,]?\d)", covered):
+            found.append(f"{at}: {named.number} does not stand in the text above")
         try:
-            value = source.value(results)
+            value = named.value(results)
         except (ValueError, click.UsageError) as error:
             found.append(f"{at}: {line!r}: {error}")
             continue
-        if not source.agrees(value):
+        if not named.agrees(value):
             found.append(f"{at}: {line!r}, but the records hold {value:.6g}")
     return found
 

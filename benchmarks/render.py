@@ -1,341 +1,405 @@
-"""Write docs/benchmarks.md and its figures from the records under benchmarks/results/.
+"""Write docs/benchmarks.md and its figures from benchmarks/page.md and the records.
 
     python benchmarks/render.py            write them
     python benchmarks/render.py --check    exit with 1 if they are not what would be written
 
-A record is what `cupy-flash bench --output x.json` or `cupy-flash tune --output x.json` writes.
-Those of `bench` that sweep sequence lengths get a figure. Drawing needs matplotlib, checking does
-not: a figure names the digest of what it shows, because other versions of matplotlib write other
-bytes.
+The page's prose stands in page.md; what stands there in double braces comes from the records under
+benchmarks/results/. WHAT is as in the comments of `figures` that quotes.py reads.
+
+    {{0.00: geomean WHAT in RECORDS}}            a number, to as many decimals
+    {{by FIELDS: WHAT in RECORDS}}               a line for each value of the fields; `case`: of all
+    {{slower: WHAT in RECORDS}}                  the cases that a peer is faster at, worst first
+    {{overview: TITLE = WHAT in RECORDS; ...}}   a line for each comparison
+    {{figure NAME | ALT | FIELD of PROVIDERS by FIELD for FIELDS [where ...] in RECORDS}}
+    {{cpu RECORD}} {{tuning RECORD}} {{roofline RECORD}} {{records}}
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chart
 import click
+import quotes
 
-from cupy_flash.cli.bench import plot
-from cupy_flash.cli.records import figures, records
-from cupy_flash.cli.records.records import CASE_FIELDS, SEQUENCE_FIELDS
-from cupy_flash.cli.records.report import Record, Row, markdown_row
-from cupy_flash.cli.tune.findings import digest_of, findings_notes
+from cupy_flash.cli.records import records
+from cupy_flash.cli.records.report import Row, markdown_row
+from cupy_flash.cli.tune.findings import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATE = ROOT / "benchmarks" / "page.md"
 PAGE = ROOT / "docs" / "benchmarks.md"
+LINK = "../benchmarks/results"
 # Beside the page.
 FIGURES = "figures"
 
-HEAD = """\
-# Benchmarks
+_DIRECTIVE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+_FIGURE = re.compile(r"(\w+) of ([\w -]+) by (\w+) for (.+?)(?: where (.+?))? in (.+)")
 
-Written by `python benchmarks/render.py` from the records in `benchmarks/results/`; do not edit.
+# What tells cases apart: heading, how a sentence names it, and the value as text if not as it is.
+_FIELDS: dict[str, tuple[str, str]] = {
+    "dtype": ("dtype", "{}"),
+    "head_dim": ("head_dim", "head_dim {}"),
+    "causal": ("mask", "{}"),
+    "batch": ("batch", "batch {}"),
+    "heads_q": ("heads", "{} heads"),
+    "heads_kv": ("key/value heads", "heads_kv {}"),
+    "seqlen_q": ("length", "length {}"),
+    "seqlen_k": ("keys", "{} keys"),
+}
+# A case is named without these where that tells it from the others.
+_DISPENSABLE = ("heads_q", "batch", "heads_kv", "seqlen_k", "dtype")
+_FOLLOWS = {"heads_kv": "heads_q", "seqlen_k": "seqlen_q"}
+# Worst cases that a sentence names.
+_NAMED = 4
 
-Unless a table says otherwise, it is by `cupy-flash bench`: every number was compared with the
-float64 reference before it was timed. The providers of a table ran in one process on the same
-inputs, taking turns; times are medians by GPU events with the L2 cache flushed before each call (on
-a CPU, by the clock). A ratio is baseline time / our time: above 1 we are faster.
-"""
+_WRAP = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
 
-# Fields that follow from another one in most records: shown only where they do not.
-_FOLLOWS = {"head_dim_v": "head_dim", "heads_kv": "heads_q", "seqlen_k": "seqlen_q"}
-_DERIVED = ("softmax_scale", "q_offset")
-
-
-def render(results: Path) -> str:
-    """The whole page, from the records in a folder, by file name."""
-    paths = sorted(results.glob("*.json"))
-    if not paths:
-        return HEAD + "\nNo results are recorded yet.\n"
-    return "\n".join([HEAD, *(section(path) for path in paths)])
-
-
-def section(path: Path) -> str:
-    """One record: where it comes from, its figures, its table."""
-    record = records.read(path)
-    head, rows = record.metadata, record.rows
-    lines = [f"## {path.stem}", ""]
-    lines += [f"- record: `benchmarks/results/{path.name}`, {head['date']}"]
-    lines += [f"- device: {head['device']}"]
-    lines += ["- versions: " + ", ".join(f"{k} {v}" for k, v in head["versions"].items())]
-    lines += [f"- {head['flop_convention']}"]
-    if not rows:
-        return "\n".join([*lines, "", "The record has no rows.", ""])
-    if records.bench_fault(rows) is None:
-        lines += sources(record)
-        if head.get("published_by"):
-            lines += [f"- published figures, not measured here: {head['published_by']}"]
-        if copy_rate := head.get("copy_tb_per_s"):
-            lines += [f"- copying 1 GiB on the device: {copy_rate:.3f} TB/s, read and written"]
-        if picture_of(record):
-            lines += ["", f"![Rates by sequence length, {path.stem}]({FIGURES}/{path.stem}.svg)"]
-        lines += ["", *bench_tables(rows, head.get("baseline") or [])]
-    elif "default_tflops" in rows[0]:
-        lines += [*sources(record), "", *tune_table(rows)]
-    else:
-        lines += sources(record)
-        if timing := head.get("timing"):
-            lines += [f"- {timing}"]
-        lines += ["", *plain_table(rows)]
-    return "\n".join([*lines, ""])
+Found = Mapping[str, Row]
+Pair = tuple[Found, float]
 
 
-def picture_of(record: Record) -> plot.Picture | None:
-    """A figure for a record of `bench` that sweeps sequence lengths; None for others."""
-    timed = any(row.get("tflops") for row in record.rows)
-    if not timed or records.bench_fault(record.rows) or reads_caches(record.rows):
-        return None
-    picture = plot.picture(record)
-    return picture if picture.sweeps else None
+class Page:
+    """The page and its figures, from a template and a folder of records."""
 
+    def __init__(self, template: str, results: Path) -> None:
+        self.results = results
+        self.figures: dict[str, str] = {}
+        self.text = wrapped(_DIRECTIVE.sub(self._filled, template))
 
-def reads_caches(rows: Sequence[Row]) -> bool:
-    """Whether the rates that matter are of the bytes of keys and values."""
-    return any(row.get("kv_tb_per_s") is not None for row in rows)
+    def _filled(self, match: re.Match[str]) -> str:
+        directive = " ".join(match[1].split())
+        name, _, rest = directive.partition(" ")
+        rest = rest.strip()
+        if name == "by":
+            fields, _, what = rest.partition(":")
+            return self._comparison(fields.split(), self._source(what))
+        if name == "slower:":
+            return slower(self._source(rest).pairs(self.results))
+        if name == "overview:":
+            return self._overview(rest)
+        if name == "figure":
+            return self._figure(*(part.strip() for part in rest.split("|")))
+        tables = {"cpu": cpu, "tuning": tuning, "roofline": roofline}
+        if name in tables:
+            return tables[name](records.read(self.results / f"{rest}.json").rows)
+        if name == "records":
+            return index(self.results)
+        source = quotes.source(directive)
+        if source is None:
+            raise ValueError(f"{match[0]} is no directive")
+        unit = source.unit if source.unit in ("", "%") else f" {source.unit}"
+        return source.rounded(source.value(self.results)) + unit
 
+    @staticmethod
+    def _source(text: str) -> quotes.Source:
+        source = quotes.source(f"0.00: geomean {text.strip()}")
+        if source is None:
+            raise ValueError(f"{text!r} is not WHAT in RECORDS")
+        return source
 
-def sources(record: Record) -> list[str]:
-    """Which kernels ran, by the digest of their sources, and which of these have changed since."""
-    texts = [
-        f"{family} `{digest}`"
-        + ("" if digest == digest_of(family) else ", which has changed since")
-        for family, digest in sorted(records.kernels(record))
-    ]
-    return [f"- kernel sources: {'; '.join(texts)}"] if texts else []
+    def _comparison(self, fields: Sequence[str], source: quotes.Source) -> str:
+        """Rates of ours and of the best peer, and their ratio, for each group of cases."""
+        pairs = source.pairs(self.results)
+        firsts = [first_row(found) for found, _ in pairs]
+        fields = varying(firsts) if fields == ["case"] else fields
+        groups: dict[tuple[Any, ...], list[Pair]] = {}
+        for row, pair in zip(firsts, pairs, strict=True):
+            groups.setdefault(tuple(row[field] for field in fields), []).append(pair)
+        ours, *peers = source.providers
+        of_copies = firsts[0].get("copy_share") is not None
+        field, unit = ("kv_tb_per_s", "TB/s") if of_copies else ("tflops", "TFLOP/s")
+        headings = [_FIELDS[name][0] for name in fields] + [f"{ours}, {unit}"]
+        headings += ["of a copy's rate"] if of_copies else []
+        headings += [f"{peers[0] if len(peers) == 1 else 'best peer'}, {unit}", "ratio"]
+        least = any(len(group) > 1 for group in groups.values())
+        body = []
+        for values, group in groups.items():
+            cells = [value_text(value) for value in values]
+            cells.append(span(found[ours][field] for found, _ in group))
+            if of_copies:
+                cells.append(span((found[ours]["copy_share"] for found, _ in group), "{:.0%}"))
+            best = [best_of(found, peers) for found, _ in group]
+            cells.append(span(row[field] for row in best))
+            if len(peers) > 1 and len(group) == 1:
+                cells[-1] += f" ({best[0]['provider']})"
+            cells.append(f"{statistics.geometric_mean(ratio for _, ratio in group):.2f}")
+            if least:
+                found, ratio = min(group, key=lambda pair: pair[1])
+                name = case_name(first_row(found), [first_row(found) for found, _ in group])
+                cells.append(f"{ratio:.2f}" + (f" ({name})" if name else ""))
+            body.append(cells)
+        text = table([*headings, *(["least"] if least else [])], body)
+        return "\n".join([text, *self._notes(source)])
 
+    def _notes(self, source: quotes.Source) -> list[str]:
+        """What to know about single rows of a comparison, each once."""
+        notes = []
+        for path in source.paths(self.results):
+            rows = [row for row in source.rows(path) if row["provider"] in source.providers]
+            for row in rows:
+                texts = [row[key] for key in ("reason", "note") if row[key]]
+                if row["check"] == "failed":
+                    texts.append(f"over the error bound at {case_name(row, rows)}")
+                notes += [f"- {row['provider']}: {text}." for text in texts]
+        return ["", *dict.fromkeys(notes)] if notes else []
 
-def bench_tables(rows: Sequence[Row], baseline: Sequence[str]) -> list[str]:
-    """A line for each case, with every provider's rate and its ratio to the baseline."""
-    fields = varying_fields(rows)
-    shared = [f for f in CASE_FIELDS if f not in fields and f not in _FOLLOWS and f not in _DERIVED]
-    names = list(dict.fromkeys(row["provider"] for row in rows))
-    compared = [name for name in names if [name] != list(baseline)] if baseline else []
-    unit, scale = ("TB/s", 1.0) if reads_caches(rows) else records.rate_unit(rows)
-    ratios: dict[str, list[float]] = {name: [] for name in compared}
-    with_host_time = any(row.get("host_us") is not None for row in rows)
-    cases = records.by_case(rows)
-    quoted = published_columns(cases, names, scale)
-    body = []
-    for index, found in enumerate(cases):
-        first = next(iter(found.values()))
-        cells = [text_of(first[field]) for field in fields]
-        cells += [rate(found.get(name), scale) for name in names]
-        for name in compared:
-            ratio = records.ratio(found, name, baseline)
-            if ratio is not None:
-                ratios[name].append(ratio)
-            cells.append("" if ratio is None else f"{ratio:.2f}")
-        if with_host_time:
-            cells += [host_time(found.get(name)) for name in names]
-        cells += [texts[index] for texts in quoted.values()]
-        body.append(markdown_row(cells))
-    headings = [*fields, *(f"{name} {unit}" for name in names)]
-    headings += [f"{name} ratio" for name in compared]
-    headings += [f"{name} host us" for name in names] if with_host_time else []
-    headings += [f"published, as {name} {unit}" for name in quoted]
-    common = [f"{f} {text_of(rows[0][f])}" for f in shared] + sequences_text(rows, fields)
-    lines = ["All rows: " + ", ".join(common) + ".", ""]
-    lines += [*summary(ratios, baseline), "", markdown_row(headings)]
-    lines += [markdown_row("---" for _ in headings), *body]
-    return lines + footnotes(rows)
-
-
-def sequences_text(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
-    """What all caches or packed sequences share, where the rows are of such."""
-    first = rows[0]
-    texts = [
-        f"{field} {text_of(first[field])}"
-        for field in SEQUENCE_FIELDS
-        if field not in ("lengths", *varying) and first.get(field) is not None
-    ]
-    if lengths := first.get("lengths"):
-        texts.append(f"{len(lengths)} lengths from {min(lengths)} to {max(lengths)}")
-    return texts
-
-
-def published_columns(
-    cases: Sequence[Mapping[str, Row]], names: Sequence[str], scale: float
-) -> dict[str, list[str]]:
-    """What a preset's source published for the algorithm of each provider, once for each."""
-    columns: dict[str, list[str]] = {}
-    for name in names:
-        texts = [published(found.get(name), scale) for found in cases]
-        if any(texts) and texts not in columns.values():
-            columns[name] = texts
-    return columns
-
-
-def published(row: Row | None, scale: float) -> str:
-    """A cell of what another project measured: rate and time; empty if it published nothing."""
-    if row is None:
-        return ""
-    tflops, ms = row.get("published_tflops"), row.get("published_ms")
-    texts = [f"{tflops * scale:.4g}" if tflops else "", f"({ms:.4g} ms)" if ms else ""]
-    return " ".join(filter(None, texts))
-
-
-def varying_fields(rows: Sequence[Row]) -> list[str]:
-    """The case fields that tell the rows apart."""
-    fields = []
-    for field in CASE_FIELDS:
-        follows = _FOLLOWS.get(field)
-        if follows and all(row[field] == row[follows] for row in rows):
-            continue
-        if field == "q_offset" and all(
-            not row["causal"] or row["q_offset"] == row["seqlen_k"] - row["seqlen_q"]
-            for row in rows
-        ):
-            continue
-        if field == "softmax_scale" and all(
-            abs(row["softmax_scale"] * row["head_dim"] ** 0.5 - 1) < 1e-9 for row in rows
-        ):
-            continue
-        if len({row[field] for row in rows}) > 1:
-            fields.append(field)
-    # Lengths would fill a line; the case's label names their range.
-    named = [field for field in SEQUENCE_FIELDS if field != "lengths"]
-    return fields + [field for field in named if len({row.get(field) for row in rows}) > 1]
-
-
-def summary(ratios: dict[str, list[float]], baseline: Sequence[str]) -> list[str]:
-    """Geometric mean and minimum of each provider's ratios."""
-    against = " and ".join(baseline)
-    against = f"the best of {against}" if len(baseline) > 1 else against
-    return [
-        f"- {name} against {against}: geometric mean **{statistics.geometric_mean(found):.2f}**, "
-        f"minimum **{min(found):.2f}**, {len(found)} rows"
-        for name, found in ratios.items()
-        if found
-    ]
-
-
-def rate(row: Row | None, scale: float) -> str:
-    """A cell: time and rate."""
-    if row is None or row["tflops"] is None:
-        return "-"
-    if (kv_rate := row.get("kv_tb_per_s")) is not None:
-        share = row.get("copy_share")
-        value = f"{kv_rate:.3f}" + (f", {share:.1%} of copy" if share else "")
-        time = f"{1e3 * row['median_ms']:.4g} us"
-    else:
-        value, time = f"{row['tflops'] * scale:.4g}", f"{row['median_ms']:.4g} ms"
-    wrong = " (over the error bound)" if row["check"] == "failed" else ""
-    return f"{value} ({time}){wrong}"
-
-
-def host_time(row: Row | None) -> str:
-    """Microseconds that a call keeps Python."""
-    return "-" if row is None or row.get("host_us") is None else f"{row['host_us']:.1f}"
-
-
-def footnotes(rows: Sequence[Row]) -> list[str]:
-    """Why cells have no number, and what to know about the others, each once."""
-    notes = [
-        f"- {row['provider']}: {row[key]}"
-        for row in rows
-        for key in ("reason", "note")
-        if row.get(key)
-    ]
-    notes += [
-        f"- published: {row['published_remark']}" for row in rows if row.get("published_remark")
-    ]
-    if any(row["check"] == "skipped" and row["median_ms"] is not None for row in rows):
-        notes.append("- some results were timed without being checked (--skip-check)")
-    return ["", *dict.fromkeys(notes)] if notes else []
-
-
-def tune_table(rows: Sequence[Row]) -> list[str]:
-    """A line for each class of problems: the default tile, and the best of the sweep."""
-    headings = ("class", "tiles", "default", "TFLOP/s", "best", "TFLOP/s", "gain %", "kept")
-    body = [
-        markdown_row(
-            (
-                row["problem_class"],
-                text_of(row["tiles"]),
-                text_of(row["default_tile"]),
-                text_of(row["default_tflops"]),
-                text_of(row["best_tile"]),
-                text_of(row["best_tflops"]),
-                text_of(row["gain_percent"]),
-                "yes" if row["stored"] else "",
+    def _overview(self, text: str) -> str:
+        body = []
+        for line in text.split(";"):
+            title, _, what = line.partition("=")
+            source = self._source(what)
+            pairs = source.pairs(self.results)
+            ratios = [ratio for _, ratio in pairs]
+            worst, ratio = min(pairs, key=lambda pair: pair[1])
+            name = case_name(first_row(worst), [first_row(found) for found, _ in pairs])
+            body.append(
+                [
+                    title.strip(),
+                    " or ".join(source.providers[1:]) or "the formula in NumPy",
+                    str(len(pairs)),
+                    f"{statistics.geometric_mean(ratios):.2f}",
+                    f"{ratio:.2f}" + (f" ({name})" if name else ""),
+                    str(len(losses(pairs))),
+                ]
             )
+        return table(["", "against", "cases", "ratio", "least", "slower in"], body, texts=2)
+
+    def _figure(self, name: str, alt: str, spec: str) -> str:
+        match = _FIGURE.fullmatch(spec)
+        if match is None:
+            raise ValueError(f"figure {name}: {spec!r} is not FIELD of PROVIDERS by FIELD for ...")
+        field, names, x, fields, where, named = match.groups()
+        source = quotes.Source("0", "", "only", field, where, named)
+        panels: dict[tuple[Any, ...], dict[str, dict[int, float]]] = {}
+        parts = fields.split()
+        for path in source.paths(self.results):
+            for row in source.rows(path):
+                if row["provider"] in names.split() and row[field]:
+                    lines = panels.setdefault(tuple(row[part] for part in parts), {})
+                    lines.setdefault(row["provider"], {})[row[x]] = row[field]
+        titles = {
+            values: ", ".join(
+                _FIELDS[part][1].format(value_text(value))
+                for part, value in zip(parts, values, strict=True)
+            )
+            for values in sorted(panels)
+        }
+        self.figures[f"{name}.svg"] = chart.svg(
+            alt,
+            [chart.Panel(title, panels[values]) for values, title in titles.items()],
+            unit="TB/s" if field == "kv_tb_per_s" else "TFLOP/s",
+            x_label="keys" if x == "seqlen_k" else "sequence length",
+            columns=3 if len(panels) > 2 else len(panels),
         )
+        return f"![{alt}]({FIGURES}/{name}.svg)"
+
+
+def wrapped(text: str) -> str:
+    """Prose in lines of at most 120; tables, headings and figures as they are."""
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        if not block.startswith(("|", "#", "!")):
+            items = re.split(r"\n(?=- )", block)
+            indent = "  " if block.startswith("- ") else ""
+            block = "\n".join(_WRAP(" ".join(i.split()), subsequent_indent=indent) for i in items)
+        blocks.append(block)
+    return "\n\n".join(blocks) + "\n"
+
+
+def first_row(found: Found) -> Row:
+    """A row that says which case the rows are of."""
+    return next(iter(found.values()))
+
+
+def best_of(found: Found, peers: Sequence[str]) -> Row:
+    """The fastest peer's row."""
+    timed = [found[name] for name in peers if name in found and found[name]["median_ms"]]
+    return min(timed, key=lambda row: row["median_ms"])
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The fields that tell the rows' cases apart."""
+    fields = [field for field in _FIELDS if len({row.get(field) for row in rows}) > 1]
+    return [
+        field
+        for field in fields
+        if field not in _FOLLOWS or any(row[field] != row[_FOLLOWS[field]] for row in rows)
+    ]
+
+
+def case_name(row: Row, rows: Sequence[Row]) -> str:
+    """What tells a case from the others, in as few fields as do; the record's own name if any."""
+    if "case" in row:
+        return str(row["case"])
+    fields = varying(rows)
+
+    def told_apart(by: Sequence[str]) -> int:
+        return len({tuple(row[field] for field in by) for row in rows})
+
+    for field in _DISPENSABLE:
+        rest = [other for other in fields if other != field]
+        if told_apart(rest) == told_apart(fields):
+            fields = rest
+    return ", ".join(_FIELDS[field][1].format(value_text(row[field])) for field in fields)
+
+
+def value_text(value: Any) -> str:
+    """A field's value; the one that is true or false is whether the mask is causal."""
+    return {True: "causal", False: "full"}[value] if isinstance(value, bool) else str(value)
+
+
+def losses(pairs: Iterable[Pair]) -> list[Pair]:
+    """Those below 1.00, as two decimals show it; worst first."""
+    return sorted((pair for pair in pairs if pair[1] < 0.995), key=lambda pair: pair[1])
+
+
+def slower(pairs: Sequence[Pair]) -> str:
+    """In how many cases a peer is faster, and the worst of them."""
+    found = losses(pairs)
+    rows = [first_row(rows) for rows, _ in pairs]
+    named = [f"{ratio:.2f} at {case_name(first_row(rows_), rows)}" for rows_, ratio in found]
+    if not found:
+        return f"none of {len(pairs)} cases"
+    worst = "at worst " if len(named) > _NAMED else ""
+    return f"{len(found)} of {len(pairs)} cases ({worst}{'; '.join(named[:_NAMED])})"
+
+
+def span(values: Iterable[float], form: str | None = None) -> str:
+    """The least and the largest of some values, as one cell."""
+    found = sorted(values)
+    texts = [number(value) if form is None else form.format(value) for value in found]
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    return (
+        f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    )
+
+
+def table(headings: Sequence[str], body: Iterable[Sequence[str]], texts: int = 0) -> str:
+    """A table in Markdown whose cells stand to the right, but for the first few columns."""
+    rules = ["---" if index < texts else "---:" for index in range(len(headings))]
+    return "\n".join(map(markdown_row, [headings, rules, *body]))
+
+
+def geomean_cell(values: Sequence[float]) -> str:
+    """A geometric mean; a dash of nothing."""
+    return f"{statistics.geometric_mean(values):.2f}" if values else "-"
+
+
+def cpu(rows: Sequence[Row]) -> str:
+    """The grid of the CPU backend: a line for each kind of call and each length."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        first, second, *rest = row["case"].split()
+        if first == "cached":
+            title = f"one query over a cache, {second[1:]} sequence{'s'[: second != 'b1']}"
+        elif first == "packed":
+            title = f"packed, lengths {rest[1]}"
+        else:
+            title = f"equal lengths, {second[1:]}"
+        groups.setdefault(title, []).append(row)
+    body = []
+    for title, group in groups.items():
+        full, causal = (
+            [row["speedup"] for row in group if row["case"].endswith("causal") == is_causal]
+            for is_causal in (False, True)
+        )
+        worst = min(group, key=lambda row: row["speedup"])
+        name = f"{worst['speedup']:.2f} ({worst['case']})"
+        body.append([title, str(len(group)), geomean_cell(full), geomean_cell(causal), name])
+    return table(["calls", "cases", "full", "causal", "least"], body, texts=1)
+
+
+def tuning(rows: Sequence[Row]) -> str:
+    """How near the default tiles come to the best, for each dtype and head_dim."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        dtype, head_dim, head_dim_v, *_ = row["problem_class"].split()
+        widths = dict.fromkeys((head_dim[1:], head_dim_v[2:]))
+        groups.setdefault((dtype, "/".join(widths)), []).append(row)
+    body = []
+    for (dtype, width), group in groups.items():
+        shares = [row["default_tflops"] / row["best_tflops"] for row in group]
+        mean = f"{statistics.geometric_mean(shares):.1%}"
+        tiles = span((row["tiles"] for row in group), "{:.0f}")
+        own = str(sum(row["stored"] for row in group))
+        body.append([dtype, width, str(len(group)), tiles, mean, f"{min(shares):.1%}", own])
+    headings = ["dtype", "head_dim", "classes", "tiles swept", "default / best", "least"]
+    return table([*headings, "own tiles"], body, texts=1)
+
+
+def roofline(rows: Sequence[Row]) -> str:
+    """What the model lets each algorithm reach, and what was measured."""
+    body = [
+        [
+            row["algorithm"],
+            number(row["intensity"]),
+            row["bound"],
+            number(row["attainable_tflops"]),
+            number(row["measured_tflops"]) if row["measured_tflops"] else "",
+        ]
         for row in rows
     ]
-    notes = [f"- {note}" for note in findings_notes(rows)]
-    return [*notes, "", markdown_row(headings), markdown_row("---" for _ in headings), *body]
+    headings = ["algorithm", "FLOP/byte", "bound by", "attainable TFLOP/s", "measured"]
+    return table(headings, body, texts=1)
 
 
-def plain_table(rows: Sequence[Row]) -> list[str]:
-    """All fields of all rows."""
-    fields = [field for field in rows[0] if field != "versions"]
-    lines = [markdown_row(fields), markdown_row("---" for _ in fields)]
-    return lines + [markdown_row(text_of(row.get(field)) for field in fields) for row in rows]
+def index(results: Path) -> str:
+    """All records, and which hold times of kernels that have changed since."""
+    body = []
+    for path in sorted(results.glob("*.json")):
+        record = records.read(path)
+        head = record.metadata
+        versions = [
+            f"{name} {version}"
+            for name, version in head["versions"].items()
+            if name in ("numpy", "nvrtc", "driver", "torch", "cudnn")
+        ]
+        changed = {name for name, digest in records.kernels(record) if digest != digest_of(name)}
+        body.append(
+            [
+                f"[{path.stem}]({LINK}/{path.name})",
+                head["device"],
+                head["date"][:10],
+                ", ".join(versions),
+                ", ".join(sorted(changed)),
+            ]
+        )
+    return table(["record", "device", "date", "versions", "changed since"], body, texts=5)
 
 
-def text_of(value: Any) -> str:
-    """A field's value as a cell."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return " ".join(f"{name}={item}" for name, item in value.items())
-    return str(value).replace("|", "\\|")
-
-
-def pictures(results: Path) -> dict[str, plot.Picture]:
-    """What figures there should be, by file name."""
-    found = {path.stem: picture_of(records.read(path)) for path in sorted(results.glob("*.json"))}
-    return {f"{stem}.svg": picture for stem, picture in found.items() if picture}
-
-
-def mark(picture: plot.Picture) -> str:
-    """The comment by which a figure tells what it shows."""
-    return f"<!-- rendered from rows {picture.digest()} -->"
-
-
-def figure_faults(wanted: Mapping[str, plot.Picture], folder: Path) -> list[str]:
-    """Which figures are missing, out of date or left over."""
-    faults = []
-    for name, picture in wanted.items():
-        path = folder / name
-        if not path.is_file():
-            faults.append(f"{path} is missing")
-        elif mark(picture) not in path.read_text(encoding="utf-8"):
-            faults.append(f"{path} does not show what its record holds")
-    return faults + [f"{path} has no record" for path in left_over(wanted, folder)]
-
-
-def left_over(wanted: Mapping[str, plot.Picture], folder: Path) -> list[Path]:
-    """Figures of ours whose record is gone."""
-    return [
-        path
-        for path in sorted(folder.glob("*.svg"))
-        if path.name not in wanted and "<!-- rendered from rows " in path.read_text("utf-8")
+def faults(page: Page, path: Path) -> list[str]:
+    """How a page and the figures beside it differ from what they should be."""
+    folder = path.parent / FIGURES
+    wanted = {path: page.text} | {folder / name: text for name, text in page.figures.items()}
+    found = [
+        f"{place} is not what the records give"
+        for place, text in wanted.items()
+        if not place.is_file() or place.read_text(encoding="utf-8") != text
     ]
+    left = sorted(set(folder.glob("*.svg")) - set(wanted))
+    return found + [f"{place} is on no page" for place in left]
 
 
-def write_figures(wanted: Mapping[str, plot.Picture], folder: Path) -> None:
-    """Draw every figure, and remove those whose record is gone; needs matplotlib."""
-    for path in left_over(wanted, folder):
-        path.unlink()
+def write(page: Page, path: Path) -> None:
+    """Write a page and the figures beside it."""
+    folder = path.parent / FIGURES
     folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in wanted.items():
-        path = folder / name
-        plot.draw(picture, path)
-        # Matplotlib pads lines of its SVGs with spaces.
-        lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
-        text = "\n".join([*lines, mark(picture), ""])
-        path.write_text(text, encoding="utf-8", newline="\n")
+    for place, text in [(path, page.text), *((folder / n, t) for n, t in page.figures.items())]:
+        place.write_text(text, encoding="utf-8", newline="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -343,31 +407,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Render docs/benchmarks.md and its figures.")
     parser.add_argument("--check", action="store_true", help="only compare; 1 if they differ")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--template", type=Path, default=TEMPLATE)
     parser.add_argument("--page", type=Path, default=PAGE, help="figures go beside it")
     options = parser.parse_args(arguments)
     try:
-        text = render(options.results)
-        wanted = pictures(options.results)
-    except click.UsageError as error:
-        print(error.format_message(), file=sys.stderr)
+        page = Page(options.template.read_text(encoding="utf-8"), options.results)
+    except (ValueError, click.UsageError) as error:
+        message = error.format_message() if isinstance(error, click.UsageError) else error
+        print(message, file=sys.stderr)
         return 2
-    folder = options.page.parent / FIGURES
-    faults = []
-    if options.check:
-        current = options.page.read_text(encoding="utf-8") if options.page.exists() else None
-        if current != text:
-            faults.append(f"{options.page} is not what the records give")
-    else:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text, encoding="utf-8", newline="\n")
-        if reason := figures.why_no_figures():
-            print(f"no figures drawn: {reason}", file=sys.stderr)
-        elif wanted or folder.is_dir():
-            write_figures(wanted, folder)
-    faults += figure_faults(wanted, folder)
-    for fault in faults:
+    if not options.check:
+        write(page, options.page)
+    found = faults(page, options.page)
+    for fault in found:
         print(f"{fault}: run python benchmarks/render.py", file=sys.stderr)
-    return 1 if faults else 0
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,21 +63,6 @@ class Picture:
     panels: list[Panel]
     unit: str
     scale: float
-
-    @property
-    def sweeps(self) -> bool:
-        """Whether a panel has more than one sequence length."""
-        return any(len(panel.xs) > 1 for panel in self.panels)
-
-    def digest(self) -> str:
-        """Hexadecimal digest of all that the picture shows."""
-        shown = [
-            (panel.parts, provider, x, row["batch"], row["tflops"], records.is_wrong(row))
-            for panel in self.panels
-            for (provider, x), row in panel.rows.items()
-        ]
-        text = json.dumps([self.device, self.axis.label, self.providers, shown])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @click.command()

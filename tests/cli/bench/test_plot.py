@@ -1,22 +1,17 @@
-"""`cupy-flash plot`, and the figures of the page of benchmarks."""
+"""`cupy-flash plot`."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from support.bench_records import METADATA, invoke, row, write
-from support.benchmark_scripts import render
 
 from cupy_flash.cli.bench.plot import Picture, length_text, picture, plot
 from cupy_flash.cli.records.report import Record
-
-__all__ = ["render"]  # fixture
 
 
 def shown(rows: list[dict[str, Any]]) -> Picture:
@@ -209,116 +204,6 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     assert "cupy_flash[plot]" in result.output
 
 
-def places(tmp_path: Path) -> list[str]:
-    return ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
-
-
-def test_the_page_shows_a_figure_of_each_record_that_sweeps_lengths(
-    render: ModuleType, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    write(tmp_path / "results" / "grid.json", GRID)
-    write(tmp_path / "results" / "single.json", [row("cupy_flash", 512, 1.0)])
-    write(tmp_path / "results" / "sweep.json", [{"tile": 1}])
-
-    assert render.main(places(tmp_path)) == 0
-    assert re.findall(r"!\[.*\]\((.*)\)", (tmp_path / "page.md").read_text("utf-8")) == [
-        "figures/grid.svg"
-    ]
-    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["grid.svg"]
-    assert render.main([*places(tmp_path), "--check"]) == 0
-
-
-def test_a_figure_of_other_rows_is_out_of_date_and_one_of_other_bytes_is_not(
-    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    record = write(tmp_path / "results" / "grid.json", GRID)
-    render.main(places(tmp_path))
-    figure = tmp_path / "figures" / "grid.svg"
-    text = figure.read_text(encoding="utf-8")
-
-    figure.write_text(text.replace("Matplotlib", "Another Matplotlib"), encoding="utf-8")
-    assert render.main([*places(tmp_path), "--check"]) == 0
-
-    data = json.loads(record.read_text(encoding="utf-8"))
-    data["rows"][0]["tflops"] += 0.001  # less than the page shows
-    record.write_text(json.dumps(data), encoding="utf-8")
-    assert render.main([*places(tmp_path), "--check"]) == 1
-    assert "grid.svg does not show what its record holds" in capsys.readouterr().err
-
-
-def test_a_missing_figure_and_one_without_a_record_are_told(
-    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    write(tmp_path / "results" / "grid.json", GRID)
-    render.main(places(tmp_path))
-    (tmp_path / "figures" / "grid.svg").rename(tmp_path / "figures" / "old.svg")
-
-    assert render.main([*places(tmp_path), "--check"]) == 1
-    errors = capsys.readouterr().err
-    assert "grid.svg is missing" in errors
-    assert "old.svg has no record" in errors
-    assert render.main(places(tmp_path)) == 0
-    assert not (tmp_path / "figures" / "old.svg").exists()
-
-
-def test_figures_that_others_put_there_are_left_alone(render: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write(tmp_path / "results" / "grid.json", GRID)
-    render.main(places(tmp_path))
-    by_hand = tmp_path / "figures" / "roofline.svg"
-    by_hand.write_text("<svg/>", encoding="utf-8")
-
-    assert render.main(places(tmp_path)) == 0
-    assert by_hand.exists()
-
-
-def test_without_matplotlib_the_page_is_written_and_checked_and_the_figures_are_told_missing(
-    render: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write(tmp_path / "results" / "grid.json", GRID)
-
-    assert render.main(places(tmp_path)) == 1
-    assert "no figures drawn: matplotlib is not installed" in capsys.readouterr().err
-    assert "figures/grid.svg" in (tmp_path / "page.md").read_text(encoding="utf-8")
-
-    figure = tmp_path / "figures" / "grid.svg"
-    figure.parent.mkdir()
-    (mark,) = (render.mark(p) for p in render.pictures(tmp_path / "results").values())
-    figure.write_text(f"<svg/>{mark}", encoding="utf-8")
-    assert render.main([*places(tmp_path), "--check"]) == 0
-
-
-def test_the_page_refuses_a_record_of_another_version(
-    render: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "results" / "grid.json", GRID, record_version=2)
-
-    assert render.main(places(tmp_path)) == 2
-    assert "grid.json is a record of version 2" in capsys.readouterr().err
-
-
-def test_the_page_shows_published_figures_once_for_each_algorithm(
-    render: ModuleType, tmp_path: Path
-) -> None:
-    fused = {"published_tflops": 42.0, "published_ms": 2.5, "published_remark": "adds up"}
-    rows = [row("cupy_flash", 512, 1.0, **fused), row("torch-flash", 512, 1.0, **fused)]
-    rows += [row("torch-math", 512, 4.0, published_tflops=7.0, published_ms=None)]
-    write(tmp_path / "grid.json", rows, published_by="a paper (its GPU)")
-    page = render.render(tmp_path)
-
-    assert "published figures, not measured here: a paper (its GPU)" in page
-    assert "| published, as cupy_flash TFLOP/s | published, as torch-math TFLOP/s |" in page
-    assert "| 42 (2.5 ms) | 7 |" in page
-    assert "- published: adds up" in page
-
-
 def decoding(provider: str, ms: float, **more: Any) -> dict[str, Any]:
     """A row of one query over a cache."""
     cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "kv_tb_per_s": 0.25 / ms}
@@ -329,24 +214,3 @@ def test_pages_of_a_cache_have_panels_of_their_own() -> None:
     rows = [decoding("cupy_flash", 0.1), decoding("cupy_flash", 0.2, page_size=16)]
 
     assert [panel.parts["layout"] for panel in shown(rows).panels] == ["cache", "pages of 16"]
-
-
-def test_the_page_gives_bandwidth_of_caches_and_draws_no_figure(
-    render: ModuleType, tmp_path: Path
-) -> None:
-    rows = [
-        decoding(name, ms, page_size=size, seqlen_k=seqlen_k)
-        for name, ms in (("cupy_flash", 0.1), ("torch-flash", 0.125))
-        for size in (None, 16)
-        for seqlen_k in (1024, 8192)
-    ]
-    write(tmp_path / "results" / "decode.json", rows, copy_tb_per_s=2.5)
-    assert render.main(places(tmp_path)) == 0
-    page = (tmp_path / "page.md").read_text("utf-8")
-
-    assert "copying 1 GiB on the device: 2.500 TB/s, read and written" in page
-    assert "| 1024 |  | 2.500, 100.0% of copy (100 us) | 2.000, 80.0% of copy (125 us) |" in page
-    assert "| 8192 | 16 | 2.500, 100.0% of copy (100 us) |" in page
-    assert "kind cache" in page
-    assert "cupy_flash TB/s" in page
-    assert not (tmp_path / "figures").exists()

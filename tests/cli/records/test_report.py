@@ -1,20 +1,14 @@
-"""Rows to tables and files, and records to the page of benchmarks."""
+"""Rows to tables and files."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
-from support.bench_records import row, write
-from support.benchmark_scripts import render
 
 from cupy_flash.cli.records import report
-
-__all__ = ["render"]  # fixture
 
 
 @pytest.mark.parametrize(
@@ -118,92 +112,3 @@ def test_into_a_pipe_no_line_is_wrapped(
 
     assert any("h8/4 s1024/203 causal   cupy_flash-hopper   5.7e-07" in line for line in lines)
     assert "a note of several words " * 10 in lines[-1] + " "
-
-
-def write_record(folder: Path, rows: list[dict[str, Any]], baseline: list[str]) -> None:
-    write(folder / "grid.json", rows, baseline=baseline)
-
-
-def test_the_page_has_the_ratios_their_geometric_mean_and_minimum(
-    render: ModuleType, tmp_path: Path
-) -> None:
-    write_record(
-        tmp_path,
-        [
-            row("cupy_flash", 512, 1.0),
-            row("torch-flash", 512, 0.5),
-            row("cupy_flash", 1024, 1.0),
-            row("torch-flash", 1024, 8.0),
-        ],
-        ["torch-flash"],
-    )
-    page = render.render(tmp_path)
-
-    assert "geometric mean **2.00**, minimum **0.50**, 2 rows" in page
-    assert "| 32 | 512 | 100 (1 ms) | 200 (0.5 ms) | 0.50 |" in page
-    assert "kernel sources: mma `abc`" in page
-    assert "2026-01-02T03:04:05+00:00" in page
-
-
-def test_the_baseline_is_the_best_of_several_at_each_row(
-    render: ModuleType, tmp_path: Path
-) -> None:
-    rows = [row("cupy_flash", 512, 2.0), row("torch-math", 512, 3.0)]
-    rows += [row("torch-efficient", 512, 5.0), row("cupy_flash", 1024, 2.0)]
-    rows += [row("torch-math", 1024, None, reason="too large"), row("torch-efficient", 1024, 6.0)]
-    write_record(tmp_path, rows, ["torch-efficient", "torch-math"])
-    page = render.render(tmp_path)
-
-    expected = math.sqrt(1.5 * 3.0)
-    assert f"geometric mean **{expected:.2f}**, minimum **1.50**, 2 rows" in page
-    assert "- torch-math: too large" in page
-
-
-def test_a_wrong_result_of_ours_counts_in_no_ratio(render: ModuleType, tmp_path: Path) -> None:
-    rows = [row("cupy_flash", 512, 1.0, check="failed"), row("torch-flash", 512, 0.5)]
-    rows += [row("cupy_flash", 1024, 1.0), row("torch-flash", 1024, 3.0)]
-    write_record(tmp_path, rows, ["torch-flash"])
-    page = render.render(tmp_path)
-
-    assert "geometric mean **3.00**, minimum **3.00**, 1 rows" in page
-    assert "(over the error bound)" in page
-
-
-def test_a_record_without_providers_is_a_plain_table(render: ModuleType, tmp_path: Path) -> None:
-    write_record(tmp_path, [{"rank": 1, "tile": {"Br": 64, "Bc": 32}, "versions": {}}], [])
-
-    assert "| 1 | Br=64 Bc=32 |" in render.render(tmp_path)
-
-
-def test_each_gpus_records_have_sections_that_name_it(render: ModuleType, tmp_path: Path) -> None:
-    for name in ("h100", "h200"):
-        rows = [row("cupy_flash", 512, 1.0)]
-        write(tmp_path / f"{name}_grid.json", rows, device=f"NVIDIA {name}")
-    first, second = render.render(tmp_path).split("\n## ")[1:]
-
-    assert first.startswith("h100_grid\n")
-    assert "- device: NVIDIA h100\n" in first
-    assert second.startswith("h200_grid\n")
-    assert "- device: NVIDIA h200\n" in second
-
-
-def test_kernels_that_only_the_head_names_are_named_too(render: ModuleType, tmp_path: Path) -> None:
-    write(tmp_path / "limits.json", [{"share": 0.9}], hopper_digest="0" * 16)
-
-    assert "kernel sources: hopper `0000000000000000`, which has" in render.render(tmp_path)
-
-
-def test_an_empty_folder_gives_a_page_that_says_so(render: ModuleType, tmp_path: Path) -> None:
-    assert "No results are recorded yet" in render.render(tmp_path)
-
-
-def test_the_page_can_be_checked_against_the_records(render: ModuleType, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    places = ["--results", str(tmp_path / "results"), "--page", str(page)]
-    write_record(tmp_path / "results", [row("cupy_flash", 512, 1.0)], [])
-
-    assert render.main([*places, "--check"]) == 1
-    assert render.main(places) == 0
-    assert render.main([*places, "--check"]) == 0
-    page.write_text("edited", encoding="utf-8")
-    assert render.main([*places, "--check"]) == 1

@@ -1,0 +1,232 @@
+"""The page of benchmarks and its figures, from a template and records."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bench_records import row, write
+from support.benchmark_scripts import IN_CHECKOUT, script
+
+if not IN_CHECKOUT:
+    pytest.skip("the tests stand outside a checkout", allow_module_level=True)
+
+render = script("render")
+chart = script("chart")
+
+GRID = [
+    row("cupy_flash", 512, 1.0),
+    row("torch-flash", 512, 0.5),
+    row("cupy_flash", 1024, 1.0),
+    row("torch-flash", 1024, 8.0),
+]
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    write(tmp_path / "results" / "grid.json", GRID)
+    return tmp_path / "results"
+
+
+def page(template: str, results: Path) -> str:
+    text: str = render.Page(template, results).text
+    return text
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of a Markdown table, without its rule."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    return [lines[0], *lines[2:]]
+
+
+def test_a_number_has_as_many_decimals_as_the_template_asks_for(results: Path) -> None:
+    text = page(
+        "{{0.00: geomean cupy_flash / torch-flash in grid}} times, at least {{0.0: min\n"
+        "cupy_flash / torch-flash in grid}}, {{0 us: max cupy_flash median_ms in grid}}\n",
+        results,
+    )
+
+    assert text == "2.00 times, at least 0.5, 1000 us\n"
+
+
+def test_a_table_of_cases_has_rates_and_ratios(results: Path) -> None:
+    assert table(page("{{by case: cupy_flash / torch-flash in grid}}", results)) == [
+        ["batch", "length", "cupy_flash, TFLOP/s", "torch-flash, TFLOP/s", "ratio"],
+        ["32", "512", "100", "200", "0.50"],
+        ["16", "1024", "100", "12.5", "8.00"],
+    ]
+
+
+def test_a_table_of_groups_has_ranges_the_mean_and_the_least_with_its_case(results: Path) -> None:
+    rows = [{**r, "causal": True} for r in GRID[:2]]
+    write(results / "grid.json", [*GRID, *rows])
+
+    assert table(page("{{by causal: cupy_flash / torch-flash in grid}}", results))[1:] == [
+        ["full", "100", "12.5 to 200", "2.00", "0.50 (length 512)"],
+        ["causal", "100", "200", "0.50", "0.50"],
+    ]
+
+
+def test_the_baseline_is_the_best_of_several_at_each_case(results: Path) -> None:
+    rows = [row("cupy_flash", 512, 2.0), row("torch-math", 512, 3.0)]
+    rows += [row("torch-efficient", 512, 5.0), row("cupy_flash", 1024, 2.0)]
+    rows += [row("torch-math", 1024, None, reason="too large"), row("torch-efficient", 1024, 6.0)]
+    write(results / "grid.json", rows)
+    text = page("{{by case: cupy_flash / torch-efficient | torch-math in grid}}", results)
+
+    assert [cells[-2:] for cells in table(text)] == [
+        ["best peer, TFLOP/s", "ratio"],
+        ["33.3 (torch-math)", "1.50"],
+        ["16.7 (torch-efficient)", "3.00"],
+    ]
+    assert "- torch-math: too large." in text
+
+
+def test_a_wrong_result_of_ours_is_told_and_counts_in_no_ratio(results: Path) -> None:
+    write(results / "grid.json", [{**GRID[0], "check": "failed"}, *GRID[1:]])
+    text = page("{{by case: cupy_flash / torch-flash in grid}}", results)
+
+    assert [cells[-1] for cells in table(text)[1:]] == ["8.00"]
+    assert "- cupy_flash: over the error bound at length 512." in text
+
+
+def test_what_reads_caches_has_bytes_per_second_and_their_share_of_a_copys(results: Path) -> None:
+    def decoding(provider: str, ms: float, seqlen_k: int) -> dict[str, Any]:
+        cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "seqlen_k": seqlen_k}
+        return row(provider, 8192, ms) | cached | {"kv_tb_per_s": 0.25 / ms, "copy_share": 0.1 / ms}
+
+    rows = [decoding("cupy_flash", 0.1, n) for n in (1024, 8192)]
+    write(results / "grid.json", [*rows, *(decoding("torch-flash", 0.2, n) for n in (1024, 8192))])
+
+    assert table(page("{{by case: cupy_flash / torch-flash in grid}}", results)) == [
+        ["keys", "cupy_flash, TB/s", "of a copy's rate", "torch-flash, TB/s", "ratio"],
+        ["1024", "2.50", "100%", "1.25", "2.00"],
+        ["8192", "2.50", "100%", "1.25", "2.00"],
+    ]
+
+
+def test_where_we_lose_the_worst_is_named_first(results: Path) -> None:
+    rows = [row("cupy_flash", n, 1.0) for n in (128, 256, 512, 1024, 2048, 4096)]
+    times = (0.996, 0.99, 0.5, 0.8, 0.7, 0.9)
+    rows += [row("torch-flash", r["seqlen_q"], ms) for r, ms in zip(rows, times, strict=True)]
+    write(results / "grid.json", rows)
+
+    assert page("{{slower: cupy_flash / torch-flash in grid}}", results) == (
+        "5 of 6 cases (at worst 0.50 at length 512; 0.70 at length 2048; 0.80 at length 1024; "
+        "0.90 at length 4096)\n"
+    )
+    assert page("{{slower: torch-flash / cupy_flash in grid}}", results) == "none of 6 cases\n"
+
+
+def test_the_overview_has_a_line_for_each_comparison(results: Path) -> None:
+    rows = [{"case": "b1 s8", "speedup": 0.5}, {"case": "b1 s32", "speedup": 2.0}]
+    write(results / "cpu.json", rows)
+    template = "{{overview: GPU = cupy_flash / torch-flash in grid;\nCPU = speedup in cpu}}"
+
+    assert table(page(template, results))[1:] == [
+        ["GPU", "torch-flash", "2", "2.00", "0.50 (length 512)", "1"],
+        ["CPU", "the formula in NumPy", "2", "1.00", "0.50 (b1 s8)", "1"],
+    ]
+
+
+def test_the_index_names_every_record_and_kernels_that_changed_since(results: Path) -> None:
+    write(results / "limits.json", [{"share": 0.9}], hopper_digest="0" * 16, device="another")
+    link = "../benchmarks/results"
+
+    assert table(page("{{records}}", results))[1:] == [
+        [f"[grid]({link}/grid.json)", "a GPU", "2026-01-02", "torch 2.11", "mma"],
+        [f"[limits]({link}/limits.json)", "another", "2026-01-02", "torch 2.11", "hopper"],
+    ]
+
+
+def test_prose_is_wrapped_and_tables_are_not(results: Path) -> None:
+    item = "- " + "a word " * 30
+    first, second, *rest = page(f"{item}\n- short\n\n| {'cell ' * 40}|\n", results).splitlines()
+
+    assert len(first) <= 120
+    assert second.startswith("  a word" if second[2] == "a" else "  word")
+    assert rest == ["- short", "", f"| {'cell ' * 40}|"]
+
+
+FIGURE = (
+    "{{figure rate | Rates | tflops of cupy_flash torch-flash by seqlen_q for causal in grid}}\n"
+)
+
+
+def test_a_figure_has_a_line_for_each_provider_and_a_point_for_each_length(results: Path) -> None:
+    made = render.Page(FIGURE, results)
+    root = ET.fromstring(made.figures["rate.svg"])
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    lines = [e.get("points") for e in root.iter("{http://www.w3.org/2000/svg}polyline")]
+
+    assert made.text == "![Rates](figures/rate.svg)\n"
+    assert {"cupy_flash", "torch, FlashAttention-2", "full", "512", "1k", "TFLOP/s"} <= set(texts)
+    assert [len(points.split()) for points in lines if points] == [2, 2]
+
+
+def test_points_stand_at_their_values() -> None:
+    text = chart.svg("t", [chart.Panel("p", {"ours": {512: 5.0, 1024: 10.0}})], "u", "x", 1)
+    (points,) = re.findall(r'points="([^"]*)"', text)
+    heights = [float(point.split(",")[1]) for point in points.split()]
+
+    assert heights == [85.0, 0.0]  # of 170 units, counted from above
+
+
+def test_page_and_figures_can_be_checked(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template, written = tmp_path / "template.md", tmp_path / "page.md"
+    template.write_text(FIGURE, encoding="utf-8")
+    places = ["--results", str(results), "--template", str(template), "--page", str(written)]
+
+    assert render.main([*places, "--check"]) == 1
+    assert render.main(places) == 0
+    assert render.main([*places, "--check"]) == 0
+    capsys.readouterr()
+
+    (tmp_path / "figures" / "old.svg").write_text("<svg/>", encoding="utf-8")
+    data = json.loads((results / "grid.json").read_text(encoding="utf-8"))
+    data["rows"][0]["tflops"] += 10
+    (results / "grid.json").write_text(json.dumps(data), encoding="utf-8")
+    assert render.main([*places, "--check"]) == 1
+    errors = capsys.readouterr().err
+    assert "rate.svg is not what the records give" in errors
+    assert "old.svg is on no page" in errors
+    assert "page.md" not in errors
+
+
+@pytest.mark.parametrize(
+    ("directive", "why"),
+    [
+        ("{{by case: cupy_flash / torch-flash in nowhere}}", "there is no record nowhere"),
+        ("{{slower: cupy_flash / torch-cudnn in grid}}", "no such rows"),
+        ("{{best cupy_flash}}", "is no directive"),
+        ("{{overview: grid}}", "is not WHAT in RECORDS"),
+        ("{{figure a | b | tflops}}", "is not FIELD of PROVIDERS"),
+    ],
+)
+def test_a_directive_that_leads_nowhere_is_told_in_one_line(
+    directive: str, why: str, results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "template.md").write_text(directive, encoding="utf-8")
+    places = ["--results", str(results), "--template", str(tmp_path / "template.md")]
+
+    assert render.main([*places, "--page", str(tmp_path / "page.md")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_a_record_of_another_version_is_refused(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(results / "grid.json", GRID, record_version=2)
+    (tmp_path / "template.md").write_text(FIGURE, encoding="utf-8")
+    places = ["--results", str(results), "--template", str(tmp_path / "template.md")]
+
+    assert render.main([*places, "--page", str(tmp_path / "page.md")]) == 2
+    assert "grid.json is a record of version 2" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Random packed, cached and paged sequences, by each kernel family that takes any of them.
 
-`test_gpu_decode.py` does the same for few rows over many keys.
+`test_decode.py` does the same for few rows over many keys.
 """
 
 from __future__ import annotations

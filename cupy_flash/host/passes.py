@@ -209,8 +209,8 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _even_share(count: int, most: int) -> int:
-    """The size of equal parts, each of at most `most` or of one."""
-    return -(-count // -(-count // max(most, 1)))
+    """The size of equal parts, each of at most `most` or of one; 1 where there is nothing."""
+    return max(1, -(-count // max(1, -(-count // max(most, 1)))))
 
 
 def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int, copies: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,18 +40,24 @@ def plain_options(options: Any) -> Any:
     return plain
 
 
+def _the_one(value: Any) -> Any:
+    """The number in an array of one; anything else as it is."""
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and math.prod(shape) == 1 else value
+
+
 def _bool(name: str, value: Any) -> bool:
     check_bool(name, value)
     return bool(value)
 
 
 def _integer_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, value)
+    return None if value is None else integer(name, _the_one(value))
 
 
 def _number_or_none(name: str, value: Any) -> float | None:
     # An integer is a number like any other, and cannot change either.
-    return value if value is None or type(value) is int else finite(name, value)
+    return value if value is None or type(value) is int else finite(name, _the_one(value))
 
 
 def _name_or_none(name: str, value: Any) -> str | None:

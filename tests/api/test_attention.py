@@ -319,3 +319,23 @@ def test_options_of_a_wrong_type_are_refused_after_the_same_right_call(rng):
         flash_attention(q, k, v, causal=1, softmax_scale=1.0, backend="cpu")
     with pytest.raises(TypeError, match="softmax_scale"):
         flash_attention(q, k, v, causal=True, softmax_scale=True, backend="cpu")
+
+
+def test_numbers_may_come_in_arrays_of_one(rng):
+    q, k, v = rng.standard_normal((3, 1, 9, 2, 16), dtype=np.float32)
+    given = flash_attention(q, k, v, causal=True, softmax_scale=0.5, q_offset=3, backend="cpu")
+    options = {"softmax_scale": np.array([0.5]), "q_offset": np.array([3])}
+    out = flash_attention(q, k, v, causal=True, **options, backend="cpu")
+    np.testing.assert_array_equal(out, given)
+    for wrong in (np.array([0.5, 1.0]), np.array(True), np.array([])):
+        with pytest.raises(TypeError, match="softmax_scale"):
+            flash_attention(q, k, v, softmax_scale=wrong, backend="cpu")
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 3000])
+def test_of_no_sequences_the_result_is_empty(seqlen):
+    q = np.ones((0, seqlen, 8, 64), np.float32)
+    out, lse = flash_attention(q, q, q, return_lse=True, backend="cpu")
+    assert out.shape == q.shape
+    assert lse.shape == (0, 8, seqlen)
+    assert plan(q, q, q, backend="cpu").problem.is_empty

@@ -27,8 +27,8 @@ from ..cases.calls import call_of
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.sequences import sequence_of, uniform_twin
-from ..measure import check, graphs, memory
-from ..measure.timing import Timed
+from ..measure import check, memory
+from ..measure.timing import Timed, replayed
 
 TileFields = Mapping[str, int] | None
 # Of the providers that put a case's cache into pages.
@@ -118,7 +118,7 @@ class Provider(ABC):
 
     def replayed(self, prepared: Prepared) -> Timed | None:
         """The call's work as a CUDA graph that is launched; None where there is no such thing."""
-        return graphs.replayed(prepared.timed) if self.on_gpu else None
+        return replayed(prepared.timed) if self.on_gpu else None
 
     def peak_bytes(self, prepared: Prepared) -> int:
         """Memory that a call takes at its peak besides its inputs; it was called before."""

@@ -14,6 +14,7 @@ from cupy_flash.cli.measure.timing import (
     GpuTimer,
     HostTimer,
     Timed,
+    copy_rate,
     host_microseconds,
     repeats_within,
     spread,
@@ -142,6 +143,11 @@ class FakeGpu:
             def record(self, stream: object) -> None:
                 gpu.stream.append("event")
 
+        # Not the buffer that flushes the L2.
+        copied = SimpleNamespace(
+            copy_from_device_async=lambda source, size, stream: self.stream.append("copy")
+        )
+        self.zeros = lambda size, dtype: SimpleNamespace(data=copied)
         self.cuda = SimpleNamespace(
             Event=Event,
             get_current_stream=lambda: self,
@@ -195,3 +201,11 @@ def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
     GpuTimer().interleaved([gpu.call("ours")], 3, [20])
 
     assert gpu.synchronizations == 1
+
+
+def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+
+    assert copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
+    assert gpu.stream.count("copy") == 23

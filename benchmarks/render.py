@@ -23,7 +23,7 @@ import click
 from cupy_flash.cli.bench import plot
 from cupy_flash.cli.records import figures, records
 from cupy_flash.cli.records.records import CASE_FIELDS, SEQUENCE_FIELDS
-from cupy_flash.cli.records.report import Record, Row, markdown_row
+from cupy_flash.cli.records.report import Record, Row, markdown_row, rate_unit
 from cupy_flash.cli.tune.findings import digest_of, findings_notes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +116,7 @@ def bench_tables(rows: Sequence[Row], baseline: Sequence[str]) -> list[str]:
     shared = [f for f in CASE_FIELDS if f not in fields and f not in _FOLLOWS and f not in _DERIVED]
     names = list(dict.fromkeys(row["provider"] for row in rows))
     compared = [name for name in names if [name] != list(baseline)] if baseline else []
-    unit, scale = ("TB/s", 1.0) if reads_caches(rows) else records.rate_unit(rows)
+    unit, scale = ("TB/s", 1.0) if reads_caches(rows) else rate_unit(rows)
     ratios: dict[str, list[float]] = {name: [] for name in compared}
     with_host_time = any(row.get("host_us") is not None for row in rows)
     cases = records.by_case(rows)

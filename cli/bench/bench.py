@@ -22,6 +22,7 @@ from ..cases.options import (
     Seconds,
     output_option,
     refuse,
+    refuse_cases,
     refuse_sequences,
     refuse_stray_offset,
     sequence_cases,
@@ -356,12 +357,8 @@ def _cases(
     on_gpu: bool,
 ) -> list[Case]:
     if named is not None:
-        refuse(
-            shape,
-            [name for name in shape if name != "dtype"],
-            f"--preset {preset}, which names the cases",
-        )
-        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
+        names = [name for name in shape if name != "dtype"]
+        refuse_cases(shape, sequences, f"--preset {preset}, which names the cases", names)
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")

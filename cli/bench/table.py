@@ -17,7 +17,7 @@ from ..measure.check import Coverage
 from ..measure.memory import output_bytes
 from ..measure.runner import Cell, Settings
 from ..records import environment, report
-from ..records.records import sequence_fields
+from ..records.records import CASE_FIELDS, sequence_fields
 
 
 def record_row(
@@ -43,16 +43,7 @@ def record_row(
         "family": plan.family if plan else None,
         "kernel_digest": prepared.kernel_digest if prepared else None,
         "device": device,
-        "dtype": case.dtype,
-        "batch": case.batch,
-        "seqlen_q": case.seqlen_q,
-        "seqlen_k": case.seqlen_k,
-        "heads_q": case.heads_q,
-        "heads_kv": case.heads_kv,
-        "head_dim": case.head_dim,
-        "head_dim_v": case.head_dim_v,
-        "layout": case.layout,
-        "causal": case.causal,
+        **{name: getattr(case, name) for name in CASE_FIELDS},
         "q_offset": problem.q_offset if case.is_dense else case.causal * case.first_query,
         "softmax_scale": problem.softmax_scale,
         **sequence_fields(case),

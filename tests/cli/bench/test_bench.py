@@ -132,7 +132,7 @@ def test_a_wrong_result_of_ours_is_marked_and_exits_with_1(
     def wrong(q: np.ndarray, *_: object, **__: object) -> np.ndarray:
         return np.zeros_like(q)
 
-    monkeypatch.setattr("cupy_flash.cli.cases.calls.flash_attention", wrong)
+    monkeypatch.setattr("cupy_flash.cli.cases.inputs.flash_attention", wrong)
     result = bench(*RAGGED, *ON_CPU)
 
     assert result.exit_code == 1
@@ -384,7 +384,7 @@ def test_a_kernel_of_ours_that_fails_costs_its_cell_alone_and_exits_with_1(
     def broken(*_: object, **__: object) -> None:
         raise CompileError("it does not compile\nCompiler log:\nline 1")
 
-    monkeypatch.setattr("cupy_flash.cli.cases.calls.flash_attention", broken)
+    monkeypatch.setattr("cupy_flash.cli.cases.inputs.flash_attention", broken)
     path = tmp_path / "rows.json"
     result = bench(*RAGGED, *ON_CPU, "--output", str(path))
     ours, naive = json.loads(path.read_text(encoding="utf-8"))["rows"]

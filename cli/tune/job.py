@@ -14,12 +14,12 @@ from cupy_flash.problem.device import Device
 
 from ..build.build import Builder
 from ..cases.workload import Group
-from ..measure.race import ranking
 from ..records import environment
 from .candidates import Limits
 from .findings import class_text, digest_of, finding_of, outcome_text, ranking_row
 from .journal import Finding, Journal
 from .live import Live
+from .race import ranking
 from .saver import Saver
 from .sweep import Compilation, Settings, Sweep, measure, prebuilt_from, shorten, twin_class
 

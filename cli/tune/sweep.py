@@ -24,12 +24,12 @@ from ..build.build import Builder, Built, Job, write_cubin
 from ..cases.inputs import Inputs, random_inputs
 from ..cases.workload import Group
 from ..measure.check import Check
-from ..measure.race import race, rounds
 from ..measure.runner import first_line, too_large
 from ..measure.timing import GpuTimer, HostTimer, Timed, Timer, spread
 from ..providers.providers import release_memory
 from .candidates import Candidate, Limits, cpu_candidates, gpu_candidates
 from .live import Live
+from .race import race, rounds
 
 # What differs between these two types in machine code is the type alone, so that tiles which came
 # off badly with one need not be tried with the other.

@@ -30,7 +30,6 @@ from ..cases.options import (
 )
 from ..cases.workload import PRESETS, Weighted, groups_of, read_workload
 from ..errors import library_errors_as_usage
-from ..measure.race import ranking
 from ..providers.providers import current_device
 from ..records import environment, report
 from .candidates import Limits, illegal_sizes
@@ -39,6 +38,7 @@ from .heatmap import HeatMap, print_heat_map
 from .job import TuneJob, label
 from .journal import Finding, findings
 from .live import Live
+from .race import ranking
 from .saver import Saver, require_writable
 from .sweep import Compilation, Settings, Sweep, plan_sweeps, too_large_for
 

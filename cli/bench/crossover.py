@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..cases.cases import describe
 from ..measure.runner import Cell
 from ..measure.timing import Spread
 from ..records import report
-from .table import reason_notes
+from .table import reason_notes, timing_notes
 
 # What a verdict is by, and a cell's field of it.
 _CLOCKS = {"GPU time": "time", "call time": "call"}
@@ -86,20 +87,28 @@ def print_crossover(table: Sequence[Sequence[Cell]], title: str, notes: Sequence
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row["head_dim"])]
     out = report.console()
     report.print_table(out, title, columns, groups)
-    labels = [f"d{c.head_dim} {c.dtype} s{c.seqlen_q}" for c in (cells[0].case for cells in table)]
+    labels = describe([cells[0].case for cells in table])[1]
     losses = [
         f"head_dim {row['head_dim']} {row['case']}: {kernel} loses by GPU time at seqlen "
         f"{', '.join(map(str, seqlens))}"
         for row in rows
         for kernel, seqlens in row["losers"].items()
     ]
+    wrong = [
+        f"!: {cell.provider.name} on {label}: over the error bound"
+        for cells, label in zip(table, labels, strict=True)
+        for cell in cells
+        if cell.passed is False
+    ]
     report.print_notes(
         out,
         [
             *notes,
-            "GPU time: of CUDA graph replays, L2 overwritten. Call time: from an idle GPU to the "
-            "call's end, what Python does included. Where the quartiles overlap, nobody wins.",
+            *timing_notes([cell for cells in table for cell in cells]),
+            "Call time: from an idle GPU to the call's end, what Python does included. Where the "
+            "quartiles overlap, nobody wins.",
             *losses,
+            *wrong,
             *reason_notes(table, labels),
         ],
     )

@@ -347,7 +347,7 @@ def _notes(
         if cell.prepared and cell.prepared.plan:
             plan = cell.prepared.plan
             notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
-    notes += _timing_notes(cells)
+    notes += timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:
@@ -403,7 +403,8 @@ def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]
     return notes
 
 
-def _timing_notes(cells: Sequence[Cell]) -> list[str]:
+def timing_notes(cells: Sequence[Cell]) -> list[str]:
+    """How GPU times were taken."""
     timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
     if not timed:
         return []

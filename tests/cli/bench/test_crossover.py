@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,7 +120,11 @@ def test_the_report_tells_who_lost_where_and_what_was_not_timed(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    print_crossover(series(True, True, False, None), "a GPU\nThe title", ["! a busy GPU"])
+    table = series(True, True, False, None)
+    table[1][0].passed = False
+    for cell in itertools.chain.from_iterable(table):
+        cell.timed_by = "events" if cell.provider.name == "cupy-library" else "graph"
+    print_crossover(table, "a GPU\nThe title", ["! a busy GPU"])
     text = capsys.readouterr().out
     joined = " ".join(text.split())
 
@@ -128,8 +133,10 @@ def test_the_report_tells_who_lost_where_and_what_was_not_timed(
         line.split() for line in text.splitlines()
     ]
     assert "loses by GPU time at seqlen 16, 32" in joined
-    assert "cupy_flash on d64 float32 s128: no memory" in joined
+    assert "cupy_flash on s128: no memory" in joined
     assert "! a busy GPU" in text
+    assert "!: cupy_flash on s32: over the error bound" in text
+    assert "ms: GPU time of CUDA graph replays, but calls of cupy-library" in joined
 
 
 def run(*arguments: str) -> Any:

@@ -17,6 +17,7 @@ from cupy_flash.cli.measure.timing import (
     copy_rate,
     host_microseconds,
     repeats_within,
+    replayed,
     spread,
     take_turns,
 )
@@ -209,3 +210,63 @@ def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPa
 
     assert copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
     assert gpu.stream.count("copy") == 23
+
+
+class FakeCapture:
+    """The part of CuPy that a graph is captured by; a stream, and a pool that it holds."""
+
+    streamCaptureModeRelaxed = 2
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.launched = 0
+        self.cuda = SimpleNamespace(
+            MemoryPool=lambda: SimpleNamespace(malloc=None),
+            Stream=lambda **_: self,
+            Device=lambda: self,
+            using_allocator=contextlib.nullcontext,
+            runtime=self,
+        )
+
+    def __enter__(self) -> FakeCapture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        assert not self.capturing
+
+    def begin_capture(self, mode: int) -> None:
+        self.capturing = True
+
+    def end_capture(self) -> FakeCapture:
+        self.capturing = False
+        return self
+
+    def launch(self) -> None:
+        self.launched += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_is_captured_once_it_was_made_on_the_stream_and_what_cannot_be_is_none(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeCapture()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    made: list[bool] = []
+
+    def call() -> None:
+        made.append(gpu.capturing)
+        if fails and gpu.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    graph = replayed(Timed(call))
+
+    assert made == [False, True]
+    assert not gpu.capturing
+    assert (graph is None) is fails
+    if graph is not None:
+        graph.call()
+        graph.call()
+        assert (gpu.launched, len(made)) == (2, 2)

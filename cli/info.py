@@ -14,8 +14,9 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, kernel_cache_dir, why_no_compiler
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, gpu_unavailable
-from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+from cupy_flash.problem.problem import DTYPES
 
+from .cases.cases import Case
 from .providers import providers
 from .records import environment
 
@@ -67,16 +68,7 @@ def _family(name: str, gpus: list[Device]) -> dict[str, Any]:
         return {"digest": FAMILIES[name].digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
     reasons = {}
     for dtype in DTYPES:
-        problem = make_contiguous_problem(
-            dtype=dtype,
-            batch=1,
-            seqlen_q=1024,
-            seqlen_k=1024,
-            heads_q=8,
-            heads_kv=8,
-            head_dim=64,
-            head_dim_v=64,
-        )
+        problem = Case(dtype, 1, 1024, 1024, 8, 8, 64, 64).problem()
         if reason := FAMILIES[name].why_not(problem, gpus[0]):
             reasons[dtype] = reason
     return {

@@ -8,7 +8,6 @@ import cupy_flash
 
 from .bench.bench import bench
 from .bench.compare import compare
-from .bench.crossover import crossover
 from .bench.plot import plot
 from .build.compile import compile_kernels
 from .errors import OneLineErrors
@@ -42,6 +41,5 @@ for _command in (
     plot,
     roofline,
     profile,
-    crossover,
 ):
     main.add_command(_command)

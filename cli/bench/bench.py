@@ -22,6 +22,7 @@ from ..cases.options import (
     Seconds,
     output_option,
     refuse,
+    refuse_cases,
     refuse_sequences,
     refuse_stray_offset,
     sequence_cases,
@@ -31,13 +32,14 @@ from ..cases.options import (
     split_shape,
     tile_request,
 )
-from ..measure import copy_rate
 from ..measure.check import Coverage
 from ..measure.gpu_state import watched
 from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, too_large
+from ..measure.timing import copy_rate
 from ..providers import providers
 from ..providers.providers import Provider
 from ..records import environment, records, report
+from .crossover import as_record, print_crossover
 from .table import outcome_text, print_cells, print_memory, record_row, timing_text
 
 _GPU_DEFAULTS: dict[str, Sequence[Any]] = {
@@ -71,6 +73,8 @@ def _choose_providers(
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
     if preset is not None:
         found = [providers.provider(name, tile) for name in preset.providers]
+        if preset.needs_all and (absent := [reason for p in found if (reason := p.missing())]):
+            raise click.ClickException(f"{preset.title}: {absent[0]}")
         return [p for p in found if p.ours or p.missing() is None]
     packed = sequences["lengths"] is not None and not sequences["cache"]
     beside = ["cupy_flash-uniform"] if packed else []
@@ -247,7 +251,6 @@ def bench(
     done: list[tuple[list[Cell], Coverage | None, list[dict[str, Any]]]] = []
     rows: list[dict[str, Any]] = []
     copied: float | None = None
-    source = named.source if named else None
 
     def head() -> dict[str, Any]:
         found = environment.metadata(device) | {
@@ -256,17 +259,23 @@ def bench(
             "gpu_state": watch.state.as_record() if on_gpu else None,
             "cpu_state": None if on_gpu else watch.state.as_record(),
             "preset": preset,
-            "published_by": source.text if source else None,
             "input": path.name if path else None,
             "seed": seed,
             "warmup": settings.warmup,
             "baseline": compared,
         }
-        return found if copied is None else found | {"copy_tb_per_s": copied}
+        if copied is not None:
+            found["copy_tb_per_s"] = copied
+        if preset == "crossover":
+            found["crossover"] = as_record([cells for cells, _, _ in done])
+        return found
 
     def show() -> None:
         table, checks, by_case = zip(*done, strict=True)
         notes = watch.state.notes()
+        if named and preset == "crossover":
+            print_crossover(table, f"{device}\n{named.title}", notes)
+            return
         found = [check for check in checks if check]
         print_cells(table, by_case, found, device, compared, settings, named, notes, copied)
         if preset == "memory":
@@ -283,7 +292,7 @@ def bench(
             cells, check = runner.run(case, chosen, draw)
             set_speedups(cells, compared)
             versions = environment.versions()
-            own = [record_row(cell, check, device, versions, source, copied) for cell in cells]
+            own = [record_row(cell, check, device, versions, copied) for cell in cells]
             done.append((cells, check, own))
             rows += own
             save()
@@ -303,7 +312,7 @@ def bench(
 def _copy_rate() -> float | None:
     """What the GPU copies at, in TB/s; None if it does not."""
     try:
-        return copy_rate.measure()
+        return copy_rate()
     except (RuntimeError, MemoryError) as error:
         click.echo(f"The rate of copies is not known: {first_line(error)}", err=True)
         return None
@@ -348,12 +357,8 @@ def _cases(
     on_gpu: bool,
 ) -> list[Case]:
     if named is not None:
-        refuse(
-            shape,
-            [name for name in shape if name != "dtype"],
-            f"--preset {preset}, which names the cases",
-        )
-        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
+        names = [name for name in shape if name != "dtype"]
+        refuse_cases(shape, sequences, f"--preset {preset}, which names the cases", names)
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")

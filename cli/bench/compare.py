@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import click
 
 from ..cases.cases import Case, describe
-from ..cases.options import output_option
+from ..cases.options import FINITE, output_option
 from ..records import records, report
 
 Key = tuple[str, Case]
@@ -67,13 +66,6 @@ class Change:
         return "faster" if self.ratio > 1 else "slower"
 
 
-def _finite(ctx: click.Context, param: click.Parameter, value: float) -> float:
-    # A range of numbers lets NaN through.
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no percentage; expected a number from 0, such as 2")
-    return value
-
-
 _ORDER = ("lost", "slower", "same", "faster", "-")
 
 
@@ -82,8 +74,7 @@ _ORDER = ("lost", "slower", "same", "faster", "-")
 @click.argument("after", metavar="B.json", type=_RECORD)
 @click.option(
     "--threshold",
-    type=click.FloatRange(0),
-    callback=_finite,
+    type=FINITE,
     default=2.0,
     show_default=True,
     metavar="PERCENT",

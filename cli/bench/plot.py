@@ -101,7 +101,7 @@ def picture(record: report.Record) -> Picture:
     for parts, case, row in zip(_all_parts(cases, axis), cases, rows, strict=True):
         panel = panels.setdefault(tuple(parts.values()), Panel(parts))
         panel.rows.setdefault((row["provider"], axis.of(case)), row)
-    unit, scale = records.rate_unit(rows)
+    unit, scale = report.rate_unit(rows)
     return Picture(
         device=str(record.metadata.get("device", "")),
         axis=axis,

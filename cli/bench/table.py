@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cupy_flash.planning.planner import Plan
 
-from ..cases.cases import Case, describe
+from ..cases.cases import describe
 from ..cases.presets import Preset
-from ..cases.published_figures import STANDARD_PROVIDERS, Published, Source
 from ..cases.sequences import repeatable
 from ..measure.check import Coverage
 from ..measure.memory import output_bytes
 from ..measure.runner import Cell, Settings
 from ..records import environment, report
-from ..records.records import sequence_fields
+from ..records.records import CASE_FIELDS, sequence_fields
 
 
 def record_row(
@@ -26,10 +25,9 @@ def record_row(
     check: Coverage | None,
     device: str,
     versions: dict[str, str],
-    source: Source | None = None,
     copy_rate: float | None = None,
 ) -> dict[str, Any]:
-    """A cell as a record's row, with the figure that the source of its case published for it.
+    """A cell as a record's row.
 
     Of a cache, the rate at which keys and values are read is compared with `copy_rate`, in TB/s.
     """
@@ -39,23 +37,13 @@ def record_row(
     plan = prepared.plan if prepared else None
     tflops = case.flops() / time.median / 1e9 if time and time.median else None
     kv_rate = case.kv_bytes / time.median / 1e9 if case.is_cached and tflops and time else None
-    published = source.answering(case, cell.provider.name) if source else None
     outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
     return {
         "provider": cell.provider.name,
         "family": plan.family if plan else None,
         "kernel_digest": prepared.kernel_digest if prepared else None,
         "device": device,
-        "dtype": case.dtype,
-        "batch": case.batch,
-        "seqlen_q": case.seqlen_q,
-        "seqlen_k": case.seqlen_k,
-        "heads_q": case.heads_q,
-        "heads_kv": case.heads_kv,
-        "head_dim": case.head_dim,
-        "head_dim_v": case.head_dim_v,
-        "layout": case.layout,
-        "causal": case.causal,
+        **{name: getattr(case, name) for name in CASE_FIELDS},
         "q_offset": problem.q_offset if case.is_dense else case.causal * case.first_query,
         "softmax_scale": problem.softmax_scale,
         **sequence_fields(case),
@@ -66,7 +54,7 @@ def record_row(
         "high_quartile_ms": time.high if time else None,
         "repeats": time.repeats if time else None,
         "timed_by": cell.timed_by if time else None,
-        "call_ms": cell.call_ms,
+        "call_ms": cell.call.median if cell.call else None,
         "tflops": tflops,
         "kv_tb_per_s": kv_rate,
         "copy_share": kv_rate / copy_rate if kv_rate and copy_rate else None,
@@ -80,9 +68,6 @@ def record_row(
         "checked_rows": check.rows if check else 0,
         "reason": cell.reason,
         "note": prepared.note if prepared else None,
-        "published_ms": published.ms if published else None,
-        "published_tflops": published.tflops if published else None,
-        "published_remark": published.remark if published else None,
         "versions": versions,
     }
 
@@ -103,31 +88,10 @@ def timing_text(settings: Settings, *, on_gpu: bool) -> str:
 
 # Providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
-# Marks a published figure whose time and rate belong to different shapes.
-_DOUBT = "?"
-
-
-def _published_row(figure: Published, source: Source, like: Iterable[str]) -> dict[str, Any]:
-    """A published figure as a row of the table with the fields of the measured ones."""
-    return dict.fromkeys(like) | {
-        "label": "",
-        "provider": f"theirs: {figure.label}",
-        "published": figure,
-        "tflops": figure.tflops,
-        "speedup": source.speedup(figure) if figure.adds_up else None,
-    }
-
-
-def _ms_text(row: report.Row) -> str:
-    figure: Published | None = row.get("published")
-    if figure is None:
-        return report.milliseconds(row["median_ms"])
-    return "-" if figure.ms is None else f"{figure.ms:g}{_doubt(row)}"
-
-
-def _doubt(row: report.Row) -> str:
-    figure: Published | None = row.get("published")
-    return "" if figure is None or figure.adds_up else _DOUBT
+# What computes attention with the whole score matrix in memory, as the standard algorithm does.
+STANDARD_PROVIDERS = frozenset(
+    {"cupy-library", "cupy_flash-naive", "numpy-naive", "torch-eager", "torch-math"}
+)
 
 
 def _mebibytes(count: int | None) -> str:
@@ -142,11 +106,10 @@ def _spread_column() -> report.Column:
 
 
 def _work_columns(rows: Sequence[report.Row]) -> list[report.Column]:
-    rate = report.rate_column(rows)
     return [
-        report.Column("ms", _ms_text),
+        report.Column("ms", lambda row: report.milliseconds(row["median_ms"])),
         _spread_column(),
-        report.Column(rate.heading, lambda row: rate.text(row) + _doubt(row)),
+        report.rate_column(rows),
     ]
 
 
@@ -216,24 +179,19 @@ def print_cells(
 ) -> None:
     """Print the cells of every case, what to know about them, and each provider's mean speedup.
 
-    Below the cells of a case stand the figures that a preset's source published for it;
     `gpu_notes` tell how the GPU fared; `copy_rate` is what it copies at, in TB/s.
     """
     out = report.console()
     shared, labels = describe([cells[0].case for cells in table])
-    source = named.source if named else None
     groups = []
     for cells, case_rows, label in zip(table, rows, labels, strict=True):
         shown = []
         for index, (cell, row) in enumerate(zip(cells, case_rows, strict=True)):
             share = 100 * cell.time.relative if cell.time else None
             shown.append(row | {"label": label if index == 0 else "", "spread": share})
-        if source:
-            figures = source.of(cells[0].case)
-            shown += [_published_row(figure, source, shown[0]) for figure in figures]
         groups.append(shown)
     flat = [cell for cells in table for cell in cells]
-    has_call_time = any(cell.call_ms is not None for cell in flat)
+    has_call_time = any(cell.call is not None for cell in flat)
     call_time = has_call_time and (settings.host_time or out.width >= _WIDE)
     columns = _columns([r for group in groups for r in group], settings, call_time=call_time)
     if len(table) == 1:
@@ -241,12 +199,11 @@ def print_cells(
     title = f"{named.title}\n" if named else ""
     report.print_table(out, f"{title}{device}\n{shared}", columns, groups)
     report.print_notes(out, sorted(gpu_notes, key=lambda note: not note.startswith("!")))
-    report.print_notes(out, _reason_notes(table, labels))
+    report.print_notes(out, reason_notes(table, labels))
     report.print_notes(out, _notes(flat, checks, baseline, settings, call_time=call_time))
     report.print_notes(out, _sequence_notes(flat, copy_rate))
     if named:
-        own = {cells[0].case: label for cells, label in zip(table, labels, strict=True)}
-        report.print_notes(out, _preset_notes(named, own))
+        report.print_notes(out, [f"{note}." for note in named.notes])
     for provider in dict.fromkeys(cell.provider.name for cell in flat):
         ratios = [c.speedup for c in flat if c.provider.name == provider and c.speedup]
         if len(ratios) > 1 and [provider] != list(baseline):
@@ -290,7 +247,7 @@ _NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?!\.?\w)")
 _MOST_NAMED = 3
 
 
-def _reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
+def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list[str]:
     """Why cells were not timed, and of which cases.
 
     Reasons of a provider that differ in their numbers alone share a line.
@@ -390,7 +347,7 @@ def _notes(
         if cell.prepared and cell.prepared.plan:
             plan = cell.prepared.plan
             notes.append(f"{name}: {plan.family} {plan.tile}{_splits_text(plan)}")
-    notes += _timing_notes(cells)
+    notes += timing_notes(cells)
     if call_time:
         notes.append("call: wall time in ms of a call from an idle GPU to its end, L2 warm.")
     if settings.memory:
@@ -446,7 +403,8 @@ def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]
     return notes
 
 
-def _timing_notes(cells: Sequence[Cell]) -> list[str]:
+def timing_notes(cells: Sequence[Cell]) -> list[str]:
+    """How GPU times were taken."""
     timed = [cell for cell in cells if cell.time and cell.timed_by != "clock"]
     if not timed:
         return []
@@ -455,29 +413,3 @@ def _timing_notes(cells: Sequence[Cell]) -> list[str]:
     but = f", but calls of {', '.join(others)}" if others and what != "calls" else ""
     unit = "us" if all(cell.case.is_cached for cell in cells) else "ms"
     return [f"{unit}: GPU time of {what}{but}, the L2 overwritten before each."]
-
-
-def _preset_notes(named: Preset, labels: Mapping[Case, str]) -> list[str]:
-    """What to know about a preset's cases, of which `labels` are short names, and their source."""
-    notes = [f"{note}." for note in named.notes]
-    source = named.source
-    if source is None:
-        return notes
-    shown = [figure for case in labels for figure in source.of(case)]
-    if not shown:
-        why = "no times" if not source.figures else "its times for another dtype"
-        return [f"theirs: {source.name}; it gives {why}.", *notes]
-    where = f"on an {source.gpu}" if source.gpu else "on a GPU that it does not name"
-    notes.insert(0, f"theirs: {source.name}; as published, measured {where}, not here.")
-    if any(source.speedup(figure) for figure in shown):
-        notes.append("Speedups in their rows are over their own standard algorithm.")
-    if any(figure.counts_masked and figure.case.causal for figure in shown):
-        notes.append(
-            "They count the FLOPs of hidden pairs, too; their rates were converted to ours."
-        )
-    for figure in shown:
-        if figure.remark:
-            mark = "" if figure.adds_up else f"{_DOUBT}: "
-            label = " ".join(text for text in (figure.label, labels[figure.case]) if text)
-            notes.append(f"{mark}{label} {figure.remark}.")
-    return notes

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Iterable, Iterator
 
 from cupy_flash.families import FAMILIES, TranslationUnit
@@ -27,8 +26,9 @@ from cupy_flash.gpu.append import AppendSpec, append_unit
 from cupy_flash.gpu.combine import CombineSpec, combine_unit
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, Problem, make_contiguous_problem
+from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, Problem
 
 from ..cases.cases import Case
 
@@ -55,18 +55,18 @@ def _problem(
     softmax_scale: float | None = None,
 ) -> Problem:
     batch, heads, seqlen = size
-    return make_contiguous_problem(
-        dtype=dtype,
-        batch=batch,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        heads_q=heads,
-        heads_kv=heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        causal=causal,
+    return Case(
+        dtype,
+        batch,
+        seqlen,
+        seqlen,
+        heads,
+        heads,
+        head_dim,
+        head_dim_v,
+        causal,
         softmax_scale=softmax_scale,
-    )
+    ).problem()
 
 
 def default_plans(device: Device) -> list[Plan]:
@@ -196,40 +196,31 @@ def _append_spec(
     )
 
 
-_CLASS = re.compile(
-    r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
-    r"q(?P<q>\d+) k(?P<k>\d+) rows(?P<rows>\d+) align(?P<align>\d+)"
-    r"(?: (?:(?P<cache>cache)|page(?P<page>\d+)|(?P<packed>packed)))?"
-)
-
-
 def problem_of_class(text: str) -> Problem | None:
     """A problem of a tuned entry's class; None if the class is not spelled as now."""
-    found = _CLASS.fullmatch(text)
-    if found is None or found["dtype"] not in DTYPES:
+    found = ProblemClass.parse(text)
+    if found is None or found.dtype not in DTYPES:
         return None
-    seqlen_q = int(found["q"])
-    heads = max(1, int(found["rows"]) // max(1, seqlen_q))
-    is_cached = found["cache"] or found["page"]
+    heads = max(1, found.rows // max(1, found.seqlen_q))
     case = Case(
-        found["dtype"],
+        found.dtype,
         1,
-        seqlen_q,
-        int(found["k"]),
+        found.seqlen_q,
+        found.seqlen_k,
         heads,
         heads,
-        int(found["head_dim"]),
-        int(found["head_dim_v"]),
-        found["mask"] == "causal",
-        kind="cache" if is_cached else "varlen" if found["packed"] else "dense",
-        page_size=int(found["page"] or 0),
+        found.head_dim,
+        found.head_dim_v,
+        found.causal,
+        kind="varlen" if found.packed else "cache" if found.kind else "dense",
+        page_size=found.page_size,
     )
     try:
         problem = case.problem()
     except ValueError:
         # Packed sequences of a call have as many queries as keys; a class need not.
         return None
-    return dataclasses.replace(problem, alignment=int(found["align"]))
+    return dataclasses.replace(problem, alignment=found.alignment)
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:

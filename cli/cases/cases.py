@@ -295,10 +295,10 @@ def _texts(case: Case) -> dict[str, str]:
         "dtype": SHORT_DTYPE[case.dtype],
         "kind": _kind_text(case),
         "batch": f"b{case.batch}",
-        "heads": f"h{_pair(case.heads_q, case.heads_kv)}",
+        "heads": f"h{pair_text(case.heads_q, case.heads_kv)}",
         "seqlen": f"s{_seqlen_text(case)}",
         "lengths": f"{sum(case.lengths)} keys" if case.lengths else "",
-        "head_dim": f"d{_pair(case.head_dim, case.head_dim_v)}",
+        "head_dim": f"d{pair_text(case.head_dim, case.head_dim_v)}",
         "mask": mask,
         "scale": "" if case.softmax_scale is None else f"scale {case.softmax_scale:g}",
         "layout": case.layout if case.layout != "bshd" else "",
@@ -315,13 +315,14 @@ def _kind_text(case: Case) -> str:
 
 def _seqlen_text(case: Case) -> str:
     if not case.lengths:
-        return _pair(case.seqlen_q, case.seqlen_k)
+        return pair_text(case.seqlen_q, case.seqlen_k)
     least, most = min(case.lengths), max(case.lengths)
     span = str(most) if least == most else f"{least}..{most}"
     return f"{case.seqlen_q}/{span}" if case.is_cached else span
 
 
-def _pair(first: int, second: int) -> str:
+def pair_text(first: int, second: int) -> str:
+    """Two numbers that are mostly the same."""
     return str(first) if first == second else f"{first}/{second}"
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import click
 import ml_dtypes
 import numpy as np
 
+from cupy_flash.api.dense import flash_attention
+from cupy_flash.api.kvcache import flash_attention_with_kvcache
+from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.problem.problem import DTYPES
 
 from ..errors import library_errors_as_usage
@@ -74,6 +78,32 @@ class Inputs:
 
             self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
         return self._more_gpu
+
+    def call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
+        """The library's call that computes the case, as a user would write it.
+
+        Parameters
+        ----------
+        on_gpu
+            Whether to pass CuPy arrays; NumPy arrays otherwise.
+        forced
+            More arguments: backend, family, tile.
+        """
+        case = self.case
+        q, k, v = self.gpu if on_gpu else self.host
+        if case.is_dense:
+            return functools.partial(flash_attention, q, k, v, **case.arguments, **forced)
+        options: dict[str, Any] = {
+            "causal": case.causal,
+            "softmax_scale": case.softmax_scale,
+            "num_splits": case.asked_splits,
+            **(self.more_gpu if on_gpu else self.more),
+            **forced,
+        }
+        if case.is_cached:
+            return functools.partial(flash_attention_with_kvcache, q, k, v, **options)
+        options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
+        return functools.partial(flash_attention_varlen, q[0], k[0], v[0], **options)
 
     def with_pages_of(self, page_size: int) -> Inputs:
         """Inputs of the same step on a cache in pages of this size, in shuffled order.

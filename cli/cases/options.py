@@ -103,6 +103,26 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+class _Finite(click.ParamType):
+    """A number from 0, not infinite."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            self.fail(f"{value!r} is not a number from 0", param, ctx)
+        return number
+
+
+FINITE = _Finite()
+
+
 # What a file of arrays, or a preset, decides instead of the options.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v")
 _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
@@ -244,12 +264,19 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
     click.UsageError
         With the library's message, for what no kernel computes.
     """
-    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults)
-    given: dict[str, Any] = {
-        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
-    }
+    given = _filled(shape, defaults)
     refuse_stray_offset(given)
-    cases = sweep(**given)
+    return _checked(sweep(**given))
+
+
+def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """The shape options, with defaults for those not given."""
+    fallbacks: Defaults = {"causal": (False,), "layout": ("bshd",), **defaults}
+    return {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
+
+
+def _checked(cases: list[Case]) -> list[Case]:
+    """The cases, if the library computes them all."""
     with library_errors_as_usage():
         for case in cases:
             case.problem()
@@ -301,10 +328,7 @@ def sequence_cases(
     if cache and shape["heads"] is not None:
         # Key and value heads follow the heads that were asked for, as they do elsewhere.
         own = {name: value for name, value in own.items() if name != "kv_heads"}
-    fallbacks = {"causal": (False,), "layout": ("bshd",)} | dict(defaults) | own
-    given: dict[str, Any] = {
-        name: fallbacks.get(name) if v is None else v for name, v in shape.items()
-    }
+    given = _filled(shape, dict(defaults) | own)
     found = []
     for case, pages, splits in itertools.product(
         sweep(**given), sequences["page_size"] or (0,), sequences["num_splits"] or (0,)
@@ -318,10 +342,7 @@ def sequence_cases(
             asked_splits=splits,
         )
         found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
-    with library_errors_as_usage():
-        for case in found:
-            case.problem()
-    return found
+    return _checked(found)
 
 
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
@@ -394,13 +415,24 @@ def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[
     return (case.seqlen_k,) * case.batch if which == "uniform" else None
 
 
+def refuse_cases(
+    shape: Mapping[str, Any],
+    sequences: Mapping[str, Any],
+    because: str,
+    names: Sequence[str] = SHAPE_NAMES,
+) -> None:
+    """Raise a usage error if any of these shape options, or any on sequences, was given."""
+    refuse(shape, names, because)
+    refuse_sequences(sequences, because)
+
+
 def refuse_stray_offset(shape: dict[str, Any]) -> None:
     """Raise a usage error if a q_offset was given and no causal mask."""
     if shape["q_offset"] is not None and True not in (shape["causal"] or ()):
         raise click.UsageError("--q-offset places a causal mask; add --causal, or leave it out")
 
 
-def refuse(shape: dict[str, Any], names: Sequence[str], because: str) -> None:
+def refuse(shape: Mapping[str, Any], names: Sequence[str], because: str) -> None:
     """Raise a usage error if any of these options was given."""
     for name in names:
         if shape[name] is not None:

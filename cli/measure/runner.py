@@ -68,8 +68,8 @@ class Cell:
     timed_by
         "graph" for the GPU's time of a CUDA graph's replays, "events" for the GPU's time of calls,
         "clock" for the time of calls on the CPU.
-    call_ms
-        Median wall time of a call from an idle GPU to its end; None on the CPU.
+    call
+        Milliseconds of wall time of a call from an idle GPU to its end; None on the CPU.
     peak_bytes
         Memory that a call takes besides its inputs.
     needs_bytes
@@ -87,7 +87,7 @@ class Cell:
     one_call: float = 0.0
     time: Spread | None = None
     timed_by: str | None = None
-    call_ms: float | None = None
+    call: Spread | None = None
     host: Spread | None = None
     speedup: float | None = None
     peak_bytes: int | None = None
@@ -280,8 +280,9 @@ class Runner:
             if cell.prepared is None or cell.time is None:
                 continue
             try:
-                wall_time = call_milliseconds(timer, cell.prepared.timed, cell.one_call)
-                cell.call_ms = cell.prepared.scale * wall_time
+                cell.call = call_milliseconds(timer, cell.prepared.timed, cell.one_call).scaled(
+                    cell.prepared.scale
+                )
                 if self.settings.host_time:
                     cell.host = _host_time(cell.prepared.timed, cell.one_call)
             except Exception as error:
@@ -324,7 +325,7 @@ class Runner:
                 continue
             for (cell, _), taken in zip(calls, times, strict=True):
                 assert cell.prepared is not None
-                cell.time = spread([cell.prepared.scale * time for time in taken])
+                cell.time = spread(taken).scaled(cell.prepared.scale)
             return
 
 

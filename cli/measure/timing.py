@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ _QUEUED_CALLS = 20
 # Calls from a quiet start whose wall time is taken, and seconds for all of them.
 _QUIET_CALLS = 20
 _QUIET_SECONDS = 1.0
+_COPIED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Spread:
     def relative(self) -> float:
         """Half the distance between the quartiles, as a share of the median."""
         return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+    def scaled(self, factor: float) -> Spread:
+        """The same with every timing multiplied."""
+        return Spread(factor * self.median, factor * self.low, factor * self.high, self.repeats)
 
 
 def spread(times: Sequence[float]) -> Spread:
@@ -167,8 +173,8 @@ def take_turns(
     return results
 
 
-def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> float:
-    """Median wall time of a call from a quiet start to its end, in milliseconds.
+def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> Spread:
+    """Wall time of a call from a quiet start to its end, in milliseconds.
 
     Parameters
     ----------
@@ -181,7 +187,7 @@ def call_milliseconds(timer: Timer, timed: Timed, one_call: float) -> float:
     """
     affordable = int(_QUIET_SECONDS / max(one_call, 1e-6))
     count = min(_QUIET_CALLS, max(1, affordable))
-    return 1e3 * statistics.median([timer.once(timed) for _ in range(count)])
+    return spread([1e3 * timer.once(timed) for _ in range(count)])
 
 
 def host_microseconds(
@@ -220,3 +226,62 @@ def repeats_within(seconds: float, one_repeat: float, warmup: int, repeats: int)
         return repeats
     fit = int(seconds / one_repeat) - warmup
     return min(fit, repeats) if fit >= 3 else 0
+
+
+def replayed(timed: Timed) -> Timed | None:
+    """The GPU's part of a call on CuPy arrays: its work, captured once, to be launched repeatedly.
+
+    Parameters
+    ----------
+    timed
+        A call that was made before, so that nothing is compiled any more.
+
+    Returns
+    -------
+    Timed
+        Launches the work on CuPy's current stream. None if the call cannot be captured.
+    """
+    import cupy
+
+    # Memory of the graph's own: what a shared pool hands back to the system may be unmapped while
+    # the graph still writes to it.
+    pool = cupy.cuda.MemoryPool()
+    # Not the default stream, which cannot be captured.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    try:
+        with stream, cupy.cuda.using_allocator(pool.malloc), timed.scope():
+            # What the capture allocates is in the pool after this.
+            timed.call()
+            stream.synchronize()
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+            try:
+                result = timed.call()
+            finally:
+                graph = stream.end_capture()
+    except (RuntimeError, MemoryError):
+        return None
+    return Timed(functools.partial(_launch, graph, (stream, pool, result)))
+
+
+def _launch(graph: Any, held: tuple[Any, ...]) -> None:
+    # What is held lives as long as the graph, which uses it.
+    graph.launch()
+
+
+def copy_rate() -> float:
+    """TB/s of a plain copy on the current device, bytes read and bytes written together.
+
+    What reading a cache is measured by.
+    """
+    import cupy
+
+    source, target = (cupy.zeros(_COPIED_BYTES, "uint8") for _ in range(2))
+    copy = functools.partial(
+        target.data.copy_from_device_async,
+        source.data,
+        _COPIED_BYTES,
+        cupy.cuda.get_current_stream(),
+    )
+    (times,) = GpuTimer().interleaved([Timed(copy)], 3, [20])
+    return 2 * _COPIED_BYTES / spread(times).median / 1e9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import click
 from cupy_flash.families import FAMILIES
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import Device, Resources, gpu_unavailable
-from cupy_flash.problem.tile import Tile, freeze_tile
+from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
 from ..cases.options import cases_from, output_option, shape_options, split_shape, tile_request
@@ -303,40 +302,6 @@ _COLUMNS = (
 )
 
 
-def refuse_hopeless_tile(family: str | None, request: Mapping[str, int]) -> None:
-    """Raise for a tile that no GPU takes.
-
-    Parameters
-    ----------
-    family
-        Whose tile it is to be; None for any.
-    request
-        Fields of a tile.
-
-    Raises
-    ------
-    ValueError
-        For a field that no tile of the family has, fields that are no one family's, or a value
-        that is none.
-    """
-    families = [family] if family else list(FAMILIES)
-    fields = {name: _field_names(FAMILIES[name].tile_type) for name in families}
-    known = dict.fromkeys(itertools.chain.from_iterable(fields.values()))
-    for name in request:
-        if name not in known:
-            raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(known)}")
-    if not any(set(request) <= set(names) for names in fields.values()):
-        own = "; ".join(f"{name}: {', '.join(names)}" for name, names in fields.items())
-        raise ValueError(f"no family's tiles have all of {', '.join(request)}; expected of {own}")
-    # Of every family's tiles these fields have the same bounds.
-    common = {name: value for name, value in request.items() if name in _field_names(Tile)}
-    Tile(**{"Br": 1, "Bc": 1} | common)
-
-
-def _field_names(tile_type: type[Tile]) -> list[str]:
-    return [field.name for field in dataclasses.fields(tile_type)]
-
-
 @click.command()
 @shape_options(_DEFAULTS)
 @click.option(
@@ -360,8 +325,6 @@ def profile(
     case, tile = cases[0], tile_request({}, fields)
     if case.problem().is_empty:
         raise click.UsageError("the output has no elements; expected a shape that needs a kernel")
-    with library_errors_as_usage():
-        refuse_hopeless_tile(family, tile or {})
     if reason := gpu_unavailable():
         raise ProfilerError(f"there is no GPU to profile on: {reason}")
     device = providers.current_device()

@@ -19,11 +19,9 @@ from cupy_flash.problem.device import Device, gpu_unavailable
 from ..cases.cases import Case, describe
 from ..cases.inputs import random_inputs
 from ..cases.options import (
-    SHAPE_NAMES,
     CommaList,
     cases_from,
     output_option,
-    refuse,
     shape_options,
     split_shape,
 )
@@ -35,7 +33,6 @@ from ..records import environment, report
 from ..records.figures import COLOURS, figure, plot_option
 from ..records.report import Column
 from . import gpus
-from .articles import all_rows, print_articles
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
 
@@ -97,17 +94,11 @@ class Measured:
     default=None,
     help="Also time the library; by default where the GPU is the present one.",
 )
-@click.option(
-    "--articles",
-    is_flag=True,
-    help="Recompute the roofline figures of two articles.",
-)
 @output_option
 @plot_option("the rooflines with the algorithms on them")
 def roofline(
     asked: tuple[str, ...] | None,
     measure: bool | None,
-    articles: bool,
     output: Path | None,
     plot: Path | None,
     **options: Any,
@@ -116,16 +107,8 @@ def roofline(
 
     Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
     """
-    shape = split_shape(options)
-    if articles:
-        refuse(shape, SHAPE_NAMES, "--articles, which has shapes of its own")
-        if asked or measure is not None or plot:
-            raise click.UsageError("--articles goes with --output only")
-        found = report.Record(environment.metadata("published figures"), all_rows())
-        report.keep(output, found, lambda: print_articles(report.console()))
-        return
     targets = _targets(asked)
-    cases = cases_from(shape, _DEFAULTS)
+    cases = cases_from(split_shape(options), _DEFAULTS)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
             "--measure times the present GPU; leave --gpu out or name that one only"

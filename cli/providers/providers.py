@@ -23,12 +23,11 @@ from cupy_flash.problem.device import Device, device_for_id, gpu_unavailable
 from cupy_flash.problem.tile import Tile, freeze_tile
 from cupy_flash.reference.dense import attention_naive
 
-from ..cases.calls import call_of
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.sequences import sequence_of, uniform_twin
-from ..measure import check, graphs, memory
-from ..measure.timing import Timed
+from ..measure import check, memory
+from ..measure.timing import Timed, replayed
 
 TileFields = Mapping[str, int] | None
 # Of the providers that put a case's cache into pages.
@@ -118,7 +117,7 @@ class Provider(ABC):
 
     def replayed(self, prepared: Prepared) -> Timed | None:
         """The call's work as a CUDA graph that is launched; None where there is no such thing."""
-        return graphs.replayed(prepared.timed) if self.on_gpu else None
+        return replayed(prepared.timed) if self.on_gpu else None
 
     def peak_bytes(self, prepared: Prepared) -> int:
         """Memory that a call takes at its peak besides its inputs; it was called before."""
@@ -166,7 +165,7 @@ class Dispatcher(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         plan = self._plan(inputs.case)
-        call = call_of(inputs, on_gpu=self.on_gpu, family=self.family, tile=self.tile)
+        call = inputs.call(on_gpu=self.on_gpu, family=self.family, tile=self.tile)
         return Prepared(
             call,
             plan=plan,
@@ -290,7 +289,7 @@ class CpuBackend(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         return Prepared(
-            call_of(inputs, on_gpu=False, backend="cpu", tile=self.tile),
+            inputs.call(on_gpu=False, backend="cpu", tile=self.tile),
             plan=cpu_plan(inputs.case, self.tile),
             kernel_digest=cpu.digest(),
         )

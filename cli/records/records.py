@@ -234,9 +234,3 @@ def ratio(found: Mapping[str, Row], provider: str, baseline: Sequence[str]) -> f
     if not times or row is None or not row["median_ms"] or is_wrong(row):
         return None
     return float(min(times) / row["median_ms"])
-
-
-def rate_unit(rows: Sequence[Row]) -> tuple[str, float]:
-    """TFLOP/s, or GFLOP/s where everything is below one of those; and what TFLOP/s are times."""
-    most = max((row["tflops"] or 0 for row in rows), default=0)
-    return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)

@@ -71,10 +71,15 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.4f}" if value < 1 else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
 
-def rate_column(rows: Iterable[Row]) -> Column:
-    """TFLOP/s, or GFLOP/s where, as on CPUs, everything is below one of those."""
+def rate_unit(rows: Iterable[Row]) -> tuple[str, float]:
+    """TFLOP/s, or GFLOP/s where, as on CPUs, all are below one; and what TFLOP/s are times."""
     most = max((row["tflops"] or 0 for row in rows), default=0)
-    heading, scale = ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
+    return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
+
+
+def rate_column(rows: Iterable[Row]) -> Column:
+    """The rates in the unit that fits them."""
+    heading, scale = rate_unit(rows)
 
     def text(row: Row) -> str:
         return "-" if row["tflops"] is None else f"{row['tflops'] * scale:.4g}"
@@ -90,17 +95,23 @@ def error_text(row: Row) -> str:
     return text + ("!" if row["check"] == "failed" else "")
 
 
-def tile_text(tile: Tile) -> str:
-    """A tile in few characters; `tile_legend` names them."""
-    fields = dataclasses.asdict(tile).items()
-    rest = [str(value) for name, value in fields if name not in ("Br", "Bc")]
-    return " ".join([f"{tile.Br}x{tile.Bc}", *rest])
+def tile_text(tile: Tile | Mapping[str, int] | None) -> str:
+    """A tile, or its fields, in few characters; `tile_legend` names them."""
+    if tile is None:
+        return "-"
+    fields = _tile_fields(tile)
+    rest = [str(value) for name, value in fields.items() if name not in ("Br", "Bc")]
+    return " ".join([f"{fields['Br']}x{fields['Bc']}", *rest])
 
 
-def tile_legend(family: str, tile: Tile) -> str:
+def tile_legend(family: str, tile: Tile | Mapping[str, int]) -> str:
     """What the numbers of a family's `tile_text` are."""
-    rest = [name for name in dataclasses.asdict(tile) if name not in ("Br", "Bc")]
-    return f"{family} tiles: BrxBc" + "".join(f", {name}" for name in rest)
+    rest = [name for name in _tile_fields(tile) if name not in ("Br", "Bc")]
+    return f"{family} tiles: {', '.join(['BrxBc', *rest])}"
+
+
+def _tile_fields(tile: Tile | Mapping[str, int]) -> Mapping[str, int]:
+    return dataclasses.asdict(tile) if isinstance(tile, Tile) else tile
 
 
 def print_table(

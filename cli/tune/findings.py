@@ -10,10 +10,11 @@ from typing import Any
 from cupy_flash.families import FAMILIES
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
+from cupy_flash.planning.problem_class import MOST_ROWS, ProblemClass
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 
-from ..cases.cases import SHORT_DTYPE
+from ..cases.cases import SHORT_DTYPE, pair_text
 from ..records import environment, report
 from .candidates import Candidate
 from .journal import Finding
@@ -191,15 +192,17 @@ def outcome_text(finding: Finding, saves: bool) -> str:
 
 def class_text(problem_class: str) -> str:
     """A problem class in few words: what is as usual, or follows, is left out."""
-    dtype, dim, dim_v, mask, q, k, rows, align, *kind = problem_class.split()
+    found = ProblemClass.parse(problem_class)
+    if found is None:
+        return problem_class
     parts = [
-        SHORT_DTYPE[dtype],
-        dim if dim[1:] == dim_v[2:] else f"{dim}/{dim_v[2:]}",
-        mask,
-        f"s{q[1:]}" if q[1:] == k[1:] else f"s{q[1:]}/{k[1:]}",
-        "" if rows == f"rows{tuning.MOST_ROWS}" else rows,
-        "" if align == f"align{MAX_ALIGNMENT}" else align,
-        *kind,
+        SHORT_DTYPE[found.dtype],
+        f"d{pair_text(found.head_dim, found.head_dim_v)}",
+        "causal" if found.causal else "full",
+        f"s{pair_text(found.seqlen_q, found.seqlen_k)}",
+        "" if found.rows == MOST_ROWS else f"rows{found.rows}",
+        "" if found.alignment == MAX_ALIGNMENT else f"align{found.alignment}",
+        found.kind,
     ]
     return " ".join(filter(None, parts))
 
@@ -209,8 +212,8 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
     rows = [
         finding
         | {
-            "best": _tile_text(finding["best_tile"]),
-            "default": _tile_text(finding["default_tile"]),
+            "best": report.tile_text(finding["best_tile"]),
+            "default": report.tile_text(finding["default_tile"]),
             "class": f"{finding['family']} {class_text(finding['problem_class'])}",
         }
         for finding in findings
@@ -231,7 +234,7 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
     ]
     out = report.console()
     report.print_table(out, title, columns, [rows])
-    legends = [_tile_legend(f["family"], f["default_tile"]) for f in findings]
+    legends = [report.tile_legend(f["family"], f["default_tile"]) + "." for f in findings]
     report.print_notes(out, [*dict.fromkeys(legends), *findings_notes(findings)])
 
 
@@ -251,15 +254,3 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{stored} of {len(findings)} classes keep a tile of their own"
         + ("; in the others the default is near enough." if stored < len(findings) else "."),
     ]
-
-
-def _tile_legend(family: str, tile: Mapping[str, int]) -> str:
-    rest = [name for name in tile if name not in ("Br", "Bc")]
-    return f"{family} tiles: {', '.join(['BrxBc', *rest])}."
-
-
-def _tile_text(tile: Mapping[str, int] | None) -> str:
-    if tile is None:
-        return "-"
-    rest = [str(value) for name, value in tile.items() if name not in ("Br", "Bc")]
-    return " ".join([f"{tile['Br']}x{tile['Bc']}", *rest])

@@ -1,18 +1,15 @@
-"""Rates by tile size, Br down and Bc across, on the terminal and as a picture."""
+"""Rates by tile size, Br down and Bc across."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from ..records import report
-from ..records.figures import figure
 from .candidates import Candidate
 
 Size = tuple[int, int]
@@ -73,8 +70,7 @@ class HeatMap:
     @property
     def unit(self) -> tuple[str, float]:
         """What the rates are shown in, and how much of that a TFLOP/s is."""
-        name = report.rate_column([{"tflops": rate} for rate in self.rates.values()]).heading
-        return name, 1.0 if name == "TFLOP/s" else 1e3
+        return report.rate_unit({"tflops": rate} for rate in self.rates.values())
 
     def rate_text(self, rate: float) -> str:
         """A rate in that unit, without a fraction where all are large."""
@@ -136,36 +132,3 @@ def _style(rate: float, worst: float, best: float) -> str:
     red, green, blue = _colour(share)
     ink = "black" if 299 * red + 587 * green + 114 * blue > 128000 else "white"
     return f"{ink} on rgb({red},{green},{blue})"
-
-
-def draw_heat_map(path: Path, heat: HeatMap) -> None:
-    """Draw the map into a .png or .svg file."""
-    rows, columns, legend = heat.rows, heat.columns, heat.legend()
-    best = max(heat.rates.values(), default=0.0)
-    width = max(5.0, 0.62 * len(columns) + 2)
-    height = max(2.5, 0.42 * len(rows) + 1.2 + 0.2 * len(legend))
-    with figure(path, width=width, height=height) as axes:
-        unit, scale = heat.unit
-        top = best * scale
-        grid = [[scale * heat.rates.get((Br, Bc), math.nan) for Bc in columns] for Br in rows]
-        image = axes.imshow(grid, cmap="viridis", vmin=0.5 * top, vmax=top, aspect="auto")
-        axes.figure.colorbar(image, ax=axes, label=unit)
-        for y, Br in enumerate(rows):
-            for x, Bc in enumerate(columns):
-                rate = heat.rates.get((Br, Bc))
-                if rate is not None:
-                    ink = "black" if rate > 0.85 * best else "white"
-                    weight = "bold" if rate == best else "normal"
-                    text = heat.rate_text(rate)
-                    axes.text(
-                        x, y, text, ha="center", va="center", color=ink, weight=weight, size=8
-                    )
-                elif reason := heat.reasons.get((Br, Bc)):
-                    letter = legend.get(_kind(reason), "?")
-                    axes.text(x, y, letter, ha="center", va="center", color="grey", size=8)
-        axes.set_xticks(range(len(columns)), [str(Bc) for Bc in columns])
-        axes.set_yticks(range(len(rows)), [str(Br) for Br in rows])
-        notes = [f"{letter}: {kind}" for kind, letter in legend.items()]
-        axes.set_xlabel("\n".join(["Bc", *notes]))
-        axes.set_ylabel("Br")
-        axes.set_title(heat.title, size=9)

@@ -16,20 +16,20 @@ from typing import Any
 import click
 
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
+from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.tile import Tile
 
 from ..build.build import Builder, Built, Job, write_cubin
-from ..cases.calls import call_of
 from ..cases.inputs import Inputs, random_inputs
 from ..cases.workload import Group
 from ..measure.check import Check
-from ..measure.race import race, rounds
 from ..measure.runner import first_line, too_large
 from ..measure.timing import GpuTimer, HostTimer, Timed, Timer, spread
 from ..providers.providers import release_memory
 from .candidates import Candidate, Limits, cpu_candidates, gpu_candidates
 from .live import Live
+from .race import race, rounds
 
 # What differs between these two types in machine code is the type alone, so that tiles which came
 # off badly with one need not be tried with the other.
@@ -89,9 +89,10 @@ def too_large_for(sweep: Sweep) -> str | None:
 
 def twin_class(problem_class: str) -> str | None:
     """The same class in the other 16-bit type; None for other types."""
-    dtype, _, rest = problem_class.partition(" ")
-    other = _TWIN_DTYPES.get(dtype)
-    return f"{other} {rest}" if other else None
+    found = ProblemClass.parse(problem_class)
+    if found is None or found.dtype not in _TWIN_DTYPES:
+        return None
+    return str(dataclasses.replace(found, dtype=_TWIN_DTYPES[found.dtype]))
 
 
 def shorten(sweep: Sweep, finalists: Mapping[str, Sequence[Tile]]) -> None:
@@ -204,8 +205,7 @@ def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
 def _call(
     inputs: Sequence[Inputs], on_gpu: bool, candidate: Candidate, case: int
 ) -> Callable[[], Any]:
-    return call_of(
-        inputs[case],
+    return inputs[case].call(
         on_gpu=on_gpu,
         backend="auto" if on_gpu else "cpu",
         family=candidate.plan.family,

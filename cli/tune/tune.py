@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,10 @@ from ..build.build import Builder
 from ..build.compile import arch_option
 from ..cases.cases import describe
 from ..cases.options import (
+    FINITE,
     HEADS,
-    SHAPE_NAMES,
     output_option,
-    refuse,
-    refuse_sequences,
+    refuse_cases,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -32,37 +28,19 @@ from ..cases.options import (
     split_shape,
     writable_path,
 )
-from ..cases.workload import PRESETS, Group, Weighted, groups_of, read_workload
+from ..cases.workload import PRESETS, Weighted, groups_of, read_workload
 from ..errors import library_errors_as_usage
-from ..measure.race import ranking
 from ..providers.providers import current_device
 from ..records import environment, report
-from ..records.figures import plot_option
 from .candidates import Limits, illegal_sizes
-from .findings import (
-    class_text,
-    digest_of,
-    entry_of,
-    finding_of,
-    outcome_text,
-    print_findings,
-    print_ranking,
-    ranking_row,
-)
-from .heatmap import HeatMap, draw_heat_map, print_heat_map
-from .journal import Finding, Journal, findings
+from .findings import digest_of, outcome_text, print_findings, print_ranking, ranking_row
+from .heatmap import HeatMap, print_heat_map
+from .job import TuneJob, label
+from .journal import Finding, findings
 from .live import Live
-from .sweep import (
-    Compilation,
-    Settings,
-    Sweep,
-    measure,
-    plan_sweeps,
-    prebuilt_from,
-    shorten,
-    too_large_for,
-    twin_class,
-)
+from .race import ranking
+from .saver import Saver, require_writable
+from .sweep import Compilation, Settings, Sweep, plan_sweeps, too_large_for
 
 _GPU_DEFAULTS = {
     "batch": (4,),
@@ -78,26 +56,6 @@ _CPU_DEFAULTS = {
     "head_dim": (64,),
     "dtype": ("float32",),
 }
-
-
-class _Finite(click.ParamType):
-    """A number from 0, not infinite."""
-
-    name = "number"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 <= number < math.inf:
-            self.fail(f"{value!r} is not a number from 0", param, ctx)
-        return number
-
-
-FINITE = _Finite()
 
 
 def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
@@ -154,7 +112,6 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 )
 @click.option("--dry-run", is_flag=True, help="Save nothing.")
 @click.option("--report", "reporting", is_flag=True, help="Show what earlier sweeps found.")
-@plot_option("the heat map of one sweep")
 @output_option
 @click.pass_context
 def tune(
@@ -178,7 +135,6 @@ def tune(
     table: Path | None,
     dry_run: bool,
     reporting: bool,
-    plot: Path | None,
     output: Path | None,
     arch: str | None,
     **options: Any,
@@ -219,27 +175,23 @@ def tune(
         everything = plan_sweeps(groups[:1], device, family, Limits())[0]
         if not _has_size(everything, br, bc):
             raise click.UsageError(_no_such_size(everything, br, bc))
-    if plot and len(sweeps) > 1:
-        raise click.UsageError(f"--plot draws one sweep; these are {len(sweeps)}")
     if arch is not None:
         assert device is not None
-        if plot:
-            raise click.UsageError("--plot draws rates, and --arch times nothing")
         _rank_by_resources(sweeps, device, limits, workers, top, output)
         return
     saver = None
     if not dry_run:
-        _require_writable(table)
-        saver = _Saver(table, device, limits.exclude_nothing, _command())
+        require_writable(table)
+        saver = Saver(table, device, limits.exclude_nothing, _command())
     sweeps = _that_fit(sweeps)
     settings = Settings(seed, warmup, repeats)
     name = device.name if device else environment.cpu_name()
-    job = _Job(sweeps, device, name, limits, settings, min_gain, saver)
+    job = TuneJob(sweeps, device, name, limits, settings, min_gain, saver)
     rows: list[dict[str, Any]] = []
 
     def show() -> None:
         if sweep := job.only:
-            _show(sweep, device, limits, name, top, plot)
+            _show(sweep, device, limits, name, top)
         else:
             print_findings(job.found, name)
 
@@ -288,12 +240,10 @@ def _cases(
     if preset:
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        refuse(shape, SHAPE_NAMES, f"--preset {preset}, which names the cases")
-        refuse_sequences(sequences, f"--preset {preset}, which names the cases")
+        refuse_cases(shape, sequences, f"--preset {preset}, which names the cases")
         return PRESETS[preset]()
     if workload:
-        refuse(shape, SHAPE_NAMES, "--workload, which names the cases")
-        refuse_sequences(sequences, "--workload, which names the cases")
+        refuse_cases(shape, sequences, "--workload, which names the cases")
         return read_workload(workload)
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
     found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
@@ -312,7 +262,7 @@ def _that_fit(sweeps: Sequence[Sweep]) -> list[Sweep]:
     reasons = [too_large_for(sweep) for sweep in sweeps]
     for sweep, reason in zip(sweeps, reasons, strict=True):
         if reason:
-            text = f"{_label(sweep)}: {reason}"
+            text = f"{label(sweep)}: {reason}"
             if all(reasons):
                 raise click.UsageError(text)
             click.echo(f"Left out: {text}", err=True)
@@ -348,232 +298,18 @@ def _no_such_size(everything: Sweep, br: tuple[int, ...] | None, bc: tuple[int, 
     return f"no tile of {everything.family} is that size; {'; '.join(parts)}{beside}"
 
 
-def _require_writable(table: Path | None) -> None:
-    if table:
-        return
-    path = tuning.user_table_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not the table itself: another process may be reading or replacing it.
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise click.UsageError(
-            f"{path} cannot be written: {error.strerror}; --dry-run saves nothing"
-        ) from error
-
-
-@dataclasses.dataclass
-class _Saver:
-    """Puts the tiles that beat the default into a table.
-
-    Attributes
-    ----------
-    table
-        The file; the user's table if None.
-    device
-        Whose tiles they are; None for the CPU backend.
-    removes
-        Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
-    command
-        For people who read the file.
-    removed
-        Entries that went so far.
-    """
-
-    table: Path | None
-    device: Device | None
-    removes: bool
-    command: str
-    removed: int = 0
-
-    def save(self, found: Sequence[Finding]) -> str:
-        """Save the findings; return what was done, as text."""
-        path = self.table or tuning.user_table_path()
-        usable = [finding for finding in found if finding["best_tile"] is not None]
-        won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
-        lost = [f for f in usable if self.removes and not f["stored"]]
-        kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
-        losers = {entry_of(f, self.device).key for f in lost} - {entry.key for entry in kept}
-
-        def changed(old: list[tuning.Entry]) -> list[tuning.Entry]:
-            staying = [entry for entry in old if entry.key not in losers]
-            self.removed += len(old) - len(staying)
-            return tuning.merged(staying, won + kept)
-
-        name = self.device.name if self.device else tuning.CPU
-        made_by = environment.metadata(name) | {"command": self.command} if self.table else None
-        tuning.change(path, changed, made_by=made_by)
-        texts = [f"{len(won)} saved in {path}"] if won else []
-        if kept:
-            defaults = "1 default" if len(kept) == 1 else f"{len(kept)} defaults"
-            texts.append(f"{defaults} saved over another table's tile.")
-        texts = texts or ["Nothing saved."]
-        if self.removed:
-            texts.append(f"{self.removed} removed, where the default is the best now.")
-        return "\n".join(texts)
-
-    def _is_overruled(self, finding: Finding) -> bool:
-        """Whether a class without an entry in the user's table would not get the default tile."""
-        if self.table:
-            return False
-        key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
-        other = tuning.lookup_class(self.device, *key, but_own=True)
-        return other is not None and other.tile != finding["default_tile"]
-
-
-@dataclasses.dataclass
-class _Job:
-    """All groups of one command, one after the other.
-
-    Attributes
-    ----------
-    last
-        The sweep that runs, or ran last; None if none did.
-    """
-
-    sweeps: list[Sweep]
-    device: Device | None
-    name: str
-    limits: Limits
-    settings: Settings
-    min_gain: float
-    saver: _Saver | None
-    journal: Journal = dataclasses.field(init=False)
-    last: Sweep | None = None
-
-    def __post_init__(self) -> None:
-        self.journal = Journal(self._identity())
-
-    @property
-    def only(self) -> Sweep | None:
-        """The sweep, where there is one alone, whose tiles can be shown."""
-        return self.last if len(self.sweeps) == 1 else None
-
-    @property
-    def found(self) -> list[Finding]:
-        """What was found so far."""
-        found = self.journal.found
-        return [found[c] for s in self.sweeps if (c := s.group.problem_class) in found]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Of a record: the tiles of one sweep, or what several found."""
-        if self.only is None:
-            return [{k: v for k, v in f.items() if k != "finalists"} for f in self.found]
-        ranked = ranking(self.only.candidates)
-        if not self.found and not any(candidate.rounds for candidate in ranked):
-            return []
-        return [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
-
-    def run(
-        self, workers: int | None, rows: list[dict[str, Any]], save: Callable[[], None]
-    ) -> None:
-        """Run what is left to do; put into `rows`, and have saved, what was found so far."""
-        journal = self.journal
-        if journal.found:
-            click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
-
-        def note() -> None:
-            rows[:] = self.rows()
-            save()
-
-        try:
-            note()
-            with (
-                Live(len(self.sweeps), len(journal.found), note) as live,
-                tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder,
-                prebuilt_from(Path(folder)),
-            ):
-                if self.device is None:
-                    self._run_all(live, None)
-                else:
-                    with Builder(workers) as builder:
-                        compilation = Compilation(builder, Path(folder), self.limits.max_spills)
-                        self._run_all(live, compilation)
-        except (Exception, KeyboardInterrupt):
-            going_on = "; the same command goes on from there" if journal.is_kept else ""
-            done = f"{len(journal.found)} of {len(self.sweeps)} are done"
-            click.echo(f"{done}{going_on}.", err=True)
-            raise
-        journal.finish()
-
-    def _identity(self) -> dict[str, Any]:
-        families = {sweep.family for sweep in self.sweeps}
-        return {
-            "device": self.name,
-            "digests": {family: digest_of(family) for family in sorted(families)},
-            "versions": environment.versions(),
-            "groups": [_group_identity(sweep.group) for sweep in self.sweeps],
-            "tiles": [[str(c.tile) for c in sweep.candidates] for sweep in self.sweeps],
-            "settings": dataclasses.asdict(self.settings) | {"min_gain": self.min_gain},
-        }
-
-    def _run_all(self, live: Live, compilation: Compilation | None) -> None:
-        journal = self.journal
-        left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
-        if compilation:
-            # Everything is compiled ahead, but for what a shortlist will cut.
-            classes = {sweep.group.problem_class for sweep in self.sweeps}
-            for sweep in left:
-                if not self._comes_after_its_twin(sweep, classes):
-                    compilation.start(sweep.candidates)
-        for sweep in left:
-            self.last = sweep
-            live.begin(_label(sweep))
-            shorten(sweep, _finalists(self.sweeps, journal))
-            if compilation:
-                compilation.finish(sweep.candidates, live)
-            measure(sweep, self.settings, live)
-            ranked = ranking(sweep.candidates)
-            finding = finding_of(sweep, ranked, self.name, self.min_gain)
-            journal.add(finding)
-            if self.saver:
-                self.saver.save([finding])
-            live.end(outcome_text(finding, saves=False))
-
-    def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
-        twin = twin_class(sweep.group.problem_class)
-        order = [each.group.problem_class for each in self.sweeps]
-        return twin in classes and order.index(twin) < order.index(sweep.group.problem_class)
-
-
-def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:
-    """The tiles that did well, by class, of what is done; also where another run did it."""
-    found = {}
-    for sweep in sweeps:
-        finding = journal.found.get(sweep.group.problem_class)
-        if finding:
-            tile_type = type(sweep.candidates[0].tile)
-            found[sweep.group.problem_class] = [tile_type(**t) for t in finding["finalists"]]
-    return found
-
-
-def _group_identity(group: Group) -> list[Any]:
-    return [group.problem_class, [[str(each.case), each.weight] for each in group.cases]]
-
-
-def _label(sweep: Sweep) -> str:
-    return f"{sweep.family} {class_text(sweep.group.problem_class)}"
-
-
 def _title(sweep: Sweep, device: str) -> str:
     shared, own = describe([each.case for each in sweep.group.cases])
     parts = [sweep.family, shared, " + ".join(filter(None, own)), device]
     return ", ".join(filter(None, parts))
 
 
-def _show(
-    sweep: Sweep, device: Device | None, limits: Limits, name: str, top: int, plot: Path | None
-) -> None:
+def _show(sweep: Sweep, device: Device | None, limits: Limits, name: str, top: int) -> None:
     title = _title(sweep, name)
     print_ranking(ranking(sweep.candidates), title, top)
     problem = sweep.candidates[0].plan.problem
     illegal = illegal_sizes(problem, device, sweep.family, limits) if device else {}
-    heat = HeatMap.of(title, sweep.candidates, illegal)
-    if plot:
-        draw_heat_map(plot, heat)
-        click.echo(f"Written to {plot}.", err=True)
-    else:
-        print_heat_map(report.console(), heat)
+    print_heat_map(report.console(), HeatMap.of(title, sweep.candidates, illegal))
 
 
 def _rank_by_resources(
@@ -596,7 +332,7 @@ def _rank_by_resources(
     with keeping as save, Builder(workers) as builder, Live(len(sweeps)) as live:
         compilation = Compilation(builder, None, limits.max_spills)
         for sweep in sweeps:
-            live.begin(_label(sweep))
+            live.begin(label(sweep))
             compilation.finish(sweep.candidates, live)
             done.append(sweep)
             rows += [ranking_row(c, rank) for rank, c in enumerate(ranking(sweep.candidates), 1)]

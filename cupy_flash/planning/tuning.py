@@ -15,18 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.sequences import Sequences
 
 logger = logging.getLogger("cupy_flash")
 
 TABLE_VERSION = 3
 SHIPPED_DIR = Path(__file__).resolve().parent / "tuned"
 HOME_VARIABLE = "CUPY_FLASH_HOME"
-# Longer sequences, and more query rows over the batch and all heads, are tuned alike.
-MOST_POSITIONS = 16384
-MOST_ROWS = 65536
 # What the CPU backend's entries have for a GPU's name.
 CPU = "cpu"
 # A change of a table takes milliseconds: who waits longer waits for something that hangs.
@@ -73,41 +70,8 @@ class TableError(ValueError):
 
 
 def problem_class(problem: Problem) -> str:
-    """The class of problems that share a tuned tile.
-
-    dtype, head dims, causal or not, the sequence lengths and the number of query rows over the
-    batch and all heads rounded to powers of four, and the alignment of the rows; and where the
-    sequences are not blocks of equal length, whether they are packed, cached or paged.
-    """
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    parts = [
-        problem.dtype,
-        f"d{problem.head_dim}",
-        f"dv{problem.head_dim_v}",
-        "causal" if problem.causal else "full",
-        f"q{_bucket(problem.seqlen_q, MOST_POSITIONS)}",
-        f"k{_bucket(problem.seqlen_k, MOST_POSITIONS)}",
-        f"rows{_bucket(rows, MOST_ROWS)}",
-        f"align{problem.alignment}",
-    ]
-    if problem.sequences is not None:
-        parts.append(_kind(problem.sequences))
-    return " ".join(parts)
-
-
-def _kind(sequences: Sequences) -> str:
-    """How sequences lie, in a word without spaces."""
-    queries = "packed" if sequences.packed_q else ""
-    keys = f"page{sequences.page_size}" if sequences.page_size else ""
-    return "-".join(filter(None, (queries, keys))) or "cache"
-
-
-def _bucket(value: int, most: int) -> int:
-    """The nearest power of four, by ratio and at most `most`; 0 stays 0."""
-    if value <= 0:
-        return 0
-    low = 1 << (value.bit_length() - 1) // 2 * 2
-    return min(most, low * 4 if value >= 2 * low else low)
+    """The text of the class of problems that share a tuned tile, see `ProblemClass`."""
+    return str(ProblemClass.of(problem))
 
 
 def user_table_path() -> Path:

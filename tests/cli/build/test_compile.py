@@ -310,3 +310,15 @@ def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
     packed = "bfloat16 d64 dv64 full q16 k4096 rows256 align16 packed"
 
     assert kernel_sets.problem_of_class(packed) is None
+
+
+def test_no_kernel_is_built_twice_and_everything_has_more_of_them() -> None:
+    device = device_for_arch("sm_90")
+    usual, everything = (
+        [plan.unit.text for plan in choose(device) if plan.unit]
+        for choose in (kernel_sets.default_plans, kernel_sets.all_plans)
+    )
+    some, others = (kernel_sets.other_units(everything=every) for every in (False, True))
+
+    assert len(set(usual)) == len(usual) < len(everything) == len(set(everything))
+    assert {unit.text for unit in some} < {unit.text for unit in others}

@@ -25,12 +25,11 @@ from cupy_flash.calls.sequence_arrays import (
 )
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
-from cupy_flash.cli.cases import calls, presets
+from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
 from cupy_flash.cli.cases.sequences import arrays_of, long_tail, repeatable, rows_of, uniform_twin
 from cupy_flash.cli.main import main
-from cupy_flash.cli.measure import copy_rate
 from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups
 from cupy_flash.cli.measure.timing import Spread, Timed
@@ -224,7 +223,7 @@ def test_the_call_is_right_by_the_check_and_by_the_reference_of_all_rows(case: C
     inputs = random_inputs(case, 5, on_gpu=False)
     truth = reference(inputs)
     check = Check(inputs, 5, on_gpu=False)
-    out = calls.call_of(inputs, on_gpu=False, backend="cpu")()
+    out = inputs.call(on_gpu=False, backend="cpu")()
 
     assert check.coverage.rows == check.coverage.all_rows == case.query_rows
     assert check.error(out) <= check.coverage.bound
@@ -235,7 +234,7 @@ def test_the_call_is_right_by_the_check_and_by_the_reference_of_all_rows(case: C
 def test_a_row_that_is_off_fails_the_check(case: Case) -> None:
     inputs = random_inputs(case, 5, on_gpu=False)
     check = Check(inputs, 5, on_gpu=False)
-    out = calls.call_of(inputs, on_gpu=False, backend="cpu")()
+    out = inputs.call(on_gpu=False, backend="cpu")()
     rows_of(case, out, inputs.more, case.batch - 1, 1)[:, -1] += 0.1
 
     assert check.error(out) > check.coverage.bound
@@ -259,8 +258,8 @@ def test_small_varlen_batches_are_compared_row_by_row() -> None:
 
 
 def test_a_host_call_passes_the_arrays_by_the_functions_own_names() -> None:
-    cached = calls.call_of(random_inputs(CASES[4], 0, on_gpu=False), on_gpu=False)
-    packed = calls.call_of(random_inputs(varlen(), 0, on_gpu=False), on_gpu=False)
+    cached = random_inputs(CASES[4], 0, on_gpu=False).call(on_gpu=False)
+    packed = random_inputs(varlen(), 0, on_gpu=False).call(on_gpu=False)
 
     assert cached.func is flash_attention_with_kvcache
     assert {"cache_seqlens", "k", "v", "rotary_cos", "rotary_sin"} <= set(cached.keywords)
@@ -629,17 +628,13 @@ def test_the_varlen_preset_is_long_tailed_and_both_full_and_causal() -> None:
     assert (full.heads_q, full.head_dim, full.dtype) == (16, 128, "bfloat16")
 
 
-def test_a_copy_counts_bytes_read_and_bytes_written() -> None:
-    assert copy_rate.terabytes_per_second(1.0) == pytest.approx(2 * 2**30 / 1e-3 / 1e12)
-
-
 def test_a_copy_rate_that_cannot_be_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> float:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(copy_rate, "measure", fail)
+    monkeypatch.setattr(bench_module, "copy_rate", fail)
 
     assert bench_module._copy_rate() is None
     assert "no room" in capsys.readouterr().err

@@ -14,8 +14,10 @@ from cupy_flash.cli.measure.timing import (
     GpuTimer,
     HostTimer,
     Timed,
+    copy_rate,
     host_microseconds,
     repeats_within,
+    replayed,
     spread,
     take_turns,
 )
@@ -142,6 +144,11 @@ class FakeGpu:
             def record(self, stream: object) -> None:
                 gpu.stream.append("event")
 
+        # Not the buffer that flushes the L2.
+        copied = SimpleNamespace(
+            copy_from_device_async=lambda source, size, stream: self.stream.append("copy")
+        )
+        self.zeros = lambda size, dtype: SimpleNamespace(data=copied)
         self.cuda = SimpleNamespace(
             Event=Event,
             get_current_stream=lambda: self,
@@ -195,3 +202,71 @@ def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
     GpuTimer().interleaved([gpu.call("ours")], 3, [20])
 
     assert gpu.synchronizations == 1
+
+
+def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+
+    assert copy_rate() == pytest.approx(2 * 2**30 / 1.5e-3 / 1e12)
+    assert gpu.stream.count("copy") == 23
+
+
+class FakeCapture:
+    """The part of CuPy that a graph is captured by; a stream, and a pool that it holds."""
+
+    streamCaptureModeRelaxed = 2
+
+    def __init__(self) -> None:
+        self.capturing = False
+        self.launched = 0
+        self.cuda = SimpleNamespace(
+            MemoryPool=lambda: SimpleNamespace(malloc=None),
+            Stream=lambda **_: self,
+            Device=lambda: self,
+            using_allocator=contextlib.nullcontext,
+            runtime=self,
+        )
+
+    def __enter__(self) -> FakeCapture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        assert not self.capturing
+
+    def begin_capture(self, mode: int) -> None:
+        self.capturing = True
+
+    def end_capture(self) -> FakeCapture:
+        self.capturing = False
+        return self
+
+    def launch(self) -> None:
+        self.launched += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_is_captured_once_it_was_made_on_the_stream_and_what_cannot_be_is_none(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeCapture()
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    made: list[bool] = []
+
+    def call() -> None:
+        made.append(gpu.capturing)
+        if fails and gpu.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    graph = replayed(Timed(call))
+
+    assert made == [False, True]
+    assert not gpu.capturing
+    assert (graph is None) is fails
+    if graph is not None:
+        graph.call()
+        graph.call()
+        assert (gpu.launched, len(made)) == (2, 2)

@@ -14,8 +14,7 @@ from click.testing import CliRunner, Result
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model import gpus
 from cupy_flash.cli.model import roofline as roofline_module
-from cupy_flash.cli.model.articles import claim_rows, intensity_rows, ridge_rows
-from cupy_flash.cli.model.roofline import Measured, Target, case_rows, roofline
+from cupy_flash.cli.model.roofline import Measured, roofline
 from cupy_flash.cli.providers import providers
 from cupy_flash.problem.device import gpu_unavailable
 
@@ -204,8 +203,6 @@ def test_too_little_memory_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPa
         (("--gpu", "H100", "--measure"), "--measure times the present GPU"),
         (("--gpu", "L4", "--dtype", "float64"), "states no float64 rate for L4"),
         (("--gpu", "L4", "--head-dim", "999"), "head_dim of q and k is 999"),
-        (("--articles", "--gpu", "H100"), "--articles goes with --output only"),
-        (("--articles", "--batch", "2"), "--batch does not go with --articles"),
         (("--gpu", "H100", "--output", "x.txt"), "expected one of .json, .csv, .md"),
         (("--gpu", "H100", "--plot", "x.pdf"), "expected one of .png, .svg"),
     ],
@@ -260,57 +257,6 @@ def test_a_picture_of_nothing_but_empty_problems_is_drawn(no_gpu: None, tmp_path
 
     assert run("--gpu", "H100", "--batch", "0", "--plot", str(path)).exit_code == 0
     assert path.exists()
-
-
-def test_the_ridge_points_of_cobraml_are_reproduced_to_their_digits() -> None:
-    rows = ridge_rows()
-
-    assert [f"{row['recomputed']:.1f}" for row in rows] == ["156.0", "295.5", "206.2", "562.5"]
-    assert [f"{row['recomputed']:.1f}" for row in rows] == [f"{row['published']}" for row in rows]
-
-
-def test_cobramls_b200_is_twice_its_dense_ridge_point() -> None:
-    ratios = [row["published"] / row["datasheet"] for row in ridge_rows()]
-
-    assert ratios[:3] == pytest.approx([1, 1, 1], rel=0.02)
-    assert ratios[3] == 2.0
-
-
-def test_the_intensities_of_cobraml_are_reproduced_to_their_digits() -> None:
-    assert [f"{row['recomputed']:.1f}" for row in intensity_rows()] == ["32.1", "62.7", "228.1"]
-
-
-def test_cobramls_intensity_is_the_models_and_five_operations_per_score() -> None:
-    gpu = gpus.find("A100")
-    case = Case("bfloat16", 1, 4096, 4096, 1, 1, 128, 128)
-    standard = case_rows(Target(gpu, gpu.device(), False), case, None)[0]
-    (row,) = (row for row in intensity_rows() if row["what"] == "d=128")
-
-    assert row["matrix_only"] == pytest.approx(standard["intensity"])
-
-
-def test_the_traffic_articles_intensities_do_not_follow_from_its_byte_counts() -> None:
-    rows = {row["what"]: (row["published"], row["recomputed"]) for row in claim_rows()}
-    flops = 4 * 4096 * 4096 * 128
-    megabyte = 1e6
-
-    assert rows["standard, FLOP/byte"] == ("2.8", f"{flops / 139.46 / megabyte:.1f}")
-    assert rows["FlashAttention, FLOP/byte"] == ("89", f"{flops / 4.194304 / megabyte:.0f}")
-    assert rows["bound at 89 and 102 FLOP/byte"] == ("compute", "memory")
-
-
-def test_the_articles_need_no_gpu_and_fit_80_columns(
-    no_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "articles.json"
-    result = run("--articles", "--output", str(path))
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-
-    assert result.exit_code == 0
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "with sparsity" in result.stdout
-    assert {row["table"].split(",")[0] for row in rows} == {"CobraML", "traffic article"}
 
 
 @pytest.mark.gpu

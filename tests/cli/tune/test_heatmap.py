@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from rich.console import Console
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import Weighted
 from cupy_flash.cli.tune.candidates import Candidate, Limits, gpu_candidates, illegal_sizes
-from cupy_flash.cli.tune.heatmap import HeatMap, draw_heat_map, print_heat_map
+from cupy_flash.cli.tune.heatmap import HeatMap, print_heat_map
 from cupy_flash.planning.planner import make_cpu_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.tile import Tile
@@ -141,34 +140,3 @@ def test_sizes_that_the_users_limits_rule_out_have_that_for_a_reason() -> None:
     assert {Br for (Br, _), why in reasons.items() if why == "not in --br"} >= {128, 256}
     assert not any(why == "not in --br" for (Br, _), why in reasons.items() if Br == 64)
     assert any(re.fullmatch(r"\d+ KiB are over --max-smem", why) for why in reasons.values())
-
-
-@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
-def test_a_picture_is_written_in_the_format_of_its_suffix(
-    tmp_path: Path, suffix: str, start: bytes
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"map{suffix}"
-    draw_heat_map(path, GPU_MAP)
-
-    assert path.read_bytes().startswith(start)
-
-
-def test_the_picture_shows_rates_letters_and_what_they_mean(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "map.svg"
-    draw_heat_map(path, GPU_MAP)
-    texts = re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
-
-    assert {"402", "702", "655", "a", "b", "mma, on a GPU", "TFLOP/s", "Br"} <= set(texts)
-    assert any("does not compile" in text for text in texts)
-
-
-def test_the_picture_of_a_cpus_map_is_in_gflops(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "map.svg"
-    draw_heat_map(path, HeatMap("a CPU", {(64, 64): 0.0194}, {}))
-    text = path.read_text(encoding="utf-8")
-
-    assert ">GFLOP/s<" in text
-    assert ">19.4<" in text

@@ -16,12 +16,14 @@ from click.testing import CliRunner, Result
 
 import cupy_flash
 from cupy_flash.cli.build.build import Built, Job
-from cupy_flash.cli.cases import calls
+from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.workload import PRESETS, Group, Weighted, groups_of
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers import providers
+from cupy_flash.cli.tune import job as job_module
+from cupy_flash.cli.tune import saver as saver_module
 from cupy_flash.cli.tune import sweep as sweep_module
 from cupy_flash.cli.tune import tune as tune_module
 from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, evenly, gpu_candidates
@@ -106,7 +108,7 @@ def refused(result: Result, code: int = 2) -> str:
     return result.stderr
 
 
-REPORT_NOT = (("--preset", "common"), ("--plot", "map.svg"), ("--heads", "2"))
+REPORT_NOT = (("--preset", "common"), ("--heads", "2"))
 
 # ---- What is saved
 
@@ -183,7 +185,7 @@ def test_a_table_for_a_gpu_begins_with_what_the_gpu_is(tmp_path: Path) -> None:
         "stored": True,
     }
     path = tmp_path / "nvidia_h200.json"
-    saver = tune_module._Saver(path, h200, True, "cupy-flash tune --preset common")
+    saver = saver_module.Saver(path, h200, True, "cupy-flash tune --preset common")
     saver.save([finding])
     saver.save([finding | {"problem_class": "another"}])
     first, second = tuning.read_table(path)
@@ -363,7 +365,6 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--min-gain", "nan"), "'nan' is not a number from 0"),
         (("--br", "7"), "no tile of cpu is that size; --br 7: expected some of 32, 64,"),
         (("--table", "t.txt"), "expected one of .json"),
-        (("--seqlen-q", "113,799", "--plot", "map.svg"), "these are 2"),
         (("--head-dim", "257"), "257; expected 1 to 256"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -459,9 +460,9 @@ def test_asking_whether_a_table_can_be_written_leaves_alone_what_others_write(
 
     monkeypatch.setattr(Path, "open", while_another_saves(Path.open))
     monkeypatch.setattr(
-        tune_module.tempfile, "TemporaryFile", while_another_saves(tempfile.TemporaryFile)
+        saver_module.tempfile, "TemporaryFile", while_another_saves(tempfile.TemporaryFile)
     )
-    tune_module._require_writable(None)
+    saver_module.require_writable(None)
 
     assert saved(home) == [other]
 
@@ -490,7 +491,7 @@ def wrong_for(Br: int | None) -> Callable[..., np.ndarray]:
 def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
 ) -> None:
-    monkeypatch.setattr(calls, "flash_attention", wrong_for(None))
+    monkeypatch.setattr(inputs_module, "flash_attention", wrong_for(None))
     result = on_cpu(*SHAPE)
 
     assert result.exit_code == 1
@@ -502,7 +503,7 @@ def test_where_every_check_fails_it_exits_with_1_and_saves_nothing(
 def test_a_wrong_tile_is_not_saved_though_it_would_be_the_fastest(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: FakeTimer
 ) -> None:
-    monkeypatch.setattr(calls, "flash_attention", wrong_for(64))
+    monkeypatch.setattr(inputs_module, "flash_attention", wrong_for(64))
     clock.time_of = lambda tile, rows: {64: 1.0, 32: 1.5}.get(tile["Br"], 2.0)
     path = tmp_path / "rows.json"
     result = on_cpu(*SHAPE, "--output", path)
@@ -665,7 +666,7 @@ def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
     clock.time_of = interrupted
     on_cpu(*TWO)
     clock.time_of = lambda tile, rows: 1.0
-    monkeypatch.setattr(tune_module, "digest_of", lambda family: "f" * 16)
+    monkeypatch.setattr(job_module, "digest_of", lambda family: "f" * 16)
 
     assert "Going on" not in on_cpu(*TWO).stderr
 
@@ -828,12 +829,15 @@ def test_what_does_not_compile_or_spills_is_dropped_but_for_the_default() -> Non
     assert [c.dropped for c in spilling] == [None] + ["spills 40 bytes per thread"] * 2
 
 
+SIZES = "q4096 k4096 rows65536 align16"
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("float16 d64 dv64 full", "bfloat16 d64 dv64 full"),
-        ("bfloat16 d64 dv64 causal", "float16 d64 dv64 causal"),
-        ("float32 d64 dv64 full", None),
+        (f"float16 d64 dv64 full {SIZES}", f"bfloat16 d64 dv64 full {SIZES}"),
+        (f"bfloat16 d64 dv64 causal {SIZES}", f"float16 d64 dv64 causal {SIZES}"),
+        (f"float32 d64 dv64 full {SIZES}", None),
     ],
 )
 def test_the_16_bit_types_are_each_others_twins(one: str, other: str | None) -> None:
@@ -846,16 +850,18 @@ def field_of(problem_class: str) -> Sweep:
 
 
 def test_after_its_twin_a_sweep_tries_what_did_well_there_and_the_default() -> None:
-    sweep = field_of("float16 a class")
+    sweep = field_of(f"float16 d64 dv64 full {SIZES}")
     default, second, *_, last = [c.tile for c in sweep.candidates]
-    shorten(sweep, {"bfloat16 a class": [last, second]})
+    shorten(sweep, {f"bfloat16 d64 dv64 full {SIZES}": [last, second]})
 
     assert [c.tile for c in sweep.candidates] == [default, second, last]
 
 
-@pytest.mark.parametrize("done", ["bfloat16 another class", "float32 a class"])
+@pytest.mark.parametrize(
+    "done", [f"bfloat16 d64 dv64 causal {SIZES}", f"float32 d64 dv64 full {SIZES}"]
+)
 def test_what_did_well_in_other_classes_shortens_nothing(done: str) -> None:
-    sweep = field_of("float16 a class")
+    sweep = field_of(f"float16 d64 dv64 full {SIZES}")
     before = list(sweep.candidates)
     shorten(sweep, {done: [before[3].tile]})
 
@@ -895,25 +901,6 @@ def test_with_an_architecture_the_sweep_is_compiled_and_ranked_by_resources(
     assert all(row["registers"] > 0 and row["blocks_per_sm"] >= 1 for row in rows)
     assert {row["median_ms"] for row in rows} == {None}
     assert not (home / "tuned.json").exists()
-
-
-def test_a_picture_of_rates_is_refused_where_nothing_is_timed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
-    assert "times nothing" in refused(tune("--arch", "sm_90", "--plot", tmp_path / "map.png"))
-
-
-def test_the_picture_of_one_sweep_is_drawn_instead_of_the_printed_map(
-    tmp_path: Path, clock: FakeTimer
-) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "map.svg"
-    result = on_cpu(*SHAPE, "--dry-run", "--plot", path)
-
-    assert result.exit_code == 0
-    assert f"Written to {path}." in result.stderr
-    assert "Br\\Bc" not in result.stdout
-    assert "GFLOP/s" in path.read_text(encoding="utf-8")
 
 
 # ---- Caches and packed sequences

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..tune.candidates import Candidate
+from .candidates import Candidate
 
 # Calls are prepared and queued in lots of so many, so that progress shows and Ctrl-C works.
 _LOT = 16

@@ -1,0 +1,159 @@
+"""The sweeps of one `tune`, one after the other; an interrupted job goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupy_flash.problem.device import Device
+
+from ..build.build import Builder
+from ..cases.workload import Group
+from ..records import environment
+from .candidates import Limits
+from .findings import class_text, digest_of, finding_of, outcome_text, ranking_row
+from .journal import Finding, Journal
+from .live import Live
+from .race import ranking
+from .saver import Saver
+from .sweep import Compilation, Settings, Sweep, measure, prebuilt_from, shorten, twin_class
+
+
+@dataclasses.dataclass
+class TuneJob:
+    """All groups of one command, one after the other.
+
+    Attributes
+    ----------
+    last
+        The sweep that runs, or ran last; None if none did.
+    """
+
+    sweeps: list[Sweep]
+    device: Device | None
+    name: str
+    limits: Limits
+    settings: Settings
+    min_gain: float
+    saver: Saver | None
+    journal: Journal = dataclasses.field(init=False)
+    last: Sweep | None = None
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self._identity())
+
+    @property
+    def only(self) -> Sweep | None:
+        """The sweep, where there is one alone, whose tiles can be shown."""
+        return self.last if len(self.sweeps) == 1 else None
+
+    @property
+    def found(self) -> list[Finding]:
+        """What was found so far."""
+        found = self.journal.found
+        return [found[c] for s in self.sweeps if (c := s.group.problem_class) in found]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of a record: the tiles of one sweep, or what several found."""
+        if self.only is None:
+            return [{k: v for k, v in f.items() if k != "finalists"} for f in self.found]
+        ranked = ranking(self.only.candidates)
+        if not self.found and not any(candidate.rounds for candidate in ranked):
+            return []
+        return [ranking_row(candidate, rank) for rank, candidate in enumerate(ranked, 1)]
+
+    def run(
+        self, workers: int | None, rows: list[dict[str, Any]], save: Callable[[], None]
+    ) -> None:
+        """Run what is left to do; put into `rows`, and have saved, what was found so far."""
+        journal = self.journal
+        if journal.found:
+            click.echo(f"Going on: {len(journal.found)} of {len(self.sweeps)} are done.", err=True)
+
+        def note() -> None:
+            rows[:] = self.rows()
+            save()
+
+        try:
+            note()
+            with (
+                Live(len(self.sweeps), len(journal.found), note) as live,
+                tempfile.TemporaryDirectory(prefix="cupy_flash_tune_") as folder,
+                prebuilt_from(Path(folder)),
+            ):
+                if self.device is None:
+                    self._run_all(live, None)
+                else:
+                    with Builder(workers) as builder:
+                        compilation = Compilation(builder, Path(folder), self.limits.max_spills)
+                        self._run_all(live, compilation)
+        except (Exception, KeyboardInterrupt):
+            going_on = "; the same command goes on from there" if journal.is_kept else ""
+            done = f"{len(journal.found)} of {len(self.sweeps)} are done"
+            click.echo(f"{done}{going_on}.", err=True)
+            raise
+        journal.finish()
+
+    def _identity(self) -> dict[str, Any]:
+        families = {sweep.family for sweep in self.sweeps}
+        return {
+            "device": self.name,
+            "digests": {family: digest_of(family) for family in sorted(families)},
+            "versions": environment.versions(),
+            "groups": [_group_identity(sweep.group) for sweep in self.sweeps],
+            "tiles": [[str(c.tile) for c in sweep.candidates] for sweep in self.sweeps],
+            "settings": dataclasses.asdict(self.settings) | {"min_gain": self.min_gain},
+        }
+
+    def _run_all(self, live: Live, compilation: Compilation | None) -> None:
+        journal = self.journal
+        left = [s for s in self.sweeps if s.group.problem_class not in journal.found]
+        if compilation:
+            # Everything is compiled ahead, but for what a shortlist will cut.
+            classes = {sweep.group.problem_class for sweep in self.sweeps}
+            for sweep in left:
+                if not self._comes_after_its_twin(sweep, classes):
+                    compilation.start(sweep.candidates)
+        for sweep in left:
+            self.last = sweep
+            live.begin(label(sweep))
+            shorten(sweep, _finalists(self.sweeps, journal))
+            if compilation:
+                compilation.finish(sweep.candidates, live)
+            measure(sweep, self.settings, live)
+            ranked = ranking(sweep.candidates)
+            finding = finding_of(sweep, ranked, self.name, self.min_gain)
+            journal.add(finding)
+            if self.saver:
+                self.saver.save([finding])
+            live.end(outcome_text(finding, saves=False))
+
+    def _comes_after_its_twin(self, sweep: Sweep, classes: set[str]) -> bool:
+        twin = twin_class(sweep.group.problem_class)
+        order = [each.group.problem_class for each in self.sweeps]
+        return twin in classes and order.index(twin) < order.index(sweep.group.problem_class)
+
+
+def _finalists(sweeps: Sequence[Sweep], journal: Journal) -> dict[str, list[Any]]:
+    """The tiles that did well, by class, of what is done; also where another run did it."""
+    found = {}
+    for sweep in sweeps:
+        finding = journal.found.get(sweep.group.problem_class)
+        if finding:
+            tile_type = type(sweep.candidates[0].tile)
+            found[sweep.group.problem_class] = [tile_type(**t) for t in finding["finalists"]]
+    return found
+
+
+def _group_identity(group: Group) -> list[Any]:
+    return [group.problem_class, [[str(each.case), each.weight] for each in group.cases]]
+
+
+def label(sweep: Sweep) -> str:
+    """A sweep in a few words."""
+    return f"{sweep.family} {class_text(sweep.group.problem_class)}"

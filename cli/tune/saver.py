@@ -1,0 +1,91 @@
+"""Puts the tiles that `tune` found into a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cupy_flash.planning import tuning
+from cupy_flash.problem.device import Device
+
+from ..records import environment
+from .findings import entry_of
+from .journal import Finding
+
+
+def require_writable(table: Path | None) -> None:
+    """Raise a usage error if the user's table, which is meant where there is none, cannot be."""
+    if table:
+        return
+    path = tuning.user_table_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not the table itself: another process may be reading or replacing it.
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise click.UsageError(
+            f"{path} cannot be written: {error.strerror}; --dry-run saves nothing"
+        ) from error
+
+
+@dataclasses.dataclass
+class Saver:
+    """Puts the tiles that beat the default into a table.
+
+    Attributes
+    ----------
+    table
+        The file; the user's table if None.
+    device
+        Whose tiles they are; None for the CPU backend.
+    removes
+        Whether an entry goes where the default is now the best: a sweep of some tiles cannot tell.
+    command
+        For people who read the file.
+    removed
+        Entries that went so far.
+    """
+
+    table: Path | None
+    device: Device | None
+    removes: bool
+    command: str
+    removed: int = 0
+
+    def save(self, found: Sequence[Finding]) -> str:
+        """Save the findings; return what was done, as text."""
+        path = self.table or tuning.user_table_path()
+        usable = [finding for finding in found if finding["best_tile"] is not None]
+        won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
+        lost = [f for f in usable if self.removes and not f["stored"]]
+        kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]
+        losers = {entry_of(f, self.device).key for f in lost} - {entry.key for entry in kept}
+
+        def changed(old: list[tuning.Entry]) -> list[tuning.Entry]:
+            staying = [entry for entry in old if entry.key not in losers]
+            self.removed += len(old) - len(staying)
+            return tuning.merged(staying, won + kept)
+
+        name = self.device.name if self.device else tuning.CPU
+        made_by = environment.metadata(name) | {"command": self.command} if self.table else None
+        tuning.change(path, changed, made_by=made_by)
+        texts = [f"{len(won)} saved in {path}"] if won else []
+        if kept:
+            defaults = "1 default" if len(kept) == 1 else f"{len(kept)} defaults"
+            texts.append(f"{defaults} saved over another table's tile.")
+        texts = texts or ["Nothing saved."]
+        if self.removed:
+            texts.append(f"{self.removed} removed, where the default is the best now.")
+        return "\n".join(texts)
+
+    def _is_overruled(self, finding: Finding) -> bool:
+        """Whether a class without an entry in the user's table would not get the default tile."""
+        if self.table:
+            return False
+        key = (finding["family"], finding["kernel_digest"], finding["problem_class"])
+        other = tuning.lookup_class(self.device, *key, but_own=True)
+        return other is not None and other.tile != finding["default_tile"]

@@ -1,0 +1,109 @@
+"""`ProblemClass`: which problems share a tuned tile, and how tables spell that."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.sequences import Sequences
+
+# Longer sequences, and more query rows over the batch and all heads, are tuned alike.
+MOST_POSITIONS = 16384
+MOST_ROWS = 65536
+
+
+@dataclass(frozen=True)
+class ProblemClass:
+    """The class of problems that share a tuned tile; its text is what tables hold.
+
+    Attributes
+    ----------
+    dtype, head_dim, head_dim_v, causal, alignment
+        As in `Problem`.
+    seqlen_q, seqlen_k, rows
+        Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
+    kind
+        How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
+        or "packed-page16"; else empty.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    seqlen_q: int
+    seqlen_k: int
+    rows: int
+    alignment: int
+    kind: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemClass:
+        """That of a problem."""
+        return cls(
+            problem.dtype,
+            problem.head_dim,
+            problem.head_dim_v,
+            problem.causal,
+            _bucket(problem.seqlen_q, MOST_POSITIONS),
+            _bucket(problem.seqlen_k, MOST_POSITIONS),
+            _bucket(problem.batch * problem.heads_q * problem.seqlen_q, MOST_ROWS),
+            problem.alignment,
+            _kind(problem.sequences),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> ProblemClass | None:
+        """The inverse of `str`; None for a class that is not spelled as now."""
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            return None
+        parts = found.groupdict("")
+        numbers = {
+            field.name: int(parts[field.name]) for field in fields(cls) if field.type == "int"
+        }
+        return cls(
+            dtype=parts["dtype"], causal=parts["mask"] == "causal", kind=parts["kind"], **numbers
+        )
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        text = (
+            f"{self.dtype} d{self.head_dim} dv{self.head_dim_v} {mask} q{self.seqlen_q} "
+            f"k{self.seqlen_k} rows{self.rows} align{self.alignment}"
+        )
+        return f"{text} {self.kind}" if self.kind else text
+
+    @property
+    def packed(self) -> bool:
+        """Whether the queries are packed."""
+        return self.kind.startswith("packed")
+
+    @property
+    def page_size(self) -> int:
+        """Rows of a page of the cache; 0 where there are no pages."""
+        return int(self.kind.partition("page")[2] or 0)
+
+
+_TEXT = re.compile(
+    r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
+    r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
+    r"(?: (?P<kind>cache|packed|(?:packed-)?page\d+))?"
+)
+
+
+def _kind(sequences: Sequences | None) -> str:
+    if sequences is None:
+        return ""
+    queries = "packed" if sequences.packed_q else ""
+    keys = f"page{sequences.page_size}" if sequences.page_size else ""
+    return "-".join(filter(None, (queries, keys))) or "cache"
+
+
+def _bucket(value: int, most: int) -> int:
+    """The nearest power of four, by ratio and at most `most`; 0 stays 0."""
+    if value <= 0:
+        return 0
+    low = 1 << (value.bit_length() - 1) // 2 * 2
+    return min(most, low * 4 if value >= 2 * low else low)

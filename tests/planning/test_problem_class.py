@@ -1,0 +1,34 @@
+"""Classes of problems, written and parsed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cupy_flash.planning.problem_class import ProblemClass
+
+DENSE = ProblemClass("bfloat16", 128, 64, False, 4096, 1024, 65536, 16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "packed", "page_size"),
+    [
+        ("", False, 0),
+        ("cache", False, 0),
+        ("page16", False, 16),
+        ("packed", True, 0),
+        ("packed-page64", True, 64),
+    ],
+)
+def test_what_is_written_is_parsed(kind: str, packed: bool, page_size: int, causal: bool) -> None:
+    one = dataclasses.replace(DENSE, kind=kind, causal=causal)
+
+    assert ProblemClass.parse(str(one)) == one
+    assert (one.packed, one.page_size) == (packed, page_size)
+
+
+@pytest.mark.parametrize("text", ["", "spelled otherwise", f"{DENSE} heap", str(DENSE)[:-3]])
+def test_what_is_spelled_otherwise_is_no_class(text: str) -> None:
+    assert ProblemClass.parse(text) is None

@@ -54,13 +54,21 @@ def arch_option(command: Any, *, multiple: bool) -> Any:
     )(command)
 
 
+def _folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Path | None:
+    # An unset variable of the shell would have the cubins written here.
+    if given == "":
+        raise click.BadParameter("'' is an empty name; expected a folder")
+    return None if given is None else Path(given)
+
+
 @click.command("compile")
 @click.option("--all", "everything", is_flag=True, help="All that the planner may choose.")
 @click.option("--list", "listing", is_flag=True, help="Name the kernels and build none.")
 @click.option("--workers", type=click.IntRange(1), help="Processes; as many as CPUs if left out.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(file_okay=False),
+    callback=_folder,
     help=f"Write cubins here, for use with {CUBINS_VARIABLE} set to the folder.",
 )
 @click.pass_context

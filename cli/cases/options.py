@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -462,13 +463,33 @@ def tile_request(fields: dict[str, int | None], more: Sequence[str]) -> dict[str
 
 
 def output_option(command: Command) -> Command:
-    """Add `--output`, whose file is known to be writable before any work starts."""
-    return click.option(
+    """Add `--output`, a file that can be written and is none that the command reads."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        output = options["output"]
+        for name, value in options.items():
+            if name != "output" and output is not None and _is_file(value, output):
+                raise click.UsageError(f"--output {output} would overwrite what the command reads")
+        return command(*arguments, **options)
+
+    option: Command = click.option(
         "--output",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_writable,
         help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
-    )(command)
+    )(checked)
+    return option
+
+
+def _is_file(value: Any, path: Path) -> bool:
+    """Whether an option's value names an existing file, the one at `path`."""
+    if not isinstance(value, (str, Path)):
+        return False
+    try:
+        return os.path.samefile(value, path)
+    except (OSError, ValueError):
+        return False
 
 
 def _writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:

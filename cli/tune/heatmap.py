@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..records import report
 from .candidates import Candidate
+from .race import ranking
 
 Size = tuple[int, int]
 
@@ -32,11 +33,15 @@ class HeatMap:
         TFLOP/s of the best tile of each (Br, Bc).
     reasons
         Why a size in the search space has no rate.
+    best
+        The size of the sweep's best tile, if it is not the one with the highest rate: a tile that
+        left the race early may have that, from fewer repeats.
     """
 
     title: str
     rates: Mapping[Size, float]
     reasons: Mapping[Size, str]
+    best: Size | None = None
 
     @classmethod
     def of(
@@ -55,7 +60,9 @@ class HeatMap:
         sizes = rates.keys() | reasons.keys()
         for size in itertools.product({Br for Br, _ in sizes}, {Bc for _, Bc in sizes}):
             reasons.setdefault(size, "not tried")
-        return cls(title, rates, {s: why for s, why in reasons.items() if s not in rates})
+        without = {size: why for size, why in reasons.items() if size not in rates}
+        ranked = [c.tile for c in ranking(candidates) if c.tflops is not None and not c.failed]
+        return cls(title, rates, without, (ranked[0].Br, ranked[0].Bc) if ranked else None)
 
     @property
     def rows(self) -> list[int]:
@@ -97,10 +104,11 @@ def _colour(share: float) -> tuple[int, int, int]:
 
 
 def print_heat_map(out: Console, heat: HeatMap) -> None:
-    """Print the map: the best rate is marked by a star, sizes without one by a letter."""
+    """Print the map: the best tile's size is marked by a star, sizes without one by a letter."""
     if not heat.rates:
         return
     best, worst = max(heat.rates.values()), min(heat.rates.values())
+    starred = heat.best or max(heat.rates, key=heat.rates.__getitem__)
     legend = heat.legend()
     grid = [[Text("Br\\Bc"), *(Text(str(Bc)) for Bc in heat.columns)]]
     for Br in heat.rows:
@@ -111,7 +119,7 @@ def print_heat_map(out: Console, heat: HeatMap) -> None:
                 reason = heat.reasons.get((Br, Bc))
                 cells.append(Text(legend.get(_kind(reason), "?") if reason else "", style="dim"))
             else:
-                star = "*" if rate == best else ""
+                star = "*" if (Br, Bc) == starred else ""
                 cells.append(Text(star + heat.rate_text(rate), style=_style(rate, worst, best)))
         grid.append(cells)
     widths = [max(_LEAST_WIDTH, *map(len, column)) for column in zip(*grid, strict=True)]

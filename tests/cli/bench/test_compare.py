@@ -336,3 +336,16 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "a.json" in result.output
     assert result.output.count("\n") == 1
+
+
+def test_a_file_that_is_read_is_not_written_to(tmp_path: Path) -> None:
+    record = write(tmp_path / "a.json", [row("cupy_flash", 128, 1.0)])
+    text = record.read_text(encoding="utf-8")
+    link = tmp_path / "link.json"
+    link.symlink_to(record)
+
+    for output in (record, link):
+        result = invoke(compare, str(record), str(record), "--output", str(output))
+        assert result.exit_code == 2
+        assert "would overwrite" in result.output
+    assert record.read_text(encoding="utf-8") == text

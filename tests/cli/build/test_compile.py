@@ -125,6 +125,13 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in result.stderr
 
 
+def test_a_folder_without_a_name_is_refused() -> None:
+    result = compile_("--arch", "sm_90", "--output", "")
+
+    assert result.exit_code == 2
+    assert "empty name" in result.output
+
+
 def test_listing_names_the_kernels_and_builds_none() -> None:
     result = compile_("--list", "--arch", "sm_90")
 

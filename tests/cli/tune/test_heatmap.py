@@ -140,3 +140,11 @@ def test_sizes_that_the_users_limits_rule_out_have_that_for_a_reason() -> None:
     assert {Br for (Br, _), why in reasons.items() if why == "not in --br"} >= {128, 256}
     assert not any(why == "not in --br" for (Br, _), why in reasons.items() if Br == 64)
     assert any(re.fullmatch(r"\d+ KiB are over --max-smem", why) for why in reasons.values())
+
+
+def test_the_star_is_the_winners_though_one_that_left_early_was_faster_in_fewer_repeats() -> None:
+    winner = candidate(64, 64, medians_ms=[1.0], rounds=3)
+    early = candidate(64, 128, medians_ms=[0.9], rounds=1)
+
+    assert HeatMap.of("", [winner, early], {}).best == (64, 64)
+    assert cells(printed(HeatMap.of("", [winner, early], {})))[2][1].startswith("*")

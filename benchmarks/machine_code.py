@@ -33,10 +33,9 @@ from cupy_flash.cli.records import records
 from cupy_flash.cli.records.report import Row, write_whole
 from cupy_flash.cli.tune.findings import digest_of
 from cupy_flash.families import FAMILIES
-from cupy_flash.gpu.compiler import Cubin
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import make_plan, plan_tile
-from cupy_flash.problem.device import device_for_arch
+from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem.device import Resources, device_for_arch
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "machine_code.json"
@@ -80,16 +79,21 @@ class Kernel:
         # Its lengths make no difference.
         return cls(arch, family, tuple(tile.items()), dataclasses.replace(case, lengths=None))
 
-    def job(self) -> Job:
-        """How it is compiled."""
-        device = device_for_arch(self.arch)
-        if self.case is None:
-            units = kernel_sets.other_units(everything=False)
-            unit = next(unit for unit in units if unit.title == self.tile)
-            return Job(unit, device, ())
+    def plan(self) -> Plan:
+        """What launches it, of a family."""
+        assert self.case is not None
         family = FAMILIES[self.family]
         tile = family.tile_type(**dict(self.tile))
-        return Job.of(plan_tile(family, self.case.problem(), device, tile, reason=""))
+        device = device_for_arch(self.arch)
+        return plan_tile(family, self.case.problem(), device, tile, reason="")
+
+    def job(self) -> Job:
+        """How it is compiled."""
+        if self.case is not None:
+            return Job.of(self.plan())
+        units = kernel_sets.other_units(everything=False)
+        unit = next(unit for unit in units if unit.title == self.tile)
+        return Job(unit, device_for_arch(self.arch), ())
 
     def as_json(self) -> Row:
         """As the table holds it."""
@@ -114,6 +118,10 @@ class Code:
     code: str
     registers: int
     spill_bytes: int
+
+    @classmethod
+    def of(cls, image: bytes, resources: Resources) -> Code:
+        return cls(code_hash(image), resources.registers, resources.spill_bytes)
 
 
 def code_hash(image: bytes) -> str:
@@ -143,15 +151,11 @@ def compiled(kernels: Iterable[Kernel]) -> dict[Kernel, Code | str]:
         if built.cubin is None or built.resources is None:
             found[keys[index]] = built.error or "no machine code"
         else:
-            found[keys[index]] = _code(built.cubin, built.resources)
+            found[keys[index]] = Code.of(built.cubin.image, built.resources)
     return {
         kernel: found[job.unit.text, job.device.arch]
         for kernel, job in zip(kernels, jobs, strict=True)
     }
-
-
-def _code(cubin: Cubin, resources: Any) -> Code:
-    return Code(code_hash(cubin.image), resources.registers, resources.spill_bytes)
 
 
 # ---- Which kernels
@@ -159,20 +163,43 @@ def _code(cubin: Cubin, resources: Any) -> Code:
 
 def representative() -> list[Kernel]:
     """Over all families, dtypes, masks, layouts and kinds of rows."""
-    found: list[Kernel] = []
-    for arch in (80, 90, 120):
-        found += _defaults(arch)
+    defaults, others = list(_defaults()), list(_others())
+    found = [_kernel(90, case, family) for case, family in defaults]
+    found += [Kernel(90, *other, None) for other in others]
+    # Two other architectures take turns, and every architecture has a few.
+    for turn, arch in enumerate((80, 120)):
+        found += [_kernel(arch, case, family) for case, family in defaults[turn::2]]
+        found += [Kernel(arch, *other, None) for other in others[turn::2]]
     for arch in (75, 86, 89, 100):
-        found += _few(arch)
-    return found
+        found += [_kernel(arch, case) for case in _FEW]
+    found += itertools.chain(_mma(), _hopper(), _decode(), _simt(), _naive())
+    return list(dict.fromkeys(found))
 
 
-def _default(arch: int, case: Case, family: str | None = None) -> Kernel:
+def _kernel(arch: int, case: Case, family: str | None = None, **tile: int) -> Kernel:
+    """With the tile that the planner chooses, but for these fields."""
     plan = make_plan(case.problem(), device_for_arch(arch), family=family)
-    return Kernel.of(arch, plan.family, dataclasses.asdict(plan.tile), case)
+    return Kernel.of(arch, plan.family, dataclasses.asdict(plan.tile) | tile, case)
 
 
-def _defaults(arch: int) -> Iterator[Kernel]:
+def _dense(dtype: str, dims: tuple[int, int], causal: bool = False, **more: Any) -> Case:
+    return Case(dtype, 4, 4096, 4096, 16, 16, *dims, causal, **more)
+
+
+def _single(dtype: str, dims: tuple[int, int], rows: int, causal: bool = False) -> Case:
+    """One head of few rows, whose keys are split."""
+    return Case(dtype, 1, rows, 65536, 1, 1, *dims, causal)
+
+
+def _cached(dtype: str, dims: tuple[int, int], rows: int, group: int, **more: Any) -> Case:
+    return Case(dtype, 8, rows, 4096, 4 * group, 4, *dims, kind="cache", **more)
+
+
+def _packed(dtype: str, dims: tuple[int, int], causal: bool = False, seqlen: int = 2048) -> Case:
+    return Case(dtype, 8, seqlen, seqlen, 16, 4, *dims, causal, kind="varlen")
+
+
+def _defaults() -> Iterator[tuple[Case, str | None]]:
     for dtype, dim, causal in (
         ("bfloat16", 128, True),
         ("bfloat16", 64, False),
@@ -181,33 +208,130 @@ def _defaults(arch: int) -> Iterator[Kernel]:
         ("float32", 64, True),
         ("float32", 128, False),
     ):
-        yield _default(arch, Case(dtype, 4, 4096, 4096, 16, 16, dim, dim, causal))
+        yield _dense(dtype, (dim, dim), causal), None
     for dtype, family in (("float16", "mma"), ("bfloat16", "simt"), ("float32", "naive")):
-        yield _default(arch, Case(dtype, 4, 4096, 4096, 16, 16, 64, 64, True), family)
+        yield _dense(dtype, (64, 64), True), family
     # Rows of single elements; few query tiles, whose keys are split; a scale of either sign.
-    yield _default(arch, Case("bfloat16", 4, 999, 999, 4, 4, 65, 33, True))
-    yield _default(arch, Case("float32", 4, 999, 999, 4, 4, 65, 33, False))
-    yield _default(arch, Case("float64", 1, 999, 999, 4, 4, 64, 64, True))
-    yield _default(arch, Case("float16", 1, 64, 65536, 1, 1, 128, 128, False), "mma")
-    yield _default(arch, Case("float32", 1, 64, 65536, 1, 1, 64, 64, False))
-    negative = Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64, True, softmax_scale=-1.0)
-    yield _default(arch, negative)
+    yield Case("bfloat16", 4, 999, 999, 4, 4, 65, 33, True), None
+    yield Case("float32", 4, 999, 999, 4, 4, 65, 33, False), None
+    yield Case("float64", 1, 999, 999, 4, 4, 64, 64, True), None
+    yield _single("float16", (128, 128), 64), "mma"
+    yield _single("float32", (64, 64), 64), None
+    yield _dense("bfloat16", (64, 64), True, softmax_scale=-1.0), None
     for dtype, dim in (("bfloat16", 128), ("float32", 64)):
-        heads = (16, 4, dim, dim, True)
-        yield _default(arch, Case(dtype, 8, 2048, 2048, *heads, kind="varlen"))
+        yield _packed(dtype, (dim, dim), True), None
         for rows, page_size in ((1, 0), (1, 16), (512, 16)):
-            cached = Case(dtype, 8, rows, 4096, *heads, kind="cache", page_size=page_size)
-            yield _default(arch, cached)
-    yield _default(arch, Case("float16", 64, 1, 1024, 32, 8, 64, 64, kind="cache"))
+            yield _cached(dtype, (dim, dim), rows, 4, causal=True, page_size=page_size), None
+    yield Case("float16", 64, 1, 1024, 32, 8, 64, 64, kind="cache"), None
+
+
+def _others() -> Iterator[tuple[str, str]]:
     for unit in kernel_sets.other_units(everything=False):
         if unit.title.startswith(_OTHERS):
-            yield Kernel(arch, unit.title.split()[0], unit.title, None)
+            yield unit.title.split()[0], unit.title
 
 
-def _few(arch: int) -> Iterator[Kernel]:
-    for dtype, dim, causal in (("float16", 128, True), ("float32", 64, False)):
-        yield _default(arch, Case(dtype, 4, 4096, 4096, 16, 16, dim, dim, causal))
-    yield _default(arch, Case("float16", 8, 1, 4096, 32, 8, 128, 128, kind="cache", page_size=16))
+_FEW = (
+    _dense("float16", (128, 128), True),
+    _dense("float32", (64, 64)),
+    Case("float16", 8, 1, 4096, 32, 8, 128, 128, kind="cache", page_size=16),
+)
+
+# Then what else a unit may be compiled for: every architecture, every alignment of rows, every
+# width of head_dim, each field of a tile away from its default.
+
+
+def _mma() -> Iterator[Kernel]:
+    tile = {"Br": 64, "Bc": 32, "warps": 4, "stages": 2, "q_in_registers": 0}
+    negative = _dense("bfloat16", (36, 20), softmax_scale=-0.5)
+    for arch, case, changes in (
+        (87, _dense("float16", (34, 128), True), {"stages": 4}),
+        (88, negative, {"stages": 3, "q_in_registers": 1}),
+        (103, _single("float16", (96, 17), 128), {"Br": 128}),
+        (110, _dense("float32", (18, 50), softmax_scale=-0.5), {"stages": 3}),
+        (121, _dense("float32", (64, 64), True), {"Br": 32, "warps": 2, "stages": 4}),
+    ):
+        yield _kernel(arch, case, "mma", **(tile | changes))
+    yield _kernel(90, _cached("bfloat16", (64, 64), 512, 4, causal=True, page_size=1), "mma")
+    split = _cached("float32", (128, 128), 512, 1, page_size=128, asked_splits=2)
+    yield _kernel(80, split, "mma")
+    yield _kernel(90, _packed("float16", (256, 256), True), "mma")
+    yield _kernel(90, _dense("float32", (128, 128), True), "mma")
+
+
+def _hopper() -> Iterator[Kernel]:
+    alike = ((dim, dim) for dim in (32, 40, 72, 80, 96, 160, 192, 224, 256))
+    for index, dims in enumerate([*alike, (192, 128), (64, 128), (8, 256), (256, 8)]):
+        dtype, causal = ("bfloat16", "float16")[index % 2], index // 2 % 2 == 0
+        few = Case(dtype, 32, 512, 512, 16, 16, *dims, True)
+        kinds = (
+            _dense(dtype, dims, causal),
+            _single(dtype, dims, 1),
+            _packed(dtype, dims, not causal),
+            few,
+            _cached(dtype, dims, 512, 1, causal=causal),
+            _single(dtype, dims, 4096, True),
+            _packed(dtype, dims, True, seqlen=512),
+            _dense(dtype, dims, causal, softmax_scale=-0.5),
+        )
+        yield _kernel(90, kinds[index % len(kinds)], "hopper")
+
+
+def _decode() -> Iterator[Kernel]:
+    archs = (80, 89, 90, 100, 120)
+    for i, dim in enumerate((64, 96, 128, 192, 256)):
+        # Two layouts of three in turn.
+        for j in (i, i + 1):
+            page_size = (0, 16, 1)[j % 3]
+            causal, rows = (i + j) % 2 == 0, (1, 8)[i // 2 % 2]
+            case = _cached("bfloat16", (dim, dim), rows, 4, causal=causal, page_size=page_size)
+            yield _kernel(archs[(i + 2 * j) % 5], case, "decode")
+    tile = {"Br": 16, "Bc": 16, "warps": 4, "stages": 3, "min_blocks": 1, "cluster": 0}
+    wide, dims = {"Br": 32, "Bc": 32}, (128, 128)
+    equal = Case("bfloat16", 8, 1, 8192, 32, 8, *dims, True)
+    packed = Case("bfloat16", 8, 5, 5, 32, 8, 36, 36, kind="varlen")
+    negative = _cached("bfloat16", dims, 1, 4, page_size=7, softmax_scale=-0.5)
+    split = _cached("float16", dims, 1, 4, page_size=64, asked_splits=3)
+    whole = _cached("bfloat16", dims, 2, 4, causal=True, asked_splits=1)
+    for arch, case, changes in (
+        (86, equal, {}),
+        (87, packed, wide),
+        (88, _cached("float16", (33, 72), 1, 4), {"stages": 5}),
+        (90, negative, {"warps": 2, "stages": 2, "min_blocks": 3}),
+        (103, split, {"Bc": 32, "warps": 2}),
+        (110, whole, {}),
+        (121, _cached("bfloat16", (18, 18), 3, 1), {"warps": 1, "stages": 8}),
+        (90, _cached("bfloat16", (80, 80), 8, 3, page_size=32), {"Br": 32, "warps": 8}),
+        (90, equal, {"cluster": 8}),
+        (100, _cached("bfloat16", dims, 8, 4, causal=True), {"Br": 32, "cluster": 4}),
+        (90, _cached("bfloat16", dims, 5, 4, page_size=16), {"Br": 32, "cluster": 2}),
+        (100, _cached("bfloat16", dims, 2, 4, causal=True), {"cluster": 1}),
+    ):
+        yield _kernel(arch, case, "decode", **(tile | changes))
+
+
+def _simt() -> Iterator[Kernel]:
+    for arch, case in (
+        (75, _dense("float64", (256, 256), True)),
+        (80, _dense("float32", (37, 37), True)),
+        (75, _dense("bfloat16", (256, 256), True)),
+        (100, _single("float32", (128, 128), 5)),
+        (88, _single("float16", (64, 64), 5)),
+        (75, _packed("float16", (128, 128), True)),
+        (103, _cached("float64", (64, 64), 100, 2, causal=True, page_size=1, asked_splits=2)),
+        (110, _cached("float32", (64, 64), 100, 2, causal=True, page_size=7)),
+        (121, _cached("float32", (128, 128), 100, 2, page_size=128)),
+    ):
+        yield _kernel(arch, case, "simt")
+    for arch, row_threads, dim in ((86, 4, 49), (87, 8, 50), (89, 16, 52), (120, 32, 50)):
+        tile = {"Br": 512 // row_threads, "Bc": 32, "threads": 128, "rows_per_thread": 4}
+        case = _dense("float32", (dim, dim))
+        yield _kernel(arch, case, "simt", **tile, share_kv=1, unroll=1)
+
+
+def _naive() -> Iterator[Kernel]:
+    for arch, dtype in ((75, "float16"), (90, "bfloat16"), (120, "float64")):
+        yield _kernel(arch, Case(dtype, 2, 113, 203, 6, 3, 40, 72, True), "naive")
 
 
 def recorded() -> dict[str, list[tuple[str, str, list[Kernel]]]]:

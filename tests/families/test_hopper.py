@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,7 +16,6 @@ from cupy_flash.gpu.tensor_map import TensorMapSpec
 from cupy_flash.planning.planner import make_plan, plan_tile
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 from cupy_flash.problem.problem import (
-    DTYPES,
     ArraySpec,
     Problem,
     make_contiguous_problem,
@@ -475,118 +473,6 @@ def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(
 
 
 # ---- What the compiler makes of it
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one compilation is for."""
-
-    case: Problem
-    tile: HopperTile
-    num_splits: int
-
-    @property
-    def translation(self) -> TranslationUnit:
-        return hopper.unit(self.case, self.tile, self.num_splits)
-
-    def compile(self) -> Cubin:
-        return compile_cubin(self.translation, h100)
-
-
-HEAD_DIMS = [(d, d) for d in (32, 40, 64, 72, 80, 96, 128, 160, 192, 224, 256)]
-HEAD_DIMS += [(192, 128), (64, 128), (8, 256), (256, 8)]
-
-
-def default_units() -> dict[str, Unit]:
-    """For every head_dim some of what default tiles differ in, for all of them together all.
-
-    Each is compiled for long sequences, for short causal ones, for a single query and for keys that
-    are split, for sequences that are packed or in a cache, and some for a negative scale.
-    """
-    units = {}
-    for index, dims in enumerate(HEAD_DIMS):
-        dtype, other = ("bfloat16", "float16") if index % 2 else ("float16", "bfloat16")
-        odd = bool(index // 2 % 2)
-        cases = {
-            "long": problem(dtype, *dims, causal=not odd),
-            "short": problem(other, *dims, seqlen=512, batch=32, causal=True),
-            "query": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, seqlen_q=1, causal=odd),
-            "split": problem(dtype, *dims, batch=1, heads=1, seqlen=8192, causal=odd),
-        }
-        cases["packed"] = packed(cases["long"])
-        cases["packed-short"] = packed(cases["short"])
-        cases["cached"] = cached(replace(cases["query"], batch=4), caches=5)
-        if index % 4 == 1:
-            cases["negative"] = problem(dtype, *dims, causal=odd, softmax_scale=-0.5)
-        for kind, case in cases.items():
-            tile = default_tile(case)
-            name = f"{case.dtype}-{dims[0]}-{dims[1]}-{kind}-{'causal' if case.causal else 'full'}"
-            units[name] = Unit(case, tile, hopper.num_splits(case, h100, tile))
-    return units
-
-
-UNITS = default_units()
-
-# ptxas tells of products that it runs one after another, and of setmaxnreg that it ignores, in
-# warnings C7504 to C7520 and C7602; compilation goes on.
-TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
-
-
-def trouble_in(log: str) -> list[str]:
-    return [line for line in log.splitlines() if TROUBLE.search(line)]
-
-
-@pytest.fixture(scope="module")
-def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
-    return {name: compile_pool.submit(unit.compile) for name, unit in UNITS.items()}
-
-
-@pytest.mark.parametrize("name", UNITS)
-def test_a_default_tile_compiles_without_spills_or_serialized_products(name, cubins):
-    unit, cubin = UNITS[name], cubins[name].result()
-    launches = hopper.launches(unit.case, h100, unit.tile, unit.num_splits)
-    assert set(cubin.resources) == {launch.entry for launch in launches}
-    assert trouble_in(cubin.log) == []
-    # What setmaxnreg hands round is no more than the launch allots to the block.
-    config, consumers = hopper.config(unit.case, unit.tile), unit.tile.Br // 64
-    handed_out = config["producer_registers"] + consumers * config["consumer_registers"]
-    assert handed_out <= cubin.resources["attention"].registers * (consumers + 1)
-    for resources in cubin.resources.values():
-        assert resources.spill_bytes <= 32, f"{unit.tile}: {resources}"
-        # All shared memory is dynamic, as the launch says.
-        assert resources.static_shared_memory == 0
-
-
-def test_the_compiled_units_cover_what_default_tiles_differ_in():
-    units = list(UNITS.values())
-    assert {unit.case.dtype for unit in units} == set(DTYPES[:2])
-    assert {unit.case.causal for unit in units} == {True, False}
-    assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
-    assert {unit.num_splits > 1 for unit in units} == {True, False}
-    assert {unit.case.sequences is None for unit in units} == {True, False}
-    assert {unit.tile.Br for unit in units} == {64, 128, 192}
-    assert {unit.tile.q_stages for unit in units} == {1, 2}
-
-
-def test_a_warning_of_serialized_products_is_seen_in_the_log(compile_pool):
-    # A call that ptxas cannot look into is one of its reasons.
-    unit = Unit(problem(), default_tile(problem()), 1).translation
-    call = "hopper_forward<Config>(params, maps);"
-    text = unit.text.replace(call, call + '\n  printf("%d", params.seqlen_q);', 1)
-    assert text != unit.text
-    log = compile_pool.submit(compile_cubin, replace(unit, text=text), h100).result().log
-    assert trouble_in(log)
-
-
-@pytest.mark.parametrize("difference", [-16, 16])
-def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(difference):
-    tile = default_tile(problem())
-    unit = hopper.unit(problem(), tile, 1)
-    size = hopper.shared_memory(problem(), tile)
-    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
-    assert text != unit.text
-    with pytest.raises(CompileError, match="as the host planned"):
-        compile_cubin(replace(unit, text=text), h100)
 
 
 # ---- Slabs: matrix descriptors and the swizzle, compared by the compiler with values from here

@@ -1,20 +1,17 @@
-"""The tensor-core family: its arithmetic, and what the compiler makes of it, with no GPU."""
+"""The tensor-core family: its arithmetic."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 
-from cupy_flash.errors import CompileError
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
-from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
-from cupy_flash.problem.device import Device, device_for_arch
+from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import ITEMSIZE, ArraySpec, Problem, make_problem
 from cupy_flash.problem.sequences import Sequences
 
@@ -47,74 +44,6 @@ def problem(
     return make_problem(qk, qk, v, causal=causal, softmax_scale=softmax_scale)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What one compilation is for."""
-
-    case: Problem
-    tile: MmaTile
-    device: Device
-    num_splits: int = 1
-
-    def compile(self) -> Cubin:
-        return compile_cubin(mma.unit(self.case, self.tile, self.num_splits), self.device)
-
-
-def register_limit(unit: Unit) -> int:
-    """What the launch bounds leave to a thread."""
-    threads = mma.threads(unit.tile) * unit.tile.min_blocks
-    return min(255, unit.device.registers_per_sm // threads)
-
-
-def default_units() -> dict[str, Unit]:
-    units = {}
-    for arch, head_dim, (dtype, causal) in itertools.product(
-        ("sm_80", "sm_90"),
-        (64, 128),
-        (
-            ("bfloat16", False),
-            ("bfloat16", True),
-            ("float16", True),
-            ("float32", False),
-            ("float32", True),
-        ),
-    ):
-        case, device = problem(dtype, head_dim, causal=causal), device_for_arch(arch)
-        name = f"{dtype}-{head_dim}-{'causal' if causal else 'full'}-{arch}"
-        tile = mma.default_tile(case, device)
-        assert isinstance(tile, MmaTile)
-        units[name] = Unit(case, tile, device)
-    return units
-
-
-# Together they switch every compile-time feature on and off: dtype, mask, ragged and different head
-# dims, every width of memory access, split keys, negated scores, stages, queries in registers, one
-# and two row tiles per warp. Each architecture compiles one of each list, in turn.
-FEATURES_16BIT = (
-    (problem("float16", 40, 72, alignment=2, causal=True), TILE, 1),
-    (problem("bfloat16", 64, softmax_scale=-0.5), replace(TILE, stages=3, q_in_registers=1), 3),
-    (problem("bfloat16", 33, 128, alignment=4, causal=True), replace(TILE, stages=4), 1),
-    (problem("float16", 96, 17, alignment=8), replace(TILE, Br=128, min_blocks=1), 2),
-)
-FEATURES_FLOAT32 = (
-    (problem("float32", 36, 24, causal=True), replace(TILE, stages=3), 1),
-    (problem("float32", 18, 50, alignment=4, softmax_scale=-0.5), TILE, 2),
-    (problem("float32", 64, alignment=8, causal=True), replace(TILE, warps=2, Br=32, stages=4), 1),
-)
-
-
-def feature_units() -> dict[str, Unit]:
-    units = {}
-    devices = [device_for_arch(arch) for arch in known_architectures() if arch >= 80]
-    for index, device in enumerate(devices):
-        for features in (FEATURES_16BIT, FEATURES_FLOAT32):
-            case, tile, num_splits = features[index % len(features)]
-            units[f"{case.dtype}-{case.head_dim}-{device.sm}"] = Unit(
-                case, tile, device, num_splits
-            )
-    return units
-
-
 def ragged_problem(
     dtype: str = "bfloat16",
     head_dim: int = 64,
@@ -137,86 +66,6 @@ def ragged_problem(
         batch_invariant=batch_invariant,
     )
     return replace(case, heads_kv=case.heads_q // group, q_offset=0, sequences=sequences)
-
-
-def ragged_units() -> dict[str, Unit]:
-    units = {}
-    for arch, (dtype, head_dim), (page_size, group, splits) in itertools.product(
-        ("sm_80", "sm_90"),
-        (("bfloat16", 64), ("bfloat16", 128), ("float16", 256), ("float32", 64), ("float32", 128)),
-        ((0, 4, 1), (0, 1, 2), (1, 4, 1), (16, 4, 2), (128, 1, 1)),
-    ):
-        device = device_for_arch(arch)
-        case = ragged_problem(dtype, head_dim, page_size=page_size, group=group)
-        tile = mma.default_tile(case, device)
-        assert isinstance(tile, MmaTile)
-        units[f"{dtype}-{head_dim}-page-{page_size}-group-{group}-{arch}"] = Unit(
-            case, tile, device, splits
-        )
-    return units
-
-
-DEFAULTS, FEATURES, RAGGED = default_units(), feature_units(), ragged_units()
-
-
-@pytest.fixture(scope="module")
-def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
-    units = DEFAULTS | FEATURES | RAGGED
-    return {name: compile_pool.submit(unit.compile) for name, unit in units.items()}
-
-
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_a_default_tile_compiles_without_spills(name, cubins):
-    resources = cubins[name].result().resources["attention"]
-    # The one tile that is faster than smaller ones although it spills, see its family.
-    most = 16 if name == "float32-128-causal-sm_90" else 0
-    assert resources.spill_bytes <= most, f"{DEFAULTS[name].tile}: {resources}"
-
-
-@pytest.mark.parametrize("name", RAGGED)
-def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(name, cubins):
-    cubin = cubins[name].result()
-    assert "warning" not in cubin.log
-    for resources in cubin.resources.values():
-        assert resources.spill_bytes == 0, f"{RAGGED[name].tile}: {cubin.resources}"
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_every_feature_compiles_for_every_architecture(name, cubins):
-    unit, cubin = FEATURES[name], cubins[name].result()
-    assert mma.why_not_tile(unit.case, unit.device, unit.tile) is None
-    assert "warning" not in cubin.log
-    launches = mma.launches(unit.case, unit.device, unit.tile, unit.num_splits)
-    assert set(cubin.resources) == {launch.entry for launch in launches}
-    for resources in cubin.resources.values():
-        assert resources.registers <= register_limit(unit)
-        assert resources.spill_bytes == 0
-        # All shared memory is dynamic, as the launch says.
-        assert resources.static_shared_memory == 0
-
-
-@pytest.mark.parametrize("difference", [-16, 16])
-def test_the_kernel_does_not_compile_with_other_shared_memory_than_the_family_says(
-    difference, compile_pool
-):
-    unit = mma.unit(problem(), TILE, 1)
-    size = mma.shared_memory(problem(), TILE)
-    text = unit.text.replace(f"shared_memory = {size};", f"shared_memory = {size + difference};", 1)
-    assert text != unit.text
-    with pytest.raises(CompileError, match="as the host planned"):
-        compile_cubin(replace(unit, text=text), h100)
-
-
-def test_the_features_cover_every_choice_of_the_config():
-    cases = [*FEATURES_16BIT, *FEATURES_FLOAT32]
-    assert {case.dtype for case, _, _ in cases} == {"float16", "bfloat16", "float32"}
-    assert {case.alignment for case, _, _ in cases} == {16, 8, 4, 2}
-    assert {case.causal for case, _, _ in cases} == {True, False}
-    assert {case.softmax_scale < 0 for case, _, _ in cases} == {True, False}
-    assert {splits > 1 for _, _, splits in cases} == {True, False}
-    assert {tile.stages for _, tile, _ in cases} == {2, 3, 4}
-    assert {tile.q_in_registers for _, tile, _ in cases} == {0, 1}
-    assert {tile.Br // tile.warps for _, tile, _ in cases} == {16, 32}
 
 
 def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():

@@ -1,4 +1,4 @@
-"""The CUDA-core family: its arithmetic, and what the compiler makes of it, with no GPU."""
+"""The CUDA-core family: its arithmetic."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from cupy_flash.families import ragged, split
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.families.simt import SimtFamily, SimtTile
-from cupy_flash.gpu.compiler import compile_cubin, why_no_compiler
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
-from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
 from cupy_flash.problem.sequences import Sequences
 
 simt = SimtFamily()
 h100 = device_for_arch("sm_90")
-needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
 
 
 def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
@@ -26,10 +24,6 @@ def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
     return make_contiguous_problem(
         dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, **sizes
     )
-
-
-def compile_tile(case, tile, device, num_splits=1):
-    return compile_cubin(simt.unit(case, tile, num_splits), device)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -165,51 +159,6 @@ def test_a_section_is_whole_groups_between_one_and_all(arch, seqlen_k, batch, he
         assert heads // group * seqlen_k * (64 + 64) * 2 <= device.l2_cache // 2
 
 
-def compiled_cases():
-    for arch in ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"):
-        for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
-            yield arch, dtype, head_dim
-    for arch in ("sm_75", "sm_90"):
-        for dtype, head_dim in (("float64", 256), ("float32", 37), ("bfloat16", 256)):
-            yield arch, dtype, head_dim
-    yield "sm_75", "float16", 64
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("arch", "dtype", "head_dim"), list(compiled_cases()))
-def test_a_default_tile_compiles_without_spills_in_the_registers_promised(arch, dtype, head_dim):
-    device = device_for_arch(arch)
-    case = problem(dtype, head_dim, causal=True)
-    tile = simt.default_tile(case, device)
-    cubin = compile_tile(case, tile, device)
-    resources = cubin.resources["simt_forward"]
-    assert resources.spill_bytes == 0
-    assert resources.registers <= simt.registers(case, tile)
-    assert "warning" not in cubin.log
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_split_keys_add_a_kernel_that_combines_them(dtype):
-    case = problem(dtype, 64, seqlen_q=5, batch=1)
-    cubin = compile_tile(case, simt.default_tile(case, h100), h100, num_splits=3)
-    assert set(cubin.resources) == {"simt_forward", "combine"}
-    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("row_threads", [4, 8, 16, 32])
-@pytest.mark.parametrize("alignment", [4, 8, 16])
-def test_the_kernel_agrees_with_the_familys_shared_memory(row_threads, alignment):
-    # A static_assert in the kernel compares the two.
-    shape = (1, 113, 2, 50)
-    spec = ArraySpec(shape, (113 * 2 * 52, 2 * 52, 52), "float32", alignment=alignment)
-    case = make_problem(spec, spec, spec)
-    assert case.alignment == alignment
-    tile = SimtTile(128 * 4 // row_threads, 32, 128, 4, 1, 1)
-    compile_tile(case, tile, h100)
-
-
 def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **changes):
     """Packed queries over a cache, in pages or not."""
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
@@ -265,27 +214,3 @@ def test_a_batch_invariant_tile_does_not_depend_on_lengths(dtype):
 def test_splits_that_were_asked_for_count_among_the_blocks_of_a_launch():
     case = ragged_problem(batch=2**14, heads_q=2**8, heads_kv=2**8, seqlen_q=1, num_splits=2**10)
     assert "thread blocks" in simt.why_not_tile(case, h100, SimtTile(16, 32, 128, 2, 0, 2))
-
-
-def ragged_cases():
-    for arch in ("sm_75", "sm_90"):
-        for page_size in (0, 1, 16, 128):
-            for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 64)):
-                yield arch, dtype, head_dim, page_size
-    yield "sm_75", "float16", 128, 7
-    yield "sm_90", "bfloat16", 256, 16
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("arch", "dtype", "head_dim", "page_size"), list(ragged_cases()))
-def test_a_default_tile_of_packed_or_paged_sequences_compiles_without_spills(
-    arch, dtype, head_dim, page_size
-):
-    device = device_for_arch(arch)
-    case = ragged_problem(dtype, head_dim, page_size=page_size)
-    tile = simt.default_tile(case, device)
-    cubin = compile_tile(case, tile, device, num_splits=2)
-    assert set(cubin.resources) == {"simt_forward", "combine"}
-    assert all(entry.spill_bytes == 0 for entry in cubin.resources.values())
-    assert cubin.resources["simt_forward"].registers <= simt.registers(case, tile)
-    assert "warning" not in cubin.log

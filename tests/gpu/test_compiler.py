@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from concurrent.futures import Future, ProcessPoolExecutor
 
 import pytest
 
@@ -13,7 +12,6 @@ from cupy_flash.errors import CompileError
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.compiler import (
-    Cubin,
     compile_cubin,
     find_prebuilt,
     kernel_cache_dir,
@@ -22,9 +20,9 @@ from cupy_flash.gpu.compiler import (
     unit_digest,
     why_no_compiler,
 )
-from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
-from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.device import Resources, device_for_arch
+from cupy_flash.problem.problem import make_contiguous_problem
 
 h100 = device_for_arch("sm_90")
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
@@ -40,66 +38,6 @@ CASE = make_contiguous_problem(
 )
 UNIT = make_plan(CASE, h100, family="naive").unit
 OLD_NVRTC = "NVRTC 11.8 is too old; 12.0 or newer is needed"
-
-
-def representative_plans() -> dict[str, Plan]:
-    """A plan of each family for each architecture, the dtypes and head dims in turn."""
-    plans = {}
-    for index, arch in enumerate(ARCHITECTURES):
-        device = device_for_arch(arch)
-        for shift, family in enumerate(("simt", "naive")):
-            dtype = DTYPES[(index + shift) % len(DTYPES)]
-            head_dim, head_dim_v = [(64, 64), (40, 72), (128, 33)][index % 3]
-            case = make_contiguous_problem(
-                dtype=dtype,
-                batch=2,
-                seqlen_q=113,
-                seqlen_k=203,
-                heads_q=6,
-                heads_kv=3,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                causal=index % 2 == 0,
-                softmax_scale=-0.5 if index % 4 == 0 else None,
-            )
-            plans[f"{family}-{dtype}-{device.sm}"] = make_plan(case, device, family=family)
-    return plans
-
-
-PLANS = representative_plans()
-
-
-def compile_plan(plan: Plan) -> Cubin:
-    assert plan.unit is not None
-    assert plan.device is not None
-    return compile_cubin(plan.unit, plan.device)
-
-
-@pytest.fixture(scope="module")
-def cubins(compile_pool: ProcessPoolExecutor) -> dict[str, Future[Cubin]]:
-    known = known_architectures()
-    return {
-        name: compile_pool.submit(compile_plan, plan)
-        for name, plan in PLANS.items()
-        if plan.device is not None and plan.device.arch in known
-    }
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_what_the_planner_picks_compiles_within_its_resources(name, cubins):
-    plan = PLANS[name]
-    if name not in cubins:
-        pytest.skip(f"this NVRTC does not know {plan.device.sm}")
-    cubin = cubins[name].result()
-    assert cubin.image.startswith(b"\x7fELF")
-    assert "warning" not in cubin.log
-    assert set(cubin.resources) == {launch.entry for launch in plan.launches}
-    for launch in plan.launches:
-        resources = cubin.resources[launch.entry]
-        assert resources.spill_bytes == 0
-        assert resources.registers * launch.threads <= plan.device.registers_per_sm
-        shared_memory = launch.shared_memory + resources.static_shared_memory
-        assert shared_memory <= plan.device.shared_memory_per_block
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())

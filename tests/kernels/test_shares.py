@@ -303,7 +303,7 @@ def configs() -> str:
 def take(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("host")
     (folder / "shares_configs.h").write_text(configs(), encoding="utf-8")
-    options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
+    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all"]
     options += [f"-I{path}" for path in (KERNEL_DIR, FOLDER, folder)]
     program, source = folder / "shares", FOLDER / "shares.cpp"

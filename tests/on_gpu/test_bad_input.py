@@ -14,12 +14,12 @@ from support.gpu_support import Case, Truth, random_values
 
 from cupy_flash import (
     UnsupportedError,
+    combine,
     flash_attention,
     flash_attention_qkvpacked,
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.gpu import combine
 
 pytestmark = pytest.mark.gpu
 

@@ -8,13 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from cupy_flash.reference.dense import max_error
+from support.gpu_support import DTYPES
 
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
+__all__ = ["DTYPES", "assert_merged", "random_parts"]
 
 
 def lse_dtype(dtype: str) -> np.dtype:

@@ -11,6 +11,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,8 +234,7 @@ class Truth:
 
     @classmethod
     def of(cls, values: Arrays, **formula: Any) -> Truth:
-        # One thread: small products on all cores wait for each other most of the time.
-        with _blas().limit(limits=1, user_api="blas"):
+        with one_blas_thread():
             out, lse = attention_reference(*values, **formula, return_lse=True)
             naive = attention_naive(*values, **formula)
         q, k, _ = values
@@ -257,8 +257,13 @@ class Truth:
 
 
 @functools.cache
-def _blas() -> ThreadpoolController:
+def _thread_pools() -> ThreadpoolController:
     return ThreadpoolController()
+
+
+def one_blas_thread() -> AbstractContextManager[Any]:
+    """Small products on all cores wait for each other most of the time."""
+    return _thread_pools().limit(limits=1, user_api="blas")
 
 
 def lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from cupy_flash.host.passes import compute_dtype
 from cupy_flash.host.rotary import rotated
@@ -29,7 +28,7 @@ from cupy_flash.host.sequence_places import (
 )
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
-from support.gpu_support import DTYPES, lse_bound
+from support.gpu_support import DTYPES, lse_bound, one_blas_thread
 
 # One sequence: q (seqlen_q, heads_q, head_dim), k and v (seqlen_k, heads_kv, dim).
 Dense = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -227,7 +226,7 @@ class Truth:
         for found in queries:
             owners[found.rows] += 1
         parts = []
-        with threadpool_limits(1, "blas"):
+        with one_blas_thread():
             out, lse = attention_varlen_reference(**arguments)
             for found, keys in zip(queries, places, strict=True):
                 # Where sequences overlap, nothing is said of the result.
@@ -255,7 +254,7 @@ class Truth:
             )
         )
         places = [longer(keys, 0 if new is None else new.shape[1]) for keys in before]
-        with threadpool_limits(1, "blas"):
+        with one_blas_thread():
             out, lse, k_cache, v_cache = attention_with_kvcache_reference(**arguments)
             if arguments["rotary_cos"] is not None:
                 q = rotated(

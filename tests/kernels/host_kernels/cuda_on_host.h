@@ -1,13 +1,14 @@
-// Enough of CUDA to run a thread block's code on the host, a thread for each of its threads. Not
-// the memory model: every exchange between lanes and every __syncthreads is a barrier.
+// Enough of CUDA to run a thread block's code on the host, a context of one thread for each of its
+// threads: handing over costs less than waking one. Not the memory model: every exchange between
+// lanes and every __syncthreads is a barrier.
 #pragma once
 
+#include <ucontext.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #define __device__
@@ -19,23 +20,56 @@ struct Index {
   unsigned x, y, z;
 };
 
+class Barrier {
+ public:
+  explicit Barrier(int threads) : missing(threads), threads(threads) {}
+  void arrive_and_wait();
+
+ private:
+  int missing, threads, passed = 0;
+};
+
 struct Warp {
-  std::barrier<> barrier{32};
+  Barrier barrier{32};
   unsigned values[32];
 };
 
-struct Block {
-  std::barrier<> barrier;
-  std::vector<std::unique_ptr<Warp>> warps;
+struct Thread {
+  static constexpr int stack_bytes = 128 << 10;
+  std::unique_ptr<char[]> stack{new char[stack_bytes]};
+  ucontext_t context = {};
+  bool ended = false;
 };
 
-inline thread_local Index threadIdx;
-inline thread_local Index blockIdx;
-inline Index blockDim;
-inline Index gridDim;
-inline thread_local Block* the_block;
+struct Block {
+  Barrier barrier;
+  std::vector<Warp> warps;
+  std::vector<Thread> threads;
+  const std::function<void()>& body;
+  ucontext_t context = {};
+};
 
-inline Warp& the_warp() { return *the_block->warps[threadIdx.x / 32]; }
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+inline Block* the_block;
+
+inline Warp& the_warp() { return the_block->warps[threadIdx.x / 32]; }
+
+// To `run_block`, which goes on with the next thread.
+inline void let_others_run() {
+  // Lanes that nothing holds together may be at different blocks of a grid.
+  const Index block = blockIdx;
+  swapcontext(&the_block->threads[threadIdx.x].context, &the_block->context);
+  blockIdx = block;
+}
+
+inline void Barrier::arrive_and_wait() {
+  const int turn = passed;
+  if (--missing == 0) {
+    missing = threads;
+    ++passed;
+  }
+  while (passed == turn) let_others_run();
+}
 
 inline void __syncthreads() { the_block->barrier.arrive_and_wait(); }
 
@@ -90,18 +124,30 @@ T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
+inline void run_thread() {
+  the_block->body();
+  the_block->threads[threadIdx.x].ended = true;
+}
+
 // Runs `body` on the threads of one block.
 inline void run_block(int threads, const std::function<void()>& body) {
-  Block block{std::barrier<>(threads), {}};
-  for (int i = 0; i < threads / 32; ++i) block.warps.push_back(std::make_unique<Warp>());
+  Block block{Barrier(threads), std::vector<Warp>(threads / 32), std::vector<Thread>(threads), body};
+  the_block = &block;
   blockDim.x = threads;
-  std::vector<std::thread> running;
-  for (int i = 0; i < threads; ++i) {
-    running.emplace_back([&, i] {
-      threadIdx.x = i;
-      the_block = &block;
-      body();
-    });
+  for (Thread& thread : block.threads) {
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = Thread::stack_bytes;
+    thread.context.uc_link = &block.context;
+    makecontext(&thread.context, run_thread, 0);
   }
-  for (std::thread& thread : running) thread.join();
+  for (int running = threads; running > 0;) {
+    for (int i = 0; i < threads; ++i) {
+      Thread& thread = block.threads[i];
+      if (thread.ended) continue;
+      threadIdx.x = i;
+      swapcontext(&block.context, &thread.context);
+      running -= thread.ended;
+    }
+  }
 }

@@ -1,0 +1,211 @@
+"""A representative set of kernels: that each compiles to what its family planned, and to the
+machine code of the table; with no GPU."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.benchmark_scripts import IN_CHECKOUT, script
+from support.prebuilt import selected_calls
+
+from cupy_flash.errors import CompileError
+from cupy_flash.families import FAMILIES
+from cupy_flash.families.simt import SimtTile
+from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.device import ARCHITECTURES
+from cupy_flash.problem.problem import DTYPES
+
+machine_code = script("machine_code") if IN_CHECKOUT else None
+HEAD, TABLE, TESTED = machine_code.read_table() if machine_code else ({}, {}, [])
+pytestmark = pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
+
+# Families whose every kernel takes shared memory as the launch says, and none of its own.
+ALL_DYNAMIC = ("decode", "hopper", "mma")
+# ptxas tells of products that it runs one after another, and of setmaxnreg that it ignores, in
+# warnings C7504 to C7520 and C7602; compilation goes on.
+TROUBLE = re.compile(r"C7[56]\d\d|serializ|setmaxnreg|warning", re.IGNORECASE)
+
+
+EACH = [pytest.param(k, id=f"sm_{k.arch} {k.job().unit.title}") for k in TESTED]
+OF_FAMILIES = [param for param in EACH if param.values[0].case]
+OTHERS = [param for param in EACH if not param.values[0].case]
+
+
+def trouble_in(log: str) -> list[str]:
+    return [line for line in log.splitlines() if TROUBLE.search(line)]
+
+
+@pytest.fixture(scope="module")
+def cubins(
+    compile_pool: ProcessPoolExecutor, request: pytest.FixtureRequest
+) -> dict[Any, Future[Cubin]]:
+    """Of all kernels that are asked for: each is compiled once."""
+    known, found = known_architectures(), {}
+    for kernel in dict.fromkeys(c["kernel"] for c in selected_calls(request) if "kernel" in c):
+        if kernel.arch in known:
+            job = kernel.job()
+            found[kernel] = compile_pool.submit(compile_cubin, job.unit, job.device)
+    return found
+
+
+def compiled(kernel: Any, cubins: dict[Any, Future[Cubin]]) -> Cubin:
+    if kernel not in cubins:
+        pytest.skip(f"this NVRTC does not know sm_{kernel.arch}")
+    return cubins[kernel].result()
+
+
+def most_spilled(kernel: Any, plan: Plan) -> int:
+    """Bytes of a thread that a default tile of the family may spill, with any NVRTC."""
+    if kernel.family == "hopper":
+        return 32
+    if kernel.family == "decode":
+        # At head_dim 256 all 255 registers are in use. More if each row has a page, whose address
+        # must be found, for sm_100, and in tiles of 32 rows; and with CUDA 12.9 for all.
+        from cupy.cuda import nvrtc
+
+        more = kernel.case.page_size == 1 or kernel.arch == 100 or plan.tile.Br == 32
+        more = more or nvrtc.getVersion() < (13, 0)
+        return 48 if more else 32
+    # The one tile that is faster than smaller ones although it spills, see its family.
+    problem = plan.problem
+    return 16 if (problem.dtype, problem.head_dim, kernel.arch) == ("float32", 128, 90) else 0
+
+
+@pytest.mark.parametrize("kernel", OF_FAMILIES)
+def test_a_kernel_compiles_to_what_its_family_planned(kernel: Any, cubins: Any) -> None:
+    cubin, plan = compiled(kernel, cubins), kernel.plan()
+    family, device, tile = FAMILIES[kernel.family], plan.device, plan.tile
+    assert family.why_not_tile(plan.problem, device, tile) is None
+    assert cubin.image.startswith(b"\x7fELF")
+    assert trouble_in(cubin.log) == []
+    assert set(cubin.resources) == {launch.entry for launch in plan.launches}
+    for launch in plan.launches:
+        resources = cubin.resources[launch.entry]
+        assert resources.spill_bytes <= most_spilled(kernel, plan), f"{tile}: {resources}"
+        blocks = getattr(tile, "min_blocks", 1) if launch.entry == "attention" else 1
+        limit = min(255, device.registers_per_sm // (launch.threads * blocks))
+        assert resources.registers <= limit
+        shared_memory = launch.shared_memory + resources.static_shared_memory
+        assert shared_memory <= device.shared_memory_per_block
+        if kernel.family in ALL_DYNAMIC:
+            assert resources.static_shared_memory == 0
+        elif kernel.family == "naive":
+            # Two tiles of 32 x 33 fit the 48 KiB that need no opting in.
+            assert resources.static_shared_memory <= 48 << 10
+    if isinstance(tile, SimtTile):
+        most = FAMILIES["simt"].registers(plan.problem, tile)
+        assert cubin.resources["simt_forward"].registers <= most
+    if kernel.family == "hopper":
+        # What setmaxnreg hands round is no more than the launch allots to the block.
+        config, consumers = family.config(plan.problem, tile), tile.Br // 64
+        handed_out = config["producer_registers"] + consumers * config["consumer_registers"]
+        assert handed_out <= cubin.resources["attention"].registers * (consumers + 1)
+
+
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_what_appends_and_merges_compiles_without_spills(kernel: Any, cubins: Any) -> None:
+    cubin, unit = compiled(kernel, cubins), kernel.job().unit
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == set(unit.entries)
+    assert all(resources.spill_bytes == 0 for resources in cubin.resources.values())
+
+
+@pytest.mark.parametrize("kernel", EACH)
+def test_its_machine_code_is_that_of_the_table(kernel: Any, cubins: Any) -> None:
+    if reason := machine_code.why_not_comparable(HEAD):
+        pytest.skip(reason)
+    cubin = compiled(kernel, cubins)
+    resources = cubin.resources[kernel.job().unit.main_entry]
+    now = {kernel: machine_code.Code.of(cubin.image, resources)}
+    assert list(machine_code.differences(TABLE, now)) == []
+
+
+def test_the_table_holds_what_the_script_calls_representative() -> None:
+    # The tuned tables are not there in tests, and tiles therefore default ones.
+    def without_tile(kernel: Any) -> tuple[Any, ...]:
+        return kernel.arch, kernel.family, kernel.case
+
+    found = {without_tile(kernel) for kernel in machine_code.representative()}
+    assert found == {without_tile(kernel) for kernel in TESTED}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tested_kernels_cover_every_choice_that_a_unit_is_compiled_for(family: str) -> None:
+    kernels = [kernel for kernel in TESTED if kernel.family == family]
+    plans = [kernel.plan() for kernel in kernels]
+    problems, tiles = [plan.problem for plan in plans], [plan.tile for plan in plans]
+
+    def found(of: str) -> set[Any]:
+        return {getattr(problem, of) for problem in problems}
+
+    sixteen_bit, every = set(DTYPES[:2]), set(DTYPES)
+    mma_dtypes = sixteen_bit | {"float32"}
+    dtypes = {"decode": sixteen_bit, "hopper": sixteen_bit, "mma": mma_dtypes}
+    assert found("dtype") == dtypes.get(family, every)
+    least = {"hopper": {90}, "naive": {75, 80, 90, 120}, "simt": set(ARCHITECTURES)}
+    tensor_cores = {arch for arch in ARCHITECTURES if arch >= 80}
+    assert {kernel.arch for kernel in kernels} == least.get(family, tensor_cores)
+    if family == "naive":
+        return
+    assert found("causal") == {True, False}
+    if family != "simt":
+        assert {problem.softmax_scale < 0 for problem in problems} == {True, False}
+    layouts = {kernel.case.kind for kernel in kernels}
+    assert layouts == {"dense", "varlen", "cache"}
+    assert {plan.num_splits > 1 for plan in plans} == {True, False}
+    if family in ("decode", "mma"):
+        assert found("alignment") == {2, 4, 8, 16}
+    if family == "simt":
+        assert found("alignment") == {4, 8, 16}
+        assert {tile.row_threads for tile in tiles} >= {4, 8, 16, 32}
+    if family != "hopper":
+        sizes = {kernel.case.page_size for kernel in kernels if kernel.case.kind == "cache"}
+        assert sizes >= {1, 16}
+    if family == "decode":
+        assert {plan.num_splits for plan in plans} >= {0, 1, 3}
+        assert {tile.cluster for tile in tiles} == {0, 1, 2, 4, 8}
+        assert {(tile.Br, tile.Bc) for tile in tiles} >= {(16, 16), (32, 16), (32, 32)}
+        assert found("head_dim") >= {64, 96, 128, 192, 256}
+    if family == "hopper":
+        assert {tile.Br for tile in tiles} == {64, 128, 192}
+        assert {tile.q_stages for tile in tiles} == {1, 2}
+    if family == "mma":
+        assert {tile.stages for tile in tiles} == {2, 3, 4}
+        assert {tile.q_in_registers for tile in tiles} == {0, 1}
+        assert {tile.Br // tile.warps for tile in tiles} == {16, 32}
+
+
+@pytest.mark.parametrize("difference", [-16, 16])
+@pytest.mark.parametrize(
+    ("family", "cluster"), [("decode", 0), ("decode", 4), ("hopper", 0), ("mma", 0)]
+)
+def test_a_kernel_does_not_compile_with_other_shared_memory_than_its_family_says(
+    family: str, cluster: int, difference: int, compile_pool: ProcessPoolExecutor
+) -> None:
+    kernel = next(
+        k for k in TESTED if k.family == family and dict(k.tile).get("cluster", 0) == cluster
+    )
+    (size,) = (x.shared_memory for x in kernel.plan().launches if x.entry == "attention")
+    job = kernel.job()
+    text = job.unit.text.replace(
+        f"shared_memory = {size};", f"shared_memory = {size + difference};", 1
+    )
+    assert text != job.unit.text
+    with pytest.raises(CompileError, match="as the host planned"):
+        compile_cubin(replace(job.unit, text=text), job.device)
+
+
+def test_a_warning_of_serialized_products_is_seen_in_the_log(
+    compile_pool: ProcessPoolExecutor,
+) -> None:
+    # A call that ptxas cannot look into is one of its reasons.
+    job = next(kernel for kernel in TESTED if kernel.family == "hopper").job()
+    call = "hopper_forward<Config>(params, maps);"
+    text = job.unit.text.replace(call, call + '\n  printf("%d", params.seqlen_q);', 1)
+    assert text != job.unit.text
+    assert trouble_in(compile_cubin(replace(job.unit, text=text), job.device).log)

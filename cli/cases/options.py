@@ -466,20 +466,20 @@ def output_option(command: Command) -> Command:
     """Add `--output`, a file that can be written and is none that the command reads."""
 
     @functools.wraps(command)
-    def checked(*arguments: Any, **options: Any) -> Any:
+    def with_output_apart(*arguments: Any, **options: Any) -> Any:
         output = options["output"]
         for name, value in options.items():
             if name != "output" and output is not None and _is_file(value, output):
                 raise click.UsageError(f"--output {output} would overwrite what the command reads")
         return command(*arguments, **options)
 
-    option: Command = click.option(
+    checked: Any = with_output_apart
+    return click.option(
         "--output",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=_writable,
         help="Write the rows to a file; its suffix says how: .json, .csv or .md.",
     )(checked)
-    return option
 
 
 def _is_file(value: Any, path: Path) -> bool:

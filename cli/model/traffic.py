@@ -138,11 +138,7 @@ def _heads_kv(problem: Problem) -> int:
 
 def seen_keys(problem: Problem, rows: int) -> int:
     """Keys that the first `rows` queries see between them."""
-    if rows == 0:
-        return 0
-    if not problem.causal:
-        return problem.seqlen_k
-    return max(0, min(problem.seqlen_k, rows + problem.q_offset))
+    return problem.mask.seen(rows - 1) if rows else 0
 
 
 def tile_keys(problem: Problem, Br: int, Bc: int) -> list[int]:

@@ -53,8 +53,7 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
 def _tile_costs(problem: Problem, tiles: int, Br: int, Bc: int) -> np.ndarray:
     """Of a head's query tiles, in the order they are worked on: from the last to the first."""
     ends = np.minimum(np.arange(tiles, 0, -1) * Br, problem.seqlen_q)
-    keys = np.clip(ends + problem.q_offset, 0, problem.seqlen_k)
-    return -(-keys // Bc) + _TILE_COST
+    return -(-problem.mask.seen_by(ends - 1) // Bc) + _TILE_COST
 
 
 def _evenness(cost: np.ndarray, heads: int, section: int, blocks: int) -> float:

@@ -206,7 +206,7 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
         # logarithm of an empty row's sum, NaN on their way through.
         with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
             for job, block in items:
-                if job.keys_seen(block.rows.stop - 1) <= job.cut.Bc:
+                if job.visible.seen(block.rows.stop - 1) <= job.cut.Bc:
                     formula.attend(job, scratch, block)
                 else:
                     online.attend(job, scratch, block, stop)

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.passes import Block, Pass, Scratch, hidden, lost_rows, lowest, mask, ones
+from cupy_flash.host.passes import Block, Pass, Scratch, lost_rows, lowest, mask, ones
 from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
@@ -73,7 +74,8 @@ def forward_small(
         else:
             # The heads of a group are the rows of one matrix.
             scaled, out = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (scaled, out))
-        masked = causal and q_offset + 1 < seqlen_k
+        visible = Mask(seqlen_q, seqlen_k, causal, q_offset)
+        masked = visible.seen(0) < seqlen_k
         # NumPy takes 1 us to find so few scores to be small, 5 for maxima and to subtract them. Not
         # where some are hidden from some rows: of those a row then bears the trace.
         few = rows * seqlen_k <= MAX_SCORES_TO_LOOK_AT and not masked
@@ -91,7 +93,7 @@ def forward_small(
             matrix /= row_sum
         else:
             if masked:
-                unseen = hidden(seqlen_q, seqlen_k, max(q_offset, -seqlen_q))
+                unseen = visible.unseen(0, seqlen_q, 0, seqlen_k)
                 np.copyto(scores, -np.inf, where=unseen)
             row_max, row_sum, empty = to_weights(matrix, keys_axis)
             if empty is not None:
@@ -107,7 +109,7 @@ def forward_small(
 def attend(job: Pass, scratch: Scratch, block: Block) -> None:
     """Output and lse of the rows of a block."""
     compute = job.compute
-    seen = job.keys_seen(block.rows.stop - 1)
+    seen = job.visible.seen(block.rows.stop - 1)
     out = job.out[tuple(block)]
     if seen == 0:
         out[...] = 0

@@ -50,7 +50,7 @@ class _Tile:
 
     def take_all(self, stop: Stop) -> bool:
         """Take up all keys that a row sees; False if stopped on the way."""
-        end = self.job.keys_seen(self.block.rows.stop - 1)
+        end = self.job.visible.seen(self.block.rows.stop - 1)
         for start in range(0, end, self.job.cut.Bc):
             if stop.requested:
                 return False

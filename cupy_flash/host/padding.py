@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.formula import by_head, cut_scores, to_weights
 from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Scratch, compute_dtype
+from cupy_flash.problem.mask import seen_in_sequences, unseen
 
 Array = NDArray[Any]
 
@@ -123,12 +124,8 @@ def forward(
     matrix, keys_axis = cut_scores(flat, seqlen_k)
     scores = by_head(matrix, keys_axis, by_row)
     np.matmul(q_rows, k_rows.swapaxes(3, 4), out=scores)
-    # Query i sees the keys before this one.
-    end = seqlens_k[:, None, None]
-    if causal:
-        end = np.arange(1, seqlen_q + 1)[:, None] + (seqlens_k - seqlens_q)[:, None, None]
-    unseen = np.arange(seqlen_k) >= end
-    np.copyto(scores, -np.inf, where=unseen[:, None, None])
+    seen = seen_in_sequences(seqlen_q, seqlens_q, seqlens_k) if causal else seqlens_k[:, None]
+    np.copyto(scores, -np.inf, where=unseen(seen, 0, seqlen_k)[:, None, None])
     row_max, row_sum, empty = to_weights(matrix, keys_axis)
     if empty is not None:
         return False

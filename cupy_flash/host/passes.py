@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
@@ -91,8 +92,7 @@ class Pass(NamedTuple):
     v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
     out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
     lse: Array | None  # (batch, heads_kv, group, seqlen_q)
-    causal: bool
-    q_offset: int
+    visible: Mask
     softmax_scale: float
     compute: np.dtype[Any]
     cut: Cut
@@ -134,9 +134,8 @@ class Pass(NamedTuple):
             v=v,
             out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
             lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
-            causal=causal,
             # Further out makes no difference, and would not fit the index arithmetic.
-            q_offset=min(max(q_offset, -seqlen_q), seqlen_k),
+            visible=Mask(seqlen_q, seqlen_k, causal, min(max(q_offset, -seqlen_q), seqlen_k)),
             softmax_scale=softmax_scale,
             compute=compute,
             cut=cut,
@@ -149,13 +148,6 @@ class Pass(NamedTuple):
         """Query-key pairs, masked ones too."""
         batch, heads_kv, group, seqlen_q, _ = self.q.shape
         return batch * heads_kv * group * seqlen_q * self.k.shape[1]
-
-    def keys_seen(self, row: int) -> int:
-        """How many keys, from the first on, query ``row`` sees."""
-        seqlen_k = self.k.shape[1]
-        if not self.causal:
-            return seqlen_k
-        return min(max(row + self.q_offset + 1, 0), seqlen_k)
 
     def blocks(self) -> Iterator[Block]:
         """The tiles of query rows, those that see most keys first."""
@@ -275,9 +267,9 @@ def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
     """Set to -inf the scores, (..., rows, keys), of keys that a row does not see."""
     rows = block.rows
     # From here on, keys are not seen by all.
-    first = max(job.keys_seen(rows.start), start)
+    first = max(job.visible.seen(rows.start), start)
     if first < stop:
-        unseen = hidden(rows.stop - rows.start, stop - first, rows.start + job.q_offset - first)
+        unseen = job.visible.unseen(rows.start, rows.stop, first, stop)
         np.copyto(scores[..., first - start :], -np.inf, where=unseen)
 
 
@@ -287,7 +279,7 @@ def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     The formula then gives NaN, not 0: such scores are too large for the dtype.
     """
     source = job.q[tuple(block)]
-    seen = np.array([job.keys_seen(i) for i in range(block.rows.start, block.rows.stop)])
+    seen = job.visible.seen_by(np.arange(block.rows.start, block.rows.stop))
     lost: Array = empty & (seen > 0)[:, None]
     if not lost.any():
         return lost
@@ -313,9 +305,3 @@ def ones(count: int, dtype: str) -> Array:
 @functools.cache
 def _ones(bits: int, dtype: str) -> Array:
     return np.ones(1 << bits, dtype)
-
-
-@functools.lru_cache(32)
-def hidden(rows: int, columns: int, last_seen: int) -> Array:
-    """Which of some columns a row does not see; the first sees those up to ``last_seen``."""
-    return np.arange(columns) > np.arange(last_seen, last_seen + rows)[:, None]

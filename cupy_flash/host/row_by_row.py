@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.passes import SHRINK, compute_dtype
 from cupy_flash.host.sequence_places import Keys, read
+from cupy_flash.problem.mask import Mask, unseen
 
 Array = NDArray[Any]
 
@@ -72,10 +73,8 @@ def forward(
     by_kv_head = q.reshape(seqlen_q, heads_kv, group, head_dim).swapaxes(0, 1)
     rows = by_kv_head.astype(compute).reshape(heads_kv, m, 1, head_dim)
     rows *= compute.type(softmax_scale)
-    seen = np.full(m, keys.seqlen)
-    if causal:
-        position = np.repeat(np.arange(q_offset, q_offset + seqlen_q), group)
-        seen = np.clip(position + 1, 0, keys.seqlen)
+    visible = Mask(seqlen_q, keys.seqlen, causal, q_offset)
+    seen = np.repeat(visible.seen_by(np.arange(seqlen_q)), group)
     acc, row_max = _take_all(rows, k, v, keys, seen, Bc)
     row_sum, result = _finished(acc)
     if not np.isfinite(result).all():
@@ -133,8 +132,7 @@ def _take_all(
         v_tile[:, count:, :-1] = 0
         np.matmul(rows, k_tile.swapaxes(1, 2)[:, None], out=scores)
         if start + Bc > seen_by_all:
-            masked = np.arange(start, start + Bc) >= seen[:, None]
-            np.copyto(scores, -np.inf, where=masked[:, None])
+            np.copyto(scores, -np.inf, where=unseen(seen, start, start + Bc)[:, None])
         new_max = np.maximum(scores.max(axis=-1, keepdims=True), row_max)
         # -inf - -inf would be NaN; subtracting 0 leaves exp(-inf) = 0.
         safe = np.where(new_max == -np.inf, 0, new_max)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.sequences import Sequences
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -163,6 +164,11 @@ class Problem:
         return (1 if self.softmax_scale > 0 else -1, shift), scale
 
     @property
+    def mask(self) -> Mask:
+        """Which query sees which key; of sequences, of one that has all that any may have."""
+        return Mask(self.seqlen_q, self.seqlen_k, self.causal, self.q_offset)
+
+    @property
     def is_empty(self) -> bool:
         """Whether the output has no element, so that there is nothing to compute."""
         return self.rows == 0
@@ -174,18 +180,8 @@ class Problem:
         which a causal problem counts the fraction of pairs that are seen; for seqlen_q =
         seqlen_k that is half (FlashAttention-3 paper, section 4.1).
         """
-        pairs: float = self.seqlen_q * self.seqlen_k
-        if self.causal:
-            pairs = self._seen_pairs()
+        pairs = self.mask.pairs()
         return 2.0 * self.batch * self.heads_q * pairs * (self.head_dim + self.head_dim_v)
-
-    def _seen_pairs(self) -> float:
-        # Row i sees clamp(i + q_offset + 1/2, 0, seqlen_k) keys; the half makes a square problem
-        # count exactly half of its pairs, as the papers do.
-        low = min(self.seqlen_q, max(0, -self.q_offset))
-        high = min(self.seqlen_q, max(0, self.seqlen_k - self.q_offset))
-        rising = (high - low) * (low + high) / 2 + (high - low) * self.q_offset
-        return rising + (self.seqlen_q - high) * float(self.seqlen_k)
 
 
 def make_problem(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.calls.arrays import array_module, read, way_back
+from cupy_flash.problem.mask import Mask, unseen
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -92,7 +93,7 @@ def attention_reference(
     convert = way_back("q", q)
     q, k, v = _as_bhsd(q, k, v, layout)
     xp = array_module(q)
-    scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
+    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, _ = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), np.float64)
@@ -104,15 +105,14 @@ def attention_reference(
             k_head, v_head = (x[b, kv_head].astype(np.float64) for x in (k, v))
             for row in range(0, seqlen_q, chunk):
                 rows = slice(row, min(row + chunk, seqlen_q))
-                seen = _keys_seen(rows.stop - 1, seqlen_k, causal, q_offset)
+                seen = visible.seen(rows.stop - 1)
                 if seen == 0:
                     continue
                 with np.errstate(all="ignore"):
                     q_rows = q[b, head, rows].astype(np.float64)
                     scores = xp.matmul(q_rows, k_head[:seen].T)
                     scores *= scale
-                    if causal:
-                        _mask(xp, scores, row, q_offset)
+                    _hide(xp, scores, visible, row)
                     row_lse, row_sum = _softmax_terms(xp, scores)
                     out[b, head, rows] = xp.matmul(scores, v_head[:seen]) / row_sum
                 lse[b, head, rows] = row_lse
@@ -161,7 +161,7 @@ def attention_naive(
     dtype = np.dtype(q.dtype if dtype is None else dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
-    scale, q_offset = _resolve(q, k, softmax_scale, q_offset)
+    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     if batch * heads_q * seqlen_q * seqlen_k == 0:
@@ -173,8 +173,7 @@ def attention_naive(
         with np.errstate(all="ignore"):
             q = (q * compute.type(scale)).reshape(*grouped, head_dim)
             scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
-            if causal:
-                _mask(xp, scores, 0, q_offset)
+            _hide(xp, scores, visible, 0)
             row_lse, row_sum = _softmax_terms(xp, scores)
             scores /= row_sum
             if dtype != compute:
@@ -261,27 +260,24 @@ def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
 
 
 def _resolve(
-    q: Any, k: Any, softmax_scale: float | None, q_offset: int | None
-) -> tuple[float, int]:
-    """The scale and offset that apply; the offset no further out than makes a difference."""
+    q: Any, k: Any, softmax_scale: float | None, causal: bool, q_offset: int | None
+) -> tuple[float, Mask]:
+    """The scale and mask that apply; the offset no further out than makes a difference."""
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
     offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
-    return scale, min(max(offset, -seqlen_q), seqlen_k)
+    return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -seqlen_q), seqlen_k))
 
 
-def _keys_seen(row: int, seqlen_k: int, causal: bool, q_offset: int) -> int:
-    return min(max(row + q_offset + 1, 0), seqlen_k) if causal else seqlen_k
-
-
-def _mask(xp: Any, scores: Any, first_row: int, q_offset: int) -> None:
+def _hide(xp: Any, scores: Any, visible: Mask, first_row: int) -> None:
     """Set to -inf what a query does not see.
 
     ``scores`` is (..., rows from ``first_row`` on, keys).
     """
-    rows, keys = scores.shape[-2:]
-    last_seen = xp.arange(first_row + q_offset, first_row + q_offset + rows)[:, None]
-    xp.copyto(scores, -np.inf, where=xp.arange(keys) > last_seen)
+    if visible.causal:
+        rows, keys = scores.shape[-2:]
+        seen = visible.seen_by(xp.arange(first_row, first_row + rows), xp)
+        xp.copyto(scores, -np.inf, where=unseen(seen, 0, keys, xp))
 
 
 def _softmax_terms(xp: Any, scores: Any) -> tuple[Any, Any]:

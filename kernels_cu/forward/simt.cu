@@ -11,13 +11,13 @@
 // wavefront, per cycle; a warp's 128-bit read takes at least two wavefronts. For float at 8 x 8
 // that is 32 wavefronts under 64 cycles of FMA, at 8 x 4 24 under 32, at 4 x 4 16 under 16: 8 x 8
 // leaves the shared memory half idle and spends 16 of 272 issue slots on loads.
-#include "tile/element.cuh"
-#include "score/mask.cuh"
 #include "params.cuh"
-#include "work/place.cuh"
 #include "ptx/base.cuh"
-#include "work/schedule.cuh"
+#include "score/mask.cuh"
 #include "score/softmax.cuh"
+#include "tile/element.cuh"
+#include "work/place.cuh"
+#include "work/schedule.cuh"
 #include "work/split.cuh"
 
 namespace simt {

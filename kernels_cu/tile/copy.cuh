@@ -107,26 +107,3 @@ struct RowCopy {
 };
 
 #endif  // __CUDA_ARCH__ >= 800
-
-// Writes one 16-byte chunk of an output row, of which the first `elements` are valid, in accesses
-// of Alignment bytes.
-template <class Element, int Alignment>
-__device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(Element)>& chunk,
-                            int elements) {
-  constexpr int width = Alignment / int(sizeof(Element));
-  using Piece = Vector<Element, width>;
-#pragma unroll
-  for (int begin = 0; begin < 16 / int(sizeof(Element)); begin += width) {
-    if (begin + width <= elements) {
-      Piece piece;
-#pragma unroll
-      for (int e = 0; e < width; ++e) piece.at[e] = chunk.at[begin + e];
-      *reinterpret_cast<Piece*>(global + begin) = piece;
-    } else {
-#pragma unroll
-      for (int e = 0; e < width; ++e) {
-        if (begin + e < elements) global[begin + e] = chunk.at[begin + e];
-      }
-    }
-  }
-}

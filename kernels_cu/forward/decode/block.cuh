@@ -131,8 +131,8 @@ struct DecodeBlock {
 
   __device__ int visible_end(int row) const {
     const Sequence& at = part.sequence;
-    const int offset = Config::sequences ? at.seqlen_k - at.seqlen_q : p.q_offset;
-    return Mask<Config::causal, group>(at.seqlen_k, offset).visible_end(first_row() + row);
+    const int q_offset = Config::sequences ? at.q_offset() : p.q_offset;
+    return Mask<Config::causal, group>(at.seqlen_k, q_offset).visible_end(first_row() + row);
   }
 };
 

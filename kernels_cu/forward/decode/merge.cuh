@@ -7,6 +7,7 @@
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/memory.cuh"
 #include "score/softmax.cuh"
+#include "tile/access.cuh"
 #include "tile/element.cuh"
 #include "work/shares.cuh"
 
@@ -147,15 +148,8 @@ struct DecodeMerge {
     const int head = block.part.head_kv * Block::group + block.head_of(row);
     Element* target = block.p.out.template head<Element>(sequence.q_batch, head) +
                       output_row * block.p.out.row_stride + column;
-    const int inside = Config::head_dim_v - column;
-    if (Config::out_alignment >= 8 && (Config::head_dim_v % 16 == 0 || inside >= 4)) {
-      *reinterpret_cast<Vector<Element, 4>*>(target) = narrowed;
-    } else {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (c < inside) target[c] = narrowed.at[c];
-      }
-    }
+    store_columns<Config::head_dim_v, Config::out_alignment>(target, narrowed,
+                                                             Config::head_dim_v - column);
   }
 
   __device__ void write_log_sum_exp(int row, float lse) const {

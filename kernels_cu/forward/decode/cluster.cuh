@@ -1,30 +1,24 @@
 // How the blocks of a cluster merge an item that several of them have parts of.
 //
-// Blocks take the keys in order, so that A, with the item's first part, has it as the last of its
-// share, and B, C, ... have theirs as the first. They send their results to A, which merges. The
-// barrier of a block is for the one item that it may merge: it completes one phase, number 0.
+// Blocks take the keys in order: A, with the item's first part, has it as the last of its share,
+// and B, C, ... have theirs as the first of their own. They send their results to A, which merges.
 //
-//   A                                  B, C, ...
-//   --------------------------------   -----------------------------------
-//   init the barrier: 1 arrival        init the barrier: 1 arrival           announce()
-//   cluster_arrive                     cluster_arrive
-//         |                                  |
-//   all of its share                   their parts of the item
-//         |                                  |
-//   cluster_wait  <--- all barriers are there --->  cluster_wait             meet()
-//         |                                  |
-//   its result to kept place 0         their results to A's kept places      send()
-//         |                 <--- bytes ---   1, 2, ..., st_async counts
-//         |                                  the bytes on A's barrier
-//   arrive, and expect their bytes           |
-//         |                            what else they have: they wait
-//   wait for phase 0                   for nobody
-//         |
-//   merge kept places 0, 1, 2, ...                                           wait_for_sent()
+//   A (part number 0)              A's barrier              B, C, ... (part numbers 1, 2, ...)
+//   ---------------------------    ---------------------    ----------------------------------
+//   init its barrier           --> phase 0: 1 arrival       init their own barriers    announce()
+//   cluster_arrive                                          cluster_arrive
+//   attend to its share                                     attend to their part
+//   cluster_wait  <------------- all barriers are there ------------->  cluster_wait       meet()
+//   result to kept place 0
+//                                  bytes are counted    <-- st_async results to A's kept
+//                                                           places 1, 2, ...               send()
+//   arrive, expect the bytes   --> 1 arrival, all bytes     go on, and wait for nobody
+//   wait for phase 0           <-- phase 0 ends                                   wait_for_sent()
+//   merge kept places 0, 1, ...
 //
-// Bytes may be there before A expects them: the phase cannot end without A's arrival. What A sends
-// others of an item before, of which it has the last part, goes the same way. A block stays until
-// all bytes for it have come, and needs nothing of others after it has sent.
+// Bytes may come before they are expected: the phase does not end without A's arrival. Every block
+// may be A for one item, of its last part, so a barrier has no second phase; and it may have sent
+// for another, of its first part, before. Who has sent may end; A stays until all bytes are there.
 #pragma once
 
 #include "forward/decode/block.cuh"

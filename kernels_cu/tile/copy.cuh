@@ -68,8 +68,18 @@ struct RowCopy {
       for (int i = 0; i < asked; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
-        copy_row(threadIdx.x, shared, row,
-                 rows[i].begin + threadIdx.x % columns_at_once * copy_elements, rows[i].is_there);
+        // Not by copy_row(): counted from where the row begins, the addresses took a register less.
+#pragma unroll
+        for (int first = 0; first < copies_per_row; first += columns_at_once) {
+          const int copy = first + threadIdx.x % columns_at_once;
+          if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
+          const int column = copy * copy_elements;
+          int elements = whole_rows ? copy_elements : max(0, min(copy_elements, Columns - column));
+          if (!rows[i].is_there) elements = 0;
+          copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
+                       copy % copies_per_chunk * copy_bytes,
+                   rows[i].begin + column, elements, 0);
+        }
       }
     }
   }
@@ -84,10 +94,9 @@ struct RowCopy {
       if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
       int elements =
           whole_rows ? copy_elements : max(0, min(copy_elements, Columns - copy * copy_elements));
-      if (!is_there) elements = 0;
       copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                    copy % copies_per_chunk * copy_bytes,
-               source + first * copy_elements, elements, policy);
+               source + first * copy_elements, is_there ? elements : 0, policy);
     }
   }
 

@@ -9,9 +9,8 @@
 //
 // Lengths, rows of the cache and page numbers come from the caller's arrays on the device and
 // nobody has checked them: what has no place of its own in the cache is dropped.
-#include "tile/copy.cuh"
 #include "tile/element.cuh"
-#include "tile/load.cuh"
+#include "tile/access.cuh"
 #include "params.cuh"
 #include "work/sequences.cuh"
 

@@ -1,11 +1,11 @@
 // Merges results of attention over parts of the keys: out = sum_s exp(lse_s - lse) out_s with
 // lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte piece of
 // its columns at a time.
-#include "tile/copy.cuh"
-#include "tile/element.cuh"
-#include "tile/load.cuh"
 #include "params.cuh"
+#include "score/lse_merge.cuh"
 #include "score/softmax.cuh"
+#include "tile/access.cuh"
+#include "tile/element.cuh"
 
 struct CombineParams {
   Tensor out_partial;       // of one split: (batch, seqlen_q, heads_q, head_dim_v)
@@ -55,11 +55,12 @@ __device__ void combine(const CombineParams& p) {
   // Of no use where it is infinite: 0 then gives a sum of 0 where nothing was seen, and inf or NaN
   // where one was that.
   const T base = fabs(max) == Math::infinity() ? T(0) : max;
-  const auto exp_above_base = [base](T lse) { return Math::exp2((lse - base) * Math::log2_e); };
-  T sum = 0;
-  for (int64 s = lane; s < p.num_splits; s += lanes) sum += exp_above_base(lse_partial[s * rows]);
-  sum = reduce<lanes>(sum, [](T a, T b) { return a + b; });
-  const T normalizer = sum == T(0) ? T(0) : T(1) / sum;
+  LseMerge<T> merge = {base};
+  for (int64 s = lane; s < p.num_splits; s += lanes) {
+    merge.sum += merge.share_of(lse_partial[s * rows]);
+  }
+  merge.sum = reduce<lanes>(merge.sum, [](T a, T b) { return a + b; });
+  const T normalizer = merge.normalizer();
   if (group >= rows) return;
 
   const int64 batch_head = index / p.seqlen_q;
@@ -75,7 +76,7 @@ __device__ void combine(const CombineParams& p) {
 #pragma unroll 4
     for (int64 s = 0; s < p.num_splits; ++s) {
       const T lse = lse_partial[s * rows];
-      const T weight = exp_above_base(lse) * normalizer;
+      const T weight = merge.share_of(lse) * normalizer;
       const auto x =
           load_elements<width, Config::alignment>(from + s * p.split_stride + column, elements);
       // Read all the same, so that the loads of several splits are under way at once; but it may
@@ -91,10 +92,7 @@ __device__ void combine(const CombineParams& p) {
     for (int e = 0; e < width; ++e) result.at[e] = narrow<Element>(merged[e]);
     store_chunk<Element, Config::out_alignment>(to + column, result, elements);
   }
-  if (lane == 0) {
-    static_cast<T*>(p.lse)[index] =
-        sum == T(0) ? -Math::infinity() : base + Math::log2(sum) * Math::ln_2;
-  }
+  if (lane == 0) static_cast<T*>(p.lse)[index] = merge.lse();
 }
 
 }  // namespace combine

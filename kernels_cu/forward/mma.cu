@@ -7,18 +7,19 @@
 // Q.K^T is, pair by pair, the operand fragment of P.V.
 #pragma once
 
+#include "params.cuh"
+#include "ptx/base.cuh"
+#include "score/mask.cuh"
+#include "score/warp_softmax.cuh"
+#include "tile/access.cuh"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "score/mask.cuh"
-#include "params.cuh"
-#include "work/place.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
-#include "ptx/base.cuh"
+#include "work/place.cuh"
 #include "work/schedule.cuh"
 #include "work/split.cuh"
-#include "score/warp_softmax.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

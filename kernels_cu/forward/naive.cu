@@ -1,11 +1,11 @@
 // Attention as a textbook has it, the baseline of the benchmarks: three kernels that pass the whole
 // score matrix, (batch * heads_q, seqlen_q, seqlen_k) in the workspace, through global memory. The
 // products go by 32 x 32 tiles in shared memory, one thread for each element of the result.
-#include "tile/element.cuh"
-#include "score/mask.cuh"
 #include "params.cuh"
-#include "work/schedule.cuh"
+#include "score/mask.cuh"
 #include "score/softmax.cuh"
+#include "tile/element.cuh"
+#include "work/schedule.cuh"
 
 namespace naive {
 

@@ -1,4 +1,6 @@
-// Which (query, key) pairs are seen, and which tiles of keys need a mask at all.
+// Which (query, key) pairs are seen, which tiles of keys a query tile visits, and which of those
+// need a mask at all; and the transpose, which query tiles see a tile of keys. Nothing else
+// compares a query with a key. cupy_flash/problem/mask.py is the same on the host.
 #pragma once
 
 #include "params.cuh"
@@ -22,6 +24,17 @@ struct Mask {
   __device__ int visible_end(int row) const {
     return Causal ? max(0, min(seqlen_k, row / Group + q_offset + 1)) : seqlen_k;
   }
+
+  // Of the tiles of Bc keys, how many it sees whole.
+  template <int Bc>
+  __device__ int full_tiles(int row) const {
+    return visible_end(row) / Bc;
+  }
+
+  // The transpose: of `rows` rows, those from this one on see the key.
+  __device__ int first_row(int key, int rows) const {
+    return Causal ? max(0, min(rows / Group, key - q_offset)) * Group : 0;
+  }
 };
 
 // The tiles of Bc keys that one thread block visits, from end - 1 down to begin. Those in
@@ -37,10 +50,27 @@ template <int Bc, bool Split, bool Causal, int Group>
 __device__ KeyTiles find_key_tiles(const Mask<Causal, Group>& mask, int q_begin, int q_end,
                                    int split, int num_splits) {
   const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
-  const int full = mask.visible_end(q_begin) / Bc;
+  const int full = mask.template full_tiles<Bc>(q_begin);
   if constexpr (!Split) return {0, min(full, seen), seen};
   const int share = ceil_div(seen, num_splits);
   const int begin = min(seen, split * share);
   const int end = min(seen, begin + share);
   return {begin, max(begin, min(full, end)), end};
+}
+
+// The tiles of Br query rows that a tile of keys is visited by, from begin to end - 1. Those in
+// [begin, full_begin) need a mask; those from full_begin on do not.
+struct QueryTiles {
+  int begin;
+  int full_begin;
+  int end;
+};
+
+// For the keys [k_begin, k_end), not none of them, and `rows` rows in all.
+template <int Br, bool Causal, int Group>
+__device__ QueryTiles find_query_tiles(const Mask<Causal, Group>& mask, int k_begin, int k_end,
+                                       int rows) {
+  const int end = ceil_div(rows, Br);
+  const int seeing = mask.first_row(k_begin, rows);
+  return {seeing < rows ? seeing / Br : end, ceil_div(mask.first_row(k_end - 1, rows), Br), end};
 }

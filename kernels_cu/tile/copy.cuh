@@ -1,11 +1,12 @@
-// Copies of row tiles between global and shared memory, by all threads of a block.
+// Copies of row tiles between global and shared memory, by all threads of a block or of a warp.
 #pragma once
 
+#include "params.cuh"
+#include "ptx/base.cuh"
+#include "ptx/stream.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
 #include "work/pages.cuh"
-#include "params.cuh"
-#include "ptx/base.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
@@ -45,17 +46,7 @@ struct RowCopy {
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = first_row + pass * rows_at_once;
       if (Rows % rows_at_once != 0 && row >= Rows) break;
-#pragma unroll
-      for (int first = 0; first < copies_per_row; first += columns_at_once) {
-        const int copy = first + threadIdx.x % columns_at_once;
-        if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
-        int elements =
-            whole_rows ? copy_elements : max(0, min(copy_elements, Columns - copy * copy_elements));
-        if (Ragged && pass * rows_at_once >= left) elements = 0;
-        copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
-                     copy % copies_per_chunk * copy_bytes,
-                 source + first * copy_elements, elements);
-      }
+      copy_row(threadIdx.x, shared, row, source, !Ragged || pass * rows_at_once < left);
       source += rows_at_once * row_stride;
     }
   }
@@ -77,6 +68,7 @@ struct RowCopy {
       for (int i = 0; i < asked; ++i) {
         const int row = first_row + (begin + i) * rows_at_once;
         if ((begin + i + 1) * rows_at_once > Rows && row >= Rows) break;
+        // Not by copy_row(): counted from where the row begins, the addresses took a register less.
 #pragma unroll
         for (int first = 0; first < copies_per_row; first += columns_at_once) {
           const int copy = first + threadIdx.x % columns_at_once;
@@ -86,47 +78,47 @@ struct RowCopy {
           if (!rows[i].is_there) elements = 0;
           copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
                        copy % copies_per_chunk * copy_bytes,
-                   rows[i].begin + column, elements);
+                   rows[i].begin + column, elements, 0);
         }
       }
     }
   }
 
-  static __device__ void copy_one(unsigned target, const Element* source, int elements) {
+  // The part of one row that one of the threads copies, from where its first copy begins; zeros if
+  // the row is not there. A policy of 0 is none.
+  static __device__ void copy_row(unsigned thread, unsigned shared, int row, const Element* source,
+                                  bool is_there, unsigned long long policy = 0) {
+#pragma unroll
+    for (int first = 0; first < copies_per_row; first += columns_at_once) {
+      const int copy = first + thread % columns_at_once;
+      if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
+      int elements =
+          whole_rows ? copy_elements : max(0, min(copy_elements, Columns - copy * copy_elements));
+      copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
+                   copy % copies_per_chunk * copy_bytes,
+               source + first * copy_elements, is_there ? elements : 0, policy);
+    }
+  }
+
+ private:
+  static __device__ void copy_one(unsigned target, const Element* source, int elements,
+                                  unsigned long long policy) {
     if constexpr (Alignment >= 4) {
-      ptx::cp_async<copy_bytes>(target, source, elements * int(sizeof(Element)));
+      const int bytes = elements * int(sizeof(Element));
+      if (policy != 0) {
+        ptx::cp_async<copy_bytes>(target, source, bytes, policy);
+      } else {
+        ptx::cp_async<copy_bytes>(target, source, bytes);
+      }
     } else {
       Vector<Element, copy_elements> values = {};
 #pragma unroll
       for (int e = 0; e < copy_elements; ++e) {
         if (e < elements) values.at[e] = source[e];
       }
-      ptx::st_shared_v4(target, reinterpret_cast<const unsigned(&)[4]>(values));
+      ptx::st_shared_v4(target, reinterpret_cast<const unsigned (&)[4]>(values));
     }
   }
 };
 
 #endif  // __CUDA_ARCH__ >= 800
-
-// Writes one 16-byte chunk of an output row, of which the first `elements` are valid, in accesses
-// of Alignment bytes.
-template <class Element, int Alignment>
-__device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(Element)>& chunk,
-                            int elements) {
-  constexpr int width = Alignment / int(sizeof(Element));
-  using Piece = Vector<Element, width>;
-#pragma unroll
-  for (int begin = 0; begin < 16 / int(sizeof(Element)); begin += width) {
-    if (begin + width <= elements) {
-      Piece piece;
-#pragma unroll
-      for (int e = 0; e < width; ++e) piece.at[e] = chunk.at[begin + e];
-      *reinterpret_cast<Piece*>(global + begin) = piece;
-    } else {
-#pragma unroll
-      for (int e = 0; e < width; ++e) {
-        if (begin + e < elements) global[begin + e] = chunk.at[begin + e];
-      }
-    }
-  }
-}

@@ -1,11 +1,10 @@
 // A warp's copies of tiles of rows into shared memory, from wherever the rows lie.
 #pragma once
 
+#include "params.cuh"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "params.cuh"
-#include "ptx/stream.cuh"
 #include "work/sequences.cuh"
 #include "work/shares.cuh"
 
@@ -24,8 +23,8 @@ struct WarpCopy {
   __device__ static int first_row() { return threadIdx.x % 32 / lanes; }
   __device__ static int first_column() { return threadIdx.x % 32 % lanes * Block::copy_elements; }
 
-  // A policy of 0 is none. next_row(row, is_inside) gives the address of this lane's first_column() in its next row, and
-  // whether to read it: else the row becomes zeros. All lanes take part in it.
+  // A policy of 0 is none. next_row(row, is_inside) gives the address of this lane's first column
+  // in its next row, and whether to read it: else the row becomes zeros. All lanes take part in it.
   template <class NextRow>
   __device__ static void start(unsigned shared, unsigned long long policy, NextRow next_row) {
 #pragma unroll
@@ -37,33 +36,7 @@ struct WarpCopy {
           (Rows % rows_at_once != 0 && row >= Rows)) {
         continue;
       }
-#pragma unroll
-      for (int first = 0; first < Block::copies_per_row; first += lanes) {
-        const int copy = first + threadIdx.x % 32 % lanes;
-        if (Block::copies_per_row % lanes != 0 && copy >= Block::copies_per_row) break;
-        int elements = Block::copy_elements;
-        if (!Block::whole_rows) {
-          elements = clamp(Columns - copy * Block::copy_elements, 0, Block::copy_elements);
-        }
-        copy_one(shared + Layout::offset(row, copy / Block::copies_per_chunk) +
-                     copy % Block::copies_per_chunk * Block::copy_bytes,
-                 source + first * Block::copy_elements, is_inside ? elements : 0, policy);
-      }
-    }
-  }
-
- private:
-  __device__ static void copy_one(unsigned target, const Element* source, int elements,
-                                  unsigned long long policy) {
-    if constexpr (Alignment >= 4) {
-      const int bytes = elements * int(sizeof(Element));
-      if (policy != 0) {
-        ptx::cp_async<Block::copy_bytes>(target, source, bytes, policy);
-      } else {
-        ptx::cp_async<Block::copy_bytes>(target, source, bytes);
-      }
-    } else {
-      Block::copy_one(target, source, elements);
+      Block::copy_row(threadIdx.x % 32, shared, row, source, is_inside, policy);
     }
   }
 };

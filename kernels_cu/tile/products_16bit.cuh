@@ -1,9 +1,9 @@
 // The two matrix products of a warp for float16 and bfloat16: mma.m16n8k16, fragments by ldmatrix.
 #pragma once
 
+#include "ptx/base.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "ptx/base.cuh"
 #include "tile/queries.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -96,8 +96,8 @@ struct Products16Bit {
       unsigned probabilities[row_tiles][4];
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
-        const float(&left)[4] = scores[i][2 * step];
-        const float(&right)[4] = scores[i][2 * step + 1];
+        const float (&left)[4] = scores[i][2 * step];
+        const float (&right)[4] = scores[i][2 * step + 1];
         probabilities[i][0] = pack<Element>(left[0], left[1]);
         probabilities[i][1] = pack<Element>(left[2], left[3]);
         probabilities[i][2] = pack<Element>(right[0], right[1]);

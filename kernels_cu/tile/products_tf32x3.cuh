@@ -8,8 +8,8 @@
 // error falls from 2.5 times that of plain float32 products to less than theirs.
 #pragma once
 
-#include "tile/layout.cuh"
 #include "ptx/base.cuh"
+#include "tile/layout.cuh"
 #include "tile/queries.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -155,7 +155,7 @@ struct ProductsTf32x3 {
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
           if (group == 0) exponentiate(i, step);
-          const float(&p)[4] = scores[i][step];
+          const float (&p)[4] = scores[i][step];
           probabilities[i][0] = SplitFloat::of_finite(p[0]);
           probabilities[i][1] = SplitFloat::of_finite(p[2]);
           probabilities[i][2] = SplitFloat::of_finite(p[1]);

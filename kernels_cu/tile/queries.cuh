@@ -1,8 +1,8 @@
 // A warp's query rows as operand fragments of Q.K^T, from registers or from shared memory.
 #pragma once
 
-#include "tile/layout.cuh"
 #include "ptx/base.cuh"
+#include "tile/layout.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

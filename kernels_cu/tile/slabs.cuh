@@ -1,8 +1,8 @@
 // Shared-memory tiles that the copy engine writes and wgmma reads.
 #pragma once
 
-#include "tile/layout.cuh"
 #include "ptx/base.cuh"
+#include "tile/layout.cuh"
 
 // Rows x Columns 16-bit elements. The columns are cut into slabs; a slab holds one line of 128 or
 // 64 bytes for each row, its 16-byte chunks XORed with the row as the copy engine's swizzle of that

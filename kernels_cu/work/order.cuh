@@ -163,7 +163,7 @@ __device__ void take_visit(const Params& p, const Sequences& s, const SequenceOr
   const Sequence sequence = find_sequence<0>(p, s, batch);
   const Work work = find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
                                   find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
-  const Mask<Causal> mask(sequence.seqlen_k, sequence.seqlen_k - sequence.seqlen_q);
+  const Mask<Causal> mask(sequence.seqlen_k, sequence.q_offset());
   const int q_end = min(work.q_begin + Br, sequence.seqlen_q);
   if (writes) {
     visit = {{sequence}, work, find_key_tiles<Bc, false>(mask, work.q_begin, q_end, 0, 1)};

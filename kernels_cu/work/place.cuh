@@ -42,7 +42,7 @@ struct Place {
     own.v = tensor_of(p.v, page_size > 0 ? 0 : at.k_batch, at.k_first);
     own.seqlen_q = rows();
     own.seqlen_k = at.seqlen_k;
-    own.q_offset = at.seqlen_k - at.seqlen_q;
+    own.q_offset = at.q_offset();
     return own;
   }
 

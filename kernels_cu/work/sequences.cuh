@@ -28,7 +28,7 @@ struct Sequences {
 
 __device__ inline int clamp(int x, int low, int high) { return max(low, min(x, high)); }
 
-// Where one sequence lies. Its query i sees the keys j <= i + seqlen_k - seqlen_q when causal.
+// Where one sequence lies.
 struct Sequence {
   int q_batch;  // index of q and out along their first axis
   int q_first;  // its first row there
@@ -36,6 +36,9 @@ struct Sequence {
   int k_batch;  // of k and v, unless they are paged
   int k_first;
   int seqlen_k;
+
+  // When causal, query i sees the keys j <= i + q_offset: the last query sees all.
+  __device__ int q_offset() const { return seqlen_k - seqlen_q; }
 };
 
 // PageSize is 0 where k and v are not paged.

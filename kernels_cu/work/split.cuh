@@ -4,13 +4,14 @@
 // accumulator's type. Of packed queries these are (heads_q, total_q, ...), as their lse is.
 #pragma once
 
-#include "tile/element.cuh"
-#include "score/few_seen.cuh"
-#include "score/mask.cuh"
-#include "work/pages.cuh"
 #include "params.cuh"
-#include "work/sequences.cuh"
+#include "score/few_seen.cuh"
+#include "score/lse_merge.cuh"
+#include "score/mask.cuh"
 #include "score/softmax.cuh"
+#include "tile/element.cuh"
+#include "work/pages.cuh"
+#include "work/sequences.cuh"
 
 template <class T, int HeadDimV>
 struct Partials {
@@ -85,29 +86,23 @@ __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_
   const int lane = threadIdx.x % 32;
   T max = -Math::infinity();
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
-  const T base = max == -Math::infinity() ? T(0) : max;
-  T sum = 0;
-  for (int s = 0; s < p.num_splits; ++s) {
-    sum += Math::exp2((*partials.lse_row(s, index) - base) * Math::log2_e);
-  }
-  const T normalizer = sum == T(0) ? T(0) : T(1) / sum;
+  LseMerge<T> merge = {max == -Math::infinity() ? T(0) : max};
+  for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(*partials.lse_row(s, index));
+  const T normalizer = merge.normalizer();
 
   Element* out = find_out();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
     T merged = 0;
     for (int s = 0; s < p.num_splits; ++s) {
       const T lse = *partials.lse_row(s, index);
-      const T weight = Math::exp2((lse - base) * Math::log2_e) * normalizer;
+      const T weight = merge.share_of(lse) * normalizer;
       // A part in which the row saw nothing may be 0 times a value of others that is NaN.
       const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, part, merged);
     }
     out[column] = settled(visible, narrow<Element>(merged), first_value, column);
   }
-  if (lane == 0 && p.lse != nullptr) {
-    static_cast<T*>(p.lse)[index] =
-        sum == T(0) ? -Math::infinity() : base + Math::log2(sum) * Math::ln_2;
-  }
+  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = merge.lse();
 }
 
 template <class Config>
@@ -139,7 +134,7 @@ __device__ void combine(const Params& p, const Sequences& s) {
   const int head = batch_head % p.heads_q;
   const Sequence at = find_sequence<Config::page_size>(p, s, batch);
   if (row >= at.seqlen_q) return;
-  const Mask<Config::causal> mask(at.seqlen_k, at.seqlen_k - at.seqlen_q);
+  const Mask<Config::causal> mask(at.seqlen_k, at.q_offset());
   const int head_kv = head / (p.heads_q / p.heads_kv);
   combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row),
                       mask.visible_end(row), first_value_of<Config>(p, s, at, batch, head_kv), [&] {

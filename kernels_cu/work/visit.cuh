@@ -44,7 +44,7 @@ struct Visit : VisitPlace<Found> {
   __device__ Mask<Causal> mask(const Params& p) const {
     if constexpr (Found) {
       const Sequence& it = sequence(p);
-      return {it.seqlen_k, it.seqlen_k - it.seqlen_q};
+      return {it.seqlen_k, it.q_offset()};
     } else {
       return Mask<Causal>(p);
     }

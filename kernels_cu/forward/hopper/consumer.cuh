@@ -5,12 +5,13 @@
 // tensor cores do not run dry between query tiles either.
 #pragma once
 
-#include "tile/element.cuh"
 #include "forward/hopper/cta.cuh"
-#include "score/lagging_softmax.cuh"
-#include "score/mask.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
+#include "score/lagging_softmax.cuh"
+#include "score/mask.cuh"
+#include "tile/access.cuh"
+#include "tile/element.cuh"
 
 #if __CUDA_ARCH__ == 900
 
@@ -133,7 +134,7 @@ struct HopperConsumer {
     if (next.is_end_of_work()) return false;
     first_row = first_row_of(next.work);
     if (Config::sequences) {
-      full_end = next.template mask<Config::causal>(cta.p).visible_end(first_row) / Bc;
+      full_end = next.template mask<Config::causal>(cta.p).template full_tiles<Bc>(first_row);
     }
     block = next.keys.end - 1;
     begin = next.keys.begin;
@@ -317,7 +318,8 @@ struct HopperConsumer {
 
   // Of the current tile's, the first with keys that a row of this consumer does not see.
   __device__ int first_masked_block() const {
-    return Config::sequences ? full_end : Mask<Config::causal>(cta.p).visible_end(first_row) / Bc;
+    return Config::sequences ? full_end
+                             : Mask<Config::causal>(cta.p).template full_tiles<Bc>(first_row);
   }
 
   __device__ void apply_mask() {
@@ -411,8 +413,8 @@ struct HopperConsumer {
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
-        store<Config::out_alignment>(target + 16 * i, columns[i],
-                                     Config::head_dim_v - 16 * i - first_column);
+        store_columns<Config::head_dim_v, Config::out_alignment>(
+            target + 16 * i, columns[i], Config::head_dim_v - 16 * i - first_column);
       }
     }
   }
@@ -425,19 +427,6 @@ struct HopperConsumer {
     const unsigned received = __shfl_xor_sync(~0u, odd ? first : second, 1);
     const unsigned pairs[2] = {odd ? received : first, odd ? second : received};
     return reinterpret_cast<const Vector<Element, 4>&>(pairs);
-  }
-
-  // Writes four columns of an output row, or those inside of it, in accesses of Alignment bytes.
-  template <int Alignment>
-  __device__ static void store(Element* target, const Vector<Element, 4>& columns, int inside) {
-    if (Alignment >= 8 && (Config::head_dim_v % 16 == 0 || inside >= 4)) {
-      *reinterpret_cast<Vector<Element, 4>*>(target) = columns;
-    } else {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (c < inside) target[c] = columns.at[c];
-      }
-    }
   }
 
   __device__ void write_partial(const Work& work) const {

@@ -1,0 +1,139 @@
+// What the threads of a thread block of the decode kernel share: its shared memory, the part of the
+// keys that it works on, and the rows of that part. Row r of a tile is query r / group, of the
+// group's head r % group.
+#pragma once
+
+#include "params.cuh"
+#include "ptx/base.cuh"
+#include "ptx/stream.cuh"
+#include "score/mask.cuh"
+#include "tile/products_16bit.cuh"
+#include "work/sequences.cuh"
+#include "work/shares.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct DecodeBlock {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int warps = Config::warps;
+  static constexpr int stages = Config::stages;
+  static constexpr int row_tiles = Br / 16;
+  static constexpr int group = Config::group;  // query heads of a key/value head
+  using Products = Products16Bit<Config, row_tiles>;
+  using KeyLayout = typename Products::KeyLayout;
+  using ValueLayout = typename Products::ValueLayout;
+
+  static_assert(Br == 16 || Br == 32, "a warp holds all rows");
+  static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
+  static_assert(Config::q_in_registers, "queries have no place in shared memory");
+  static_assert(stages >= 2, "one tile in use, the others on their way");
+
+  // Shared memory: a ring for each warp.
+  static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
+  static constexpr int stage_bytes = key_bytes + Bc * ValueLayout::row_bytes;
+  static constexpr int ring_bytes = stages * stage_bytes;
+  static constexpr int rings_bytes = warps * ring_bytes;
+
+  static_assert(Br * KeyLayout::row_bytes <= stage_bytes, "queries come through a stage");
+
+  // A partial result is a record of floats for each row: the output's columns, then the base that
+  // its probabilities are relative to, and their sum. A warp's takes the place of its ring.
+  static constexpr int columns = Products::columns_v;
+  static constexpr int record = columns + 4;
+  static_assert(Br * record * 4 <= ring_bytes, "a partial result fits");
+  static_assert(Meeting::fan <= Br, "and a row of each of a group");
+
+  // Behind the rings, in a cluster, a place for the results of an item of which the cluster's first
+  // part is this block's and others follow, and a barrier that counts the bytes that those send.
+  static constexpr bool in_cluster = Config::cluster > 0;
+  static constexpr int kept_floats = Config::kept_rows * record;
+  static constexpr int kept_offset = rings_bytes;
+  static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
+
+  // What all warps know of the part that they work on: in registers it would be in each thread's.
+  struct State {
+    unsigned long long results_barrier;
+    unsigned long long policy;  // of L2, for what is read
+    Share share;
+    Part part;
+    bool has_part;
+  };
+  static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
+
+  const Params& p;
+  const Sequences& sequences;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  State& state;
+  const Part& part;
+
+  __device__ DecodeBlock(const Params& params, const Sequences& sequences)
+      : p(params),
+        sequences(sequences),
+        state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
+        part(state.part) {}
+
+  __device__ static float* shared_floats() {
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    return reinterpret_cast<float*>(shared_memory);
+  }
+  __device__ static float* kept_results() { return shared_floats() + kept_offset / 4; }
+  __device__ static unsigned results_barrier() {
+    return ptx::shared_address(shared_floats()) + state_offset;
+  }
+
+  // The block's next part; false after the last.
+  __device__ bool find_part(bool is_first) const {
+    if (warp == 0) {
+      Shares<Config> shares(p, sequences, state.share);
+      if (is_first) shares.take();
+      if (lane == 0) {
+        if (is_first) start(shares);
+        state.has_part = shares.find_next(state.part);
+      }
+    }
+    __syncthreads();
+    return state.has_part;
+  }
+
+  __device__ void start(const Shares<Config>& shares) const {
+    // Keys of all heads, 320 MiB with their values.
+    constexpr int64 few = (int64(320) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
+    state.part.count = 0;
+    // Keys and values are read once. Where they are few, they need not wait until what others wrote
+    // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy is the fastest:
+    // 476 us for 2 GiB on an H200, with a policy of evict_normal 566.
+    state.policy = shares.keys_of_all() < few ? ptx::l2_evict_first_policy() : 0;
+  }
+
+  // Has the page numbers come to L2 while the first warp finds the block's share: whose they are is
+  // not known yet, so all blocks together fetch the table, or as much of it as they can in one go.
+  __device__ void prefetch_table() const {
+    if (warp == 0) return;
+    constexpr int line = 128 / sizeof(int);
+    constexpr int lines_of_block = 32 * (warps - 1);
+    const int64 number = (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64 first = (number * lines_of_block + threadIdx.x - 32) * line;
+    if (first < (p.batch - 1) * sequences.block_table_stride + sequences.max_pages) {
+      ptx::prefetch_l2(sequences.block_table + first);
+    }
+  }
+
+  __device__ int first_row() const { return part.row_tile * Br; }
+  __device__ int tile_rows() const { return min(Br, part.sequence.seqlen_q * group - first_row()); }
+
+  // Which query of the sequence a row is, and of which of the group's heads.
+  __device__ int query_of(int row) const { return (first_row() + row) / group; }
+  __device__ int head_of(int row) const { return (first_row() + row) % group; }
+
+  __device__ int visible_end(int row) const {
+    const Sequence& at = part.sequence;
+    const int q_offset = Config::sequences ? at.q_offset() : p.q_offset;
+    return Mask<Config::causal, group>(at.seqlen_k, q_offset).visible_end(first_row() + row);
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -1,0 +1,166 @@
+// A warp of a thread block of the decode kernel: it streams tiles of keys through a ring of its
+// own, waits for nobody, and leaves a partial result.
+#pragma once
+
+#include "forward/decode/block.cuh"
+#include "ptx/base.cuh"
+#include "score/softmax.cuh"
+#include "score/warp_softmax.cuh"
+#include "tile/element.cuh"
+#include "tile/key_rows.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct DecodeWarp : DecodeBlock<Config> {
+  using Element = typename Config::Element;
+  using Block = DecodeBlock<Config>;
+  using Products = typename Block::Products;
+  using Rows = KeyRows<Config>;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int warps = Config::warps;
+  static constexpr int stages = Config::stages;
+  static constexpr int row_tiles = Block::row_tiles;
+  static constexpr int columns = Block::columns;
+  static constexpr int stage_bytes = Block::stage_bytes;
+  using Softmax = WarpSoftmax<Element, row_tiles, Bc, columns>;
+
+  using Block::lane;
+  using Block::p;
+  using Block::part;
+  using Block::sequences;
+  using Block::state;
+  using Block::tile_rows;
+  using Block::visible_end;
+  using Block::warp;
+
+  const unsigned ring;
+  const float scale_log2;
+
+  Products products;
+  typename Products::Scores scores;  // and then the probabilities
+  typename Products::Output out;
+  Softmax softmax;
+
+  __device__ DecodeWarp(const Params& params, const Sequences& sequences)
+      : Block(params, sequences),
+        ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
+        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+
+  __device__ void attend() {
+    const int last_seen = visible_end(tile_rows() - 1);
+    const int end = min(part.end * warps, ceil_div(last_seen, Bc));
+    const int first = part.begin * warps + warp;
+    constexpr int last_stage = stages - 1;
+    Rows rows_to_load(p, sequences, part, first, state.policy);
+    clear();
+    const int seen_by_all = visible_end(0);
+    // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
+    // memory too, is there once.
+    int load_stage = 0;
+    for (int tile = first - last_stage * warps; tile < end; tile += warps) {
+      const bool visits = tile >= first;
+      const int stage = load_stage == last_stage ? 0 : load_stage + 1;
+      if (visits) ptx::cp_async_wait_group<stages - 2>();
+      // All lanes' copies have landed, and all have left the stage that the next load takes.
+      __syncwarp();
+      // The queries came with the first tile.
+      if (tile == first) {
+        products.queries.keep(ring + last_stage * stage_bytes);
+        __syncwarp();
+      }
+      const unsigned target = ring + load_stage * stage_bytes;
+      const int load_tile = tile + last_stage * warps;
+      if (load_tile < end)
+        rows_to_load.template start<warps>(target, target + Block::key_bytes, load_tile);
+      if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
+      ptx::cp_async_commit_group();
+      if (visits) visit(ring + stage * stage_bytes, tile * Bc, (tile + 1) * Bc > seen_by_all);
+      load_stage = stage;
+    }
+    ptx::cp_async_wait_group<0>();
+  }
+
+  // Through a stage of the warp's ring, which is not needed yet.
+  __device__ void start_queries(unsigned target) const {
+    using Copy =
+        WarpCopy<typename Block::KeyLayout, Element, Br, Config::head_dim, Config::alignment>;
+    const Tensor& q = p.q;
+    const Element* queries =
+        q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
+        part.sequence.q_first * q.row_stride + Copy::first_column();
+    const int inside = tile_rows();
+    Copy::start(target, state.policy, [&](int row, bool& is_inside) {
+      is_inside = row < inside;
+      return queries + this->query_of(row) * q.row_stride + this->head_of(row) * q.head_stride;
+    });
+  }
+
+  __device__ void clear() {
+    softmax.reset();
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[i][j][c] = 0;
+      }
+    }
+  }
+
+  __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[i][j][c] = 0;
+      }
+    }
+    products.multiply_queries_keys(scores, 0, stage);
+    Softmax::template apply_factor<Config>(scores);
+    if (needs_mask) {
+      Softmax::mask(scores, [&](int i, int half) {
+        return visible_end(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;
+      });
+    }
+    softmax.update_maxima(scores, out, scale_log2);
+    typename Softmax::PerRow base;
+    softmax.bases(base, scale_log2);
+    products.multiply_probabilities_values(
+        out, scores, stage + Block::key_bytes,
+        [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
+  }
+
+  // Writes the warp's result to shared memory, in the place of its ring.
+  __device__ void leave_result() {
+    softmax.add_lanes();
+    float* result = Block::shared_floats() + warp * (Block::ring_bytes / 4);
+    // All lanes have left the ring.
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(i, half);
+        if (row >= tile_rows()) continue;
+        const SoftmaxRow<float>& state = softmax.rows[i][half];
+        float* target = result + row * Block::record;
+        target[columns] =
+            state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
+        target[columns + 1] = state.sum;
+#pragma unroll
+        for (int j = 0; j < columns / 8; ++j) {
+          *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {
+              {out[i][j][2 * half], out[i][j][2 * half + 1]}};
+        }
+      }
+    }
+  }
+
+  // The row of the tile that the accumulators' upper (0) or lower (1) half holds in row tile i.
+  __device__ int row_of(int i, int half) const { return 16 * i + 8 * half + lane / 4; }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

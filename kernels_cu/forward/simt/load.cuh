@@ -1,0 +1,126 @@
+// Copies of tiles of rows into shared memory, widened to what is computed with.
+#pragma once
+
+#include "forward/simt/layout.cuh"
+#include "ptx/base.cuh"
+#include "work/pages.cuh"
+
+namespace simt {
+
+// Copies the rows [begin, begin + Rows) of one head into shared memory, widened to T. Columns from
+// Dim to the next whole unit, and with Checked the rows from end on, are zeros and are not read.
+template <class Config, int Rows, int Dim, int Stride, bool Checked>
+struct TileLoad {
+  using L = Layout<Config>;
+  using Element = typename L::Element;
+  using T = typename L::T;
+
+  static constexpr int unit = L::unit;
+  static constexpr int row_units = ceil_div(round_up(Dim, L::width), unit);
+  static constexpr int lanes = row_units < Config::threads ? row_units : Config::threads;
+  static constexpr int rows_at_once = Config::threads / lanes;
+  static constexpr int passes = ceil_div(Rows, rows_at_once);
+  static constexpr bool whole = row_units * unit == Dim;
+#if __CUDA_ARCH__ >= 800
+  static constexpr bool async = sizeof(Element) == sizeof(T);
+#else
+  static constexpr bool async = false;
+#endif
+  static_assert(row_units * unit <= Stride);
+
+  __device__ static void run(T* shared, const Element* head, int64 row_stride, int begin, int end) {
+    const int first_row = threadIdx.x / lanes;
+    if (Config::threads % lanes != 0 && first_row >= rows_at_once) return;
+    const Element* source = head + (begin + first_row) * row_stride;
+#pragma unroll 4
+    for (int pass = 0; pass < passes; ++pass) {
+      const int row = first_row + pass * rows_at_once;
+      if (Rows % rows_at_once != 0 && row >= Rows) break;
+      const bool inside = !Checked || begin + row < end;
+#pragma unroll
+      for (int first = 0; first < row_units; first += lanes) {
+        const int index = first + threadIdx.x % lanes;
+        if (row_units % lanes != 0 && index >= row_units) continue;
+        const int column = index * unit;
+        copy(shared + row * Stride + column, inside ? source + column : head, column, inside);
+      }
+      source += rows_at_once * row_stride;
+    }
+  }
+
+  // The same of rows that lie anywhere, row_at() says where. A few are asked for before the first
+  // is copied, for asking may be a read from memory.
+  template <class RowAt>
+  __device__ static void gather(T* shared, RowAt row_at) {
+    constexpr int asked = passes < 4 ? passes : 4;
+    const int first_row = threadIdx.x / lanes;
+    if (Config::threads % lanes != 0 && first_row >= rows_at_once) return;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass += asked) {
+      Row<Element> source[asked];
+#pragma unroll
+      for (int i = 0; i < asked; ++i) source[i] = row_at(first_row + (pass + i) * rows_at_once);
+#pragma unroll
+      for (int i = 0; i < asked; ++i) {
+        const int row = first_row + (pass + i) * rows_at_once;
+        if (Rows % (asked * rows_at_once) != 0 && row >= Rows) break;
+#pragma unroll
+        for (int first = 0; first < row_units; first += lanes) {
+          const int index = first + threadIdx.x % lanes;
+          if (row_units % lanes != 0 && index >= row_units) continue;
+          const int column = index * unit;
+          copy(shared + row * Stride + column, source[i].begin + column, column,
+               source[i].is_there);
+        }
+      }
+    }
+  }
+
+  // The unit from `column` on of a row, of which there are Dim, or zeros if the row is not there.
+  __device__ static void copy(T* shared, const Element* source, int column, bool is_there) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (async) {
+      const int count = !is_there ? 0 : whole ? unit : max(0, min(unit, Dim - column));
+      ptx::cp_async<unit* int(sizeof(Element))>(ptx::shared_address(shared), source,
+                                                count * int(sizeof(Element)));
+      return;
+    }
+#endif
+    // Asked of the column: where a count that max and min had clamped was compared, as it is above,
+    // ptxas of CUDA 13.0 let the answer's predicate be overwritten before it was used.
+    Vector<Element, unit> from = {};
+    if (is_there && (whole || column + unit <= Dim)) {
+      from = *reinterpret_cast<const Vector<Element, unit>*>(source);
+    } else if (is_there && !whole) {
+#pragma unroll
+      for (int i = 0; i < unit; ++i) {
+        if (column + i < Dim) from.at[i] = source[i];
+      }
+    }
+    constexpr int part = unit < L::width ? unit : L::width;
+    constexpr int parts = unit / part;
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      // Eight lanes write every other vector; the second four start with the odd one, so that
+      // together they touch all bank groups.
+      const int which = parts == 2 ? i ^ (threadIdx.x >> 2 & 1) : i;
+      Vector<T, part> to;
+#pragma unroll
+      for (int j = 0; j < part; ++j) {
+        to.at[j] =
+            widen(parts == 2 && which != i ? from.at[(i ^ 1) * part + j] : from.at[i * part + j]);
+      }
+      *reinterpret_cast<Vector<T, part>*>(shared + which * part) = to;
+    }
+  }
+};
+
+// Until this thread's copies have landed; a barrier must follow for the others'.
+__device__ inline void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
+#endif
+}
+
+}  // namespace simt

@@ -1,0 +1,66 @@
+// Reading and writing a few elements of a row, in accesses as wide as its alignment allows.
+#pragma once
+
+#include "tile/element.cuh"
+
+// N elements, of which the first `elements` are in memory and the others 0. Alignment is what their
+// address is a multiple of, in bytes.
+template <int N, int Alignment, class Element>
+__device__ Vector<Element, N> load_elements(const Element* global, int elements) {
+  constexpr int aligned = Alignment / int(sizeof(Element));
+  constexpr int width = aligned < N ? aligned : N;
+  static_assert(width > 0 && N % width == 0, "whole accesses of whole elements");
+  using Piece = Vector<Element, width>;
+  Vector<Element, N> result = {};
+#pragma unroll
+  for (int begin = 0; begin < N; begin += width) {
+    if (begin + width <= elements) {
+      const Piece piece = *reinterpret_cast<const Piece*>(global + begin);
+#pragma unroll
+      for (int e = 0; e < width; ++e) result.at[begin + e] = piece.at[e];
+    } else {
+#pragma unroll
+      for (int e = 0; e < width; ++e) {
+        if (begin + e < elements) result.at[begin + e] = global[begin + e];
+      }
+    }
+  }
+  return result;
+}
+
+// Writes one 16-byte chunk of an output row, of which the first `elements` are valid, in accesses
+// of Alignment bytes.
+template <class Element, int Alignment>
+__device__ void store_chunk(Element* global, const Vector<Element, 16 / sizeof(Element)>& chunk,
+                            int elements) {
+  constexpr int width = Alignment / int(sizeof(Element));
+  using Piece = Vector<Element, width>;
+#pragma unroll
+  for (int begin = 0; begin < 16 / int(sizeof(Element)); begin += width) {
+    if (begin + width <= elements) {
+      Piece piece;
+#pragma unroll
+      for (int e = 0; e < width; ++e) piece.at[e] = chunk.at[begin + e];
+      *reinterpret_cast<Piece*>(global + begin) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < width; ++e) {
+        if (begin + e < elements) global[begin + e] = chunk.at[begin + e];
+      }
+    }
+  }
+}
+
+// Writes four columns of an output row of Dim columns, of which `inside` are left, in one access
+// where its alignment allows.
+template <int Dim, int Alignment, class Element>
+__device__ void store_columns(Element* global, const Vector<Element, 4>& columns, int inside) {
+  if (Alignment >= 8 && (Dim % 16 == 0 || inside >= 4)) {
+    *reinterpret_cast<Vector<Element, 4>*>(global) = columns;
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (c < inside) global[c] = columns.at[c];
+    }
+  }
+}

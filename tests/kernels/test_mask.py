@@ -1,0 +1,78 @@
+"""Which pairs the kernels take as seen: `mask.cuh` run on the host, beside `problem/mask.py`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.problem.mask import Mask
+
+# As in `host_kernels/seen_tiles.cpp`.
+BR, BC = 16, 24
+FOLDER = Path(__file__).resolve().parent / "host_kernels"
+COMPILER = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+
+
+def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
+    """Query heads of a tile, a mask, and shares of the keys."""
+    seqlen_q, seqlen_k = map(int, rng.integers(1, 130, 2))
+    q_offset = int(rng.integers(-140, 140))
+    mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
+    return int(rng.choice([1, 3])), mask, int(rng.integers(1, 5))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory):
+    """Of each problem: what the rows see, and the tiles of keys and of rows, three numbers each."""
+    program = tmp_path_factory.mktemp("host") / "seen_tiles"
+    options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
+    options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
+    source = str(FOLDER / "seen_tiles.cpp")
+    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
+
+    def run(problems: list[tuple[int, Mask, int]]) -> list[list[list[int]]]:
+        lines = "".join(
+            f"{int(m.causal)} {group} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {splits}\n"
+            for group, m, splits in problems
+        )
+        done = subprocess.run(
+            [str(program)], input=lines, capture_output=True, text=True, check=True
+        )
+        numbers = [list(map(int, line.split())) for line in done.stdout.splitlines()]
+        assert len(numbers) == 3 * len(problems)
+        return [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
+
+    return run
+
+
+def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_mask(answers):
+    rng = np.random.default_rng(15)
+    problems = [random_problem(rng) for _ in range(300)]
+    for (group, mask, splits), answer in zip(problems, answers(problems), strict=True):
+        ends, key_tiles, query_tiles = answer
+        # A row of the kernel is one of the group's heads at a query.
+        rows = group * mask.seqlen_q
+        assert ends == [mask.seen(row // group) for row in range(rows)]
+        shares = np.reshape(key_tiles, (-1, splits, 3))
+        for i, share in enumerate(shares.tolist()):
+            first, last = i * BR // group, (min(i * BR + BR, rows) - 1) // group
+            whole, some = mask.blocks_of_keys(first, last + 1, BC)
+            tiles = [tile for begin, _, end in share for tile in range(begin, end)]
+            assert tiles == list(range(some))
+            unmasked = [tile for begin, full, _ in share for tile in range(begin, full)]
+            assert unmasked == list(range(whole))
+        for i, (begin, full, end) in enumerate(np.reshape(query_tiles, (-1, 3)).tolist()):
+            keys = (i * BC, min(i * BC + BC, mask.seqlen_k))
+            assert end == -(-rows // BR)
+            if group == 1:
+                assert (begin, full) == mask.tiles_of_rows(*keys, BR)
+            seen = np.asarray(ends)[:, None] > np.arange(*keys)
+            assert begin == next((row // BR for row in range(rows) if seen[row].any()), end)
+            assert full == next(t for t in range(end + 1) if seen[t * BR :].all())

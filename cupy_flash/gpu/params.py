@@ -7,7 +7,6 @@ import struct
 import numpy as np
 
 from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.sequences import Sequences
 
 TENSOR_DTYPE = np.dtype(
     [
@@ -117,12 +116,12 @@ class PackedParams:
 class PackedSequences:
     """The struct of where a problem's sequences lie, all but the pointers and `keys` fixed.
 
-    Of a problem without such it is one that says nothing: all pointers null.
+    Of equal lengths it says nothing: all pointers are null.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._struct = struct.Struct("=" + struct_format(SEQUENCES_DTYPE))
-        s = problem.sequences or Sequences(caches=problem.batch)
+        s = problem.layout
         self._stride = s.block_table_stride
         self._head = (s.total_q, s.total_k, s.caches, s.pages, s.max_pages)
         self._tail = (s.new_keys, s.num_splits)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.sequences import Sequences
 
 logger = logging.getLogger("cupy_flash")
 
@@ -90,15 +90,15 @@ def problem_class(problem: Problem) -> str:
         f"rows{_bucket(rows, MOST_ROWS)}",
         f"align{problem.alignment}",
     ]
-    if problem.sequences is not None:
-        parts.append(_kind(problem.sequences))
+    if not problem.layout.is_equal:
+        parts.append(_kind(problem.layout))
     return " ".join(parts)
 
 
-def _kind(sequences: Sequences) -> str:
+def _kind(layout: Layout) -> str:
     """How sequences lie, in a word without spaces."""
-    queries = "packed" if sequences.packed_q else ""
-    keys = f"page{sequences.page_size}" if sequences.page_size else ""
+    queries = "packed" if layout.packed_q else ""
+    keys = f"page{layout.page_size}" if layout.page_size else ""
     return "-".join(filter(None, (queries, keys))) or "cache"
 
 

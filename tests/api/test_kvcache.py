@@ -11,8 +11,7 @@ from support.foreign import Foreign
 from support.sequence_support import KVCacheCase, random_kvcache_case
 
 from cupy_flash import UnsupportedError, flash_attention_with_kvcache
-from cupy_flash.api import kvcache
-from cupy_flash.gpu import launch_sequences
+from cupy_flash.gpu import attention, launch
 from cupy_flash.host import batches
 from cupy_flash.problem.device import gpu_unavailable
 from cupy_flash.reference.packed import attention_with_kvcache_reference
@@ -473,7 +472,7 @@ def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch)
     problem = random_kvcache_case(
         rng, page_size=16, seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True
     ).problem()
-    uploads = fake_gpu.compute_on_host(monkeypatch, kvcache)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     arguments = problem.arguments()
     out, lse = flash_attention_with_kvcache(**arguments, return_lse=True)
     problem.check(out, lse)
@@ -484,7 +483,7 @@ def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch)
 
 
 def test_a_family_that_the_gpu_does_not_have_is_refused_before_anything_is_appended(monkeypatch):
-    uploads = fake_gpu.compute_on_host(monkeypatch, kvcache)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     assert_refused(ValueError, "unknown family 'flash'", good() | {"family": "flash"})
     assert uploads == []
 
@@ -571,7 +570,7 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         places.append(new["q_rotated"])
     # The workspace is allocated anew in each call.
     assert places[0] != places[1]
-    assert len(launch_sequences._calls) == 1
+    assert len(launch._calls) == 1
 
 
 def test_new_rows_are_appended_before_they_are_attended_to(gpu):
@@ -615,7 +614,7 @@ def test_an_integer_length_is_passed_on_and_is_no_part_of_the_key(gpu):
         (_, (new,)), (_, (_, sequences)) = gpu.launches[-2:]
         assert new["keys"] == sequences["keys"] == keys
         assert new["cache_seqlens"] == sequences["seqused_k"] == 0
-    assert len(launch_sequences._calls) == 1
+    assert len(launch._calls) == 1
 
 
 def test_an_integer_length_is_checked_in_every_call(gpu):
@@ -652,8 +651,8 @@ def test_a_paged_cache_is_described_to_both_kernels(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_with_kvcache(**appending(gpu))
-    monkeypatch.setattr(launch_sequences, "make_plan", None)
-    monkeypatch.setattr(launch_sequences, "cache_problem", None)
+    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(attention, "problem_of", None)
     flash_attention_with_kvcache(**appending(gpu))
     assert len(gpu.launches) == 4
     assert len(gpu.compiled) == 2
@@ -667,7 +666,7 @@ def test_another_alignment_is_another_call(gpu, name):
     flash_attention_with_kvcache(**arguments)
     shifted = gpu.array(*shapes[name], address=gpu.address() + 2)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
-    assert len(launch_sequences._calls) == 2
+    assert len(launch._calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -739,7 +738,7 @@ def test_an_out_over_the_pages_of_a_cache_is_refused_in_every_call(gpu):
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
 def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
-    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a NumPy or CuPy array"):
         flash_attention_with_kvcache(**on(gpu, **{name: None}))
 
 

@@ -11,8 +11,7 @@ from support.foreign import Foreign
 from support.sequence_support import VarlenCase, random_varlen_case
 
 from cupy_flash import UnsupportedError, flash_attention_varlen
-from cupy_flash.api import varlen
-from cupy_flash.gpu import launch_sequences
+from cupy_flash.gpu import attention, launch
 from cupy_flash.problem.device import gpu_unavailable
 from cupy_flash.reference.packed import attention_varlen_reference
 
@@ -294,7 +293,7 @@ def test_the_reference_takes_the_same_arguments(rng):
 
 def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch):
     problem = random_varlen_case(rng, page_size=16, rows_of_none=7).problem()
-    uploads = fake_gpu.compute_on_host(monkeypatch, varlen)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     out = problem.poisoned_out()
     result, lse = flash_attention_varlen(**problem.arguments(), out=out, return_lse=True)
     assert result is out
@@ -371,7 +370,7 @@ def test_the_kernel_is_told_of_pages(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_varlen(**on(gpu))
-    monkeypatch.setattr(launch_sequences, "make_plan", None)
+    monkeypatch.setattr(attention, "make_plan", None)
     flash_attention_varlen(**on(gpu))
     assert len(gpu.launches) == 2
     assert len(gpu.compiled) == 1
@@ -392,7 +391,7 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
-    assert len(launch_sequences._calls) == 2
+    assert len(launch._calls) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -464,7 +463,7 @@ def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
 def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
-    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a NumPy or CuPy array"):
         flash_attention_varlen(**on(gpu, **{name: None}))
 
 

@@ -23,7 +23,6 @@ from cupy_flash.problem.problem import (
     Problem,
     contiguous_strides,
     make_problem,
-    make_sequences_problem,
 )
 
 decode = DecodeFamily()
@@ -82,17 +81,17 @@ def problem(
     if layout == "packed":
         q = spec((1, batch * seqlen_q, heads_q), head_dim)
         k, v = (spec((1, batch * seqlen_k, heads_kv), dim) for dim in dims)
-        return make_sequences_problem(
-            q, k, v, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+        return make_problem(
+            q, k, v, kind="packed", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
         )
     q = spec((batch, seqlen_q, heads_q), head_dim)
     if layout == "cache":
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
-        return make_sequences_problem(q, k, v, **options)
+        return make_problem(q, k, v, kind="cached", **options)
     page_size = int(layout.removeprefix("pages of "))
     pages = -(-seqlen_k // page_size)
     k, v = (spec((batch * pages, page_size, heads_kv), dim) for dim in dims)
-    return make_sequences_problem(q, k, v, block_table=(pages, pages), **options)
+    return make_problem(q, k, v, kind="cached", block_table=(pages, pages), **options)
 
 
 def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
@@ -199,7 +198,7 @@ def test_a_default_tile_compiles_with_hardly_any_spills(name, cubins):
     unit, cubin = DEFAULTS[name], cubins[name].result()
     assert_compiled_as_planned(unit, cubin)
     resources = cubin.resources["attention"]
-    single_rows = unit.case.sequences is not None and unit.case.sequences.page_size == 1
+    single_rows = unit.case.layout.page_size == 1
     more = single_rows or unit.device.sm == "sm_100" or nvrtc.getVersion() < (13, 0)
     most = MORE_SPILLED_BYTES if more else FEW_SPILLED_BYTES
     assert resources.spill_bytes <= most, f"{unit.tile}: {resources}"
@@ -225,7 +224,7 @@ def test_the_units_cover_every_architecture_and_every_choice_of_the_config():
     assert {unit.case.dtype for unit in units} == {"float16", "bfloat16"}
     assert {unit.case.alignment for unit in units} == {16, 8, 4, 2}
     assert {unit.case.softmax_scale < 0 for unit in units} == {True, False}
-    assert {unit.case.sequences is None for unit in units} == {True, False}
+    assert {unit.case.layout.is_equal for unit in units} == {True, False}
     assert {min(unit.num_splits, 2) for unit in units} == {0, 1, 2}
     assert {unit.tile.cluster for unit in units} == {0, 1, 2, 4, 8}
     assert {(unit.tile.Br, unit.tile.Bc) for unit in units} >= {(16, 16), (32, 16), (32, 32)}
@@ -265,8 +264,8 @@ def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, row
 
 def test_a_cache_without_pages_is_refused():
     paged = problem("pages of 16")
-    assert paged.sequences is not None
-    empty = replace(paged, sequences=replace(paged.sequences, max_pages=0, block_table_stride=0))
+    assert not paged.layout.is_equal
+    empty = replace(paged, layout=replace(paged.layout, max_pages=0, block_table_stride=0))
     assert decode.why_not(empty, h100) == "its block_table has no pages"
 
 

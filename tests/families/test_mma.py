@@ -15,8 +15,8 @@ from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
 from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.problem.device import Device, device_for_arch
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import ITEMSIZE, ArraySpec, Problem, make_problem
-from cupy_flash.problem.sequences import Sequences
 
 mma = MmaFamily()
 h100 = device_for_arch("sm_90")
@@ -127,8 +127,8 @@ def ragged_problem(
 ) -> Problem:
     """Packed queries over a cache, in pages or not."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
-    sequences = Sequences(
-        packed_q=True,
+    layout = Layout(
+        kind="packed",
         total_q=2 * seqlen,
         caches=0 if page_size else 5,
         page_size=page_size,
@@ -136,7 +136,7 @@ def ragged_problem(
         max_pages=-(-seqlen // page_size) if page_size else 0,
         batch_invariant=batch_invariant,
     )
-    return replace(case, heads_kv=case.heads_q // group, q_offset=0, sequences=sequences)
+    return replace(case, heads_kv=case.heads_q // group, q_offset=0, layout=layout)
 
 
 def ragged_units() -> dict[str, Unit]:

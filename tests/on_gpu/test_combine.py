@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from support.combine_support import DTYPES, assert_merged, random_parts
 
-from cupy_flash import attention_reference
-from cupy_flash.gpu import combine
+from cupy_flash import attention_reference, combine
 from cupy_flash.reference.dense import error_bound, max_error
 
 pytestmark = pytest.mark.gpu

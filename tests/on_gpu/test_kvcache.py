@@ -37,8 +37,7 @@ from support.sequence_support import KVCacheCase, KVCacheProblem, to_numpy
 from support.sequence_support import Truth as SequencesTruth
 from support.wrong_numbers import HEADS, KVCACHE_CALLS, check_kvcache_result, wrong_kvcache
 
-from cupy_flash import attention_with_kvcache_reference, flash_attention_with_kvcache
-from cupy_flash.gpu import combine
+from cupy_flash import attention_with_kvcache_reference, combine, flash_attention_with_kvcache
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 

@@ -856,7 +856,10 @@ def test_a_plan_is_what_the_call_is_computed_by(gpu):
 
 def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():
     arrays = {"k_cache": np.zeros((3, 61, 3, 40)), "v_cache": np.zeros((3, 61, 3, 72))}
-    new = {name: np.ones((3, 5, 3, cache.shape[3])) for name, cache in zip("kv", arrays.values())}
+    new = {
+        name: np.ones((3, 5, 3, cache.shape[3]))
+        for name, cache in zip("kv", arrays.values(), strict=True)
+    }
     arguments = {"q": np.ones((3, 5, 6, 40)), **arrays, **new, "backend": "cpu"}
     made = plan_with_kvcache(**arguments, cache_seqlens=[1, 2, 10**6])
     assert made == plan_with_kvcache(**arguments, cache_seqlens=7)

@@ -35,6 +35,8 @@ from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_ALIGNMENT, Problem
 
+# Of cu_seqlens_q, cu_seqlens_k, the array of lengths, cache_batch_idx and block_table.
+_NO_PLACES = (0, 0, 0, 0, 0)
 # Where rotated queries begin behind the workspace: as a new allocation would.
 _SCRATCH_ALIGNMENT = 512
 
@@ -61,8 +63,8 @@ class Call:
         Bytes between the parts of qkv; 0 where they are arrays of their own.
     absent
         An address of 0 for each field of `Arguments` that calls of this kind do not have.
-    is_cached, has_no_keys
-        Whether a cache is attended to, and one without any capacity.
+    is_equal, is_cached, has_no_keys
+        Whether lengths are equal; a cache is attended to, and one without any capacity.
     append
         Launch before attention.
     most_keys, limits
@@ -82,6 +84,7 @@ class Call:
     kernels: tuple[LoadedLaunch, ...]
     qkv_step: int
     absent: tuple[int, ...]
+    is_equal: bool = False
     is_cached: bool = False
     has_no_keys: bool = False
     rotated_at: int | None = None
@@ -107,9 +110,13 @@ class Call:
         lse = None if self.lse_shape is None else empty(like, self.lse_shape, self.lse_dtype)
         if not self.kernels and self.append is None and not self.has_no_keys:
             return out, lse
-        q, k, v, _, _, table, cu_q, cu_k, used, k_cache, v_cache, lengths, chosen, cos, sin = (
-            addresses + self.absent
-        )
+        q, k, v = addresses[:3]
+        places = _NO_PLACES
+        if not self.is_equal:
+            _, _, _, _, _, table, cu_q, cu_k, used, k_cache, v_cache, lengths, chosen, cos, sin = (
+                addresses + self.absent
+            )
+            places = (cu_q, cu_k, used or lengths, chosen, table)
         stream = shared(self.counters) if self.counters or self.scratch else None
         # Named until the launches are made: then the pool may hand it on, to what runs later.
         memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
@@ -145,7 +152,6 @@ class Call:
                 given = (params, maps.pointers[0])
             if self.sequences is not None:
                 counters = 0 if stream is None else stream.address
-                places = (cu_q, cu_k, used or lengths, chosen, table)
                 self.sequences.pack_into(to, SLOT, *places, counters, keys)
                 given = (*given, sequences)
             for kernel, grid, block, shared_memory in self.kernels:
@@ -209,6 +215,7 @@ def prepare(arguments: Arguments, options: Options, device: Device) -> Call:
         kernels=() if has_no_keys else loaded_launches(plan),
         qkv_step=qkv_step,
         absent=(0,) * (len(arguments) - fields),
+        is_equal=layout.is_equal,
         is_cached=is_cached,
         has_no_keys=has_no_keys and not problem.is_empty,
         rotated_at=rotated_at,

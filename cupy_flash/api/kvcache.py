@@ -161,9 +161,23 @@ def flash_attention_with_kvcache(
     ((1, 1, 2, 8), 1.0)
     """
     keys, lengths = given_lengths(cache_seqlens)
+    # By position, as names would cost half a microsecond.
     arguments = Arguments(
-        *(q, k, v, out, None, block_table, None, None, None),
-        *(k_cache, v_cache, lengths, cache_batch_idx, rotary_cos, rotary_sin),
+        q,
+        k,
+        v,
+        out,
+        None,
+        block_table,
+        None,
+        None,
+        None,
+        k_cache,
+        v_cache,
+        lengths,
+        cache_batch_idx,
+        rotary_cos,
+        rotary_sin,
     )
     options = Options(
         "cached",
@@ -172,9 +186,13 @@ def flash_attention_with_kvcache(
         return_lse,
         family,
         freeze_tile(tile),
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        rotary_interleaved=rotary_interleaved,
+        None,
+        "bshd",
+        num_splits,
+        batch_invariant,
+        None,
+        None,
+        rotary_interleaved,
     )
     return run.attention(arguments, options, backend, keys)
 
@@ -219,8 +237,16 @@ def plan_with_kvcache(
     """
     _, lengths = given_lengths(cache_seqlens)
     arguments = Arguments(
-        *(q, k, v, None, None, block_table, None, None, None),
-        *(k_cache, v_cache, lengths, cache_batch_idx, rotary_cos, rotary_sin),
+        q,
+        k,
+        v,
+        block_table=block_table,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=lengths,
+        cache_batch_idx=cache_batch_idx,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
     )
     options = Options(
         "cached",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
-from cupy_flash.api.kvcache import flash_attention_with_kvcache
-from cupy_flash.api.varlen import flash_attention_varlen
+from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
 from cupy_flash.errors import CompileError, UnsupportedError
-from cupy_flash.gpu.combine import combine
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
@@ -30,6 +30,8 @@ __all__ = [
     "flash_attention_varlen",
     "flash_attention_with_kvcache",
     "plan",
+    "plan_varlen",
+    "plan_with_kvcache",
 ]
 
 _ROOT = Path(__file__).resolve().parent

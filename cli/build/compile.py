@@ -162,12 +162,12 @@ def _kernels(device: Device, *, everything: bool) -> list[_Kernel]:
 
 def _lie(plan: Plan | None) -> str:
     """How the keys lie, where they are a cache or packed."""
-    sequences = plan.problem.sequences if plan else None
-    if sequences is None:
+    layout = plan.problem.layout if plan else None
+    if layout is None or layout.is_equal:
         return ""
-    if sequences.page_size:
-        return f" page_size {sequences.page_size}"
-    return " packed" if sequences.packed_k else " cache"
+    if layout.page_size:
+        return f" page_size {layout.page_size}"
+    return " packed" if layout.packed_k else " cache"
 
 
 def _row(kernel: _Kernel, built: Built) -> dict[str, Any]:

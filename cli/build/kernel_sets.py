@@ -23,11 +23,12 @@ from collections.abc import Iterable, Iterator
 
 from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
-from cupy_flash.gpu.combine import CombineSpec, combine_unit
+from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, Problem
 
 from ..cases.cases import Case
@@ -102,7 +103,7 @@ def all_plans(device: Device) -> list[Plan]:
         for problem in problems
         for family in FAMILIES.values()
         if family.why_not(problem, device) is None
-        and (problem.sequences is None or family.serves_sequences)
+        and (problem.layout.is_equal or family.serves_sequences)
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
     # For GPUs that this one's tuned table is not for.

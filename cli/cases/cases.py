@@ -15,7 +15,6 @@ from cupy_flash.problem.problem import (
     Strides,
     check_count,
     make_problem,
-    make_sequences_problem,
 )
 
 Shape = tuple[int, int, int, int]
@@ -160,13 +159,14 @@ class Case:
         q, k, v = (ArraySpec.contiguous(shape, self.dtype) for shape in self.bshd_shapes)
         packed = self.kind == "varlen"
         pages = self.pages_per_sequence
-        return make_sequences_problem(
+        return make_problem(
             q,
             k,
             v,
+            kind="packed" if packed else "cached",
             batch=self.batch,
-            max_seqlen_q=self.seqlen_q if packed else None,
-            max_seqlen_k=self.seqlen_k if packed else None,
+            max_seqlen_q=self.seqlen_q,
+            max_seqlen_k=self.seqlen_k,
             block_table=(pages, pages) if self.page_size else None,
             new_keys=self.seqlen_q if self.append else 0,
             num_splits=self.asked_splits,

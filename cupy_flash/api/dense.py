@@ -1,33 +1,14 @@
-"""The public functions: arrays to Problem to Plan to launch."""
+"""Attention of batches of equal lengths."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from typing import Any
 
-import numpy as np
-
-from cupy_flash.calls import arrays
-from cupy_flash.calls.backends import (
-    cpu_tile,
-    host_runs_on_gpu,
-    require_backend,
-    require_gpu_backend,
-)
-from cupy_flash.calls.jax_arrays import from_jax, to_jax
-from cupy_flash.calls.options import plain_options
-from cupy_flash.calls.overlap import require_apart
-from cupy_flash.calls.torch_arrays import is_torch_on_gpu, order
-from cupy_flash.errors import UnsupportedError
-from cupy_flash.gpu import compiler, launch
-from cupy_flash.gpu.launch import Options
-from cupy_flash.host import cpu
-from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import Plan, make_cpu_plan, make_plan
-from cupy_flash.problem.device import device_for_arch, device_for_id, gpu_unavailable
-from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.tile import Tile, TileRequest, freeze_tile
+from cupy_flash.calls import run
+from cupy_flash.calls.arguments import Arguments, require_qkv
+from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 
 def flash_attention(
@@ -115,37 +96,10 @@ def flash_attention(
     >>> flash_attention(q, k, v, causal=True).shape
     (1, 4, 2, 8)
     """
-    options = plain_options(
-        Options(causal, softmax_scale, q_offset, layout, return_lse, family, freeze_tile(tile))
+    options = Options(
+        "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    if backend == "auto" and _all_cupy(q, k, v, out):
-        # The common call, without the checks that its arguments passed by their types.
-        result, lse = launch.forward(q, k, v, out, options)
-        return (result, lse) if return_lse else result
-    if backend == "auto" and is_torch_on_gpu(q, k, v, *(() if out is None else (out,))):
-        return _from_torch(q, k, v, out, options)
-    require_backend(backend)
-    if out is None and type(q) is type(k) is type(v) is np.ndarray:
-        # Likewise.
-        result, lse = _from_host(q, k, v, None, backend, options)
-        return (result, lse) if return_lse else result
-    if backend == "auto" and out is None:
-        found = _from_jax(q, k, v, options)
-        if found is not None:
-            return found
-    given = q
-    q, k, v = (arrays.normalize(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    convert = arrays.way_back("q", given)
-    target = None if out is None else arrays.normalize_out("out", out)
-    _require_one_kind(q, k, v, target)
-    if isinstance(q, np.ndarray):
-        result, lse = _from_host(q, k, v, target, backend, options)
-    else:
-        require_gpu_backend(backend)
-        result, lse = launch.forward(q, k, v, target, options)
-    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
-    result = convert(result) if out is None else (convert(result), out)[1]
-    return (result, convert(lse)) if return_lse else result
+    return run.attention(Arguments(q, k, v, out), options, backend)
 
 
 def flash_attention_qkvpacked(
@@ -182,24 +136,11 @@ def flash_attention_qkvpacked(
     ValueError
         If qkv is not of that shape, and as `flash_attention`.
     """
-    shape = getattr(qkv, "shape", None)
-    if shape is None:
-        raise TypeError(f"qkv is {arrays.kind_of(qkv)}; expected an array")
-    if len(shape) != 5 or shape[2] != 3:
-        raise ValueError(
-            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim)"
-        )
-    if layout != "bshd":
-        raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
-    options = plain_options(
-        Options(causal, softmax_scale, q_offset, layout, return_lse, family, freeze_tile(tile))
+    require_qkv(qkv, layout)
+    options = Options(
+        "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    if backend == "auto" and _all_cupy(qkv, qkv, qkv, out):
-        result, lse = launch.forward_packed(qkv, out, options)
-        return (result, lse) if return_lse else result
-    return flash_attention(
-        *(qkv[:, :, i] for i in range(3)), **options._asdict(), out=out, backend=backend
-    )
+    return run.attention(Arguments(out=out, qkv=qkv), options, backend)
 
 
 def plan(
@@ -230,161 +171,7 @@ def plan(
     Plan
         Family, tile, resources and reasons; `print` it.
     """
-    options = plain_options(
-        Options(causal, softmax_scale, q_offset, layout, False, family, freeze_tile(tile))
+    options = Options(
+        "equal", causal, softmax_scale, False, family, freeze_tile(tile), q_offset, layout
     )
-    require_backend(backend)
-    q, k, v = (arrays.read(n, a) for n, a in (("q", q), ("k", k), ("v", v)))
-    _require_one_kind(q, k, v, None)
-    on_host = isinstance(q, np.ndarray)
-    on_cpu = on_host and arch is None and not host_runs_on_gpu(backend)
-    if on_host and arch is None and not on_cpu:
-        # Uploaded arrays keep the order of their axes, and have no gaps.
-        q, k, v = (np.empty_like(array) for array in (q, k, v))
-    # What a call would copy is laid out as the copy would be, without making it.
-    q, k, v = (
-        array if arrays.is_readable_in_place(array) else np.empty(array.shape, array.dtype)
-        for array in (q, k, v)
-    )
-    problem = launch.problem_of(q, k, v, None, options)
-    if arch is not None and backend == "cpu":
-        raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
-    if arch is not None:
-        return make_plan(problem, device_for_arch(arch), family=options.family, tile=options.tile)
-    if on_cpu:
-        chosen = cpu_tile(problem, options.family, options.tile)
-        return make_cpu_plan(problem, chosen, gpu_unavailable())
-    if not on_host:
-        require_gpu_backend(backend)
-    if reason := gpu_unavailable():
-        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
-    import cupy
-
-    made = make_plan(
-        problem,
-        device_for_id(cupy.cuda.runtime.getDevice()),
-        family=options.family,
-        tile=options.tile,
-    )
-    assert made.unit is not None
-    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
-
-
-def _all_cupy(q: Any, k: Any, v: Any, out: Any | None) -> bool:
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not type(q) is type(k) is type(v) is cupy.ndarray:
-        return False
-    return out is None or type(out) is cupy.ndarray
-
-
-def _from_torch(q: Any, k: Any, v: Any, out: Any | None, options: Options) -> Any:
-    """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
-    streams = arrays.torch_streams("q", q)
-    if streams is not None:
-        order(*streams)
-    result, lse = launch.forward(q, k, v, out, options)
-    if streams is not None:
-        order(*reversed(streams))
-    # New arrays are CuPy's where q had to be copied.
-    if result.__class__ is not q.__class__:
-        result = arrays.to_torch(result)
-    if not options.return_lse:
-        return result
-    return result, lse if lse.__class__ is q.__class__ else arrays.to_torch(lse)
-
-
-def _from_jax(q: Any, k: Any, v: Any, options: Options) -> Any | None:
-    """The same of arrays of JAX; None where one of them is not read by its address."""
-    q_memory = from_jax("q", q)
-    if q_memory is None:
-        return None
-    k_memory, v_memory = from_jax("k", k), from_jax("v", v)
-    if k_memory is None or v_memory is None:
-        return None
-    result, lse = launch.forward(q_memory, k_memory, v_memory, None, options)
-    result = to_jax(result, q_memory.device)
-    return (result, to_jax(lse, q_memory.device)) if options.return_lse else result
-
-
-def _require_one_kind(q: Any, k: Any, v: Any, out: Any | None) -> None:
-    for name, array in (("k", k), ("v", v), ("out", out)):
-        if array is not None and isinstance(array, np.ndarray) != isinstance(q, np.ndarray):
-            host, device = ("q", name) if isinstance(q, np.ndarray) else (name, "q")
-            raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
-
-
-def _from_host(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray | None,
-    backend: str,
-    options: Options,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    problem, tile = _host_call(q, k, v, out, backend, options)
-    if out is None:
-        out = np.empty(launch.out_shape(q, v), q.dtype)
-    else:
-        if not out.flags.writeable:
-            raise ValueError("out is read-only; pass an array that can be written")
-        require_apart(("q", "k", "v", "out"), (q, k, v, out), ("out",))
-    if tile is None:
-        import cupy
-
-        on_gpu = cupy.asarray(q), cupy.asarray(k), cupy.asarray(v)
-        result, lse = launch.forward(*on_gpu, None, options)
-        out[...] = cupy.asnumpy(result)
-        return out, None if lse is None else cupy.asnumpy(lse)
-    lse = None
-    if options.return_lse:
-        lse_dtype = np.float64 if problem.dtype == "float64" else np.float32
-        lse = np.empty((problem.batch, problem.heads_q, problem.seqlen_q), lse_dtype)
-    views = q, k, v, out
-    if options.layout != "bshd":
-        views = tuple(arrays.to_bshd(array, options.layout) for array in views)
-    cpu.forward(
-        *views,
-        lse,
-        causal=problem.causal,
-        q_offset=problem.q_offset,
-        softmax_scale=problem.softmax_scale,
-        tile=tile,
-    )
-    return out, lse
-
-
-# Calls on host memory kept for reuse, as those on a GPU are in `launch`.
-_MAX_HOST_CALLS = 1024
-_host_calls: dict[Any, tuple[Problem, Tile]] = {}
-
-
-def _host_call(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    out: np.ndarray | None,
-    backend: str,
-    options: Options,
-) -> tuple[Problem, Tile | None]:
-    """The problem that arrays in host memory pose, and the CPU's tile; no tile where a GPU is used.
-
-    Kept, as finding them takes four times as long as a small call computes.
-    """
-    if host_runs_on_gpu(backend):
-        return launch.problem_of(q, k, v, out, options), None
-    key = (
-        (q.shape, q.strides, q.dtype),
-        (k.shape, k.strides, k.dtype),
-        (v.shape, v.strides, v.dtype),
-        None if out is None else (out.shape, out.strides, out.dtype),
-        options,
-        tuning.generation(),
-    )
-    known = _host_calls.get(key)
-    if known is None:
-        problem = launch.problem_of(q, k, v, out, options)
-        known = problem, cpu_tile(problem, options.family, options.tile)
-        if len(_host_calls) >= _MAX_HOST_CALLS:
-            _host_calls.clear()
-        _host_calls[key] = known
-    return known
+    return run.plan(Arguments(q, k, v), options, backend, arch)

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-import numpy as np
-
-from cupy_flash.calls.arrays import require_mutable
-from cupy_flash.calls.backends import require_backend, require_gpu_backend
-from cupy_flash.calls.host_calls import (
-    all_cupy,
-    kept_problem,
-    new_lse,
-    requested_tile,
-    require_writable,
-    runs_on_gpu,
-)
-from cupy_flash.calls.options import plain_options
-from cupy_flash.calls.overlap import require_apart
-from cupy_flash.calls.sequence_arrays import (
-    CACHES,
-    CacheArrays,
-    CacheOptions,
-    cache_problem,
-    check_cache_contents,
-    length_limits,
-    normalized,
-    require_length,
-)
-from cupy_flash.gpu import launch_sequences
-from cupy_flash.host import batches, cpu
-from cupy_flash.planning.planner import make_plan
-from cupy_flash.problem.device import device_for_id
-from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.tile import Tile, TileRequest, freeze_tile
+from cupy_flash.calls import run
+from cupy_flash.calls.arguments import Arguments, given_lengths
+from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 
 def flash_attention_with_kvcache(
@@ -186,189 +160,102 @@ def flash_attention_with_kvcache(
     >>> out.shape, float(k_cache[0, 5, 0, 0])
     ((1, 1, 2, 8), 1.0)
     """
-    options = plain_options(
-        CacheOptions(
-            causal,
-            softmax_scale,
-            return_lse,
-            num_splits,
-            batch_invariant,
-            family,
-            freeze_tile(tile),
-            rotary_interleaved,
-        )
-    )
-    keys = 0
-    lengths = cache_seqlens
-    if isinstance(cache_seqlens, (int, np.integer)) and not isinstance(cache_seqlens, bool):
-        keys, lengths = operator.index(cache_seqlens), None
-    elif cache_seqlens is None:
-        raise _no_lengths(cache_seqlens)
-    arrays = CacheArrays(
+    keys, lengths = given_lengths(cache_seqlens)
+    # By position, as names would cost half a microsecond.
+    arguments = Arguments(
         q,
-        k_cache,
-        v_cache,
         k,
         v,
+        out,
+        None,
+        block_table,
+        None,
+        None,
+        None,
+        k_cache,
+        v_cache,
         lengths,
         cache_batch_idx,
-        block_table,
         rotary_cos,
         rotary_sin,
-        out,
     )
-    if backend == "auto" and all_cupy(arrays):
-        # The common call, without the checks that its arguments passed by their types.
-        result, lse = launch_sequences.with_kvcache(arrays, keys, options)
-        return (result, lse) if return_lse else result
-    if isinstance(lengths, (bool, float, str, np.generic)):
-        raise _no_lengths(lengths)
-    require_backend(backend)
-    if k is not None:
-        require_mutable("k_cache", k_cache)
-        require_mutable("v_cache", v_cache)
-    arrays, convert = normalized(arrays)
-    if isinstance(arrays.q, np.ndarray):
-        result, lse = _from_host(arrays, keys, options, backend)
-    else:
-        require_gpu_backend(backend)
-        result, lse = launch_sequences.with_kvcache(arrays, keys, options)
-    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
-    result = convert(result) if out is None else (convert(result), out)[1]
-    return (result, convert(lse)) if return_lse else result
-
-
-def _no_lengths(cache_seqlens: Any) -> TypeError:
-    return TypeError(
-        f"cache_seqlens is {cache_seqlens!r}; expected an integer or an int32 array of shape "
-        "(batch,)"
+    options = Options(
+        "cached",
+        causal,
+        softmax_scale,
+        return_lse,
+        family,
+        freeze_tile(tile),
+        None,
+        "bshd",
+        num_splits,
+        batch_invariant,
+        None,
+        None,
+        rotary_interleaved,
     )
+    return run.attention(arguments, options, backend, keys)
 
 
-def _from_host(
-    arrays: CacheArrays, keys: int, options: CacheOptions, backend: str
-) -> tuple[np.ndarray, np.ndarray | None]:
-    problem = kept_problem(cache_problem, arrays, options)
-    if arrays.cache_seqlens is None:
-        require_length("cache_seqlens", keys, length_limits(arrays, problem))
-        lengths = np.full(problem.batch, keys, np.int64)
-    else:
-        lengths = arrays.cache_seqlens.astype(np.int64)
-    check_cache_contents(arrays, lengths, problem)
-    out = arrays.out
-    if out is None:
-        out = np.empty((*arrays.q.shape[:3], problem.head_dim_v), arrays.q.dtype)
-    else:
-        require_writable("out", out)
-    assert problem.sequences is not None
-    appends = problem.sequences.new_keys > 0
-    if appends:
-        require_writable("k_cache", arrays.k_cache)
-        require_writable("v_cache", arrays.v_cache)
-    require_apart(arrays._fields, arrays, (*CACHES, "out") if appends else ("out",))
-    # Nothing may be refused once the cache is written.
-    on_gpu = runs_on_gpu(problem, options, backend)
-    tile = None if on_gpu else requested_tile(problem, options)
-    lengths_after = lengths + problem.sequences.new_keys
-    if on_gpu:
-        _require_a_plan(problem, options)
-    elif tile is not None:
-        _require_scratch(problem, tile, int(lengths_after.max(initial=0)))
-    q = _append(arrays, lengths, options, problem)
-    if on_gpu:
-        return _on_gpu(arrays, q, lengths_after, out, options)
-    lse = None
-    if options.return_lse:
-        lse = new_lse(problem, (problem.batch, problem.heads_q, problem.seqlen_q))
-    batches.kvcache_forward(
+def plan_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any | None = None,
+    v: Any | None = None,
+    *,
+    cache_seqlens: Any,
+    cache_batch_idx: Any | None = None,
+    block_table: Any | None = None,
+    rotary_cos: Any | None = None,
+    rotary_sin: Any | None = None,
+    rotary_interleaved: bool = True,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    arch: str | None = None,
+) -> Plan:
+    """The Plan of the attention of `flash_attention_with_kvcache`, without computing anything.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin,
+    rotary_interleaved, causal, softmax_scale, num_splits, batch_invariant, backend, family, tile
+        As in `flash_attention_with_kvcache`. The arrays are neither read nor written.
+    arch : str, optional
+        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+
+    Returns
+    -------
+    Plan
+        Family, tile, resources and reasons; `print` it. It is chosen by the capacity of the cache,
+        not by its lengths. An append is a launch before those of the plan.
+    """
+    _, lengths = given_lengths(cache_seqlens)
+    arguments = Arguments(
         q,
-        arrays.k_cache,
-        arrays.v_cache,
-        out,
-        lse,
-        lengths=lengths_after,
-        cache_batch_idx=arrays.cache_batch_idx,
-        block_table=arrays.block_table,
-        causal=problem.causal,
-        softmax_scale=problem.softmax_scale,
-        tile=tile,
-        batch_invariant=problem.sequences.batch_invariant,
+        k,
+        v,
+        block_table=block_table,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=lengths,
+        cache_batch_idx=cache_batch_idx,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
     )
-    return out, lse
-
-
-def _require_a_plan(problem: Problem, options: CacheOptions) -> None:
-    """Raise as a call on the current GPU does for a family or tile that does not fit."""
-    import cupy
-
-    device = device_for_id(cupy.cuda.runtime.getDevice())
-    make_plan(problem, device, family=options.family, tile=options.tile)
-
-
-def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:
-    """Raise ValueError for a tile that the CPU backend would refuse later on."""
-    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    clipped = Tile(min(tile.Br, max(rows, 1)), min(tile.Bc, max(seqlen_k, 1)))
-    needed = cpu.scratch_bytes(problem, clipped)
-    if needed > cpu.SCRATCH_LIMIT:
-        raise ValueError(
-            f"tile {tile} needs {needed} bytes of scratch per worker, more than "
-            f"{cpu.SCRATCH_LIMIT}; choose a smaller Br or Bc"
-        )
-
-
-def _append(
-    arrays: CacheArrays, lengths: np.ndarray, options: CacheOptions, problem: Problem
-) -> np.ndarray:
-    """Append what is new to the cache; q as it is attended with."""
-    q, k = arrays.q, arrays.k
-    if arrays.rotary_cos is not None:
-        q, k = (
-            batches.rotate(
-                rows,
-                arrays.rotary_cos,
-                arrays.rotary_sin,
-                lengths,
-                interleaved=bool(options.rotary_interleaved),
-                advance=advance,
-            )
-            for rows, advance in ((q, problem.causal), (k, True))
-        )
-    if k is not None:
-        batches.append(
-            arrays.k_cache,
-            arrays.v_cache,
-            k,
-            arrays.v,
-            lengths=lengths,
-            cache_batch_idx=arrays.cache_batch_idx,
-            block_table=arrays.block_table,
-        )
-    return q
-
-
-def _on_gpu(
-    arrays: CacheArrays,
-    q: np.ndarray,
-    lengths: np.ndarray,
-    out: np.ndarray,
-    options: CacheOptions,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of host arrays whose cache is complete, on copies of them."""
-    import cupy
-
-    uploaded = CacheArrays(
-        q=cupy.asarray(q),
-        k_cache=cupy.asarray(arrays.k_cache, order="C"),
-        v_cache=cupy.asarray(arrays.v_cache, order="C"),
-        cache_seqlens=cupy.asarray(lengths, np.int32),
-        cache_batch_idx=_uploaded(cupy, arrays.cache_batch_idx),
-        block_table=_uploaded(cupy, arrays.block_table),
+    options = Options(
+        "cached",
+        causal,
+        softmax_scale,
+        family=family,
+        tile=freeze_tile(tile),
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        rotary_interleaved=rotary_interleaved,
     )
-    result, lse = launch_sequences.with_kvcache(uploaded, 0, options)
-    out[...] = cupy.asnumpy(result)
-    return out, None if lse is None else cupy.asnumpy(lse)
-
-
-def _uploaded(cupy: Any, array: np.ndarray | None) -> Any | None:
-    return None if array is None else cupy.asarray(array)
+    return run.plan(arguments, options, backend, arch)

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from cupy_flash.calls.backends import require_backend, require_gpu_backend
-from cupy_flash.calls.host_calls import (
-    all_cupy,
-    kept_problem,
-    new_lse,
-    requested_tile,
-    require_writable,
-    runs_on_gpu,
-)
-from cupy_flash.calls.options import plain_options
-from cupy_flash.calls.overlap import require_apart
-from cupy_flash.calls.sequence_arrays import (
-    VarlenArrays,
-    VarlenOptions,
-    check_varlen_contents,
-    normalized,
-    varlen_problem,
-)
-from cupy_flash.gpu import launch_sequences
-from cupy_flash.host import batches
+from cupy_flash.calls import run
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 
@@ -160,71 +142,75 @@ def flash_attention_varlen(
     >>> flash_attention_varlen(q, k, v, [0, 3, 7], [0, 3, 7], 4, 4, causal=True).shape
     (7, 2, 8)
     """
-    options = plain_options(
-        VarlenOptions(
-            max_seqlen_q,
-            max_seqlen_k,
+    return run.attention(
+        Arguments(q, k, v, out, None, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k),
+        Options(
+            "packed",
             causal,
             softmax_scale,
             return_lse,
-            num_splits,
-            batch_invariant,
             family,
             freeze_tile(tile),
-        )
+            None,
+            "bshd",
+            num_splits,
+            batch_invariant,
+            max_seqlen_q,
+            max_seqlen_k,
+        ),
+        backend,
     )
-    arrays = VarlenArrays(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out)
-    if backend == "auto" and all_cupy(arrays):
-        # The common call, without the checks that its arguments passed by their types.
-        result, lse = launch_sequences.varlen(arrays, options)
-        return (result, lse) if return_lse else result
-    require_backend(backend)
-    arrays, convert = normalized(arrays)
-    if isinstance(arrays.q, np.ndarray):
-        result, lse = _from_host(arrays, options, backend)
-    else:
-        require_gpu_backend(backend)
-        result, lse = launch_sequences.varlen(arrays, options)
-    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
-    result = convert(result) if out is None else (convert(result), out)[1]
-    return (result, convert(lse)) if return_lse else result
 
 
-def _from_host(
-    arrays: VarlenArrays, options: VarlenOptions, backend: str
-) -> tuple[np.ndarray, np.ndarray | None]:
-    problem = kept_problem(varlen_problem, arrays, options)
-    check_varlen_contents(arrays, options, problem)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, out = arrays
-    if out is None:
-        out = np.empty((*q.shape[:2], problem.head_dim_v), q.dtype)
-    else:
-        require_writable("out", out)
-        require_apart(arrays._fields, arrays, ("out",))
-    if runs_on_gpu(problem, options, backend):
-        import cupy
+def plan_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any | None = None,
+    block_table: Any | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    arch: str | None = None,
+) -> Plan:
+    """The Plan that `flash_attention_varlen` would use, without computing anything.
 
-        # With `out`, for its rows that belong to no sequence.
-        uploaded = [None if x is None else cupy.asarray(x, order="C") for x in arrays]
-        result, lse = launch_sequences.varlen(VarlenArrays(*uploaded), options)
-        out[...] = cupy.asnumpy(result)
-        return out, None if lse is None else cupy.asnumpy(lse)
-    lse = new_lse(problem, (problem.heads_q, q.shape[0])) if options.return_lse else None
-    batches.varlen_forward(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=problem.seqlen_q,
-        max_seqlen_k=problem.seqlen_k,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        causal=problem.causal,
-        softmax_scale=problem.softmax_scale,
-        tile=requested_tile(problem, options),
-        batch_invariant=problem.sequences is not None and problem.sequences.batch_invariant,
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+    seqused_k, block_table, num_splits, batch_invariant, backend, family, tile
+        As in `flash_attention_varlen`. The arrays are not read.
+    arch : str, optional
+        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+
+    Returns
+    -------
+    Plan
+        Family, tile, resources and reasons; `print` it. The CPU backend's tile is that of the
+        longest sequence; it chooses one for each run of equal ones.
+    """
+    return run.plan(
+        Arguments(q, k, v, None, None, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k),
+        Options(
+            "packed",
+            causal,
+            softmax_scale,
+            family=family,
+            tile=freeze_tile(tile),
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        ),
+        backend,
+        arch,
     )
-    return out, lse

@@ -210,9 +210,7 @@ def normalize(name: str, array: Any) -> Any:
     if (memory := from_jax(name, array)) is not None:
         return memory
     if not hasattr(array, "__dlpack_device__"):
-        raise TypeError(
-            f"{name} is {kind_of(array)}; expected a NumPy or CuPy array, or one that speaks DLPack"
-        )
+        raise no_array(name, array)
     device_type = int(array.__dlpack_device__()[0])
     if device_type in _DLPACK_CUDA:
         return _device_array(name, array)
@@ -220,6 +218,13 @@ def normalize(name: str, array: Any) -> Any:
         return _host_array(name, array)
     raise TypeError(
         f"{name} lies on DLPack device type {device_type}; expected host or CUDA memory"
+    )
+
+
+def no_array(name: str, value: Any) -> TypeError:
+    """The error for what is no array of any kind."""
+    return TypeError(
+        f"{name} is {kind_of(value)}; expected a NumPy or CuPy array, or one that speaks DLPack"
     )
 
 

@@ -1,26 +1,45 @@
-"""Options as plain values, so that a call's key holds nothing that can change."""
+"""What a call asks for besides its arrays, as plain values: a key holds nothing that can change."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupy_flash.calls.arrays import kind_of, require_layout
 from cupy_flash.problem.problem import check_bool, finite, integer
-from cupy_flash.problem.tile import Tile
+from cupy_flash.problem.tile import FrozenTile, Tile
 
-# Types of options that were found to be plain, with the class of the options before them.
+
+class Options(NamedTuple):
+    """Options of any attention call; those that a public function does not have keep defaults.
+
+    `kind` says how the sequences of the call lie, see `Layout.kind`.
+    """
+
+    kind: str = "equal"
+    causal: bool = False
+    softmax_scale: float | None = None
+    return_lse: bool = False
+    family: str | None = None
+    tile: FrozenTile = None
+    q_offset: int | None = None
+    layout: str = "bshd"
+    num_splits: int = 0
+    batch_invariant: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    rotary_interleaved: bool = True
+
+
+# Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()
 
 
-def plain_options(options: Any) -> Any:
+def plain_options(options: Options) -> Options:
     """The same options as Python's own numbers, bools and strings.
 
-    Parameters
-    ----------
-    options
-        A NamedTuple of them. A number may be an array of one, which is read here.
+    A number may be an array of one, which is read here.
 
     Raises
     ------
@@ -30,12 +49,13 @@ def plain_options(options: Any) -> Any:
         For a number that is not finite.
     """
     # Types tell whether options are plain, and a program's calls mostly have the same.
-    types = (options.__class__, *map(type, options))
+    types = tuple(map(type, options))
     if types in _plain:
         return options
-    named = zip(options._fields, options, strict=True)
-    plain = options._replace(**{name: _FIELDS[name](name, value) for name, value in named})
-    if types == (plain.__class__, *map(type, plain)):
+    plain = options._replace(
+        **{name: plain(name, getattr(options, name)) for name, plain in _FIELDS.items()}
+    )
+    if types == tuple(map(type, plain)):
         _plain.add(types)
     return plain
 

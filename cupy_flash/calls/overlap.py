@@ -42,9 +42,9 @@ class OverlapCheck:
         self._apart: set[tuple[int, ...]] = set()
         self._interleaved: set[tuple[int, int, int]] = set()
         done: set[int] = set()
-        for i, name in enumerate(names):
+        for i in map(tuple(names).index, written):
             first = self._layouts[i]
-            if first is None or name not in written:
+            if first is None:
                 continue
             done.add(i)
             for j, second in enumerate(self._layouts):

@@ -16,7 +16,7 @@ import numpy as np
 
 
 def is_torch_on_gpu(*arrays: Any) -> bool:
-    """Whether all are plain tensors of torch in CUDA memory that kernels may read.
+    """Whether all are plain tensors of torch in CUDA memory that kernels may read, or None.
 
     Others, such as those that require gradients, go through DLPack, which says why it takes them or
     not. So do subclasses, which may mean something else by their memory.
@@ -26,7 +26,7 @@ def is_torch_on_gpu(*arrays: Any) -> bool:
         return False
     tensor, strided = torch.Tensor, torch.strided
     for array in arrays:
-        if not (
+        if array is not None and not (
             type(array) is tensor
             and array.is_cuda
             and array.layout is strided

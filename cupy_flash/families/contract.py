@@ -137,7 +137,7 @@ class Family(ABC):
 
     def takes_sequences(self, problem: Problem) -> bool:
         """Whether the kernels take the struct of `sequences.cuh` after the params."""
-        return problem.sequences is not None
+        return not problem.layout.is_equal
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
         """Query heads whose query tiles are interleaved (see `kernels_cu/work/schedule.cuh`)."""

@@ -115,8 +115,8 @@ class DecodeFamily(Family):
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         if reason := why_not_scale(problem):
             return reason
-        sequences = problem.sequences
-        if sequences is not None and sequences.page_size and sequences.max_pages == 0:
+        layout = problem.layout
+        if layout.page_size and layout.max_pages == 0:
             return "its block_table has no pages"
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
@@ -195,7 +195,7 @@ class DecodeFamily(Family):
         is_tiny = problem.batch * problem.seqlen_k <= _TINY and several_heads
         large = DecodeTile(16, 16, warps=4 if wide or is_tiny else 8, min_blocks=1)
         has_much = _bytes(problem) > _LITTLE
-        page_size = problem.sequences.page_size if problem.sequences else 0
+        page_size = problem.layout.page_size
         tiles = [large, *small]
         if problem.is_batch_invariant:
             # Bc and warps decide in which order a row's keys are summed up.
@@ -352,7 +352,7 @@ class DecodeFamily(Family):
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
         assert isinstance(tile, DecodeTile)
-        sequences = problem.sequences
+        layout = problem.layout
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -362,8 +362,8 @@ class DecodeFamily(Family):
             "q_in_registers": True,
             "kept_rows": _kept_rows(problem, tile),
             "group": _group(problem),
-            "sequences": sequences is not None,
-            "page_size": sequences.page_size if sequences else 0,
+            "sequences": not layout.is_equal,
+            "page_size": layout.page_size,
         }
 
 
@@ -406,8 +406,8 @@ def _is_balanced(problem: Problem, Br: int) -> bool:
 
     The kernel needs to know how many rows every sequence has, which packed queries do not tell.
     """
-    sequences = problem.sequences
-    if sequences is not None and (sequences.packed_q or sequences.num_splits):
+    layout = problem.layout
+    if layout.packed_q or layout.num_splits:
         return False
     few_tiles = _row_tiles(problem, Br) <= _MOST_SHARED_TILES
     return few_tiles and problem.heads_kv <= MAX_GRID_Y
@@ -471,4 +471,4 @@ def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
 
 
 def _given_splits(problem: Problem) -> int:
-    return problem.sequences.num_splits if problem.sequences else 0
+    return problem.layout.num_splits

@@ -137,15 +137,15 @@ def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0, guesses: int = 16) 
 
 def _of_equal_sequences(problem: Problem) -> Problem:
     """The problem that a tile is chosen for: of packed sequences, as many of the longest."""
-    sequences = problem.sequences
-    if sequences is None:
+    layout = problem.layout
+    if layout.is_equal:
         return problem
     if problem.is_batch_invariant:
         # Any will do that is the same for all batches and lengths.
         return dataclasses.replace(problem, batch=128, seqlen_q=8192, seqlen_k=8192)
-    if not sequences.packed_q:
+    if not layout.packed_q:
         return problem
-    return dataclasses.replace(problem, batch=ceil_div(sequences.total_q, max(1, problem.seqlen_q)))
+    return dataclasses.replace(problem, batch=ceil_div(layout.total_q, max(1, problem.seqlen_q)))
 
 
 def _k_steps(problem: Problem) -> int:
@@ -192,7 +192,7 @@ class HopperFamily(Family):
         return None
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
-        if problem.sequences is None:
+        if problem.layout.is_equal:
             return None
         rows = problem.seqlen_q
         if rows < _LOWEST and problem.heads_q > problem.heads_kv:
@@ -210,14 +210,14 @@ class HopperFamily(Family):
         return None
 
     def _why_not_sequences(self, problem: Problem) -> str | None:
-        sequences = problem.sequences
-        if sequences is None:
+        layout = problem.layout
+        if layout.is_equal:
             return None
-        if sequences.page_size:
+        if layout.page_size:
             return "the copy engine brings rows that lie one behind the other, not pages"
-        if not sequences.packed_k and sequences.caches == 0:
+        if not layout.packed_k and layout.caches == 0:
             return "the copy engine cannot address arrays without keys"
-        if sequences.num_splits > 1:
+        if layout.num_splits > 1:
             return "it splits the keys of sequences of equal length only"
         return None
 
@@ -308,7 +308,7 @@ class HopperFamily(Family):
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
             + visits
         )
-        if problem.sequences is None:
+        if problem.layout.is_equal:
             return total
         # Two visits more, all with their places, and two barriers for them; a note and a barrier
         # for the last values of a sequence in each slot, and for the end.
@@ -324,7 +324,7 @@ class HopperFamily(Family):
         return _WARPGROUP * (tile.Br // 64 + 1)
 
     def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
-        if problem.sequences is not None:
+        if not problem.layout.is_equal:
             return 1
         return split.num_splits(
             problem,
@@ -335,13 +335,13 @@ class HopperFamily(Family):
         )
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        if problem.sequences is not None:
+        if not problem.layout.is_equal:
             # The order of the sequences, see `work/order.cuh`.
             return (2 * problem.batch + 2) * _WORD_BYTES
         return split.workspace(problem, num_splits)
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
-        if problem.sequences is not None:
+        if not problem.layout.is_equal:
             # At least; the kernel takes more for a short causal sequence.
             return problem.heads_q // problem.heads_kv
         return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
@@ -356,7 +356,7 @@ class HopperFamily(Family):
         main = Launch(
             "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
         )
-        if problem.sequences is not None:
+        if not problem.layout.is_equal:
             scratch = _PREPARE_WORDS * _WORD_BYTES
             return (Launch(_PREPARE, (1, 1, 1), _PREPARE_THREADS, scratch), main)
         return (main, *split.combine_launches(problem, num_splits))
@@ -364,13 +364,13 @@ class HopperFamily(Family):
     def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
         p = problem
         rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
-        if p.sequences is not None:
-            if p.sequences.packed_q:
-                rows_q, batch_q = p.sequences.total_q, 1
-            if p.sequences.packed_k:
-                rows_k, batch_k = p.sequences.total_k, 1
+        if not p.layout.is_equal:
+            if p.layout.packed_q:
+                rows_q, batch_q = p.layout.total_q, 1
+            if p.layout.packed_k:
+                rows_k, batch_k = p.layout.total_k, 1
             else:
-                batch_k = p.sequences.caches
+                batch_k = p.layout.caches
         return (
             _spec(p, (p.head_dim, rows_q, p.heads_q, batch_q), p.q_strides, tile.Br),
             _spec(p, (p.head_dim, rows_k, p.heads_kv, batch_k), p.k_strides, tile.Bc),
@@ -378,7 +378,7 @@ class HopperFamily(Family):
         )
 
     def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        if problem.sequences is not None:
+        if not problem.layout.is_equal:
             return _sequences_entries(self.threads(tile))
         attention = (
             f'extern "C" __global__ void __launch_bounds__({self.threads(tile)}, 1)\n'
@@ -402,7 +402,7 @@ class HopperFamily(Family):
             "q_steps": tile.q_steps,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
-            "sequences": problem.sequences is not None,
+            "sequences": not problem.layout.is_equal,
             "shared_memory": self.shared_memory(problem, tile),
         }
 

@@ -53,14 +53,14 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
     widest = max(problem.head_dim, problem.head_dim_v)
     # Tiles that the compiler fits into 255 registers for sm_90 spill on some other architectures.
     hopper = device.arch == 90
-    sequences = problem.sequences
+    layout = problem.layout
     # So does the largest where rows are looked up in pages.
-    paged = sequences is not None and sequences.page_size > 0
+    paged = layout.page_size > 0
     if problem.dtype == "float32":
         # head_dim 64: 64x64 61 / -, 50 / 39 (128x32 65 / -, 52 / 33, but it spills). head_dim 128:
         # 64x32 60 / 57, 128x32 with 8 warps 58 / 55, 64x48 55 / 53. On an H200 64x64 takes 3% less
         # time than 64x32 at 512 full, and, though it spills 16 bytes, 10% less at 4096 causal.
-        large = [MmaTile(64, 64)] if widest <= 64 or (hopper and sequences is None) else []
+        large = [MmaTile(64, 64)] if widest <= 64 or (hopper and layout.is_equal) else []
         return [*large, MmaTile(64, 32)]
     if widest <= 64:
         # 128x80 with 4 stages 327 / 282, 257 / 163; 64x64 with 2 warps and 4 stages 323 / 276,
@@ -190,7 +190,7 @@ class MmaFamily(Family):
         attention = ragged.entry(
             problem, f'extern "C" __global__ void {bounds}\nattention', "mma_forward"
         )
-        sequences = problem.sequences is not None
+        sequences = not problem.layout.is_equal
         return {"attention": attention} | split.combine_entries(num_splits, sequences=sequences)
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:

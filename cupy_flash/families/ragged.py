@@ -16,7 +16,7 @@ def group_size(problem: Problem) -> int:
     Tiles of several heads read keys and values once for all of them, which is most of what a few
     query rows wait for; where there are many rows it is no loss.
     """
-    if problem.sequences is None:
+    if problem.layout.is_equal:
         return 1
     # Queries without heads are a call, with an empty result.
     group = max(1, problem.heads_q // problem.heads_kv)
@@ -38,14 +38,14 @@ def query_blocks(problem: Problem, Br: int) -> int:
 def why_not_grid(problem: Problem, Br: int) -> str | None:
     """Why tiles of Br rows are more than a launch takes, or None if they are not."""
     blocks = query_blocks(problem, Br)
-    sequences = problem.sequences
-    if sequences is not None:
+    layout = problem.layout
+    if not layout.is_equal:
         heads = problem.batch * problem.heads_q
         if heads > MAX_COUNT:
             # The kernel that merges splits counts them in one line.
             return f"has {heads} query heads in all sequences; {MAX_COUNT} can be counted"
-        if sequences.num_splits > 1:
-            blocks = max(blocks * sequences.num_splits, split.combine_blocks(problem))
+        if layout.num_splits > 1:
+            blocks = max(blocks * layout.num_splits, split.combine_blocks(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -77,10 +77,10 @@ def num_splits(
 
 def config(problem: Problem) -> dict[str, int | bool]:
     """Members of the `Config` struct that `place.cuh` reads."""
-    sequences = problem.sequences
+    layout = problem.layout
     return {
-        "sequences": sequences is not None,
-        "page_size": sequences.page_size if sequences else 0,
+        "sequences": not layout.is_equal,
+        "page_size": layout.page_size,
         "group": group_size(problem),
     }
 
@@ -96,7 +96,7 @@ def entry(problem: Problem, declaration: str, function: str) -> str:
         What it calls, with `Config` as the template argument.
     """
     parameters, arguments = "const __grid_constant__ Params params", "params"
-    if problem.sequences is not None:
+    if not problem.layout.is_equal:
         parameters += ", const __grid_constant__ Sequences sequences"
         arguments += ", sequences"
         declaration = f"{sequences_assertions()}\n{declaration}"

@@ -208,7 +208,7 @@ class SimtFamily(Family):
             f'extern "C" __global__ void __launch_bounds__({bounds})\n{ENTRY}',
             "simt_attention",
         )
-        sequences = problem.sequences is not None
+        sequences = not problem.layout.is_equal
         return {ENTRY: forward} | split.combine_entries(num_splits, sequences=sequences)
 
     def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:

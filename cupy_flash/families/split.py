@@ -94,8 +94,8 @@ def num_splits(
     # A share of the keys whose scaled scores are all -inf would be left out when they are merged.
     if problem.is_batch_invariant or problem.has_huge_scale:
         return 1
-    if problem.sequences is not None and problem.sequences.num_splits:
-        return problem.sequences.num_splits
+    if problem.layout.num_splits:
+        return problem.layout.num_splits
     blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or most <= 1:
@@ -136,10 +136,10 @@ def workspace(problem: Problem, num_splits: int) -> int:
     if num_splits == 1:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
-    sequences = problem.sequences
+    layout = problem.layout
     rows = problem.rows
-    if sequences is not None and sequences.packed_q:
-        rows = problem.heads_q * sequences.total_q
+    if layout.packed_q:
+        rows = problem.heads_q * layout.total_q
     return num_splits * rows * (problem.head_dim_v + 1) * accumulator
 
 

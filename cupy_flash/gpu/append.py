@@ -5,7 +5,6 @@ The host's side of `kernels_cu/cache/append.cu`.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from cupy_flash.families.contract import (
 )
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
-from cupy_flash.gpu.params import TENSOR_DTYPE, assertions, struct_format
+from cupy_flash.gpu.params import TENSOR_DTYPE, assertions, template
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import (
     DTYPES,
@@ -267,27 +266,27 @@ class PackedAppend:
     """The argument struct of an append, all but the pointers and `keys` fixed."""
 
     def __init__(self, spec: AppendSpec) -> None:
-        self._struct = struct.Struct("=" + struct_format(APPEND_DTYPE))
-        self._strides = (
-            spec.q_strides,
-            spec.k_strides,
-            spec.v_strides,
-            spec.k_cache_strides,
-            spec.v_cache_strides,
-        )
-        self._middle = (
-            spec.block_table_stride,
-            spec.rotary_stride,
-            spec.seqlen_q if spec.rotary_dim else 0,
-            spec.seqlen_new,
-            spec.heads_q,
-            spec.heads_kv,
-            spec.seqlen_cache,
-            spec.caches,
-            spec.pages,
-            spec.rotary_rows,
-        )
-        self._q_advances = int(spec.causal)
+        fixed = {
+            "q": spec.q_strides,
+            "k": spec.k_strides,
+            "v": spec.v_strides,
+            "k_cache": spec.k_cache_strides,
+            "v_cache": spec.v_cache_strides,
+            "block_table_stride": spec.block_table_stride,
+            "rotary_stride": spec.rotary_stride,
+            "seqlen_q": spec.seqlen_q if spec.rotary_dim else 0,
+            "seqlen_new": spec.seqlen_new,
+            "heads_q": spec.heads_q,
+            "heads_kv": spec.heads_kv,
+            "capacity": spec.seqlen_cache,
+            "caches": spec.caches,
+            "pages": spec.pages,
+            "rotary_rows": spec.rotary_rows,
+            "q_advances": int(spec.causal),
+        }
+        variable = [name for name in APPEND_DTYPE.names or () if name not in fixed]
+        tensors = ["q", "k", "v", "k_cache", "v_cache"]
+        self._struct, self._between = template(APPEND_DTYPE, fixed, tensors + variable)
 
     def pack_into(
         self,
@@ -329,12 +328,10 @@ class PackedAppend:
         cos, sin
             Of the tables, or 0 without a rotary embedding.
         """
-        sq, sk, sv, sk_cache, sv_cache = self._strides
-        arrays = (q, *sq, k, *sk, v, *sv, k_cache, *sk_cache, v_cache, *sv_cache)
+        sq, sk, sv, sk_cache, sv_cache, sizes, rest = self._between
+        arrays = (q, sq, k, sk, v, sv, k_cache, sk_cache, v_cache, sv_cache)
         pointers = (q_rotated, cache_seqlens, cache_batch_idx, block_table, cos, sin)
-        self._struct.pack_into(
-            memory, offset, *arrays, *pointers, *self._middle, keys, self._q_advances
-        )
+        self._struct.pack_into(memory, offset, *arrays, *pointers, sizes, keys, rest)
 
 
 class Append:

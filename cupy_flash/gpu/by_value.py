@@ -6,7 +6,6 @@ As NumPy scalars, which CuPy takes as well, they would cost 2 us each.
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from typing import Any
 
@@ -36,14 +35,16 @@ class ByValue:
 
 
 class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.arguments = ByValue(bytearray(2 * SLOT))
+    # Not made on import, which needs no CuPy.
+    arguments: ByValue | None = None
 
 
-# Not made on import, which needs no CuPy.
-_of_thread = functools.cache(_OfThread)
+_of_thread = _OfThread()
 
 
 def thread_arguments() -> ByValue:
     """Memory of this thread's for the two structs of its next launch."""
-    return _of_thread().arguments
+    arguments = _of_thread.arguments
+    if arguments is None:
+        arguments = _of_thread.arguments = ByValue(bytearray(2 * SLOT))
+    return arguments

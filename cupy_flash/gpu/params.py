@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.sequences import Sequences
 
 TENSOR_DTYPE = np.dtype(
     [
@@ -70,31 +71,67 @@ def struct_format(dtype: np.dtype) -> str:
     return "".join(struct_format(field[0]) for field in dtype.fields.values())
 
 
-class PackedParams:
-    """A problem's argument struct, all but the pointers fixed.
+def template(
+    dtype: np.dtype, fixed: Mapping[str, Any], variable: Sequence[str]
+) -> tuple[struct.Struct, list[bytes]]:
+    """What packs a struct of which few fields change from call to call.
 
-    Packing with `struct` takes 1.5 us, a tenth of what assigning fields of a NumPy record does.
+    Packing takes 0.2 us that way, with all fields as numbers 1 us, and filling a NumPy record 15.
+
+    Parameters
+    ----------
+    dtype
+        Of the struct.
+    fixed
+        Values by name; a tensor's are its strides.
+    variable
+        Names in the order of the struct; of a tensor it is the address.
+
+    Returns
+    -------
+    struct.Struct
+        Takes the variable values and what lies between them, in order.
+    list of bytes
+        What lies between.
     """
+    record = np.zeros((), dtype)
+    for name, value in fixed.items():
+        record[name] = (0, *value) if isinstance(value, tuple) else value
+    assert dtype.fields is not None
+    data, codes, between, end = record.tobytes(), "=", [], 0
+    for name in variable:
+        field, start = dtype.fields[name][:2]
+        if start > end:
+            between.append(data[end:start])
+            codes += f"{start - end}s"
+        code = struct_format(field)[0]
+        codes += code
+        end = start + struct.calcsize("=" + code)
+    between.append(data[end:])
+    return struct.Struct(f"{codes}{dtype.itemsize - end}s"), between
+
+
+class PackedParams:
+    """A problem's argument struct, all but the pointers fixed."""
 
     def __init__(self, problem: Problem, *, num_splits: int, section_heads: int) -> None:
-        self._struct = struct.Struct("=" + struct_format(PARAMS_DTYPE))
-        self._strides = (
-            problem.q_strides,
-            problem.k_strides,
-            problem.v_strides,
-            problem.out_strides,
-        )
-        self._tail = (
-            problem.score_factor[1],
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.heads_q,
-            problem.heads_kv,
-            problem.q_offset,
-            num_splits,
-            section_heads,
-        )
+        fixed = {
+            "q": problem.q_strides,
+            "k": problem.k_strides,
+            "v": problem.v_strides,
+            "out": problem.out_strides,
+            "softmax_scale": problem.score_factor[1],
+            "batch": problem.batch,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "heads_q": problem.heads_q,
+            "heads_kv": problem.heads_kv,
+            "q_offset": problem.q_offset,
+            "num_splits": num_splits,
+            "section_heads": section_heads,
+        }
+        pointers = ("q", "k", "v", "out", "lse", "workspace")
+        self._struct, self._between = template(PARAMS_DTYPE, fixed, pointers)
 
     def pack_into(
         self,
@@ -108,24 +145,27 @@ class PackedParams:
         workspace: int,
     ) -> None:
         """Write the struct for these device addresses."""
-        sq, sk, sv, so = self._strides
-        self._struct.pack_into(
-            memory, offset, q, *sq, k, *sk, v, *sv, out, *so, lse, workspace, *self._tail
-        )
+        sq, sk, sv, so, rest = self._between
+        self._struct.pack_into(memory, offset, q, sq, k, sk, v, sv, out, so, lse, workspace, rest)
 
 
 class PackedSequences:
     """The struct of where a problem's sequences lie, all but the pointers and `keys` fixed.
 
-    Of a problem without such it is one that says nothing: all pointers null.
+    Of equal lengths it says nothing: all pointers are null.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._struct = struct.Struct("=" + struct_format(SEQUENCES_DTYPE))
-        s = problem.sequences or Sequences(caches=problem.batch)
-        self._stride = s.block_table_stride
-        self._head = (s.total_q, s.total_k, s.caches, s.pages, s.max_pages)
-        self._tail = (s.new_keys, s.num_splits)
+        names = (
+            *("block_table_stride", "total_q", "total_k", "caches", "pages", "max_pages"),
+            *("new_keys", "num_splits"),
+        )
+        fixed = {name: getattr(problem.layout, name) for name in names}
+        pointers = (
+            *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"),
+            "counters",
+        )
+        self._struct, self._between = template(SEQUENCES_DTYPE, fixed, (*pointers, "keys"))
 
     def pack_into(
         self,
@@ -141,9 +181,8 @@ class PackedSequences:
     ) -> None:
         """Write the struct for these device addresses."""
         pointers = (cu_seqlens_q, cu_seqlens_k, seqused_k, cache_batch_idx, block_table, counters)
-        self._struct.pack_into(
-            memory, offset, *pointers, self._stride, *self._head, keys, *self._tail
-        )
+        sizes, rest = self._between
+        self._struct.pack_into(memory, offset, *pointers, sizes, keys, rest)
 
 
 def sequences_assertions() -> str:

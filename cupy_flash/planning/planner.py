@@ -203,7 +203,7 @@ def is_served(problem: Problem, device: Device) -> bool:
 
 
 def _why_not(family: Family, problem: Problem, device: Device) -> str | None:
-    if problem.sequences is not None and not family.serves_sequences:
+    if not problem.layout.is_equal and not family.serves_sequences:
         return "its kernels take sequences of equal length, neither packed nor cached"
     return family.why_not(problem, device)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import Problem
-from cupy_flash.problem.sequences import Sequences
 
 # Longer sequences, and more query rows over the batch and all heads, are tuned alike.
 MOST_POSITIONS = 16384
@@ -50,7 +50,7 @@ class ProblemClass:
             _bucket(problem.seqlen_k, MOST_POSITIONS),
             _bucket(problem.batch * problem.heads_q * problem.seqlen_q, MOST_ROWS),
             problem.alignment,
-            _kind(problem.sequences),
+            _kind(problem.layout),
         )
 
     @classmethod
@@ -93,11 +93,11 @@ _TEXT = re.compile(
 )
 
 
-def _kind(sequences: Sequences | None) -> str:
-    if sequences is None:
+def _kind(layout: Layout) -> str:
+    if layout.is_equal:
         return ""
-    queries = "packed" if sequences.packed_q else ""
-    keys = f"page{sequences.page_size}" if sequences.page_size else ""
+    queries = "packed" if layout.packed_q else ""
+    keys = f"page{layout.page_size}" if layout.page_size else ""
     return "-".join(filter(None, (queries, keys))) or "cache"
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.mask import Mask
-from cupy_flash.problem.sequences import Sequences
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -99,10 +99,10 @@ class Problem:
         Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2.
     out_alignment
         The same of out.
-    sequences
-        How the sequences lie where they are not blocks of equal length; then seqlen_q and seqlen_k
-        are the most that one may have, and each has a causal mask of its own, aligned at the
-        bottom right. The first of the strides is 0 for packed arrays, a page's for paged ones.
+    layout
+        How the sequences lie. Where their lengths are not equal, seqlen_q and seqlen_k are the most
+        that one may have, and each has a causal mask of its own, aligned at the bottom right. The
+        first of the strides is 0 for packed arrays, a page's for paged ones.
     """
 
     dtype: str
@@ -122,12 +122,24 @@ class Problem:
     out_strides: Strides
     alignment: int
     out_alignment: int
-    sequences: Sequences | None = None
+    layout: Layout
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
         return ITEMSIZE[self.dtype]
+
+    @property
+    def lse_dtype(self) -> str:
+        """Name of the log-sum-exp's dtype, which is that of the sums."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of the log-sum-exp."""
+        if self.layout.packed_q:
+            return self.heads_q, self.layout.total_q
+        return self.batch, self.heads_q, self.seqlen_q
 
     @property
     def rows(self) -> int:
@@ -137,7 +149,7 @@ class Problem:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a row's result may depend on nothing but its own sequence."""
-        return self.sequences is not None and self.sequences.batch_invariant
+        return self.layout.batch_invariant
 
     @property
     def has_huge_scale(self) -> bool:
@@ -190,21 +202,47 @@ def make_problem(
     v: ArraySpec,
     out: ArraySpec | None = None,
     *,
+    kind: str = "equal",
     causal: bool = False,
     softmax_scale: float | None = None,
     q_offset: int | None = None,
+    batch: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: tuple[int, int] | None = None,
+    chosen_caches: bool = False,
+    new_keys: int = 0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
+    Checked is what needs no contents of the arrays that say where sequences lie.
+
     Parameters
     ----------
-    q, k, v
-        Specs of shapes (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_k, heads_kv,
-        head_dim) and (batch, seqlen_k, heads_kv, head_dim_v).
+    q
+        Spec of shape (batch, seqlen_q, heads_q, head_dim); packed (1, total_q, heads_q, head_dim).
+    k, v
+        Specs of (batch, seqlen_k, heads_kv, dim), where dim is head_dim and head_dim_v; packed (1,
+        total_k, heads_kv, dim); of a cache (caches, seqlen_cache, heads_kv, dim); and where
+        block_table is given of (pages, page_size, heads_kv, dim).
     out
-        Spec of the output; None for a new contiguous one.
+        Spec of the output, as q; None for a new contiguous one.
+    kind
+        How the sequences lie, see `Layout.kind`.
     causal, softmax_scale, q_offset
-        As in `cupy_flash.flash_attention`.
+        As in `cupy_flash.flash_attention`; q_offset for equal lengths only.
+    batch, max_seqlen_q, max_seqlen_k
+        Number of packed sequences, and the most rows that one has.
+    block_table
+        Pages that a sequence may have, and elements between the rows of the table.
+    chosen_caches
+        Whether each sequence names its cache; else sequence b has cache b.
+    new_keys
+        Rows to be appended to each sequence of a cache.
+    num_splits, batch_invariant
+        As in `cupy_flash.flash_attention_with_kvcache`.
 
     Raises
     ------
@@ -213,39 +251,83 @@ def make_problem(
     ValueError
         For shapes that do not go together, or values out of range.
     """
-    _check_dtypes(q, k, v)
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, head_dim_v = v.shape
-    _check_shapes(q.shape, k.shape, v.shape)
+    is_equal, is_packed = kind == "equal", kind == "packed"
+    names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
+    _check_dtypes(q, k, v, names)
+    if is_equal:
+        _check_batch(q.shape, k.shape, v.shape)
+    _check_heads_and_dims(q.shape, k.shape, v.shape, names)
+    if not is_equal:
+        _check_places(
+            k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None
+        )
+    sequences = q.shape[0] if batch is None else batch
+    check_count("batch", sequences)
     check_bool("causal", causal)
+    check_bool("batch_invariant", batch_invariant)
+    max_pages, table_stride = block_table or (0, 0)
+    capacity = k.shape[1] if block_table is None else max_pages * k.shape[1]
+    seqlen_q, seqlen_k = q.shape[1], capacity
+    if is_equal:
+        _check_seqlens((("seqlen of q", seqlen_q), ("seqlen of k and v", seqlen_k)))
+    elif is_packed:
+        keys = "total length of k" if block_table is None else "capacity of a row of block_table"
+        _check_seqlens((("total length of q", seqlen_q), (keys, capacity)))
+        seqlen_q = min(seqlen_q, _count("max_seqlen_q", max_seqlen_q))
+        seqlen_k = min(capacity, _count("max_seqlen_k", max_seqlen_k))
+    else:
+        _check_seqlens((("seqlen of q", seqlen_q), ("capacity of a cache", capacity)))
+        if block_table is None and not chosen_caches and k.shape[0] < sequences:
+            raise ValueError(
+                f"k_cache and v_cache hold {k.shape[0]} caches, but q has batch {sequences}; "
+                "expected one for each sequence, or cache_batch_idx"
+            )
+        if new_keys > capacity:
+            raise ValueError(
+                f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
+            )
     if q_offset is None:
-        q_offset = seqlen_k - seqlen_q
+        q_offset = seqlen_k - seqlen_q if is_equal else 0
     elif not causal:
         raise ValueError("q_offset places a causal mask; pass causal=True or leave q_offset out")
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(head_dim)
-    out_shape = (batch, seqlen_q, heads_q, head_dim_v)
+    out_shape = (*q.shape[:3], v.shape[3])
     if out is None:
         out = ArraySpec.contiguous(out_shape, q.dtype)
     _check_out(out, out_shape, q.dtype)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[3])
+    packed_k = is_packed and block_table is None
     return Problem(
         dtype=q.dtype,
-        batch=batch,
+        batch=sequences,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
         causal=bool(causal),
         q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
         softmax_scale=_scale(softmax_scale, q.dtype),
-        q_strides=q.strides,
-        k_strides=k.strides,
-        v_strides=v.strides,
-        out_strides=out.strides,
+        q_strides=_strides_of(q, is_packed),
+        k_strides=_strides_of(k, packed_k),
+        v_strides=_strides_of(v, packed_k),
+        out_strides=_strides_of(out, is_packed),
         alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
         out_alignment=out.row_alignment(),
+        layout=Layout(
+            kind=kind,
+            total_q=q.shape[1] if is_packed else 0,
+            total_k=k.shape[1] if packed_k else 0,
+            caches=k.shape[0] if not is_packed and block_table is None else 0,
+            page_size=k.shape[1] if block_table is not None else 0,
+            pages=k.shape[0] if block_table is not None else 0,
+            max_pages=max_pages,
+            block_table_stride=table_stride,
+            new_keys=new_keys,
+            num_splits=_splits(num_splits, batch_invariant),
+            batch_invariant=bool(batch_invariant),
+        ),
     )
 
 
@@ -271,128 +353,6 @@ def make_contiguous_problem(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-    )
-
-
-def make_sequences_problem(
-    q: ArraySpec,
-    k: ArraySpec,
-    v: ArraySpec,
-    out: ArraySpec | None = None,
-    *,
-    batch: int,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: tuple[int, int] | None = None,
-    chosen_caches: bool = False,
-    new_keys: int = 0,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-) -> Problem:
-    """`make_problem` for sequences that are packed, cached or paged.
-
-    Checked is what needs no contents of the arrays that say where the sequences lie.
-
-    Parameters
-    ----------
-    q
-        Spec of shape (1, total_q, heads_q, head_dim) where max_seqlen_q is given, else (batch,
-        seqlen_q, heads_q, head_dim).
-    k, v
-        Specs of (pages, page_size, heads_kv, dim) where block_table is given; else of (1, total_k,
-        heads_kv, dim) where max_seqlen_q is, or of a cache, (caches, seqlen_cache, heads_kv, dim).
-    out
-        Spec of the output, as q; None for a new contiguous one.
-    batch
-        Number of sequences.
-    max_seqlen_q, max_seqlen_k
-        The most rows that a sequence of a packed batch has. None, both of them, for a cache.
-    block_table
-        Pages that a sequence may have, and elements between the rows of the table.
-    chosen_caches
-        Whether each sequence names its cache; else sequence b has cache b.
-    new_keys
-        Rows to be appended to each sequence of a cache.
-    num_splits, batch_invariant, causal, softmax_scale
-        As in `cupy_flash.flash_attention_with_kvcache`.
-
-    Raises
-    ------
-    TypeError
-        For dtypes that are not supported or differ, or an option of the wrong kind.
-    ValueError
-        For shapes that do not go together, or values out of range.
-    """
-    is_packed = max_seqlen_q is not None
-    names = ("k", "v") if is_packed else ("k_cache", "v_cache")
-    _check_dtypes(q, k, v, names)
-    _check_heads_and_dims(q.shape, k.shape, v.shape, names)
-    _check_places(k.shape, v.shape, names, is_packed=is_packed, is_paged=block_table is not None)
-    check_count("batch", batch)
-    check_bool("causal", causal)
-    check_bool("batch_invariant", batch_invariant)
-    max_pages, table_stride = block_table or (0, 0)
-    capacity = max_pages * k.shape[1] if block_table is not None else k.shape[1]
-    seqlen_q = q.shape[1]
-    if is_packed:
-        keys = "total length of k" if block_table is None else "capacity of a row of block_table"
-        _check_seqlens((("total length of q", seqlen_q), (keys, capacity)))
-        seqlen_q = min(seqlen_q, _count("max_seqlen_q", max_seqlen_q))
-        seqlen_k = min(capacity, _count("max_seqlen_k", max_seqlen_k))
-    else:
-        _check_seqlens((("seqlen of q", seqlen_q), ("capacity of a cache", capacity)))
-        if block_table is None and not chosen_caches and k.shape[0] < batch:
-            raise ValueError(
-                f"k_cache and v_cache hold {k.shape[0]} caches, but q has batch {batch}; expected "
-                "one for each sequence, or cache_batch_idx"
-            )
-        if new_keys > capacity:
-            raise ValueError(
-                f"k and v append {new_keys} rows to each cache, but a cache holds {capacity}"
-            )
-        seqlen_k = capacity
-    out_shape = (*q.shape[:3], v.shape[3])
-    if out is None:
-        out = ArraySpec.contiguous(out_shape, q.dtype)
-    _check_out(out, out_shape, q.dtype)
-    is_cache = not is_packed and block_table is None
-    packed_k = is_packed and block_table is None
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[3])
-    return Problem(
-        dtype=q.dtype,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=q.shape[2],
-        heads_kv=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        causal=bool(causal),
-        q_offset=0,
-        softmax_scale=_scale(softmax_scale, q.dtype),
-        q_strides=_strides_of(q, is_packed),
-        k_strides=_strides_of(k, packed_k),
-        v_strides=_strides_of(v, packed_k),
-        out_strides=_strides_of(out, is_packed),
-        alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
-        out_alignment=out.row_alignment(),
-        sequences=Sequences(
-            packed_q=is_packed,
-            packed_k=packed_k,
-            total_q=q.shape[1] if is_packed else 0,
-            total_k=k.shape[1] if packed_k else 0,
-            caches=k.shape[0] if is_cache else 0,
-            page_size=k.shape[1] if block_table is not None else 0,
-            pages=k.shape[0] if block_table is not None else 0,
-            max_pages=max_pages,
-            block_table_stride=table_stride,
-            new_keys=new_keys,
-            num_splits=_splits(num_splits, batch_invariant),
-            batch_invariant=bool(batch_invariant),
-        ),
     )
 
 
@@ -473,9 +433,7 @@ def check_bool(name: str, value: bool) -> None:
         raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
-def _check_dtypes(
-    q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str] = ("k", "v")
-) -> None:
+def _check_dtypes(q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str]) -> None:
     for name, spec in (("q", q), (names[0], k), (names[1], v)):
         if spec.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")
@@ -486,20 +444,15 @@ def _check_dtypes(
         )
 
 
-def _check_shapes(q: Shape, k: Shape, v: Shape) -> None:
+def _check_batch(q: Shape, k: Shape, v: Shape) -> None:
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
             raise ValueError(f"{name} has batch {shape[0]}, but q has {q[0]}")
-    check_count("batch", q[0])
     if k[1] != v[1]:
         raise ValueError(f"k and v must have one seqlen, but have {k[1]} and {v[1]}")
-    _check_heads_and_dims(q, k, v)
-    _check_seqlens((("seqlen of q", q[1]), ("seqlen of k and v", k[1])))
 
 
-def _check_heads_and_dims(
-    q: Shape, k: Shape, v: Shape, names: tuple[str, str] = ("k", "v")
-) -> None:
+def _check_heads_and_dims(q: Shape, k: Shape, v: Shape, names: tuple[str, str]) -> None:
     both = " and ".join(names)
     if k[3] != q[3]:
         raise ValueError(f"{names[0]} has head_dim {k[3]}, but q has {q[3]}")

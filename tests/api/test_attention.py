@@ -275,6 +275,8 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "flash_attention_varlen",
         "flash_attention_with_kvcache",
         "plan",
+        "plan_varlen",
+        "plan_with_kvcache",
     }
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)
     assert issubclass(UnsupportedError, ValueError)

@@ -20,8 +20,7 @@ from cupy_flash import (
     flash_attention_qkvpacked,
     plan,
 )
-from cupy_flash.api import dense
-from cupy_flash.calls import backends
+from cupy_flash.calls import backends, run
 from cupy_flash.gpu import launch
 from cupy_flash.gpu.compiler import compile_cubin, why_no_compiler
 from cupy_flash.planning import tuning
@@ -457,7 +456,7 @@ def test_a_corrupt_user_table_changes_no_result(home, text):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    for module in (dense, backends):
+    for module in (run, backends):
         monkeypatch.setattr(module, "gpu_unavailable", lambda: NO_GPU)
 
 

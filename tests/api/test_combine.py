@@ -12,17 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.combine_support import DTYPES, assert_merged, random_parts
 
-from cupy_flash.gpu.combine import (
-    COMBINE_DTYPE,
-    CombineSpec,
-    PackedCombine,
-    combine,
-    combine_unit,
-    spec_of_call,
-)
+from cupy_flash import combine
+from cupy_flash.calls.partials import spec_of_call
+from cupy_flash.gpu.combine import COMBINE_DTYPE, PackedCombine, combine_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.gpu.params import TENSOR_DTYPE
 from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))

@@ -10,9 +10,8 @@ from support import fake_gpu, refusals
 from support.foreign import Foreign
 from support.sequence_support import KVCacheCase, random_kvcache_case
 
-from cupy_flash import UnsupportedError, flash_attention_with_kvcache
-from cupy_flash.api import kvcache
-from cupy_flash.gpu import launch_sequences
+from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.gpu import attention, launch
 from cupy_flash.host import batches
 from cupy_flash.problem.device import gpu_unavailable
 from cupy_flash.reference.packed import attention_with_kvcache_reference
@@ -473,7 +472,7 @@ def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch)
     problem = random_kvcache_case(
         rng, page_size=16, seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True
     ).problem()
-    uploads = fake_gpu.compute_on_host(monkeypatch, kvcache)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     arguments = problem.arguments()
     out, lse = flash_attention_with_kvcache(**arguments, return_lse=True)
     problem.check(out, lse)
@@ -484,7 +483,7 @@ def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch)
 
 
 def test_a_family_that_the_gpu_does_not_have_is_refused_before_anything_is_appended(monkeypatch):
-    uploads = fake_gpu.compute_on_host(monkeypatch, kvcache)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     assert_refused(ValueError, "unknown family 'flash'", good() | {"family": "flash"})
     assert uploads == []
 
@@ -571,7 +570,7 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
         places.append(new["q_rotated"])
     # The workspace is allocated anew in each call.
     assert places[0] != places[1]
-    assert len(launch_sequences._calls) == 1
+    assert len(launch._calls) == 1
 
 
 def test_new_rows_are_appended_before_they_are_attended_to(gpu):
@@ -615,7 +614,7 @@ def test_an_integer_length_is_passed_on_and_is_no_part_of_the_key(gpu):
         (_, (new,)), (_, (_, sequences)) = gpu.launches[-2:]
         assert new["keys"] == sequences["keys"] == keys
         assert new["cache_seqlens"] == sequences["seqused_k"] == 0
-    assert len(launch_sequences._calls) == 1
+    assert len(launch._calls) == 1
 
 
 def test_an_integer_length_is_checked_in_every_call(gpu):
@@ -652,8 +651,8 @@ def test_a_paged_cache_is_described_to_both_kernels(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_with_kvcache(**appending(gpu))
-    monkeypatch.setattr(launch_sequences, "make_plan", None)
-    monkeypatch.setattr(launch_sequences, "cache_problem", None)
+    monkeypatch.setattr(attention, "make_plan", None)
+    monkeypatch.setattr(attention, "problem_of", None)
     flash_attention_with_kvcache(**appending(gpu))
     assert len(gpu.launches) == 4
     assert len(gpu.compiled) == 2
@@ -667,7 +666,7 @@ def test_another_alignment_is_another_call(gpu, name):
     flash_attention_with_kvcache(**arguments)
     shifted = gpu.array(*shapes[name], address=gpu.address() + 2)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
-    assert len(launch_sequences._calls) == 2
+    assert len(launch._calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -739,7 +738,7 @@ def test_an_out_over_the_pages_of_a_cache_is_refused_in_every_call(gpu):
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
 def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
-    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a NumPy or CuPy array"):
         flash_attention_with_kvcache(**on(gpu, **{name: None}))
 
 
@@ -841,3 +840,35 @@ def test_lengths_of_another_integer_type_on_a_gpu_are_refused_with_the_remedy(gp
     wrong = gpu.array(3, dtype=np.int64)
     with pytest.raises(TypeError, match=r"cache_seqlens has dtype int64; pass .*astype\('int32'\)"):
         flash_attention_with_kvcache(**on(gpu, cache_seqlens=wrong))
+
+
+# The plan
+
+
+def test_a_plan_is_what_the_call_is_computed_by(gpu):
+    arguments = appending(gpu, causal=True, batch_invariant=True)
+    flash_attention_with_kvcache(**arguments)
+    made = plan_with_kvcache(**arguments, arch="sm_90")
+    assert gpu.compiled == [made.unit.title, gpu.compiled[1]]
+    assert [entry for entry, _ in gpu.launches[1:]] == [launch.entry for launch in made.launches]
+    assert (made.problem.layout.kind, made.problem.layout.new_keys) == ("cached", 5)
+
+
+def test_a_plan_leaves_the_cache_as_it_is_and_does_not_depend_on_its_length():
+    arrays = {"k_cache": np.zeros((3, 61, 3, 40)), "v_cache": np.zeros((3, 61, 3, 72))}
+    new = {
+        name: np.ones((3, 5, 3, cache.shape[3]))
+        for name, cache in zip("kv", arrays.values(), strict=True)
+    }
+    arguments = {"q": np.ones((3, 5, 6, 40)), **arrays, **new, "backend": "cpu"}
+    made = plan_with_kvcache(**arguments, cache_seqlens=[1, 2, 10**6])
+    assert made == plan_with_kvcache(**arguments, cache_seqlens=7)
+    assert made.family == "cpu"
+    assert not any(cache.any() for cache in arrays.values())
+
+
+def test_a_plan_is_refused_where_the_call_is(gpu):
+    with pytest.raises(TypeError, match="cache_seqlens is None; expected an integer or an int32"):
+        plan_with_kvcache(**on(gpu, cache_seqlens=None), arch="sm_90")
+    with pytest.raises(ValueError, match="k is given and v is not; pass both, or none"):
+        plan_with_kvcache(**appending(gpu, v=None), arch="sm_90")

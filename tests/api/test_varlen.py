@@ -10,9 +10,8 @@ from support import fake_gpu, refusals
 from support.foreign import Foreign
 from support.sequence_support import VarlenCase, random_varlen_case
 
-from cupy_flash import UnsupportedError, flash_attention_varlen
-from cupy_flash.api import varlen
-from cupy_flash.gpu import launch_sequences
+from cupy_flash import UnsupportedError, flash_attention_varlen, plan_varlen
+from cupy_flash.gpu import attention, launch
 from cupy_flash.problem.device import gpu_unavailable
 from cupy_flash.reference.packed import attention_varlen_reference
 
@@ -294,7 +293,7 @@ def test_the_reference_takes_the_same_arguments(rng):
 
 def test_numpy_arrays_are_computed_on_a_gpu_where_there_is_one(rng, monkeypatch):
     problem = random_varlen_case(rng, page_size=16, rows_of_none=7).problem()
-    uploads = fake_gpu.compute_on_host(monkeypatch, varlen)
+    uploads = fake_gpu.compute_on_host(monkeypatch)
     out = problem.poisoned_out()
     result, lse = flash_attention_varlen(**problem.arguments(), out=out, return_lse=True)
     assert result is out
@@ -371,7 +370,7 @@ def test_the_kernel_is_told_of_pages(gpu):
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
     flash_attention_varlen(**on(gpu))
-    monkeypatch.setattr(launch_sequences, "make_plan", None)
+    monkeypatch.setattr(attention, "make_plan", None)
     flash_attention_varlen(**on(gpu))
     assert len(gpu.launches) == 2
     assert len(gpu.compiled) == 1
@@ -392,7 +391,7 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
-    assert len(launch_sequences._calls) == 2
+    assert len(launch._calls) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -464,7 +463,7 @@ def test_an_out_over_lengths_or_pages_is_refused_in_every_call(gpu, other):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])
 def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
-    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a CuPy array"):
+    with pytest.raises(TypeError, match=f"{name} is a NoneType; expected a NumPy or CuPy array"):
         flash_attention_varlen(**on(gpu, **{name: None}))
 
 
@@ -541,3 +540,38 @@ def test_lengths_on_a_gpu_with_numpy_arrays_are_refused_with_the_remedy(gpu):
 def test_arrays_on_a_gpu_are_not_computed_on_the_cpu(gpu):
     with pytest.raises(ValueError, match="backend is 'cpu', but the arrays lie in GPU memory"):
         flash_attention_varlen(**on(gpu), backend="cpu")
+
+
+# The plan
+
+
+@pytest.mark.parametrize("pages", [0, 31])
+def test_a_plan_is_what_the_call_is_computed_by(gpu, pages):
+    paged = {name: gpu.array(pages, 16, 3, dim) for name, dim in (("k", 40), ("v", 72))}
+    arguments = on(gpu, causal=True, num_splits=3)
+    if pages:
+        arguments |= paged | {"block_table": gpu.lengths(3, 9)}
+    flash_attention_varlen(**arguments)
+    made = plan_varlen(**arguments, arch="sm_90")
+    assert gpu.compiled == [made.unit.title]
+    assert [entry for entry, _ in gpu.launches] == [launch.entry for launch in made.launches]
+    assert (made.problem.layout.kind, made.problem.layout.pages) == ("packed", pages)
+
+
+def test_the_cpu_is_planned_for_without_a_look_at_what_arrays_hold():
+    arguments = good()
+    arguments.pop("out")
+    made = plan_varlen(**arguments, backend="cpu", tile=(16, 32))
+    assert (made.family, made.tile.Bc) == ("cpu", 32)
+    assert made == plan_varlen(
+        **(arguments | {"q": np.full_like(arguments["q"], np.nan)}), backend="cpu", tile=(16, 32)
+    )
+    with pytest.raises(ValueError, match="arch is 'sm_90', a GPU's, but backend is 'cpu'"):
+        plan_varlen(**arguments, backend="cpu", arch="sm_90")
+
+
+def test_a_plan_is_refused_where_the_call_is(gpu):
+    with pytest.raises(TypeError, match="max_seqlen_q is None; expected an integer"):
+        plan_varlen(**on(gpu, max_seqlen_q=None), arch="sm_90")
+    with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType; expected a NumPy or CuPy"):
+        plan_varlen(**on(gpu, cu_seqlens_k=None), arch="sm_90")

@@ -14,7 +14,7 @@ from support import fake_gpu
 
 from cupy_flash import flash_attention, flash_attention_varlen, plan
 from cupy_flash.calls import jax_arrays, torch_arrays
-from cupy_flash.gpu import launch
+from cupy_flash.gpu import attention, launch
 from cupy_flash.reference import dense
 
 OURS, THEIRS = 0xA0, 0xB0
@@ -157,7 +157,7 @@ def test_arrays_of_the_same_shapes_are_planned_for_once_and_no_cupy_array_is_mad
     gpu, monkeypatch
 ):
     flash_attention(*qkv(gpu))
-    monkeypatch.setattr(launch, "make_plan", None)
+    monkeypatch.setattr(attention, "make_plan", None)
     monkeypatch.setattr(jax_arrays.JaxMemory, "as_cupy", None)
     flash_attention(*qkv(gpu))
     assert len(launch._calls) == 1

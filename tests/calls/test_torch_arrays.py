@@ -12,7 +12,7 @@ from support import fake_gpu
 
 from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.calls import torch_arrays
-from cupy_flash.gpu import launch
+from cupy_flash.gpu import attention, launch
 from cupy_flash.reference import dense
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
@@ -137,7 +137,7 @@ def test_tensors_are_read_where_they_lie_and_answered_by_tensors(gpu, dtype):
 
 def test_tensors_of_the_same_shapes_are_planned_for_once(gpu, monkeypatch):
     flash_attention(**qkv(gpu))
-    monkeypatch.setattr(launch, "make_plan", None)
+    monkeypatch.setattr(attention, "make_plan", None)
     flash_attention(**qkv(gpu))
     assert len(launch._calls) == 1
 

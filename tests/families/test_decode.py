@@ -19,7 +19,6 @@ from cupy_flash.problem.problem import (
     Problem,
     contiguous_strides,
     make_problem,
-    make_sequences_problem,
 )
 
 decode = DecodeFamily()
@@ -74,17 +73,17 @@ def problem(
     if layout == "packed":
         q = spec((1, batch * seqlen_q, heads_q), head_dim)
         k, v = (spec((1, batch * seqlen_k, heads_kv), dim) for dim in dims)
-        return make_sequences_problem(
-            q, k, v, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+        return make_problem(
+            q, k, v, kind="packed", max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
         )
     q = spec((batch, seqlen_q, heads_q), head_dim)
     if layout == "cache":
         k, v = (spec((batch, seqlen_k, heads_kv), dim) for dim in dims)
-        return make_sequences_problem(q, k, v, **options)
+        return make_problem(q, k, v, kind="cached", **options)
     page_size = int(layout.removeprefix("pages of "))
     pages = -(-seqlen_k // page_size)
     k, v = (spec((batch * pages, page_size, heads_kv), dim) for dim in dims)
-    return make_sequences_problem(q, k, v, block_table=(pages, pages), **options)
+    return make_problem(q, k, v, kind="cached", block_table=(pages, pages), **options)
 
 
 def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
@@ -114,8 +113,8 @@ def test_sequences_of_every_layout_and_any_number_of_rows_are_served(layout, row
 
 def test_a_cache_without_pages_is_refused():
     paged = problem("pages of 16")
-    assert paged.sequences is not None
-    empty = replace(paged, sequences=replace(paged.sequences, max_pages=0, block_table_stride=0))
+    assert not paged.layout.is_equal
+    empty = replace(paged, layout=replace(paged.layout, max_pages=0, block_table_stride=0))
     assert decode.why_not(empty, h100) == "its block_table has no pages"
 
 

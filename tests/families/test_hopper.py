@@ -15,13 +15,13 @@ from cupy_flash.gpu.compiler import Cubin, compile_cubin
 from cupy_flash.gpu.tensor_map import TensorMapSpec
 from cupy_flash.planning.planner import make_plan, plan_tile
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import (
     ArraySpec,
     Problem,
     make_contiguous_problem,
     make_problem,
 )
-from cupy_flash.problem.sequences import Sequences
 
 hopper = HopperFamily()
 h100 = device_for_arch("sm_90")
@@ -57,9 +57,8 @@ def problem(
 
 def packed(case: Problem, *, sequences: int = 64, **changes: bool | int) -> Problem:
     """Of as many sequences, the longest as in `case`, in as many rows as all of `case` has."""
-    layout = Sequences(
-        packed_q=True,
-        packed_k=True,
+    layout = Layout(
+        kind="packed",
         total_q=case.batch * case.seqlen_q,
         total_k=case.batch * case.seqlen_k,
     )
@@ -71,13 +70,14 @@ def packed(case: Problem, *, sequences: int = 64, **changes: bool | int) -> Prob
         k_strides=(0, *case.k_strides[1:]),
         v_strides=(0, *case.v_strides[1:]),
         out_strides=(0, *case.out_strides[1:]),
-        sequences=replace(layout, **changes),
+        layout=replace(layout, **changes),
     )
 
 
 def cached(case: Problem, *, caches: int, **changes: bool | int) -> Problem:
     """The same with keys in as many caches, of which not all rows are filled."""
-    return replace(case, q_offset=0, sequences=replace(Sequences(caches=caches), **changes))
+    layout = replace(Layout("cached", caches=caches), **changes)
+    return replace(case, q_offset=0, layout=layout)
 
 
 def default_tile(case: Problem) -> HopperTile:

@@ -12,8 +12,8 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
 from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import ITEMSIZE, ArraySpec, Problem, make_problem
-from cupy_flash.problem.sequences import Sequences
 
 mma = MmaFamily()
 h100 = device_for_arch("sm_90")
@@ -56,8 +56,8 @@ def ragged_problem(
 ) -> Problem:
     """Packed queries over a cache, in pages or not."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
-    sequences = Sequences(
-        packed_q=True,
+    layout = Layout(
+        kind="packed",
         total_q=2 * seqlen,
         caches=0 if page_size else 5,
         page_size=page_size,
@@ -65,7 +65,7 @@ def ragged_problem(
         max_pages=-(-seqlen // page_size) if page_size else 0,
         batch_invariant=batch_invariant,
     )
-    return replace(case, heads_kv=case.heads_q // group, q_offset=0, sequences=sequences)
+    return replace(case, heads_kv=case.heads_q // group, q_offset=0, layout=layout)
 
 
 def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():

@@ -12,8 +12,8 @@ from cupy_flash.families import ragged, split
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.families.simt import SimtFamily, SimtTile
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
-from cupy_flash.problem.sequences import Sequences
 
 simt = SimtFamily()
 h100 = device_for_arch("sm_90")
@@ -163,8 +163,8 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
     """Packed queries over a cache, in pages or not."""
     options = {f: changes.pop(f) for f in ("num_splits", "batch_invariant") if f in changes}
     case = problem(dtype, head_dim, causal=causal, **changes)
-    sequences = Sequences(
-        packed_q=True,
+    layout = Layout(
+        kind="packed",
         total_q=2 * case.seqlen_q,
         caches=0 if page_size else 5,
         page_size=page_size,
@@ -172,7 +172,7 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
         max_pages=-(-799 // page_size) if page_size else 0,
         **options,
     )
-    return dataclasses.replace(case, q_offset=0, sequences=sequences)
+    return dataclasses.replace(case, q_offset=0, layout=layout)
 
 
 def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cupy_flash.families import split
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
+from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
-from cupy_flash.problem.sequences import Sequences
 
 h100 = device_for_arch("sm_90")
 
@@ -176,7 +176,7 @@ def test_the_second_kernel_has_a_warp_for_each_query_row():
 
 
 def ragged(case, **changes):
-    return replace(case, sequences=Sequences(**changes))
+    return replace(case, layout=replace(Layout("cached"), **changes))
 
 
 def test_a_number_of_splits_that_was_asked_for_is_taken_as_it_is():
@@ -197,7 +197,7 @@ def test_heads_that_share_a_tile_are_split_further():
 
 
 def test_packed_queries_take_the_workspace_of_their_rows_alone():
-    case = ragged(problem(head_dim_v=72), packed_q=True, total_q=150)
+    case = ragged(problem(head_dim_v=72), kind="packed", total_q=150)
     assert split.workspace(case, 3) == 3 * (6 * 150) * (72 + 1) * 4
 
 

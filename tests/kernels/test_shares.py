@@ -23,7 +23,7 @@ from cupy_flash.problem.problem import (
     ArraySpec,
     Problem,
     make_contiguous_problem,
-    make_sequences_problem,
+    make_problem,
 )
 
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
@@ -96,18 +96,18 @@ class Batch:
 
     @property
     def line(self) -> str:
-        p, s = self.problem, self.problem.sequences
+        p, s = self.problem, self.problem.layout
         numbers = [KINDS.index(self.kind), *self.grid, p.batch, p.seqlen_q, p.seqlen_k, p.heads_kv]
-        numbers += [self.splits, s.caches if s else 0, s.total_q if s else 0, self.keys]
-        numbers.append(s.new_keys if s else 0)
+        numbers += [self.splits, s.caches, s.total_q, self.keys]
+        numbers.append(s.new_keys)
         arrays = (self.cu_seqlens_q, self.seqused_k, self.cache_batch_idx)
         numbers += [bool(array) for array in arrays]
         return " ".join(str(int(number)) for number in itertools.chain(numbers, *arrays))
 
     def lengths(self) -> list[tuple[int, int]]:
         """Queries and keys of each sequence."""
-        p, s = self.problem, self.problem.sequences
-        if s is None:
+        p, s = self.problem, self.problem.layout
+        if s.is_equal:
             return [(p.seqlen_q, p.seqlen_k)] * p.batch
         result = []
         for b in range(p.batch):
@@ -214,25 +214,24 @@ def problem_of(
         page_size = 8
         table = (-(-seqlen_k // page_size), 1000)
         pages = spec(5, page_size, *keys)
-        return make_sequences_problem(
-            q, pages, pages, batch=batch, block_table=table, new_keys=new_keys
-        )
+        return make_problem(q, pages, pages, kind="cached", block_table=table, new_keys=new_keys)
     if kind.layout == "cache":
         cache = spec(batch + 3, seqlen_k, *keys)
-        return make_sequences_problem(
+        return make_problem(
             q,
             cache,
             cache,
-            batch=batch,
+            kind="cached",
             chosen_caches=True,
             new_keys=new_keys,
             num_splits=kind.num_splits,
         )
     packed = spec(1, batch * seqlen_k, *keys)
-    return make_sequences_problem(
+    return make_problem(
         spec(1, batch * seqlen_q, heads_q, HEAD_DIM),
         packed,
         packed,
+        kind="packed",
         batch=batch,
         max_seqlen_q=seqlen_q,
         max_seqlen_k=seqlen_k,

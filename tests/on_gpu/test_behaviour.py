@@ -29,7 +29,7 @@ from cupy_flash import flash_attention, flash_attention_varlen, plan
 from cupy_flash.calls import jax_arrays
 from cupy_flash.calls.arrays import as_cupy
 from cupy_flash.families import FAMILIES
-from cupy_flash.gpu import compiler, launch
+from cupy_flash.gpu import attention, compiler
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
 
 pytestmark = pytest.mark.gpu
@@ -364,7 +364,7 @@ def test_the_first_call_says_what_it_compiles_and_later_ones_reuse_everything(
         def must_not_run(*args: object, **kwargs: object) -> None:
             raise AssertionError("planned or compiled again")
 
-        monkeypatch.setattr(launch, "make_plan", must_not_run)
+        monkeypatch.setattr(attention, "make_plan", must_not_run)
         monkeypatch.setattr(compiler.kernel_cache, "get", must_not_run)
         values = tuple(array[::-1].copy() for array in random_values(case))
         out = flash_attention(*on_gpu(values))

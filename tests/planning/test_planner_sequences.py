@@ -16,7 +16,8 @@ from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.planning.tuning import Entry, problem_class
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
-from cupy_flash.problem.problem import DTYPES, ArraySpec, Problem, make_sequences_problem
+from cupy_flash.problem.layout import Layout
+from cupy_flash.problem.problem import DTYPES, ArraySpec, Problem, make_problem
 
 H100, A100, TURING = (device_for_arch(arch) for arch in ("sm_90", "sm_80", "sm_75"))
 relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
@@ -40,8 +41,8 @@ def packed(
             (seqlen_k, heads[1], dims[1]),
         )
     )
-    return make_sequences_problem(
-        q, k, v, batch=batch, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
+    return make_problem(
+        q, k, v, kind="packed", batch=batch, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k, **options
     )
 
 
@@ -61,7 +62,7 @@ def cached(
     q = ArraySpec.contiguous((batch, seqlen_q, heads[0], dims[0]), dtype)
     k, v = (ArraySpec.contiguous((*places, heads[1], dim), dtype) for dim in dims)
     table = (max_pages, max_pages) if page_size else None
-    return make_sequences_problem(q, k, v, batch=batch, block_table=table, **options)
+    return make_problem(q, k, v, kind="cached", block_table=table, **options)
 
 
 @st.composite
@@ -104,8 +105,8 @@ def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
         assert launch.shared_memory <= device.shared_memory_per_block
         assert all(0 <= n < 2**31 for n in launch.grid)
         assert min(launch.grid) > 0 or case.is_empty
-    if case.sequences.num_splits:
-        assert plan.num_splits == case.sequences.num_splits
+    if case.layout.num_splits:
+        assert plan.num_splits == case.layout.num_splits
     assert plan.blocks_per_sm() >= 1
 
 
@@ -153,8 +154,9 @@ def test_few_query_tiles_go_to_a_family_that_splits_keys():
 def test_a_bound_that_is_not_tight_makes_no_query_tiles():
     """Of packed sequences it counts how many rows there are, not how many there may be."""
     case = packed(batch=300, seqlen_q=8, heads=(4, 4))
-    loose = make_sequences_problem(
+    loose = make_problem(
         *(ArraySpec.contiguous((1, 2400, 4, 128), "float16") for _ in "qkv"),
+        kind="packed",
         batch=300,
         max_seqlen_q=8192,
         max_seqlen_k=8192,
@@ -168,7 +170,7 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
     # Query tiles and splits can be counted; the kernel that merges has a block for 8 rows.
     q, k = (ArraySpec.contiguous((1, 131072, heads, 64), "float16") for heads in (64, 1))
     sizes = {"batch": 4096, "max_seqlen_q": 131072, "max_seqlen_k": 131072}
-    case, whole = (make_sequences_problem(q, k, k, num_splits=n, **sizes) for n in (2, 1))
+    case, whole = (make_problem(q, k, k, kind="packed", num_splits=n, **sizes) for n in (2, 1))
     words = rf"needs \d+ thread blocks, more than the {MAX_GRID} of a launch"
     for choice in (family, None):
         with pytest.raises(UnsupportedError, match=words):
@@ -182,7 +184,7 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
 @pytest.mark.parametrize("family", ["mma", "simt"])
 def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
     q, k = (ArraySpec.contiguous((2**16, 1, heads, 1), "float16") for heads in (2**15, 1))
-    case = make_sequences_problem(q, k, k, batch=2**16, num_splits=2)
+    case = make_problem(q, k, k, kind="cached", num_splits=2)
     reason = f"has {2**31} query heads in all sequences; {2**31 - 1} can be counted"
     with pytest.raises(UnsupportedError, match=reason):
         make_plan(case, H100, family=family)
@@ -297,7 +299,7 @@ def test_a_plan_shows_the_figures_of_the_kernel_that_attends():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_kernel_is_the_main_one_where_none_is_called_attention(name):
-    case = dataclasses.replace(packed(), sequences=None)
+    case = dataclasses.replace(packed(), layout=Layout())
     plan = make_plan(case, H100, family=name)
     assert plan.main is plan.launches[0]
     assert plan.unit.main_entry == plan.unit.entries[0]

@@ -60,7 +60,7 @@ def legal_tiles() -> Iterator[Entry]:
             problem = group.cases[0].case.problem()
             for family in FAMILIES.values():
                 if family.why_not(problem, device) or not (
-                    problem.sequences is None or family.serves_sequences
+                    problem.layout.is_equal or family.serves_sequences
                 ):
                     continue
                 tiles = list(family.tiles(problem, device))

@@ -14,7 +14,7 @@ from cupy_flash.problem.problem import (
     MAX_SPLITS,
     ArraySpec,
     check_no_self_overlap,
-    make_sequences_problem,
+    make_problem,
 )
 
 DTYPE = "float16"
@@ -29,11 +29,12 @@ def packed(**changes):
         "q": spec(1, 113, 6, 40),
         "k": spec(1, 203, 3, 40),
         "v": spec(1, 203, 3, 72),
+        "kind": "packed",
         "batch": 5,
         "max_seqlen_q": 50,
         "max_seqlen_k": 90,
     }
-    return make_sequences_problem(**(arguments | changes))
+    return make_problem(**(arguments | changes))
 
 
 def cached(**changes):
@@ -41,9 +42,9 @@ def cached(**changes):
         "q": spec(5, 2, 6, 40),
         "k": spec(7, 239, 3, 40),
         "v": spec(7, 239, 3, 72),
-        "batch": 5,
+        "kind": "cached",
     }
-    return make_sequences_problem(**(arguments | changes))
+    return make_problem(**(arguments | changes))
 
 
 def paged(**changes):
@@ -62,7 +63,7 @@ def test_a_packed_problem_has_the_sequences_for_a_batch_and_the_bounds_for_seqle
     assert p.q_strides == (0, 240, 40)
     assert p.k_strides == (0, 120, 40)
     assert p.out_strides == (0, 6 * 72, 72)
-    s = p.sequences
+    s = p.layout
     assert (s.packed_q, s.packed_k, s.total_q, s.total_k) == (True, True, 113, 203)
     assert (s.caches, s.page_size, s.pages, s.max_pages, s.new_keys) == (0, 0, 0, 0, 0)
 
@@ -74,7 +75,7 @@ def test_bounds_beyond_the_arrays_are_those_of_the_arrays():
 
 def test_a_packed_problem_over_pages_has_packed_queries_only():
     p = packed(k=spec(31, 16, 3, 40), v=spec(31, 16, 3, 72), block_table=(4, 6))
-    s = p.sequences
+    s = p.layout
     assert (s.packed_q, s.packed_k, s.total_k) == (True, False, 0)
     assert (s.page_size, s.pages, s.max_pages, s.block_table_stride) == (16, 31, 4, 6)
     assert p.seqlen_k == 64
@@ -84,7 +85,7 @@ def test_a_packed_problem_over_pages_has_packed_queries_only():
 def test_a_cache_has_its_capacity_for_seqlen_k():
     p = cached(new_keys=2)
     assert (p.batch, p.seqlen_q, p.seqlen_k) == (5, 2, 239)
-    s = p.sequences
+    s = p.layout
     assert (s.packed_q, s.packed_k, s.caches, s.page_size, s.new_keys) == (False, False, 7, 0, 2)
     assert p.softmax_scale == 1 / math.sqrt(40)
 
@@ -92,7 +93,7 @@ def test_a_cache_has_its_capacity_for_seqlen_k():
 def test_a_paged_cache_has_the_rows_of_its_pages_for_seqlen_k():
     p = paged()
     assert p.seqlen_k == 9 * 16
-    assert (p.sequences.caches, p.sequences.pages, p.sequences.max_pages) == (0, 31, 9)
+    assert (p.layout.caches, p.layout.pages, p.layout.max_pages) == (0, 31, 9)
 
 
 def test_a_causal_problem_leaves_the_offset_to_each_sequence():
@@ -106,10 +107,10 @@ def test_rows_of_one_packed_block_are_aligned_whatever_its_batch_stride():
 
 
 def test_a_batch_invariant_problem_does_not_split_keys():
-    s = cached(batch_invariant=True).sequences
+    s = cached(batch_invariant=True).layout
     assert (s.num_splits, s.batch_invariant) == (1, True)
     assert cached(batch_invariant=True, num_splits=1) == cached(batch_invariant=True)
-    assert cached(num_splits=7).sequences.num_splits == 7
+    assert cached(num_splits=7).layout.num_splits == 7
 
 
 @pytest.mark.parametrize("make", [packed, cached, paged])
@@ -140,7 +141,7 @@ def test_problems_of_sequences_hash(make):
         ),
         (
             cached,
-            {"q": spec(8, 2, 6, 40), "batch": 8},
+            {"q": spec(8, 2, 6, 40)},
             "hold 7 caches, but q has batch 8; expected one for each sequence, or cache_batch_idx",
         ),
         (cached, {"new_keys": 240}, "k and v append 240 rows to each cache, but a cache holds 239"),
@@ -169,7 +170,7 @@ def test_problems_of_sequences_hash(make):
         (packed, {"batch": 2**31}, f"batch is {2**31}; expected at most {MAX_COUNT}"),
         (
             paged,
-            {"q": spec(2**31, 2, 6, 40), "batch": 2**31},
+            {"q": spec(2**31, 2, 6, 40)},
             f"batch is {2**31}; expected at most {MAX_COUNT}",
         ),
         (cached, {"num_splits": -1}, f"num_splits is -1; expected 1 to {MAX_SPLITS}, or 0"),
@@ -193,7 +194,7 @@ def test_what_does_not_go_together_is_refused(make, changes, message):
     [
         (cached, {"k": spec(MAX_COUNT, 239, 3, 40), "v": spec(MAX_COUNT, 239, 3, 72)}),
         (paged, {"k": spec(MAX_COUNT, 16, 3, 40), "v": spec(MAX_COUNT, 16, 3, 72)}),
-        (paged, {"q": spec(MAX_COUNT, 2, 6, 40), "batch": MAX_COUNT}),
+        (paged, {"q": spec(MAX_COUNT, 2, 6, 40)}),
     ],
 )
 def test_what_32_bits_count_can_be_packed_for_the_kernels(make, changes):
@@ -201,7 +202,7 @@ def test_what_32_bits_count_can_be_packed_for_the_kernels(make, changes):
     memory = bytearray(SEQUENCES_DTYPE.itemsize)
     PackedSequences(p).pack_into(memory, 0, 0, 0, 0, 0, 0, 0, 0)
     struct = np.frombuffer(memory, SEQUENCES_DTYPE)[0]
-    assert (struct["caches"], struct["pages"]) == (p.sequences.caches, p.sequences.pages)
+    assert (struct["caches"], struct["pages"]) == (p.layout.caches, p.layout.pages)
     memory = bytearray(PARAMS_DTYPE.itemsize)
     PackedParams(p, num_splits=1, section_heads=1).pack_into(memory, 0, 0, 0, 0, 0, 0, 0)
     assert np.frombuffer(memory, PARAMS_DTYPE)[0]["batch"] == p.batch
@@ -227,7 +228,7 @@ def test_an_option_of_the_wrong_kind_is_refused_by_name(make, changes, message):
 
 def test_a_cache_of_each_sequence_s_choice_may_hold_fewer_than_the_batch():
     q = spec(9, 2, 6, 40)
-    assert cached(q=q, batch=9, chosen_caches=True).sequences.caches == 7
+    assert cached(q=q, chosen_caches=True).layout.caches == 7
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_a_cache_of_each_sequence_s_choice_may_hold_fewer_than_the_batch():
         (packed, {"batch": 0}),
         (packed, {"q": spec(1, 0, 6, 40)}),
         (packed, {"max_seqlen_q": 0}),
-        (cached, {"q": spec(0, 2, 6, 40), "batch": 0}),
+        (cached, {"q": spec(0, 2, 6, 40)}),
         (cached, {"q": spec(5, 0, 6, 40)}),
     ],
 )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
-from cupy_flash.api import kvcache
-from cupy_flash.calls.sequence_arrays import CacheArrays, CacheOptions, VarlenArrays, VarlenOptions
-from cupy_flash.gpu import append, gpu_calls, launch, launch_sequences
+from cupy_flash.calls import on_host
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.options import Options
+from cupy_flash.gpu import append, attention, gpu_calls, launch
 from cupy_flash.gpu.append import APPEND_DTYPE, ENTRY
 from cupy_flash.gpu.by_value import SLOT
 from cupy_flash.gpu.counters import Shared
@@ -164,21 +164,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     cuda = SimpleNamespace(runtime=runtime, alloc=gpu.alloc)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
     fake = SimpleNamespace(ndarray=Array, cuda=cuda)
-    for module in (launch, launch_sequences):
+    for module in (launch, attention, gpu_calls):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
-        monkeypatch.setattr(module, "_calls", {})
-        monkeypatch.setattr(module, "device_for_id", lambda _: device_for_arch("sm_90"))
-        monkeypatch.setattr(module, "shared", gpu.shared)
-    monkeypatch.setattr(gpu_calls, "cupy_module", lambda: fake)
-    monkeypatch.setattr(gpu_calls, "TensorMaps", FakeTensorMaps)
-    for module in (gpu_calls, append):
+    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(launch, "device_for_id", lambda _: device_for_arch("sm_90"))
+    monkeypatch.setattr(attention, "shared", gpu.shared)
+    monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
+    for module in (attention, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
+    for module in (gpu_calls, append):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 
 
-def compute_on_host(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[Any]:
-    """Have a module believe in a GPU that NumPy arrays are uploaded to, and compute them here.
+def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have calls believe in a GPU that NumPy arrays are uploaded to, and compute them here.
 
     Returns
     -------
@@ -189,20 +189,14 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
     cupy = SimpleNamespace(ndarray=FakeArray, asarray=here, asnumpy=np.asarray, cuda=cuda)
 
-    def varlen(arrays: VarlenArrays, options: VarlenOptions) -> Any:
-        uploads.append(arrays)
-        named, asked = arrays._asdict(), options._asdict()
-        return flash_attention_varlen(**(named | asked), backend="cpu")
-
-    def with_kvcache(arrays: CacheArrays, keys: int, options: CacheOptions) -> Any:
-        uploads.append(arrays)
+    def run(arguments: Arguments, options: Options, keys: int = 0) -> Any:
+        uploads.append(arguments)
         assert keys == 0
-        named, asked = arrays._asdict(), options._asdict()
-        return flash_attention_with_kvcache(**(named | asked), backend="cpu")
+        return on_host.forward(arguments, options, keys, "cpu")
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
-    monkeypatch.setattr(kvcache, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(launch_sequences, "varlen", varlen)
-    monkeypatch.setattr(launch_sequences, "with_kvcache", with_kvcache)
+    monkeypatch.setattr(on_host, "_calls", {})
+    monkeypatch.setattr(on_host, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
+    monkeypatch.setattr(on_host, "device_for_id", lambda _: device_for_arch("sm_90"))
+    monkeypatch.setattr(launch, "run", run)
     return uploads

@@ -21,19 +21,13 @@ import numpy as np
 import pytest
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, flash_attention_with_kvcache
-from cupy_flash.calls.sequence_arrays import (
-    CacheArrays,
-    CacheOptions,
-    VarlenArrays,
-    VarlenOptions,
-    cache_problem,
-    varlen_problem,
-)
+from cupy_flash.calls import arguments as calls
+from cupy_flash.calls.options import Options
 from cupy_flash.cli.build.build import Job
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.decode import DecodeTile
 from cupy_flash.gpu.append import append_unit
-from cupy_flash.gpu.launch_sequences import append_spec
+from cupy_flash.gpu.attention import append_spec
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch, gpu_unavailable
 from cupy_flash.problem.problem import MAX_ALIGNMENT
@@ -351,19 +345,21 @@ def jobs_of(
     values = problem.arguments() | {"out": problem.poisoned_out()}
     arguments = Arrays.of(np, values, alignment).arguments
     device = current_device()
-    options = {"causal": case.causal, "softmax_scale": case.softmax_scale, "num_splits": num_splits}
+    asked = Options(
+        "packed" if isinstance(case, VarlenCase) else "cached",
+        causal=case.causal,
+        softmax_scale=case.softmax_scale,
+        num_splits=num_splits,
+    )
+    given = {name: arguments[name] for name in calls.Arguments._fields if name in arguments}
+    most = {name: arguments[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in arguments}
+    if isinstance(case, KVCacheCase):
+        asked = asked._replace(rotary_interleaved=case.rotary_interleaved)
+    posed = calls.problem_of(calls.Arguments(**given), asked._replace(**most))
     appends = []
-    if isinstance(case, VarlenCase):
-        most = (arguments["max_seqlen_q"], arguments["max_seqlen_k"])
-        arrays = VarlenArrays(**{name: arguments[name] for name in VarlenArrays._fields})
-        posed = varlen_problem(arrays, VarlenOptions(*most, **options))
-    else:
-        caches = CacheArrays(**{name: arguments[name] for name in CacheArrays._fields})
-        asked = CacheOptions(rotary_interleaved=case.rotary_interleaved, **options)
-        posed = cache_problem(caches, asked)
-        if case.seqlen_new:
-            unit = append_unit(append_spec(caches, posed, asked))
-            appends.append(Job(unit, device, tuple((entry, 0) for entry in unit.entries)))
+    if isinstance(case, KVCacheCase) and case.seqlen_new:
+        unit = append_unit(append_spec(calls.Arguments(**given), posed, asked))
+        appends.append(Job(unit, device, tuple((entry, 0) for entry in unit.entries)))
     with contextlib.suppress(UnsupportedError):
         plan = make_plan(posed, device, family=family)
         yield from (Job.of(plan), *appends)
@@ -374,8 +370,8 @@ def decode_on_h100(arguments: dict[str, Any]) -> Plan:
 
     `arguments` are NumPy arrays and options.
     """
-    caches = CacheArrays(**{name: arguments.get(name) for name in CacheArrays._fields})
-    posed = cache_problem(caches, CacheOptions(causal=arguments["causal"]))
+    caches = calls.Arguments(**{name: arguments.get(name) for name in calls.Arguments._fields})
+    posed = calls.problem_of(caches, Options("cached", causal=arguments["causal"]))
     return make_plan(posed, device_for_arch("sm_90"), family="decode")
 
 

@@ -15,14 +15,8 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
-from cupy_flash.calls.sequence_arrays import (
-    CacheArrays,
-    CacheOptions,
-    VarlenArrays,
-    VarlenOptions,
-    cache_problem,
-    varlen_problem,
-)
+from cupy_flash.calls.arguments import Arguments, problem_of
+from cupy_flash.calls.options import Options
 from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row
 from cupy_flash.cli.cases import presets
@@ -115,8 +109,7 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
     problem = case.problem()
 
     assert case.bshd_shapes[1:] == ((26, 16, 2, 24), (26, 16, 2, 40))
-    assert problem.sequences is not None
-    assert (problem.sequences.pages, problem.sequences.max_pages) == (26, 13)
+    assert (problem.layout.pages, problem.layout.max_pages) == (26, 13)
     assert problem.seqlen_k == 13 * 16
     assert problem.k_strides == (16 * 2 * 24, 2 * 24, 24)
 
@@ -145,11 +138,12 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
     inputs = random_inputs(case, 0, on_gpu=False)
     q, k, v = inputs.host
     if case.kind == "varlen":
-        packed = VarlenArrays(q[0], k[0], v[0], **inputs.more)
-        longest = case.seqlen_k
-        found = varlen_problem(packed, VarlenOptions(longest, longest, causal=case.causal))
+        arguments = Arguments(q[0], k[0], v[0], **inputs.more)
+        most = {"max_seqlen_q": case.seqlen_k, "max_seqlen_k": case.seqlen_k}
+        found = problem_of(arguments, Options("packed", case.causal, **most))
     else:
-        found = cache_problem(CacheArrays(q, k, v, **inputs.more), CacheOptions(causal=case.causal))
+        arguments = Arguments(q, k_cache=k, v_cache=v, **inputs.more)
+        found = problem_of(arguments, Options("cached", case.causal))
 
     # NumPy arrays need not begin where GPU memory does.
     assert dataclasses.replace(case.problem(), alignment=found.alignment) == found

@@ -257,9 +257,8 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     monkeypatch.setenv(tuning.HOME_VARIABLE, str(tmp_path))
     tuning.reload()
     problem = Case("bfloat16", 4, 1, 203, 4, 4, 64, 64, kind="cache").problem()
-    assert problem.sequences is not None
     invariant = dataclasses.replace(
-        problem, sequences=dataclasses.replace(problem.sequences, batch_invariant=True)
+        problem, layout=dataclasses.replace(problem.layout, batch_invariant=True)
     )
     device, wanted = device_for_arch("sm_90"), tuning.problem_class(problem)
     entry = tuning.Entry(device.name, 90, 132, "decode", "0", wanted, {"Br": 16}, 1.0)

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupy_flash.calls import backends, host_calls
-from cupy_flash.calls.sequence_arrays import VarlenOptions
+from cupy_flash.calls import backends, on_host
+from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import ArraySpec, Problem, make_sequences_problem
+from cupy_flash.problem.problem import ArraySpec, Problem, make_problem
 
-OPTIONS = VarlenOptions(59, 59)
+OPTIONS = Options("packed", max_seqlen_q=59, max_seqlen_k=59)
 
 
 def problem(dtype: str = "float16") -> Problem:
     q, k = (ArraySpec.contiguous((1, 113, heads, 64), dtype) for heads in (4, 2))
-    return make_sequences_problem(q, k, k, batch=3, max_seqlen_q=59, max_seqlen_k=59)
+    return make_problem(q, k, k, kind="packed", batch=3, max_seqlen_q=59, max_seqlen_k=59)
 
 
 @pytest.fixture
@@ -32,28 +32,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(host_calls, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(host_calls, "is_served", is_served)
+    monkeypatch.setattr(on_host, "device_for_id", lambda _: device_for_arch("sm_90"))
+    monkeypatch.setattr(on_host, "is_served", is_served)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("dtype", "expected"), [("float16", True), ("float32", False)])
 def test_a_gpu_computes_what_one_of_its_families_serves(dtype: str, expected: bool) -> None:
-    assert host_calls.runs_on_gpu(problem(dtype), OPTIONS, "auto") is expected
+    assert on_host.runs_on_gpu(problem(dtype), OPTIONS, "auto") is expected
 
 
 @pytest.mark.usefixtures("gpu")
 def test_asking_for_the_gpu_or_one_of_its_families_leaves_nothing_open() -> None:
     named = OPTIONS._replace(family="mma")
-    assert host_calls.runs_on_gpu(problem("float32"), OPTIONS, "gpu")
-    assert host_calls.runs_on_gpu(problem("float32"), named, "auto")
-    assert not host_calls.runs_on_gpu(problem(), OPTIONS, "cpu")
+    assert on_host.runs_on_gpu(problem("float32"), OPTIONS, "gpu")
+    assert on_host.runs_on_gpu(problem("float32"), named, "auto")
+    assert not on_host.runs_on_gpu(problem(), OPTIONS, "cpu")
 
 
 def test_without_a_gpu_the_cpu_computes_and_asking_for_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: "it was sold")
-    assert not host_calls.runs_on_gpu(problem(), OPTIONS, "auto")
+    assert not on_host.runs_on_gpu(problem(), OPTIONS, "auto")
     with pytest.raises(UnsupportedError, match="backend is 'gpu', but it was sold"):
-        host_calls.runs_on_gpu(problem(), OPTIONS, "gpu")
+        on_host.runs_on_gpu(problem(), OPTIONS, "gpu")

@@ -1,0 +1,256 @@
+"""Attention of arrays in host memory: by the CPU backend, or on copies that a GPU gets."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
+from cupy_flash.calls.arrays import to_bshd
+from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
+from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.overlap import require_apart
+from cupy_flash.gpu import launch
+from cupy_flash.host import batches, cpu
+from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import is_served, make_plan
+from cupy_flash.problem.device import device_for_id
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+
+def forward(
+    arguments: Arguments, options: Options, keys: int, backend: str
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Attention of NumPy arrays, and the append before it; see `launch.run`."""
+    call = _known(arguments, options, backend)
+    problem, on_gpu, tile = call
+    new_keys = problem.layout.new_keys
+    lengths = check_contents(arguments, options, problem, keys)
+    out = arguments.out
+    if out is not None or new_keys:
+        written = (*CACHES, "out") if new_keys else ("out",)
+        for name in written:
+            if (array := getattr(arguments, name)) is not None:
+                require_writable(name, array)
+        require_apart(arguments._fields, arguments, written)
+    if out is None:
+        out = np.empty((*arguments.q.shape[:-1], problem.head_dim_v), arguments.q.dtype)
+    if lengths is not None:
+        arguments = _appended(arguments, lengths, options, call)
+    if on_gpu:
+        return _on_gpu(arguments, out, options)
+    lse = np.empty(problem.lse_shape, problem.lse_dtype) if options.return_lse else None
+    _on_cpu(arguments, out, lse, options, problem, tile)
+    return out, lse
+
+
+class _Known(NamedTuple):
+    """What is found once for all arrays in host memory of the same shapes, strides and dtypes.
+
+    Attributes
+    ----------
+    tile
+        The CPU backend's; None where a GPU computes, or each run of sequences has its own.
+    """
+
+    problem: Problem
+    on_gpu: bool
+    tile: Tile | None
+
+
+# Kept for reuse, as calls on a GPU are in `launch`.
+_MAX_KNOWN = 1024
+_calls: dict[Any, _Known] = {}
+
+
+def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
+    """What calls like this one need; finding it takes 70 us, more than a small call computes."""
+    given = arguments[: FIELDS[options.kind]]
+    facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
+    key = (facts, options, backend, _gpu(backend), tuning.generation())
+    known = _calls.get(key)
+    if known is None:
+        require_given(arguments, options.kind)
+        problem = problem_of(arguments, options)
+        on_gpu = runs_on_gpu(problem, options, backend)
+        known = _Known(problem, on_gpu, None if on_gpu else requested_tile(problem, options))
+        if len(_calls) >= _MAX_KNOWN:
+            _calls.clear()
+        _calls[key] = known
+    return known
+
+
+def _gpu(backend: str) -> int | None:
+    """The current GPU, where arrays in host memory may go to it."""
+    if not host_runs_on_gpu(backend):
+        return None
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
+
+
+def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
+    """Whether a GPU computes arrays in host memory: where it is left open, one that can."""
+    device_id = _gpu(backend)
+    if device_id is None:
+        return False
+    if backend == "gpu" or options.family is not None:
+        return True
+    return is_served(problem, device_for_id(device_id))
+
+
+def requested_tile(problem: Problem, options: Options) -> Tile | None:
+    """The CPU backend's tile, or None where every run of sequences has its own.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        For a tile or family that is not the CPU's.
+    """
+    if not problem.layout.is_equal and options.tile is None and options.family in (None, "cpu"):
+        return None
+    tile = cpu_tile(problem, options.family, options.tile)
+    return None if not problem.layout.is_equal and options.tile is None else tile
+
+
+def require_writable(name: str, array: np.ndarray) -> None:
+    """Raise ValueError for a read-only array."""
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass an array that can be written")
+
+
+def upload_order(options: Options) -> Literal["K", "C"]:
+    """In which order arrays that are uploaded have their axes: their own, or C's."""
+    return "K" if options.kind == "equal" else "C"
+
+
+def _on_gpu(
+    arguments: Arguments, out: np.ndarray, options: Options
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Attention on copies of the arrays."""
+    import cupy
+
+    if options.kind == "equal":
+        # Packed arrays bring `out`, for its rows that belong to no sequence.
+        arguments = arguments._replace(out=None)
+    order = upload_order(options)
+    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
+    result, lse = launch.run(Arguments(*uploaded), options)
+    out[...] = cupy.asnumpy(result)
+    return out, None if lse is None else cupy.asnumpy(lse)
+
+
+def _on_cpu(
+    arguments: Arguments,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    options: Options,
+    problem: Problem,
+    tile: Tile | None,
+) -> None:
+    if options.kind == "equal":
+        assert tile is not None
+        views = arguments.q, arguments.k, arguments.v, out
+        if options.layout != "bshd":
+            views = tuple(to_bshd(array, options.layout) for array in views)
+        cpu.forward(
+            *views,
+            lse,
+            causal=problem.causal,
+            q_offset=problem.q_offset,
+            softmax_scale=problem.softmax_scale,
+            tile=tile,
+        )
+        return
+    same: dict[str, Any] = {
+        "block_table": arguments.block_table,
+        "causal": problem.causal,
+        "softmax_scale": problem.softmax_scale,
+        "tile": tile,
+        "batch_invariant": problem.is_batch_invariant,
+    }
+    arrays = arguments.q, arguments.keys, arguments.values, out, lse
+    if options.kind == "packed":
+        batches.varlen_forward(
+            *arrays,
+            cu_seqlens_q=arguments.cu_seqlens_q,
+            cu_seqlens_k=arguments.cu_seqlens_k,
+            max_seqlen_q=problem.seqlen_q,
+            max_seqlen_k=problem.seqlen_k,
+            seqused_k=arguments.seqused_k,
+            **same,
+        )
+    else:
+        batches.kvcache_forward(
+            *arrays,
+            lengths=arguments.cache_seqlens,
+            cache_batch_idx=arguments.cache_batch_idx,
+            **same,
+        )
+
+
+def _appended(
+    arguments: Arguments, lengths: np.ndarray, options: Options, call: _Known
+) -> Arguments:
+    """Append what is new to the cache; what is left to attend with, and all lengths."""
+    problem = call.problem
+    lengths_after = lengths + problem.layout.new_keys
+    # Nothing may be refused once the cache is written.
+    if call.on_gpu:
+        _require_a_plan(problem, options)
+    elif call.tile is not None:
+        _require_scratch(problem, call.tile, int(lengths_after.max(initial=0)))
+    q, k = arguments.q, arguments.k
+    if arguments.rotary_cos is not None:
+        q, k = (
+            batches.rotate(
+                rows,
+                arguments.rotary_cos,
+                arguments.rotary_sin,
+                lengths,
+                interleaved=bool(options.rotary_interleaved),
+                advance=advance,
+            )
+            for rows, advance in ((q, problem.causal), (k, True))
+        )
+    if k is not None:
+        batches.append(
+            arguments.k_cache,
+            arguments.v_cache,
+            k,
+            arguments.v,
+            lengths=lengths,
+            cache_batch_idx=arguments.cache_batch_idx,
+            block_table=arguments.block_table,
+        )
+    return Arguments(
+        q,
+        block_table=arguments.block_table,
+        k_cache=arguments.k_cache,
+        v_cache=arguments.v_cache,
+        cache_seqlens=lengths_after.astype(np.int32),
+        cache_batch_idx=arguments.cache_batch_idx,
+    )
+
+
+def _require_a_plan(problem: Problem, options: Options) -> None:
+    """Raise as a call on the current GPU does for a family or tile that does not fit."""
+    import cupy
+
+    device = device_for_id(cupy.cuda.runtime.getDevice())
+    make_plan(problem, device, family=options.family, tile=options.tile)
+
+
+def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:
+    """Raise ValueError for a tile that the CPU backend would refuse later on."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    clipped = Tile(min(tile.Br, max(rows, 1)), min(tile.Bc, max(seqlen_k, 1)))
+    needed = cpu.scratch_bytes(problem, clipped)
+    if needed > cpu.SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {needed} bytes of scratch per worker, more than "
+            f"{cpu.SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )

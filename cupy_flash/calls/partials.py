@@ -1,0 +1,99 @@
+"""The arrays of a call that merges partial results: their checks, and what they ask for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cupy_flash.calls.arrays import (
+    address_of,
+    dtype_name,
+    require_float,
+    require_in_place,
+    require_shape,
+    spec_of,
+)
+from cupy_flash.problem.partials import CombineSpec
+from cupy_flash.problem.problem import (
+    MAX_ALIGNMENT,
+    MAX_SEQLEN,
+    ArraySpec,
+    check_no_self_overlap,
+)
+
+
+class Partials(NamedTuple):
+    """Arrays of `cupy_flash.combine`."""
+
+    out_partial: Any
+    lse_partial: Any
+    out: Any = None
+
+
+def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> CombineSpec:
+    """What these NumPy or CuPy arrays ask for; out_partial's last axis is contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what cannot be merged; the message names the argument.
+    """
+    dtype = _check(out_partial, lse_partial)
+    spec = spec_of(out_partial[0], address_of(out_partial))
+    if out is None:
+        out_spec = ArraySpec.contiguous(spec.shape, dtype)
+    else:
+        _check_out(out, out_partial)
+        out_spec = spec_of(out, address_of(out))
+        check_no_self_overlap("out", out_spec)
+    # The splits are one axis more that every row of out_partial must be aligned along.
+    split_stride = out_partial.strides[0]
+    along_splits = split_stride & -split_stride if len(out_partial) > 1 else 0
+    num_splits, (batch, seqlen_q, heads_q, head_dim_v) = len(out_partial), spec.shape
+    return CombineSpec(
+        dtype=dtype,
+        num_splits=num_splits,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        heads_q=heads_q,
+        head_dim_v=head_dim_v,
+        split_stride=split_stride // out_partial.itemsize,
+        partial_strides=spec.strides,
+        out_strides=out_spec.strides,
+        alignment=min(spec.row_alignment(), along_splits or MAX_ALIGNMENT),
+        out_alignment=out_spec.row_alignment(),
+    )
+
+
+def _check(out_partial: Any, lse_partial: Any) -> str:
+    require_float("out_partial", out_partial)
+    dtype = dtype_name(out_partial)
+    lse_dtype = "float64" if dtype == "float64" else "float32"
+    if dtype_name(lse_partial) != lse_dtype:
+        raise TypeError(
+            f"lse_partial has dtype {lse_partial.dtype}; expected {lse_dtype} beside an "
+            f"out_partial of {dtype}"
+        )
+    require_float("lse_partial", lse_partial)
+    shape = tuple(out_partial.shape)
+    if len(shape) not in (4, 5):
+        raise ValueError(
+            f"out_partial has shape {shape}; expected (num_splits, batch, seqlen_q, heads_q, "
+            "head_dim_v) or packed (num_splits, total_q, heads_q, head_dim_v)"
+        )
+    if shape[0] == 0:
+        raise ValueError(f"out_partial has shape {shape}, no splits; expected at least 1")
+    if max(shape) > MAX_SEQLEN:
+        raise ValueError(f"out_partial has shape {shape}; expected at most {MAX_SEQLEN} of each")
+    expected = (*shape[:-3], shape[-2], shape[-3])
+    require_shape("lse_partial", lse_partial, expected, f"beside an out_partial of {shape}")
+    return dtype
+
+
+def _check_out(out: Any, out_partial: Any) -> None:
+    require_float("out", out)
+    if dtype_name(out) != dtype_name(out_partial):
+        raise TypeError(
+            f"out has dtype {out.dtype}; expected {out_partial.dtype}, as out_partial has"
+        )
+    require_shape("out", out, tuple(out_partial.shape[1:]), "that of one split")
+    require_in_place("out", out)

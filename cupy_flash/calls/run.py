@@ -1,0 +1,184 @@
+"""The way of every call: read its arrays, run it where they lie, hand the results back in kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.calls import arrays, on_host
+from cupy_flash.calls.arguments import (
+    CACHES,
+    FIELDS,
+    Arguments,
+    normalized,
+    problem_of,
+    require_given,
+)
+from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
+from cupy_flash.calls.jax_arrays import from_jax, to_jax
+from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.overlap import require_apart
+from cupy_flash.calls.partials import Partials, spec_of_call
+from cupy_flash.calls.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu import compiler, launch
+from cupy_flash.host import combine as host_combine
+from cupy_flash.planning.planner import Plan, make_cpu_plan, make_plan
+from cupy_flash.problem.device import device_for_arch, device_for_id, gpu_unavailable
+
+
+def attention(arguments: Arguments, options: Options, backend: str, keys: int = 0) -> Any:
+    """What the public functions of attention return.
+
+    Parameters
+    ----------
+    arguments, options, backend
+        The call's.
+    keys
+        Length of every cache before the append, where arguments.cache_seqlens is None; else 0.
+    """
+    options = plain_options(options)
+    given = arguments[: FIELDS[options.kind]]
+    if backend == "auto":
+        # The common calls, without the checks that their arguments passed by their types.
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and _all_are(cupy.ndarray, given):
+            result, lse = launch.run(arguments, options, keys)
+            return (result, lse) if options.return_lse else result
+        if is_torch_on_gpu(*given):
+            return _of_torch(arguments, options, keys)
+    require_backend(backend)
+    arguments = arguments.parts_of_qkv()
+    if arguments.qkv is None and _all_are(np.ndarray, given):
+        result, lse = on_host.forward(arguments, options, keys, backend)
+        return (result, lse) if options.return_lse else result
+    if backend == "auto" and options.kind == "equal" and arguments.out is None:
+        found = _of_jax(arguments, options)
+        if found is not None:
+            return found
+    require_given(arguments, options.kind)
+    if options.kind == "cached" and arguments.k is not None:
+        for name in CACHES:
+            arrays.require_mutable(name, getattr(arguments, name))
+    out = arguments.out
+    arguments, convert = normalized(arguments)
+    if isinstance(arguments.q, np.ndarray):
+        result, lse = on_host.forward(arguments, options, keys, backend)
+    else:
+        require_gpu_backend(backend)
+        result, lse = launch.run(arguments, options, keys)
+    # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
+    result = convert(result) if out is None else (convert(result), out)[1]
+    return (result, convert(lse)) if options.return_lse else result
+
+
+def combine(partials: Partials) -> tuple[Any, Any]:
+    """What `cupy_flash.combine` returns."""
+    out = partials.out
+    partials, convert = normalized(partials)
+    if isinstance(partials.out_partial, np.ndarray):
+        result, lse = _combine_on_host(partials)
+    else:
+        result, lse = launch.run(partials, None)
+    result = convert(result) if out is None else (convert(result), out)[1]
+    return result, convert(lse)
+
+
+def plan(arguments: Arguments, options: Options, backend: str, arch: str | None) -> Plan:
+    """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
+    options = plain_options(options)
+    require_backend(backend)
+    require_given(arguments, options.kind)
+    arguments, _ = normalized(arguments)
+    arguments = Arguments(*map(arrays.as_cupy, arguments))
+    problem = problem_of(_as_copied(arguments), options)
+    if arch is not None and backend == "cpu":
+        raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
+    if arch is not None:
+        return make_plan(problem, device_for_arch(arch), family=options.family, tile=options.tile)
+    if not isinstance(arguments.q, np.ndarray):
+        require_gpu_backend(backend)
+    elif not on_host.runs_on_gpu(problem, options, backend):
+        tile = cpu_tile(problem, options.family, options.tile)
+        return make_cpu_plan(problem, tile, gpu_unavailable())
+    else:
+        order = on_host.upload_order(options)
+        uploaded = (None if x is None else np.empty_like(x, order=order) for x in arguments)
+        problem = problem_of(_as_copied(Arguments(*uploaded)), options)
+    if reason := gpu_unavailable():
+        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
+    import cupy
+
+    made = make_plan(
+        problem,
+        device_for_id(cupy.cuda.runtime.getDevice()),
+        family=options.family,
+        tile=options.tile,
+    )
+    assert made.unit is not None
+    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
+
+
+def _as_copied(arguments: Arguments) -> Arguments:
+    """What a call would copy is laid out as the copy would be, without making it."""
+    copied = {
+        name: np.empty(array.shape, array.dtype)
+        for name, array in zip(arguments._fields, arguments, strict=True)
+        if array is not None and name not in CACHES and not arrays.is_readable_in_place(array)
+    }
+    return arguments._replace(**copied)
+
+
+def _all_are(kind: type, given: tuple[Any, ...]) -> bool:
+    """Whether every array is of this type, but for those that are absent."""
+    # A loop, as a generator or sets of types take half a microsecond more.
+    for array in given:  # noqa: SIM110
+        if array is not None and array.__class__ is not kind:
+            return False
+    return True
+
+
+def _of_torch(arguments: Arguments, options: Options, keys: int) -> Any:
+    """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
+    like = arguments.q if arguments.qkv is None else arguments.qkv
+    streams = None if like is None else arrays.torch_streams("q", like)
+    if streams is not None:
+        order(*streams)
+    result, lse = launch.run(arguments, options, keys)
+    if streams is not None:
+        order(*reversed(streams))
+    # New arrays are CuPy's where q had to be copied.
+    if result.__class__ is not like.__class__:
+        result = arrays.to_torch(result)
+    if not options.return_lse:
+        return result
+    return result, lse if lse.__class__ is like.__class__ else arrays.to_torch(lse)
+
+
+def _of_jax(arguments: Arguments, options: Options) -> Any | None:
+    """The same of arrays of JAX; None where one of them is not read by its address."""
+    memories = []
+    for name in ("q", "k", "v"):
+        memory = from_jax(name, getattr(arguments, name))
+        if memory is None:
+            return None
+        memories.append(memory)
+    result, lse = launch.run(Arguments(*memories), options)
+    device = memories[0].device
+    result = to_jax(result, device)
+    return (result, to_jax(lse, device)) if options.return_lse else result
+
+
+def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
+    out_partial, lse_partial, out = partials
+    if out is not None:
+        on_host.require_writable("out", out)
+    spec_of_call(*partials)
+    if out is None:
+        out = np.empty(out_partial.shape[1:], out_partial.dtype)
+    else:
+        require_apart(partials._fields, partials, ("out",))
+    return out, host_combine.merge(out_partial, lse_partial, out)

@@ -1,5 +1,5 @@
 // One inline function per PTX instruction, named after it. Those that not all architectures have
-// are in ptx_stream.cuh, ptx_cluster.cuh, ptx_sm90a.cuh and ptx_wgmma.cuh. Shared-memory addresses
+// are in stream.cuh, cluster.cuh, sm90a.cuh and wgmma.cuh. Shared-memory addresses
 // are 32-bit offsets into the shared window.
 #pragma once
 

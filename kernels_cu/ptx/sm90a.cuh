@@ -1,4 +1,4 @@
-// One inline function per PTX instruction that only Hopper (sm_90a) has, beside those of ptx.cuh.
+// One inline function per PTX instruction that only Hopper (sm_90a) has, beside those of base.cuh.
 // Shared-memory addresses are 32-bit offsets into the shared window.
 #pragma once
 

@@ -4,6 +4,7 @@
     python benchmarks/machine_code.py --update     write the table anew
     python benchmarks/machine_code.py --restamp    give records and tuned tiles of unchanged kernels
                                                    the digests of the present sources
+    python benchmarks/machine_code.py --restamp --update    both, in this order
 
 The table holds a set of kernels over all families, dtypes, masks, layouts and some architectures,
 which the tests compile too, and every kernel of a record or a shipped tile. A record or a tile is
@@ -496,21 +497,21 @@ def main() -> int:
     options = parser.parse_args()
     of_records = [k for rows in recorded().values() for *_, kernels in rows for k in kernels]
     tested = representative()
-    if options.update:
-        found = compiled([*tested, *of_records])
-        write_table(found, tested)
-        failed = [code for code in found.values() if not isinstance(code, Code)]
-        print("\n".join(failed) or f"{len(found)} kernels in {TABLE}")
-        return 1 if failed else 0
-    head, before, _ = read_table()
-    if reason := why_not_comparable(head):
-        print(reason, file=sys.stderr)
-        return 2
     now = compiled([*tested, *of_records])
-    changed = list(differences(before, now))
-    print("\n".join([*changed, f"{len(now) - len(changed)} of {len(now)} kernels are the same"]))
-    left = restamp(head, before, now) if options.restamp else 0
-    return 1 if changed or left else 0
+    failed = [code for code in now.values() if not isinstance(code, Code)]
+    left = 0
+    if options.restamp or not options.update:
+        head, before, _ = read_table()
+        if reason := why_not_comparable(head):
+            print(reason, file=sys.stderr)
+            return 2
+        failed = list(differences(before, now))
+        print("\n".join([*failed, f"{len(now) - len(failed)} of {len(now)} kernels are the same"]))
+        left = restamp(head, before, now) if options.restamp else 0
+    if options.update:
+        write_table(now, tested)
+        print(f"{len(now)} kernels in {TABLE}")
+    return 1 if failed or left else 0
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Options(NamedTuple):
     rotary_interleaved: bool = True
 
 
+# How many options calls of equal lengths have.
+_OF_EQUAL = Options._fields.index("layout") + 1
 # Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()
 
@@ -48,14 +50,16 @@ def plain_options(options: Options) -> Options:
     ValueError
         For a number that is not finite.
     """
-    # Types tell whether options are plain, and a program's calls mostly have the same.
-    types = tuple(map(type, options))
+    # Types tell whether options are plain, and a program's calls mostly have the same. Those that
+    # calls of equal lengths do not have are as they stand above.
+    count = _OF_EQUAL if options.kind == "equal" else len(options)
+    types = tuple(map(type, options[:count]))
     if types in _plain:
         return options
     plain = options._replace(
         **{name: plain(name, getattr(options, name)) for name, plain in _FIELDS.items()}
     )
-    if types == tuple(map(type, plain)):
+    if types == tuple(map(type, plain[:count])):
         _plain.add(types)
     return plain
 

@@ -107,7 +107,7 @@ _COMPILE_TWO = """
 from cupy_flash.gpu import compiler
 assert compiler.why_no_compiler() is None
 import cupy
-from cupy_flash.device import device_for_arch
+from cupy_flash.problem.device import device_for_arch
 from cupy_flash.families import TranslationUnit
 class RawModule:
     def __init__(self, **arguments): pass

@@ -73,7 +73,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a fused kernel goes through the query tiles (see `kernels_cu/work/schedule.cuh`).
+    """How a fused kernel goes through the query tiles (see `kernels_cu/grid/schedule.cuh`).
 
     Attributes
     ----------

@@ -140,7 +140,7 @@ class Family(ABC):
         return not problem.layout.is_equal
 
     def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
-        """Query heads whose query tiles are interleaved (see `kernels_cu/work/schedule.cuh`)."""
+        """Query heads whose query tiles are interleaved (see `kernels_cu/grid/schedule.cuh`)."""
         return heads_in_l2(problem, device)
 
     def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:

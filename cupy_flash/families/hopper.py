@@ -41,7 +41,7 @@ _TAIL_BYTES = 8
 
 _PREPARE = "prepare"
 _PREPARE_THREADS = 1024
-# `SequenceOrder::scratch_words` of `work/order.cuh`.
+# `SequenceOrder::scratch_words` of `grid/order.cuh`.
 _PREPARE_WORDS = 256 + 32
 _WORD_BYTES = 4
 
@@ -336,7 +336,7 @@ class HopperFamily(Family):
 
     def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
         if not problem.layout.is_equal:
-            # The order of the sequences, see `work/order.cuh`.
+            # The order of the sequences, see `grid/order.cuh`.
             return (2 * problem.batch + 2) * _WORD_BYTES
         return split.workspace(problem, num_splits)
 

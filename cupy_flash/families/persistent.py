@@ -23,7 +23,7 @@ _TILE_COST = 1
 # Takes up to 10 ms, and each layer of a model asks.
 @functools.lru_cache(maxsize=256)
 def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
-    """Query heads whose query tiles are interleaved (see `kernels_cu/work/schedule.cuh`).
+    """Query heads whose query tiles are interleaved (see `kernels_cu/grid/schedule.cuh`).
 
     The fewest with which the thread blocks' shares are nearly as even as they can be: the fewer,
     the more a head's keys and values are read by thread blocks that run at the same time. Without

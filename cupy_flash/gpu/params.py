@@ -40,7 +40,7 @@ PARAMS_DTYPE = np.dtype(
 )
 
 # The second argument of kernels that serve packed, cached or paged sequences, mirrored in
-# `kernels_cu/work/sequences.cuh`.
+# `kernels_cu/grid/sequences.cuh`.
 SEQUENCES_DTYPE = np.dtype(
     [
         ("cu_seqlens_q", np.uint64),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """How q, k and v lie (`kernels_cu/work/sequences.cuh`).
+    """How q, k and v lie (`kernels_cu/grid/sequences.cuh`).
 
     Lengths and places that are not equal are in arrays on the device; here is only what a kernel is
     chosen by and what its arguments are made of.

@@ -12,7 +12,7 @@
 #include "tile/element.cuh"
 #include "tile/access.cuh"
 #include "params.cuh"
-#include "work/sequences.cuh"
+#include "grid/sequences.cuh"
 
 struct AppendParams {
   Tensor q;                    // (batch, seqlen_q, heads_q, head_dim)

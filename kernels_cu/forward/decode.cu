@@ -16,7 +16,7 @@
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"
 #include "params.cuh"
-#include "work/sequences.cuh"
+#include "grid/sequences.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

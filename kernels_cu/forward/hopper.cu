@@ -14,8 +14,8 @@
 #include "forward/hopper/producer.cuh"
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
-#include "work/order.cuh"
-#include "work/sequences.cuh"
+#include "grid/order.cuh"
+#include "grid/sequences.cuh"
 
 #if __CUDA_ARCH__ == 900
 

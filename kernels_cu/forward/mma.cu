@@ -17,9 +17,9 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
-#include "work/place.cuh"
-#include "work/schedule.cuh"
-#include "work/split.cuh"
+#include "grid/place.cuh"
+#include "grid/schedule.cuh"
+#include "grid/split.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -5,7 +5,7 @@
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "work/schedule.cuh"
+#include "grid/schedule.cuh"
 
 namespace naive {
 

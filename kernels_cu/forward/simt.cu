@@ -8,8 +8,8 @@
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "work/place.cuh"
-#include "work/schedule.cuh"
+#include "grid/place.cuh"
+#include "grid/schedule.cuh"
 
 namespace simt {
 

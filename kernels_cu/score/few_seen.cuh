@@ -3,7 +3,7 @@
 #pragma once
 
 #include "tile/element.cuh"
-#include "work/pages.cuh"
+#include "grid/pages.cuh"
 
 // Whether p v / p is as exact as v: in 16 bits it is, as p of a row's only key is a power of two to
 // within float32's rounding.

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "params.cuh"
-#include "work/schedule.cuh"
+#include "grid/schedule.cuh"
 
 // Of a query tile whose rows are those of Group query heads in turns, see find_work().
 template <bool Causal, int Group = 1>

@@ -5,8 +5,8 @@
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "work/sequences.cuh"
-#include "work/shares.cuh"
+#include "grid/sequences.cuh"
+#include "grid/shares.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

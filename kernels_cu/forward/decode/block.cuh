@@ -8,8 +8,8 @@
 #include "ptx/stream.cuh"
 #include "score/mask.cuh"
 #include "tile/products_16bit.cuh"
-#include "work/sequences.cuh"
-#include "work/shares.cuh"
+#include "grid/sequences.cuh"
+#include "grid/shares.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

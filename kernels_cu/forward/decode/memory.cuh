@@ -5,7 +5,7 @@
 #include "forward/decode/block.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
-#include "work/shares.cuh"
+#include "grid/shares.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

@@ -9,7 +9,7 @@
 #include "score/softmax.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
-#include "work/shares.cuh"
+#include "grid/shares.cuh"
 
 #if __CUDA_ARCH__ >= 800
 

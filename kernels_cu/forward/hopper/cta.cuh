@@ -5,11 +5,11 @@
 #include "tile/element.cuh"
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
-#include "work/schedule.cuh"
-#include "work/sequences.cuh"
+#include "grid/schedule.cuh"
+#include "grid/sequences.cuh"
 #include "tile/slabs.cuh"
-#include "work/split.cuh"
-#include "work/visit.cuh"
+#include "grid/split.cuh"
+#include "grid/visit.cuh"
 
 struct TensorMaps {
   TensorMap q;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
-#include "work/order.cuh"
+#include "grid/order.cuh"
 #include "score/softmax.cuh"
 
 #if __CUDA_ARCH__ == 900

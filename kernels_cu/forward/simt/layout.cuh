@@ -4,7 +4,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
-#include "work/schedule.cuh"
+#include "grid/schedule.cuh"
 
 namespace simt {
 

@@ -3,7 +3,7 @@
 
 #include "forward/simt/layout.cuh"
 #include "ptx/base.cuh"
-#include "work/pages.cuh"
+#include "grid/pages.cuh"
 
 namespace simt {
 

@@ -6,7 +6,7 @@
 // empty line ends a batch.
 #include "cuda_on_host.h"
 
-#include "work/order.cuh"
+#include "grid/order.cuh"
 
 #include <cstdio>
 

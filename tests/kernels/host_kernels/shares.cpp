@@ -10,7 +10,7 @@
 #include "cuda_on_host.h"
 
 // Then what is tested.
-#include "work/shares.cuh"
+#include "grid/shares.cuh"
 
 #include <cstdio>
 

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "params.cuh"
-#include "work/schedule.cuh"
-#include "work/sequences.cuh"
-#include "work/visit.cuh"
+#include "grid/schedule.cuh"
+#include "grid/sequences.cuh"
+#include "grid/visit.cuh"
 
 // In the workspace: 2 batch + 2 words. Tiles are those of one head, except that those handed out
 // are counted over all heads.

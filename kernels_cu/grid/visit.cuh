@@ -3,8 +3,8 @@
 
 #include "score/mask.cuh"
 #include "params.cuh"
-#include "work/schedule.cuh"
-#include "work/sequences.cuh"
+#include "grid/schedule.cuh"
+#include "grid/sequences.cuh"
 
 // Where a query tile's sequence lies: as the parameters say of all of them, or as was found.
 template <bool Found>

@@ -5,11 +5,11 @@
 
 #include "score/few_seen.cuh"
 #include "score/mask.cuh"
-#include "work/pages.cuh"
+#include "grid/pages.cuh"
 #include "params.cuh"
-#include "work/schedule.cuh"
-#include "work/sequences.cuh"
-#include "work/split.cuh"
+#include "grid/schedule.cuh"
+#include "grid/sequences.cuh"
+#include "grid/split.cuh"
 
 template <class Config>
 struct Place {

@@ -13,8 +13,8 @@
 #pragma once
 
 #include "params.cuh"
-#include "work/schedule.cuh"
-#include "work/sequences.cuh"
+#include "grid/schedule.cuh"
+#include "grid/sequences.cuh"
 
 // A part of an item's keys.
 struct Part {

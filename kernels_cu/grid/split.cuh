@@ -10,8 +10,8 @@
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
-#include "work/pages.cuh"
-#include "work/sequences.cuh"
+#include "grid/pages.cuh"
+#include "grid/sequences.cuh"
 
 template <class T, int HeadDimV>
 struct Partials {

@@ -20,8 +20,8 @@ from cupy_flash import flash_attention
 from cupy_flash.cli.measure.timing import GpuTimer, Timed, spread
 from cupy_flash.cli.providers.providers import release_memory
 from cupy_flash.cli.records.environment import metadata
-from cupy_flash.families import FAMILIES
-from cupy_flash.problem.device import device_for_id
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import device_for_id
 
 _TOKENS = 16384  # batch * seqlen
 _MATRIX = 8192
@@ -112,7 +112,7 @@ def main(output: Path | None) -> None:
     for row in rows:
         click.echo(", ".join(f"{name} {value}" for name, value in row.items()))
     if output:
-        head = metadata(device_for_id(0).name) | {"hopper_digest": FAMILIES["hopper"].digest()}
+        head = metadata(device_for_id(0).name) | {"hopper_digest": FORWARD["hopper"].digest()}
         output.write_text(json.dumps({"metadata": head, "rows": rows}, indent=1) + "\n", "utf-8")
 
 

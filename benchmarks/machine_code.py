@@ -5,6 +5,10 @@
     python benchmarks/machine_code.py --restamp    give records and tuned tiles of unchanged kernels
                                                    the digests of the present sources
     python benchmarks/machine_code.py --restamp --update    both, in this order
+    python benchmarks/machine_code.py --cubins FOLDER    keep the machine code too
+    python benchmarks/machine_code.py --moved FOLDER     with what was kept of the earlier sources:
+                                                   a kernel whose arguments only lie elsewhere
+                                                   (`instructions.py`) counts as the same
 
 The table holds a set of kernels over all families, dtypes, masks, layouts and some architectures,
 which the tests compile too, and every kernel of a record or a shipped tile. A record or a tile is
@@ -27,13 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from instructions import same_but_for_arguments
+
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.build.build import Job, build
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.report import Row, write_whole
 from cupy_flash.cli.tune.findings import digest_of
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.problem.device import Resources, device_for_arch
@@ -63,7 +69,7 @@ class Kernel:
     arch
         10 times its compute capability.
     family
-        Of `FAMILIES`, or "append" or "combine".
+        Of `FORWARD`, or "append" or "combine".
     tile
         Names and values of the tile's fields; the unit's title, of no family.
     case
@@ -83,7 +89,7 @@ class Kernel:
     def plan(self) -> Plan:
         """What launches it, of a family."""
         assert self.case is not None
-        family = FAMILIES[self.family]
+        family = FORWARD[self.family]
         tile = family.tile_type(**dict(self.tile))
         device = device_for_arch(self.arch)
         return plan_tile(family, self.case.problem(), device, tile, reason="")
@@ -119,10 +125,15 @@ class Code:
     code: str
     registers: int
     spill_bytes: int
+    image: bytes = dataclasses.field(default=b"", compare=False, repr=False)
 
     @classmethod
     def of(cls, image: bytes, resources: Resources) -> Code:
-        return cls(code_hash(image), resources.registers, resources.spill_bytes)
+        return cls(code_hash(image), resources.registers, resources.spill_bytes, image)
+
+    def as_json(self) -> Row:
+        """As the table holds it."""
+        return {"code": self.code, "registers": self.registers, "spill_bytes": self.spill_bytes}
 
 
 def code_hash(image: bytes) -> str:
@@ -349,7 +360,7 @@ def recorded() -> dict[str, list[tuple[str, str, list[Kernel]]]]:
 def _kernels_of_rows(path: Path) -> Iterator[tuple[str, str, list[Kernel]]]:
     for row in records.read(path).rows:
         family, digest = row.get("family"), row.get("kernel_digest")
-        if not digest or family not in FAMILIES:
+        if not digest or family not in FORWARD:
             continue
         arch = 90
         if "cases" in row:
@@ -393,7 +404,7 @@ def write_table(found: Mapping[Kernel, Code | str], tested: Iterable[Kernel]) ->
 
     tested = set(tested)
     rows = [
-        {**kernel.as_json(), "tested": kernel in tested, **dataclasses.asdict(code)}
+        {**kernel.as_json(), "tested": kernel in tested, **code.as_json()}
         for kernel, code in found.items()
         if isinstance(code, Code)
     ]
@@ -442,6 +453,21 @@ def differences(before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str])
                 f"{name}: registers {was.registers} -> {code.registers}, spilled bytes "
                 f"{was.spill_bytes} -> {code.spill_bytes}, code {was.code} -> {code.code}"
             )
+
+
+def moved(
+    before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str], folder: Path
+) -> Iterator[tuple[Kernel, Code]]:
+    """The kernels whose arguments lie elsewhere than in the table, and nothing else changed."""
+    for kernel, code in now.items():
+        was = before.get(kernel)
+        if was is None or was == code or not isinstance(code, Code):
+            continue
+        image = (folder / f"{was.code}.cubin").read_bytes()
+        if (was.registers, was.spill_bytes) == (code.registers, code.spill_bytes) and (
+            same_but_for_arguments(image, code.image)
+        ):
+            yield kernel, code
 
 
 # ---- Records and tiles
@@ -494,17 +520,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the table anew")
     parser.add_argument("--restamp", action="store_true", help="put the present digests")
+    parser.add_argument("--cubins", type=Path, help="keep the machine code in this folder")
+    parser.add_argument(
+        "--moved",
+        type=Path,
+        help="what --cubins kept of the sources of the table: a kernel whose arguments only lie "
+        "elsewhere counts as the same",
+    )
     options = parser.parse_args()
     of_records = [k for rows in recorded().values() for *_, kernels in rows for k in kernels]
     tested = representative()
     now = compiled([*tested, *of_records])
     failed = [code for code in now.values() if not isinstance(code, Code)]
+    if options.cubins:
+        options.cubins.mkdir(parents=True, exist_ok=True)
+        for code in now.values():
+            if isinstance(code, Code):
+                (options.cubins / f"{code.code}.cubin").write_bytes(code.image)
     left = 0
     if options.restamp or not options.update:
         head, before, _ = read_table()
         if reason := why_not_comparable(head):
             print(reason, file=sys.stderr)
             return 2
+        if options.moved:
+            before = {**before, **dict(moved(before, now, options.moved))}
         failed = list(differences(before, now))
         print("\n".join([*failed, f"{len(now) - len(failed)} of {len(now)} kernels are the same"]))
         left = restamp(head, before, now) if options.restamp else 0

@@ -20,8 +20,8 @@ import click
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.records.environment import metadata
-from cupy_flash.families import FAMILIES
-from cupy_flash.problem.device import device_for_id
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import device_for_id
 
 _SHAPE = (1, 128, 4, 64)  # batch, seqlen, heads, head_dim
 _DTYPE = "float16"
@@ -71,7 +71,7 @@ def main(output: Path | None) -> None:
         rows.append({"addresses": addresses, **times})
         click.echo(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     if output:
-        digests = {f"{name}_digest": FAMILIES[name].digest() for name in _FAMILIES}
+        digests = {f"{name}_digest": FORWARD[name].digest() for name in _FAMILIES}
         record = {"metadata": metadata(device_for_id(0).name) | digests, "rows": rows}
         output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 
 from cupy_flash.cli.records.environment import metadata
-from cupy_flash.families import FAMILIES
-from cupy_flash.problem.device import device_for_id
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import device_for_id
 
 _CALL = """
 import json, sys, time
@@ -82,7 +82,7 @@ def main(rounds: int, output: Path | None) -> None:
             f"from the cache {row['warm_first_call_s']:.3f} s"
         )
     if output:
-        digests = {f"{name}_digest": FAMILIES[name].digest() for name in _FAMILIES}
+        digests = {f"{name}_digest": FORWARD[name].digest() for name in _FAMILIES}
         record = {"metadata": metadata(device_for_id(0).name) | digests, "rows": rows}
         output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from cupy_flash.errors import CompileError
-from cupy_flash.gpu.compiler import prepare_cupy_cache
+from cupy_flash.gpu.environment import prepare_cupy_cache
 from cupy_flash.planning.tuning import TableError
 
 

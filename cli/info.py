@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FAMILIES
-from cupy_flash.gpu.compiler import CUBINS_VARIABLE, kernel_cache_dir, why_no_compiler
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE, why_no_compiler
+from cupy_flash.gpu.environment import gpu_unavailable, kernel_cache_dir
 from cupy_flash.planning import tuning
-from cupy_flash.problem.device import Device, gpu_unavailable
+from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import DTYPES
 
 from .cases.cases import Case
@@ -41,7 +42,7 @@ def collect() -> dict[str, Any]:
         "gpus": [dataclasses.asdict(gpu) | {"sm": gpu.sm} for gpu in gpus],
         "compiler_unavailable": why_no_compiler(),
         "places": _places(),
-        "families": {name: _family(name, gpus) for name in FAMILIES},
+        "families": {name: _family(name, gpus) for name in FORWARD},
         "providers": missing,
     }
 
@@ -65,14 +66,14 @@ def _places() -> dict[str, Any]:
 def _family(name: str, gpus: list[Device]) -> dict[str, Any]:
     """The dtypes that a family serves on the first GPU, and why not the others."""
     if not gpus:
-        return {"digest": FAMILIES[name].digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
+        return {"digest": FORWARD[name].digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
     reasons = {}
     for dtype in DTYPES:
         problem = Case(dtype, 1, 1024, 1024, 8, 8, 64, 64).problem()
-        if reason := FAMILIES[name].why_not(problem, gpus[0]):
+        if reason := FORWARD[name].why_not(problem, gpus[0]):
             reasons[dtype] = reason
     return {
-        "digest": FAMILIES[name].digest(),
+        "digest": FORWARD[name].digest(),
         "dtypes": [dtype for dtype in DTYPES if dtype not in reasons],
         "why_not": reasons,
     }

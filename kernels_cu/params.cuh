@@ -1,5 +1,5 @@
-// The argument of every kernel. cupy_flash/gpu/params.py declares the same struct as a NumPy dtype and
-// asserts at compile time that sizes and offsets agree.
+// The argument of every kernel of attention. cupy_flash/families/params.py declares the same struct as
+// a NumPy dtype and asserts at compile time that sizes and offsets agree.
 #pragma once
 
 using int64 = long long;
@@ -33,4 +33,21 @@ struct Params {
   int q_offset;       // query i sees keys j <= i + q_offset when causal
   int num_splits;     // thread blocks that share one query tile's keys
   int section_heads;  // heads whose query tiles are interleaved, see schedule.cuh
+
+  // Where sequences lie that are packed, cached or paged (sequences.cuh): null and 0 where all are
+  // of equal lengths.
+  const int* cu_seqlens_q;     // (batch + 1), or null: q and out are (batch, seqlen_q, ...)
+  const int* cu_seqlens_k;     // (batch + 1), or null: k and v are (caches, seqlen_k, ...), or pages
+  const int* seqused_k;        // (batch) keys of each sequence, or null
+  const int* cache_batch_idx;  // (batch) the row of the cache that each sequence reads, or null
+  const int* block_table;      // (batch, max_pages) page numbers, or null
+  int* counters;               // zeros, and zeros again when the kernel has ended; or null
+  int64 block_table_stride;    // between its rows, in elements
+  int total_q;                 // rows of packed q and out
+  int total_k;                 // rows of packed k and v
+  int caches;                  // rows of a cache that is not paged
+  int pages;                   // of a paged cache
+  int max_pages;               // of a sequence
+  int keys;                    // of every sequence where neither array counts them
+  int new_keys;                // behind those that seqused_k or `keys` count
 };

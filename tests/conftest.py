@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cupy_flash.gpu import compiler
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
-from cupy_flash.problem.device import gpu_unavailable
 
 # Their assertions say as much as those of the tests themselves.
 pytest.register_assert_rewrite("support")

@@ -36,7 +36,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
@@ -54,7 +54,7 @@ ALIGNED_DIMS = (
 def cases() -> Iterator[Case]:
     """Every family and dtype, masks, ragged tiles, alignments, splits, stages, rows per warp."""
     small = Case(None, "float16", 70, 150, batch=1, heads_q=2, heads_kv=1)
-    for family in FAMILIES:
+    for family in FORWARD:
         for dtype in DTYPES:
             causal = dataclasses.replace(small, family=family, dtype=dtype, causal=True)
             yield causal
@@ -147,7 +147,7 @@ def sequence_calls() -> Iterator[SequenceCall]:
     """Five of each family that serves sequences; appending and rotating, which any of them does;
     and clusters over caches.
     """
-    for family in (name for name in FAMILIES if FAMILIES[name].serves_sequences):
+    for family in (name for name in FORWARD if FORWARD[name].serves_sequences):
         dtype = "float32" if family == "simt" else "float16"
         packed = VarlenCase(
             (70, 0, 33, 1), (150, 9, 0, 40), dtype, head_dim=40, head_dim_v=24, causal=True

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 
 from ..cases import presets
 from ..cases.cases import Case, describe
@@ -37,7 +37,7 @@ from ..measure.gpu_state import watched
 from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, too_large
 from ..measure.timing import copy_rate
 from ..providers import providers
-from ..providers.providers import Provider
+from ..providers.contract import Provider
 from ..records import environment, records, report
 from .crossover import as_record, print_crossover
 from .table import outcome_text, print_cells, print_memory, record_row, timing_text
@@ -235,7 +235,7 @@ def bench(
     if no_gpu and asked is None:
         text = f"No GPU to use: {no_gpu}.\nTiming the CPU backend.\n"
         report.console().print(text, markup=False)
-    device = providers.current_device().name if on_gpu else environment.cpu_name()
+    device = current_device().name if on_gpu else environment.cpu_name()
 
     usual_warmup, usual_repeats = _GPU_REPEATS if on_gpu else _CPU_REPEATS
     settings = Settings(

@@ -9,12 +9,17 @@ from typing import Any
 
 import click
 
-from cupy_flash.gpu.compiler import CUBINS_VARIABLE, kernel_cache_dir, prepare_cupy_cache
+from cupy_flash.gpu.compiler import CUBINS_VARIABLE
+from cupy_flash.gpu.environment import (
+    current_device,
+    gpu_unavailable,
+    kernel_cache_dir,
+    prepare_cupy_cache,
+)
 from cupy_flash.planning.planner import Plan
-from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch, gpu_unavailable
+from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 
 from ..cases.options import make_folder
-from ..providers.providers import current_device
 from ..records import report
 from . import kernel_sets
 from .build import Built, Job, build, write_cubin
@@ -62,7 +67,7 @@ def _folder(ctx: click.Context, param: click.Parameter, given: str | None) -> Pa
 
 
 @click.command("compile")
-@click.option("--all", "everything", is_flag=True, help="All that the planner may choose.")
+@click.option("--all", "everything", is_flag=True, help="All that may be launched: every family.")
 @click.option("--list", "listing", is_flag=True, help="Name the kernels and build none.")
 @click.option("--workers", type=click.IntRange(1), help="Processes; as many as CPUs if left out.")
 @click.option(

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from cupy_flash.families import FAMILIES, TranslationUnit
+from cupy_flash.families import FORWARD, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
 from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
@@ -101,9 +101,8 @@ def all_plans(device: Device) -> list[Plan]:
     served = [
         (problem, family)
         for problem in problems
-        for family in FAMILIES.values()
+        for family in FORWARD.values()
         if family.why_not(problem, device) is None
-        and (problem.layout.is_equal or family.serves_sequences)
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)
     # For GPUs that this one's tuned table is not for.
@@ -129,7 +128,7 @@ def _sequence_problems() -> Iterator[Problem]:
 def tuned_plans(device: Device) -> Iterator[Plan]:
     """A plan for each entry of the tuned tables whose tile is legal on the device."""
     for entry in tuning.entries():
-        family = FAMILIES.get(entry.family)
+        family = FORWARD.get(entry.family)
         problem = problem_of_class(entry.problem_class)
         if family is None or problem is None or entry.digest != family.digest():
             continue
@@ -221,7 +220,7 @@ def problem_of_class(text: str) -> Problem | None:
     except ValueError:
         # Packed sequences of a call have as many queries as keys; a class need not.
         return None
-    return dataclasses.replace(problem, alignment=found.alignment)
+    return problem.aligned(found.alignment)
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import click
 
-from cupy_flash.calls.arrays import LAYOUTS
+from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.problem.problem import DTYPES, MAX_SEQLEN
 
 from ..errors import library_errors_as_usage

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.calls.arrays import LAYOUTS
+from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.planning import tuning
 from cupy_flash.problem.problem import DTYPES
 

@@ -15,7 +15,7 @@ from ..cases.cases import Case
 from ..cases.inputs import Inputs
 from ..cases.sequences import sequence_of
 from ..providers import providers
-from ..providers.providers import Prepared, Provider
+from ..providers.contract import Prepared, Provider
 from .check import Check, Coverage
 from .memory import output_bytes
 from .timing import (

@@ -11,15 +11,15 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import Device, Resources, gpu_unavailable
+from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
 from ..cases.options import cases_from, output_option, shape_options, split_shape, tile_request
 from ..errors import library_errors_as_usage
-from ..providers import providers
 from ..records import environment, report
 from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
@@ -307,7 +307,7 @@ _COLUMNS = (
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
 )
-@click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to profile.")
+@click.option("--family", type=click.Choice(list(FORWARD)), help="Kernel family to profile.")
 @click.option(
     "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
 )
@@ -327,7 +327,7 @@ def profile(
         raise click.UsageError("the output has no elements; expected a shape that needs a kernel")
     if reason := gpu_unavailable():
         raise ProfilerError(f"there is no GPU to profile on: {reason}")
-    device = providers.current_device()
+    device = current_device()
     with library_errors_as_usage():
         plan = make_plan(case.problem(), device, family=family, tile=freeze_tile(tile))
     kernels = profile_call(Call(case, family, tile, seed), METRICS)
@@ -336,7 +336,7 @@ def profile(
     head = environment.metadata(device.name) | {
         "case": dataclasses.asdict(case),
         "family": plan.family,
-        "kernel_digest": FAMILIES[plan.family].digest(),
+        "kernel_digest": FORWARD[plan.family].digest(),
         "tile": dataclasses.asdict(plan.tile),
         "kernels": ", ".join(kernel.name for kernel in kernels),
     }

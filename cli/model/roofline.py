@@ -13,8 +13,9 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import Device, gpu_unavailable
+from cupy_flash.problem.device import Device
 
 from ..cases.cases import Case, describe
 from ..cases.inputs import random_inputs
@@ -142,7 +143,7 @@ def roofline(
 def _targets(asked: Sequence[str] | None) -> list[Target]:
     """The GPUs to model: those asked for, or the present one."""
     no_gpu = gpu_unavailable()
-    current = None if no_gpu else providers.current_device()
+    current = None if no_gpu else current_device()
     if asked is None and current is None:
         raise click.UsageError(
             f"no GPU here ({no_gpu}); name one with --gpu: {', '.join(gpus.names())}"

@@ -111,7 +111,7 @@ class Schedule:
             Br=plan.tile.Br,
             Bc=plan.tile.Bc,
             blocks=max(1, min(grid, device.sm_count * plan.blocks_per_sm())),
-            section_heads=plan.section_heads,
+            section_heads=plan.schedule.section_heads,
             l2_bytes=device.l2_cache,
             num_splits=num_splits,
             workspace=plan.workspace if num_splits > 1 else 0,

@@ -1,135 +1,35 @@
-"""Who can compute a case: every provider behind one small interface."""
+"""Who can compute a case, by name: the library, CuPy's and NumPy's formula, and torch."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host import cpu
-from cupy_flash.planning.planner import Plan, choose_cpu_tile, make_cpu_plan, make_plan
-from cupy_flash.problem.device import Device, device_for_id, gpu_unavailable
+from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
+from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.tile import Tile, freeze_tile
 from cupy_flash.reference.dense import attention_naive
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.sequences import sequence_of, uniform_twin
-from ..measure import check, memory
-from ..measure.timing import Timed, replayed
+from ..measure import check
+from . import torch_providers
+from .contract import Prepared, Provider, TileFields
 
-TileFields = Mapping[str, int] | None
 # Of the providers that put a case's cache into pages.
 PAGE_SIZES = (1, 16, 64)
-
-
-def _same(result: Any) -> Any:
-    return result
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A provider made ready for one case's inputs.
-
-    Attributes
-    ----------
-    call
-        Computes the output.
-    to_array
-        Turns what `call` returned into a NumPy or CuPy array in the case's layout.
-    scope
-        Entered around calls, outside the timed span.
-    plan
-        What the library chose; None for other providers.
-    kernel_digest
-        Of the sources of what runs; None for other providers.
-    note
-        What a reader of the numbers should know.
-    inputs
-        What it computes, and is checked by, where that is not what it was made ready for.
-    scale
-        What its times are multiplied by.
-    """
-
-    call: Callable[[], Any]
-    to_array: Callable[[Any], Any] = _same
-    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    plan: Plan | None = None
-    kernel_digest: str | None = None
-    note: str | None = None
-    inputs: Inputs | None = None
-    scale: float = 1.0
-
-    @property
-    def tile(self) -> dict[str, int] | None:
-        """Fields of the plan's tile."""
-        return dataclasses.asdict(self.plan.tile) if self.plan else None
-
-    @property
-    def timed(self) -> Timed:
-        """What a timer takes."""
-        return Timed(self.call, self.scope)
-
-
-class Provider(ABC):
-    """One way to compute attention.
-
-    Attributes
-    ----------
-    name
-        As the option and the results spell it.
-    on_gpu
-        Whether it takes CuPy arrays; NumPy arrays otherwise.
-    ours
-        Whether a failed check is ours to answer for.
-    """
-
-    name: str
-    on_gpu: bool
-    ours: bool = False
-
-    @abstractmethod
-    def why_not(self, case: Case) -> str | None:
-        """Why it cannot compute the case here, or None if it may."""
-
-    @abstractmethod
-    def scratch_bytes(self, case: Case) -> int:
-        """Estimate of the memory it takes besides inputs and output."""
-
-    @abstractmethod
-    def prepare(self, inputs: Inputs) -> Prepared:
-        """Make it ready; raises ValueError or RuntimeError with the reason if it refuses."""
-
-    def missing(self) -> str | None:
-        """Why it cannot run on this machine at all, or None if it can."""
-        return gpu_unavailable() if self.on_gpu else None
-
-    def replayed(self, prepared: Prepared) -> Timed | None:
-        """The call's work as a CUDA graph that is launched; None where there is no such thing."""
-        return replayed(prepared.timed) if self.on_gpu else None
-
-    def peak_bytes(self, prepared: Prepared) -> int:
-        """Memory that a call takes at its peak besides its inputs; it was called before."""
-        measure = memory.cupy_peak_bytes if self.on_gpu else memory.host_peak_bytes
-        return measure(prepared.timed)
-
-
-def current_device() -> Device:
-    """CuPy's current device."""
-    import cupy
-
-    return device_for_id(cupy.cuda.runtime.getDevice())
 
 
 class Dispatcher(Provider):
@@ -169,7 +69,7 @@ class Dispatcher(Provider):
         return Prepared(
             call,
             plan=plan,
-            kernel_digest=FAMILIES[plan.family].digest() if self.on_gpu else cpu.digest(),
+            kernel_digest=FORWARD[plan.family].digest() if self.on_gpu else cpu.digest(),
         )
 
 
@@ -357,8 +257,6 @@ class Formula(Provider):
 
 
 def _makers() -> dict[str, Callable[[TileFields], Provider]]:
-    from . import torch_providers
-
     def of_family(family: str) -> Callable[[TileFields], Provider]:
         return lambda tile: Dispatcher(f"cupy_flash-{family}", family, tile)
 
@@ -367,7 +265,7 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
 
     makers: dict[str, Callable[[TileFields], Provider]] = {
         "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
-        **{f"cupy_flash-{family}": of_family(family) for family in FAMILIES},
+        **{f"cupy_flash-{family}": of_family(family) for family in FORWARD},
         **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
         "cupy_flash-uniform": Uniform,
         "cupy_flash-cpu": CpuBackend,
@@ -396,8 +294,6 @@ def free_bytes(*, on_gpu: bool) -> int | None:
     if on_gpu:
         import cupy
 
-        from . import torch_providers
-
         free = int(cupy.cuda.runtime.memGetInfo()[0])
         return free + cupy.get_default_memory_pool().free_bytes() + torch_providers.idle_bytes()
     try:
@@ -410,8 +306,6 @@ def free_bytes(*, on_gpu: bool) -> int | None:
 
 def release_memory() -> None:
     """Hand cached device memory back, so that every provider finds the same."""
-    from . import torch_providers
-
     if gpu_unavailable() is None:
         import cupy
 

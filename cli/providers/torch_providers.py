@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.gpu.environment import gpu_unavailable
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
 from ..measure import memory
 from ..measure.timing import Timed
-from .providers import Prepared, Provider
+from .contract import Prepared, Provider
 
 _REFUSAL = "kernel not used because"
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import cupy_flash
-from cupy_flash.problem.device import Device, device_for_id, gpu_unavailable
+from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
+from cupy_flash.problem.device import Device
 
 FLOP_CONVENTION = (
     "FLOPs = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v); "

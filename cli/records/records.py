@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.problem.problem import DTYPES
 
 from ..cases.cases import KINDS, Case, describe
@@ -85,7 +85,7 @@ def kernels(record: Record) -> set[tuple[str, str]]:
     head = record.metadata
     named = {(part.get("family"), part.get("kernel_digest")) for part in (head, *record.rows)}
     # As the scripts under benchmarks/ name them.
-    named |= {(name, head.get(f"{name}_digest")) for name in FAMILIES}
+    named |= {(name, head.get(f"{name}_digest")) for name in FORWARD}
     return {(family, digest) for family, digest in named if family and digest}
 
 

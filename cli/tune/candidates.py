@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.host import cpu
-from cupy_flash.planning.planner import Plan, make_cpu_plan, make_plan, plan_tile
-from cupy_flash.problem.device import Device, Resources, gpu_unavailable
+from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -151,7 +153,7 @@ def gpu_candidates(
         Which tiles are wanted; the default one is tried in any case.
     """
     problems = [case.case.problem() for case in cases]
-    chosen = FAMILIES[make_plan(problems[0], device, family=family).family]
+    chosen = FORWARD[make_plan(problems[0], device, family=family).family]
     default = chosen.default_tile(problems[0], device)
     wanted = [
         tile
@@ -190,7 +192,7 @@ def illegal_sizes(
     problem: Problem, device: Device, family: str, limits: Limits
 ) -> dict[tuple[int, int], str]:
     """Why pairs of (Br, Bc) in the family's search space have no tile, where they have none."""
-    the_family = FAMILIES[family]
+    the_family = FORWARD[family]
     reasons: dict[tuple[int, int], str] = {}
     legal = set()
     for tile in the_family.candidates(problem, device):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.problem_class import MOST_ROWS, ProblemClass
@@ -25,7 +25,7 @@ def digest_of(family: str) -> str | None:
     """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
     if family == "cpu":
         return cpu.digest()
-    return FAMILIES[family].digest() if family in FAMILIES else None
+    return FORWARD[family].digest() if family in FORWARD else None
 
 
 def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:

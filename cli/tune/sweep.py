@@ -155,7 +155,7 @@ class Compilation:
         for candidate in sorted(candidates, key=lambda c: not c.is_default):
             if candidate.dropped is None:
                 key = tuple(
-                    (self._hashes[plan.unit.text], plan.launches, plan.section_heads)
+                    (self._hashes[plan.unit.text], plan.launches, plan.schedule.section_heads)
                     for plan in candidate.plans
                     if plan.unit
                 )

@@ -9,9 +9,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning import tuning
-from cupy_flash.problem.device import Device, device_for_arch, gpu_unavailable
+from cupy_flash.problem.device import Device, device_for_arch
 
 from ..build.build import Builder
 from ..build.compile import arch_option
@@ -30,7 +31,6 @@ from ..cases.options import (
 )
 from ..cases.workload import PRESETS, Weighted, groups_of, read_workload
 from ..errors import library_errors_as_usage
-from ..providers.providers import current_device
 from ..records import environment, report
 from .candidates import Limits, illegal_sizes
 from .findings import digest_of, outcome_text, print_findings, print_ranking, ranking_row
@@ -80,7 +80,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help="A .json or .csv file of weighted cases; see docs/tuning.md.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
-@click.option("--family", type=click.Choice(list(FAMILIES)), help="Kernel family to tune.")
+@click.option("--family", type=click.Choice(list(FORWARD)), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
 @click.option("--br", type=HEADS, help="Try only these query rows.")
 @click.option("--bc", type=HEADS, help="Try only these key rows.")

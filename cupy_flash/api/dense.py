@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_flash.calls import run
-from cupy_flash.calls.arguments import Arguments, require_qkv
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -136,11 +136,10 @@ def flash_attention_qkvpacked(
     ValueError
         If qkv is not of that shape, and as `flash_attention`.
     """
-    require_qkv(qkv, layout)
     options = Options(
-        "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
+        "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(Arguments(out=out, qkv=qkv), options, backend)
+    return run.attention(Arguments(None, None, None, out, qkv), options, backend)
 
 
 def plan(

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupy_flash.calls.arrays import (
+from cupy_flash.arrays.kinds import no_array, normalize, normalize_int32, normalize_out, way_back
+from cupy_flash.arrays.strided import (
     address_of,
     dtype_name,
     kind_of,
-    no_array,
-    normalize,
-    normalize_int32,
-    normalize_out,
     require_4d,
     require_axes,
     require_float,
@@ -29,7 +26,6 @@ from cupy_flash.calls.arrays import (
     require_shape,
     spec_of,
     to_bshd,
-    way_back,
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.partials import Partials
@@ -78,18 +74,31 @@ class Arguments(NamedTuple):
         """Likewise."""
         return self.v if self.v_cache is None else self.v_cache
 
-    def parts_of_qkv(self) -> Arguments:
-        """The same with q, k and v as views of qkv, if that is what was given."""
+    def parts_of_qkv(self, layout: str) -> Arguments:
+        """The same with q, k and v as views of qkv, if that is what was given.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For what is no array of queries, keys and values, or another layout.
+        """
         if self.qkv is None:
             return self
+        _check_qkv(self.qkv, layout)
         q, k, v = (self.qkv[:, :, i] for i in range(3))
         return self._replace(q=q, k=k, v=v, qkv=None)
 
 
-# How many of the fields a call may have, by kind: keys are made of no more.
-FIELDS = {"equal": 5, "packed": 9, "cached": 15}
+# The fields that a call may have, by kind: keys are made of no more.
+FIELDS = {
+    "equal": slice(0, 4),
+    "qkvpacked": slice(3, 5),
+    "packed": slice(0, 9),
+    "cached": slice(0, 15),
+}
 _REQUIRED = {
     "equal": ("q", "k", "v"),
+    "qkvpacked": ("qkv",),
     "packed": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "cached": ("q", "k_cache", "v_cache"),
 }
@@ -111,23 +120,9 @@ _Arrays = TypeVar("_Arrays", Arguments, Partials)
 
 def require_given(arguments: Arguments, kind: str) -> None:
     """Raise TypeError for an array that is None though calls of this kind need it."""
-    if arguments.qkv is None:
-        for name in _REQUIRED[kind]:
-            if getattr(arguments, name) is None:
-                raise no_array(name, None)
-
-
-def require_qkv(qkv: Any, layout: str) -> None:
-    """Raise TypeError or ValueError for what is no array of queries, keys and values."""
-    shape = getattr(qkv, "shape", None)
-    if shape is None:
-        raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
-    if len(shape) != 5 or shape[2] != 3:
-        raise ValueError(
-            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim)"
-        )
-    if layout != "bshd":
-        raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
+    for name in _REQUIRED[kind]:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
 
 
 def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
@@ -181,6 +176,18 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
         if (array := getattr(arguments, name)) is not None:
             require_int32(name, array)
     return _PROBLEM_OF[options.kind](arguments, options)
+
+
+def _check_qkv(qkv: Any, layout: str) -> None:
+    shape = getattr(qkv, "shape", None)
+    if shape is None:
+        raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
+    if len(shape) != 5 or shape[2] != 3:
+        raise ValueError(
+            f"qkv has shape {tuple(shape)}; expected (batch, seqlen, 3, heads, head_dim)"
+        )
+    if layout != "bshd":
+        raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
 
 
 def _equal_problem(arguments: Arguments, options: Options) -> Problem:
@@ -289,7 +296,12 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     return problem
 
 
-_PROBLEM_OF = {"equal": _equal_problem, "packed": _packed_problem, "cached": _cached_problem}
+_PROBLEM_OF = {
+    "equal": _equal_problem,
+    "qkvpacked": _equal_problem,
+    "packed": _packed_problem,
+    "cached": _cached_problem,
+}
 
 
 def _specs(arguments: Arguments) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:

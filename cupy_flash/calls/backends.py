@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FAMILIES
-from cupy_flash.planning.planner import choose_cpu_tile
-from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import gpu_unavailable
+from cupy_flash.host.plan import choose_cpu_tile
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import FrozenTile, Tile
 
@@ -47,8 +47,8 @@ def cpu_tile(problem: Problem, family: str | None, tile: FrozenTile) -> Tile:
     UnsupportedError
         For a family of GPU kernels.
     """
-    if family not in (None, "cpu", *FAMILIES):
-        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}, cpu")
+    if family not in (None, "cpu", *FORWARD):
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FORWARD)}, cpu")
     if family not in (None, "cpu"):
         raise UnsupportedError(
             f"family {family!r} is a GPU kernel, but the CPU backend computes this"

@@ -6,17 +6,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.strided import to_bshd
+from cupy_flash.calls import on_gpu
 from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
-from cupy_flash.calls.arrays import to_bshd
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.overlap import require_apart
-from cupy_flash.gpu import launch
+from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
-from cupy_flash.problem.device import device_for_id
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -24,7 +24,7 @@ from cupy_flash.problem.tile import Tile
 def forward(
     arguments: Arguments, options: Options, keys: int, backend: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention of NumPy arrays, and the append before it; see `launch.run`."""
+    """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
     call = _known(arguments, options, backend)
     problem, on_gpu, tile = call
     new_keys = problem.layout.new_keys
@@ -61,14 +61,14 @@ class _Known(NamedTuple):
     tile: Tile | None
 
 
-# Kept for reuse, as calls on a GPU are in `launch`.
+# Kept for reuse, as calls on a GPU are in `on_gpu`.
 _MAX_KNOWN = 1024
 _calls: dict[Any, _Known] = {}
 
 
 def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     """What calls like this one need; finding it takes 70 us, more than a small call computes."""
-    given = arguments[: FIELDS[options.kind]]
+    given = arguments[FIELDS[options.kind]]
     facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     key = (facts, options, backend, _gpu(backend), tuning.generation())
     known = _calls.get(key)
@@ -87,9 +87,7 @@ def _gpu(backend: str) -> int | None:
     """The current GPU, where arrays in host memory may go to it."""
     if not host_runs_on_gpu(backend):
         return None
-    import cupy
-
-    return int(cupy.cuda.runtime.getDevice())
+    return int(cupy_module().cuda.runtime.getDevice())
 
 
 def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
@@ -99,7 +97,7 @@ def runs_on_gpu(problem: Problem, options: Options, backend: str) -> bool:
         return False
     if backend == "gpu" or options.family is not None:
         return True
-    return is_served(problem, device_for_id(device_id))
+    return is_served(problem, current_device())
 
 
 def requested_tile(problem: Problem, options: Options) -> Tile | None:
@@ -131,14 +129,13 @@ def _on_gpu(
     arguments: Arguments, out: np.ndarray, options: Options
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention on copies of the arrays."""
-    import cupy
-
+    cupy = cupy_module()
     if options.kind == "equal":
         # Packed arrays bring `out`, for its rows that belong to no sequence.
         arguments = arguments._replace(out=None)
     order = upload_order(options)
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    result, lse = launch.run(Arguments(*uploaded), options)
+    result, lse = on_gpu.run(Arguments(*uploaded), options)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 
@@ -238,10 +235,7 @@ def _appended(
 
 def _require_a_plan(problem: Problem, options: Options) -> None:
     """Raise as a call on the current GPU does for a family or tile that does not fit."""
-    import cupy
-
-    device = device_for_id(cupy.cuda.runtime.getDevice())
-    make_plan(problem, device, family=options.family, tile=options.tile)
+    make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 
 def _require_scratch(problem: Problem, tile: Tile, seqlen_k: int) -> None:

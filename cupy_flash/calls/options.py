@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cupy_flash.calls.arrays import kind_of, require_layout
+from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.problem.problem import check_bool, finite, integer
 from cupy_flash.problem.tile import FrozenTile, Tile
 
@@ -14,7 +14,7 @@ from cupy_flash.problem.tile import FrozenTile, Tile
 class Options(NamedTuple):
     """Options of any attention call; those that a public function does not have keep defaults.
 
-    `kind` says how the sequences of the call lie, see `Layout.kind`.
+    `kind` is that of `Layout`, or "qkvpacked" for equal lengths with q, k and v in one array.
     """
 
     kind: str = "equal"
@@ -31,9 +31,12 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
 
+    def of_parts(self) -> Options:
+        """The same for q, k and v in place of qkv."""
+        return self._replace(kind="equal") if self.kind == "qkvpacked" else self
 
-# How many options calls of equal lengths have.
-_OF_EQUAL = Options._fields.index("layout") + 1
+
+_EQUAL_KINDS = ("equal", "qkvpacked")
 # Types of options that were found to be plain.
 _plain: set[tuple[type, ...]] = set()
 
@@ -51,15 +54,26 @@ def plain_options(options: Options) -> Options:
         For a number that is not finite.
     """
     # Types tell whether options are plain, and a program's calls mostly have the same. Those that
-    # calls of equal lengths do not have are as they stand above.
-    count = _OF_EQUAL if options.kind == "equal" else len(options)
-    types = tuple(map(type, options[:count]))
+    # calls of equal lengths do not have are as they stand above; the others one by one, in two
+    # thirds of the time.
+    if options.kind in _EQUAL_KINDS:
+        types: tuple[type, ...] = (
+            options.causal.__class__,
+            options.softmax_scale.__class__,
+            options.return_lse.__class__,
+            options.family.__class__,
+            options.tile.__class__,
+            options.q_offset.__class__,
+            options.layout.__class__,
+        )
+    else:
+        types = tuple(map(type, options))
     if types in _plain:
         return options
     plain = options._replace(
         **{name: plain(name, getattr(options, name)) for name, plain in _FIELDS.items()}
     )
-    if types == tuple(map(type, plain[:count])):
+    if all(type(a) is type(b) for a, b in zip(options, plain, strict=True)):
         _plain.add(types)
     return plain
 

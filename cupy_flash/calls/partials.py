@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_flash.calls.arrays import (
+from cupy_flash.arrays.strided import (
     address_of,
     dtype_name,
     require_float,

@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls import arrays, on_host
+from cupy_flash.arrays import kinds
+from cupy_flash.arrays.jax_arrays import from_jax, to_jax
+from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.strided import as_cupy, is_readable_in_place
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
     FIELDS,
@@ -18,16 +23,15 @@ from cupy_flash.calls.arguments import (
     require_given,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
-from cupy_flash.calls.jax_arrays import from_jax, to_jax
 from cupy_flash.calls.options import Options, plain_options
-from cupy_flash.calls.overlap import require_apart
 from cupy_flash.calls.partials import Partials, spec_of_call
-from cupy_flash.calls.torch_arrays import is_torch_on_gpu, order
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.gpu import compiler, launch
+from cupy_flash.gpu import compiler
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host import combine as host_combine
-from cupy_flash.planning.planner import Plan, make_cpu_plan, make_plan
-from cupy_flash.problem.device import device_for_arch, device_for_id, gpu_unavailable
+from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import device_for_arch
 
 
 def attention(arguments: Arguments, options: Options, backend: str, keys: int = 0) -> Any:
@@ -41,35 +45,36 @@ def attention(arguments: Arguments, options: Options, backend: str, keys: int = 
         Length of every cache before the append, where arguments.cache_seqlens is None; else 0.
     """
     options = plain_options(options)
-    given = arguments[: FIELDS[options.kind]]
     if backend == "auto":
-        # The common calls, without the checks that their arguments passed by their types.
+        # The common calls, without the checks that their arguments pass by their types.
         cupy = sys.modules.get("cupy")
-        if cupy is not None and _all_are(cupy.ndarray, given):
-            result, lse = launch.run(arguments, options, keys)
-            return (result, lse) if options.return_lse else result
-        if is_torch_on_gpu(*given):
+        like = arguments.q if arguments.qkv is None else arguments.qkv
+        if cupy is not None and like.__class__ is cupy.ndarray:
+            found = on_gpu.run(arguments, options, keys, True)
+            if found is not None:
+                return found if options.return_lse else found[0]
+        elif is_torch_on_gpu(*arguments[FIELDS[options.kind]]):
             return _of_torch(arguments, options, keys)
+        elif options.kind == "equal" and arguments.out is None:
+            found = _of_jax(arguments, options)
+            if found is not None:
+                return found
     require_backend(backend)
-    arguments = arguments.parts_of_qkv()
-    if arguments.qkv is None and _all_are(np.ndarray, given):
+    require_given(arguments, options.kind)
+    arguments, options = arguments.parts_of_qkv(options.layout), options.of_parts()
+    if _all_are(np.ndarray, arguments[FIELDS[options.kind]]):
         result, lse = on_host.forward(arguments, options, keys, backend)
         return (result, lse) if options.return_lse else result
-    if backend == "auto" and options.kind == "equal" and arguments.out is None:
-        found = _of_jax(arguments, options)
-        if found is not None:
-            return found
-    require_given(arguments, options.kind)
     if options.kind == "cached" and arguments.k is not None:
         for name in CACHES:
-            arrays.require_mutable(name, getattr(arguments, name))
+            kinds.require_mutable(name, getattr(arguments, name))
     out = arguments.out
     arguments, convert = normalized(arguments)
     if isinstance(arguments.q, np.ndarray):
         result, lse = on_host.forward(arguments, options, keys, backend)
     else:
         require_gpu_backend(backend)
-        result, lse = launch.run(arguments, options, keys)
+        result, lse = on_gpu.run(arguments, options, keys)
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
     return (result, convert(lse)) if options.return_lse else result
@@ -77,12 +82,17 @@ def attention(arguments: Arguments, options: Options, backend: str, keys: int = 
 
 def combine(partials: Partials) -> tuple[Any, Any]:
     """What `cupy_flash.combine` returns."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and all(a.__class__ is cupy.ndarray for a in partials[:2]):
+        found = on_gpu.run(partials, None, 0, True)
+        if found is not None:
+            return found
     out = partials.out
     partials, convert = normalized(partials)
     if isinstance(partials.out_partial, np.ndarray):
         result, lse = _combine_on_host(partials)
     else:
-        result, lse = launch.run(partials, None)
+        result, lse = on_gpu.run(partials, None)
     result = convert(result) if out is None else (convert(result), out)[1]
     return result, convert(lse)
 
@@ -93,7 +103,7 @@ def plan(arguments: Arguments, options: Options, backend: str, arch: str | None)
     require_backend(backend)
     require_given(arguments, options.kind)
     arguments, _ = normalized(arguments)
-    arguments = Arguments(*map(arrays.as_cupy, arguments))
+    arguments = Arguments(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments), options)
     if arch is not None and backend == "cpu":
         raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
@@ -110,14 +120,7 @@ def plan(arguments: Arguments, options: Options, backend: str, arch: str | None)
         problem = problem_of(_as_copied(Arguments(*uploaded)), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
-    import cupy
-
-    made = make_plan(
-        problem,
-        device_for_id(cupy.cuda.runtime.getDevice()),
-        family=options.family,
-        tile=options.tile,
-    )
+    made = make_plan(problem, current_device(), family=options.family, tile=options.tile)
     assert made.unit is not None
     return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
 
@@ -127,7 +130,7 @@ def _as_copied(arguments: Arguments) -> Arguments:
     copied = {
         name: np.empty(array.shape, array.dtype)
         for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name not in CACHES and not arrays.is_readable_in_place(array)
+        if array is not None and name not in CACHES and not is_readable_in_place(array)
     }
     return arguments._replace(**copied)
 
@@ -144,18 +147,18 @@ def _all_are(kind: type, given: tuple[Any, ...]) -> bool:
 def _of_torch(arguments: Arguments, options: Options, keys: int) -> Any:
     """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
     like = arguments.q if arguments.qkv is None else arguments.qkv
-    streams = None if like is None else arrays.torch_streams("q", like)
+    streams = None if like is None else kinds.torch_streams("q", like)
     if streams is not None:
         order(*streams)
-    result, lse = launch.run(arguments, options, keys)
+    result, lse = on_gpu.run(arguments, options, keys)
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.
     if result.__class__ is not like.__class__:
-        result = arrays.to_torch(result)
+        result = kinds.to_torch(result)
     if not options.return_lse:
         return result
-    return result, lse if lse.__class__ is like.__class__ else arrays.to_torch(lse)
+    return result, lse if lse.__class__ is like.__class__ else kinds.to_torch(lse)
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:
@@ -166,7 +169,7 @@ def _of_jax(arguments: Arguments, options: Options) -> Any | None:
         if memory is None:
             return None
         memories.append(memory)
-    result, lse = launch.run(Arguments(*memories), options)
+    result, lse = on_gpu.run(Arguments(*memories), options)
     device = memories[0].device
     result = to_jax(result, device)
     return (result, to_jax(lse, device)) if options.return_lse else result

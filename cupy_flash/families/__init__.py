@@ -1,17 +1,22 @@
-"""The kernel families, in the order in which the planner prefers them."""
+"""The kernel families, by what they compute and in the order in which the planner prefers them."""
 
 from __future__ import annotations
 
-from cupy_flash.families.contract import Family, Launch, TranslationUnit
+from typing import Any
+
+from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.mma import MmaFamily
 from cupy_flash.families.naive import NaiveFamily
 from cupy_flash.families.simt import SimtFamily
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
+FAMILIES: dict[str, dict[str, Family[Any]]] = {
+    "forward": {
+        family.name: family
+        for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
+    },
 }
+FORWARD = FAMILIES["forward"]
 
-__all__ = ["FAMILIES", "Family", "Launch", "TranslationUnit"]
+__all__ = ["FAMILIES", "FORWARD", "Family", "TranslationUnit"]

@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from cupy_flash.gpu.params import layout_assertions
-from cupy_flash.gpu.tensor_map import TensorMapSpec
+from cupy_flash.families.params import layout_assertions
+from cupy_flash.families.schedule import MAIN_ENTRY, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -28,9 +29,6 @@ MAX_GRID = 2**31 - 1
 MAX_GRID_Y = 2**16 - 1
 # Registers that an instruction can name.
 MAX_REGISTERS = 255
-
-# The main kernel of a family that launches others before it.
-MAIN_ENTRY = "attention"
 
 _ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
 
@@ -66,22 +64,20 @@ class TranslationUnit:
         return device.sm + "a" * self.arch_specific
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: an entry of the unit with its grid, threads and dynamic shared memory."""
-
-    entry: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_memory: int = 0
+TileT = TypeVar("TileT", bound=Tile)
 
 
-class Family(ABC):
-    """A kernel family. Pure arithmetic on records: no arrays, no GPU."""
+class Family(ABC, Generic[TileT]):
+    """A kernel family. Pure arithmetic on records: no arrays, no GPU.
+
+    Its kernels are given a `Params` (`kernels_cu/params.cuh`) and a `Config` with the members that
+    `unit` writes. seqlen_k may be 0; a row that sees no key is 0, and its lse -inf. lse is float32,
+    with float64 inputs float64, or null. Problems without rows are never launched.
+    """
 
     name: str
     source: str
-    tile_type: type[Tile]
+    tile_type: type[TileT]
     # Whether the planner may choose it unasked.
     automatic: bool = True
     # Whether its code is for one architecture only (see `TranslationUnit`).
@@ -92,9 +88,15 @@ class Family(ABC):
     # may go to it.
     serves_any_rows: bool = False
 
-    @abstractmethod
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Why the family cannot serve the problem on the device, or None if it can."""
+        if not problem.layout.is_equal and not self.serves_sequences:
+            return "its kernels take sequences of equal length, neither packed nor cached"
+        return self._why_not(problem, device)
+
+    @abstractmethod
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        """`why_not` of a problem whose sequences lie as the family takes them."""
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         """Why another family that serves the problem too is the better choice, or None.
@@ -104,94 +106,38 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+    def candidates(self, problem: Problem, device: Device) -> Iterator[TileT]:
         """Every tile of the family's search space for this problem, legal or not."""
 
     @abstractmethod
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+    def why_not_tile(self, problem: Problem, device: Device, tile: TileT) -> str | None:
         """Why a tile cannot be launched, by resource arithmetic, or None if it can."""
 
     @abstractmethod
-    def default_tile(self, problem: Problem, device: Device) -> Tile:
+    def default_tile(self, problem: Problem, device: Device) -> TileT:
         """The tile used where the tuned table has none."""
 
     @abstractmethod
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
-        """Dynamic shared memory of a thread block, in bytes."""
+    def shared_memory(self, problem: Problem, tile: TileT) -> int:
+        """Dynamic shared memory of a block of the main kernel, in bytes."""
 
     @abstractmethod
-    def threads(self, tile: Tile) -> int:
-        """Threads of a block."""
-
-    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
-        """Thread blocks that share the keys of one query tile."""
-        return 1
-
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        """Bytes of device memory needed besides the arrays."""
-        return 0
-
-    def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        """32-bit words of device memory that are zero before a launch and after it."""
-        return 0
-
-    def takes_sequences(self, problem: Problem) -> bool:
-        """Whether the kernels take the struct of `sequences.cuh` after the params."""
-        return not problem.layout.is_equal
-
-    def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
-        """Query heads whose query tiles are interleaved (see `kernels_cu/grid/schedule.cuh`)."""
-        return heads_in_l2(problem, device)
-
-    def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
-        """Tensor maps of q, k and v, which the kernels take after the params, if any."""
-        return ()
+    def schedule(self, problem: Problem, device: Device, tile: TileT) -> Schedule:
+        """What is launched, and what that takes."""
 
     @abstractmethod
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        """The kernel launches, in order."""
-
-    @abstractmethod
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        """C++ definition of each entry, in launch order."""
-
-    @abstractmethod
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+    def config(self, problem: Problem, tile: TileT, split: Split) -> dict[str, int | bool]:
         """The family's own members of the `Config` struct."""
 
-    def why_not_blocks(
-        self, problem: Problem, device: Device, tile: Tile, *, registers: int, min_blocks: int
-    ) -> str | None:
-        """Why so many thread blocks of a tile do not fit an SM, or None if they do.
-
-        Parameters
-        ----------
-        registers
-            That a thread needs at least.
-        min_blocks
-            What `__launch_bounds__` is told; the compiler then keeps to the registers that are
-            left.
-        """
-        threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
-        if reason := why_not_shared_memory(device, shared_memory):
-            return reason
-        most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
-        if registers > most:
-            return f"needs about {registers} registers per thread; {most} are left to it"
-        if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
-            return f"fewer than {min_blocks} blocks fit an SM's shared memory"
-        return None
-
-    def tiles(self, problem: Problem, device: Device) -> Iterator[Tile]:
+    def tiles(self, problem: Problem, device: Device) -> Iterator[TileT]:
         """Every legal tile."""
         for tile in self.candidates(problem, device):
             if self.why_not_tile(problem, device, tile) is None:
                 yield tile
 
-    def unit(self, problem: Problem, tile: Tile, num_splits: int) -> TranslationUnit:
+    def unit(self, problem: Problem, tile: TileT, schedule: Schedule) -> TranslationUnit:
         """The translation unit of one tile."""
+        split = schedule.split
         members = {
             "head_dim": problem.head_dim,
             "head_dim_v": problem.head_dim_v,
@@ -200,25 +146,25 @@ class Family(ABC):
             "score_shift": problem.score_factor[0][1],
             "alignment": problem.alignment,
             "out_alignment": problem.out_alignment,
-            "split_keys": num_splits > 1,
+            "split_keys": split.kind == "parts",
         }
-        members |= self.config(problem, tile)
-        entries = self.entries(problem, tile, num_splits)
+        members |= self.config(problem, tile, split)
         lines = [
             f"// cupy_flash {self.name}, sources {self.digest()}",
             f'#include "{self.source}"',
             layout_assertions(),
             config_struct({"Element": problem.dtype}, members),
-            *entries.values(),
+            *(launch.definition() for launch in schedule.launches),
         ]
         title = (
             f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
             + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
             + (" causal" if problem.causal else "")
-            + (" split" if num_splits > 1 else "")
+            + (" split" if split.kind == "parts" else "")
             + f" tile {tile}"
         )
-        return TranslationUnit("\n".join(lines) + "\n", tuple(entries), title, self.arch_specific)
+        entries = tuple(launch.entry for launch in schedule.launches)
+        return TranslationUnit("\n".join(lines) + "\n", entries, title, self.arch_specific)
 
     def digest(self) -> str:
         """Hash of the family's `.cu` and every header it reaches."""
@@ -284,6 +230,30 @@ def why_not_shared_memory(device: Device, needed: int) -> str | None:
         f"needs {needed / 1024:.0f} KiB of shared memory; {device.name} has "
         f"{device.shared_memory_per_block // 1024} KiB per block"
     )
+
+
+def why_not_blocks(
+    device: Device, *, threads: int, shared_memory: int, registers: int, min_blocks: int
+) -> str | None:
+    """Why so many thread blocks do not fit an SM, or None if they do.
+
+    Parameters
+    ----------
+    threads, shared_memory
+        Of a block.
+    registers
+        That a thread needs at least.
+    min_blocks
+        What `__launch_bounds__` is told; the compiler then keeps to the registers that are left.
+    """
+    if reason := why_not_shared_memory(device, shared_memory):
+        return reason
+    most = min(MAX_REGISTERS, device.registers_per_sm // (threads * min_blocks) // 8 * 8)
+    if registers > most:
+        return f"needs about {registers} registers per thread; {most} are left to it"
+    if device.blocks_per_sm(threads, shared_memory, 1) < min_blocks:
+        return f"fewer than {min_blocks} blocks fit an SM's shared memory"
+    return None
 
 
 def heads_in_l2(problem: Problem, device: Device) -> int:

@@ -13,12 +13,13 @@ from cupy_flash.families.contract import (
     MAX_GRID,
     MAX_GRID_Y,
     Family,
-    Launch,
     ceil_div,
+    heads_in_l2,
     round_up,
+    why_not_blocks,
     why_not_scale,
 )
-from cupy_flash.gpu.params import sequences_assertions
+from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 from cupy_flash.problem.tile import Tile
@@ -100,7 +101,7 @@ class DecodeTile(Tile):
     cluster: int = 0
 
 
-class DecodeFamily(Family):
+class DecodeFamily(Family[DecodeTile]):
     """Flash-Decoding, merged in the same kernel; with equal shares of all keys where it can."""
 
     name = "decode"
@@ -108,7 +109,7 @@ class DecodeFamily(Family):
     tile_type = DecodeTile
     serves_sequences = True
 
-    def why_not(self, problem: Problem, device: Device) -> str | None:
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch < 80:
@@ -130,15 +131,14 @@ class DecodeFamily(Family):
             return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         return None
 
-    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+    def candidates(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
         for Br, Bc, warps, min_blocks, cluster in itertools.product(
             (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *_CLUSTERS)
         ):
             tile = DecodeTile(Br, Bc, warps, 2, min_blocks, cluster)
             yield self._with_all_stages(problem, device, tile)
 
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
-        assert isinstance(tile, DecodeTile)
+    def why_not_tile(self, problem: Problem, device: Device, tile: DecodeTile) -> str | None:
         if tile.Br not in (16, 32):
             return f"Br is {tile.Br}; expected 16 or 32"
         if tile.Bc not in (16, 32):
@@ -160,11 +160,16 @@ class DecodeFamily(Family):
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
         if tile.Br * _record_bytes(problem) > tile.stages * _stage_bytes(problem, tile):
             return f"stages is {tile.stages}; a warp's result must fit its ring"
-        registers, blocks = self._registers(problem, tile), tile.min_blocks
-        reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
+        reason = why_not_blocks(
+            device,
+            threads=self.threads(tile),
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
         if reason:
             return reason
-        items, splits = self._items(problem, tile), max(1, _given_splits(problem))
+        items, splits = self._items(problem, tile), problem.layout.num_splits or 1
         if items * splits > MAX_GRID:
             return f"has {items} x {splits} splits of query tiles; {MAX_GRID} can be counted"
         if _units(problem, tile) > MAX_GRID:
@@ -177,12 +182,12 @@ class DecodeFamily(Family):
         columns, columns_v = _padded_dims(problem)
         return row_tiles * (columns // 4 + tile.Bc // 2 + columns_v // 2) + 40
 
-    def default_tile(self, problem: Problem, device: Device) -> Tile:
+    def default_tile(self, problem: Problem, device: Device) -> DecodeTile:
         tile = self._first_legal(problem, device)
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
-    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+    def _first_legal(self, problem: Problem, device: Device) -> DecodeTile | None:
         preferred = self._preferred_tiles(problem, device)
         tiles = itertools.chain(preferred, self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
@@ -257,21 +262,40 @@ class DecodeFamily(Family):
         stages = per_block // (tile.warps * _stage_bytes(problem, tile))
         return dataclasses.replace(tile, stages=max(0, min(_MOST_STAGES, stages)))
 
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
-        assert isinstance(tile, DecodeTile)
+    def shared_memory(self, problem: Problem, tile: DecodeTile) -> int:
         rings = tile.warps * tile.stages * _stage_bytes(problem, tile)
         return rings + _kept_bytes(problem, tile) + _STATE_BYTES
 
-    def threads(self, tile: Tile) -> int:
-        assert isinstance(tile, DecodeTile)
+    def threads(self, tile: DecodeTile) -> int:
         return 32 * tile.warps
 
-    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
-        """0 where the thread blocks take equal shares of all keys."""
-        assert isinstance(tile, DecodeTile)
-        if _is_balanced(problem, tile.Br):
-            return 0
-        return split.num_splits(
+    def schedule(self, problem: Problem, device: Device, tile: DecodeTile) -> Schedule:
+        cut = EVEN if _is_balanced(problem, tile.Br) else self._split(problem, device, tile)
+        launched = _launched(tile, cut)
+        if cut == EVEN:
+            grid = self._blocks(problem, device, tile)
+        else:
+            grid = (self._items(problem, tile) * cut.parts, 1, 1)
+        slots = self._slots(problem, device, tile, cut)
+        launch = Launch(
+            MAIN_ENTRY,
+            "decode_forward",
+            grid,
+            self.threads(tile),
+            self.shared_memory(problem, launched),
+            tile.min_blocks,
+            launched.cluster,
+        )
+        return Schedule(
+            (launch,),
+            cut,
+            workspace=slots * tile.Br * _record_bytes(problem),
+            counters=slots,
+            section_heads=heads_in_l2(problem, device),
+        )
+
+    def _split(self, problem: Problem, device: Device, tile: DecodeTile) -> Split:
+        return split.choose(
             problem,
             device,
             q_tiles=_row_tiles(problem, tile.Br),
@@ -280,20 +304,12 @@ class DecodeFamily(Family):
             group=_group(problem),
         )
 
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        slots = self._slots(problem, device, tile, num_splits)
-        return slots * tile.Br * _record_bytes(problem)
-
-    def counters(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        return self._slots(problem, device, tile, num_splits)
-
-    def _slots(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
+    def _slots(self, problem: Problem, device: Device, tile: DecodeTile, cut: Split) -> int:
         """Places for results that meet in device memory."""
-        if num_splits == 1:
+        if cut.is_whole:
             return 0
-        if num_splits > 1:
-            return self._items(problem, tile) * num_splits
-        assert isinstance(tile, DecodeTile)
+        if cut.kind == "parts":
+            return self._items(problem, tile) * cut.parts
         row_tiles, heads, blocks = self._blocks(problem, device, tile)
         clusters = blocks // max(1, tile.cluster)
         if clusters == 1:
@@ -301,15 +317,11 @@ class DecodeFamily(Family):
         # A cluster leaves at most two: where its share begins, and ends.
         return 2 * row_tiles * heads * clusters
 
-    def takes_sequences(self, problem: Problem) -> bool:
-        return True
-
-    def _items(self, problem: Problem, tile: Tile) -> int:
+    def _items(self, problem: Problem, tile: DecodeTile) -> int:
         return problem.batch * problem.heads_kv * _row_tiles(problem, tile.Br)
 
-    def _blocks(self, problem: Problem, device: Device, tile: Tile) -> tuple[int, int, int]:
+    def _blocks(self, problem: Problem, device: Device, tile: DecodeTile) -> tuple[int, int, int]:
         """Row tiles, key/value heads, and how many thread blocks share the keys of each."""
-        assert isinstance(tile, DecodeTile)
         row_tiles = _row_tiles(problem, tile.Br)
         lines = _lines(problem, tile.Br)
         units = _units(problem, tile)
@@ -321,38 +333,8 @@ class DecodeFamily(Family):
             places = tile.cluster if is_short else clusters * tile.cluster
         return row_tiles, problem.heads_kv, places
 
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        grid = (self._items(problem, tile) * num_splits, 1, 1)
-        if num_splits == 0:
-            grid = self._blocks(problem, device, tile)
-        shared_memory = self.shared_memory(problem, _launched(tile, num_splits))
-        return (Launch("attention", grid, self.threads(tile), shared_memory),)
-
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        launched = _launched(tile, num_splits)
-        bounds = f"__launch_bounds__({self.threads(tile)}, {launched.min_blocks})"
-        if launched.cluster:
-            bounds = f"__cluster_dims__(1, 1, {launched.cluster}) {bounds}"
-        attention = (
-            f"{sequences_assertions()}\n"
-            f"struct DecodeConfig : Config {{\n"
-            f"  static constexpr bool balanced = {str(num_splits == 0).lower()};\n"
-            f"  static constexpr int cluster = {launched.cluster};\n"
-            f"  static constexpr int shared_memory = {self.shared_memory(problem, launched)};\n"
-            f"}};\n"
-            f'extern "C" __global__ void {bounds}\n'
-            "attention(const __grid_constant__ Params params,\n"
-            "          const __grid_constant__ Sequences sequences) {\n"
-            "  decode_forward<DecodeConfig>(params, sequences);\n"
-            "}"
-        )
-        return {"attention": attention}
-
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
-        assert isinstance(tile, DecodeTile)
-        layout = problem.layout
+    def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
+        layout, launched = problem.layout, _launched(tile, split)
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -364,6 +346,9 @@ class DecodeFamily(Family):
             "group": _group(problem),
             "sequences": not layout.is_equal,
             "page_size": layout.page_size,
+            "balanced": split == EVEN,
+            "cluster": launched.cluster,
+            "shared_memory": self.shared_memory(problem, launched),
         }
 
 
@@ -395,10 +380,9 @@ def _has_clusters(device: Device) -> bool:
     return device.arch // 10 in (9, 10)
 
 
-def _launched(tile: Tile, num_splits: int) -> DecodeTile:
-    """The tile as it is launched: without a cluster where every item is cut into splits."""
-    assert isinstance(tile, DecodeTile)
-    return tile if num_splits == 0 else dataclasses.replace(tile, cluster=0)
+def _launched(tile: DecodeTile, cut: Split) -> DecodeTile:
+    """The tile as it is launched: with a cluster only where blocks have even shares."""
+    return tile if cut == EVEN else dataclasses.replace(tile, cluster=0)
 
 
 def _is_balanced(problem: Problem, Br: int) -> bool:
@@ -468,7 +452,3 @@ def _kept_rows(problem: Problem, tile: DecodeTile) -> int:
 def _kept_bytes(problem: Problem, tile: DecodeTile) -> int:
     """The results of a cluster's blocks for an item."""
     return tile.cluster * _kept_rows(problem, tile) * _record_bytes(problem)
-
-
-def _given_splits(problem: Problem) -> int:
-    return problem.layout.num_splits

@@ -11,16 +11,23 @@ from cupy_flash.families import persistent, split
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
-    Launch,
     ceil_div,
     round_up,
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.gpu.params import sequences_assertions
-from cupy_flash.gpu.tensor_map import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
+from cupy_flash.families.schedule import (
+    MAIN_ENTRY,
+    MAX_STRIDE,
+    STRIDE_UNIT,
+    WHOLE,
+    Launch,
+    Schedule,
+    Split,
+    TensorMapSpec,
+)
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import Problem, Strides
+from cupy_flash.problem.problem import Problem, Shape
 from cupy_flash.problem.tile import Tile
 
 _WARPGROUP = 128
@@ -158,7 +165,7 @@ def _slab_columns(head_dim: int) -> int:
     return 64 if round_up(head_dim, 32) % 64 == 0 else 32
 
 
-class HopperFamily(Family):
+class HopperFamily(Family[HopperTile]):
     """FlashAttention-3 with the blocks of all query tiles in one stream: wgmma and TMA."""
 
     name = "hopper"
@@ -167,7 +174,7 @@ class HopperFamily(Family):
     arch_specific = True
     serves_sequences = True
 
-    def why_not(self, problem: Problem, device: Device) -> str | None:
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
         if device.arch != 90:
@@ -217,18 +224,18 @@ class HopperFamily(Family):
             return "the copy engine brings rows that lie one behind the other, not pages"
         if not layout.packed_k and layout.caches == 0:
             return "the copy engine cannot address arrays without keys"
-        if layout.num_splits > 1:
+        if (layout.num_splits or 1) > 1:
             return "it splits the keys of sequences of equal length only"
         return None
 
     def _why_not_strides(self, problem: Problem) -> str | None:
-        for spec in self.tensor_maps(problem, HopperTile(64, 16)):
+        for spec in self.tensor_maps(problem, HopperTile(64, 16)).values():
             for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
                 if length > 1 and not 0 <= stride < MAX_STRIDE:
                     return f"the copy engine cannot step {stride} bytes"
         return None
 
-    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+    def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
         steps = _k_steps(problem)
         # Wide accumulators leave no registers for more; the measured defaults do the same.
         guesses = 16 if problem.head_dim_v <= 128 else 4
@@ -240,8 +247,7 @@ class HopperFamily(Family):
             tile = dataclasses.replace(_tile(Br, Bc, q_stages, q_steps, guesses), turns=turns)
             yield self._with_all_stages(problem, device, tile)
 
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
-        assert isinstance(tile, HopperTile)
+    def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
         if tile.Br not in (64, 128, 192):
             return f"Br is {tile.Br}; expected 64, 128 or 192"
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
@@ -271,12 +277,12 @@ class HopperFamily(Family):
         output = round_up(problem.head_dim_v, 16) // 2
         return tile.Bc // 2 + tile.Bc // 4 + output + 4 * tile.q_steps + _STATE_REGISTERS
 
-    def default_tile(self, problem: Problem, device: Device) -> Tile:
+    def default_tile(self, problem: Problem, device: Device) -> HopperTile:
         tile = self._first_legal(problem, device)
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
-    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+    def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
         preferred = (
             self._with_all_stages(
                 problem,
@@ -295,8 +301,7 @@ class HopperFamily(Family):
         stages = min(_MOST_STAGES, (device.shared_memory_per_block - fixed) // stage)
         return dataclasses.replace(tile, stages=max(0, stages))
 
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
-        assert isinstance(tile, HopperTile)
+    def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
         columns, columns_v = (round_up(d, 32) for d in (problem.head_dim, problem.head_dim_v))
         queries = tile.Br * columns * problem.itemsize
         stage = tile.Bc * max(columns, columns_v) * problem.itemsize
@@ -320,48 +325,61 @@ class HopperFamily(Family):
             + (tile.stages + 1) * (_BARRIER_BYTES + _TAIL_BYTES)
         )
 
-    def threads(self, tile: Tile) -> int:
+    def threads(self, tile: HopperTile) -> int:
         return _WARPGROUP * (tile.Br // 64 + 1)
 
-    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
+    def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
+        maps = self.tensor_maps(problem, tile)
         if not problem.layout.is_equal:
-            return 1
-        return split.num_splits(
+            prepare = Launch(
+                _PREPARE,
+                "hopper_prepare",
+                (1, 1, 1),
+                _PREPARE_THREADS,
+                _PREPARE_WORDS * _WORD_BYTES,
+            )
+            return Schedule(
+                (prepare, self._main(problem, device, tile, WHOLE)),
+                # The order of the sequences, see `grid/order.cuh`.
+                workspace=(2 * problem.batch + 2) * _WORD_BYTES,
+                # At least; the kernel takes more for a short causal sequence.
+                section_heads=problem.heads_q // problem.heads_kv,
+                tensor_maps=maps,
+            )
+        cut = split.choose(
             problem,
             device,
             q_tiles=ceil_div(problem.seqlen_q, tile.Br),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
             blocks_per_sm=1,
         )
+        main = self._main(problem, device, tile, cut)
+        return Schedule(
+            (main, *split.combine_launches(problem, cut)),
+            cut,
+            workspace=split.workspace(problem, cut),
+            section_heads=persistent.section_heads(
+                problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc
+            ),
+            tensor_maps=maps,
+        )
 
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        if not problem.layout.is_equal:
-            # The order of the sequences, see `grid/order.cuh`.
-            return (2 * problem.batch + 2) * _WORD_BYTES
-        return split.workspace(problem, num_splits)
+    def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
+        return Launch(
+            MAIN_ENTRY,
+            "hopper_forward",
+            (min(self._tiles(problem, tile) * cut.parts, device.sm_count), 1, 1),
+            self.threads(tile),
+            self.shared_memory(problem, tile),
+            min_blocks=1,
+            arguments=("maps", "params"),
+        )
 
-    def section_heads(self, problem: Problem, device: Device, tile: Tile) -> int:
-        if not problem.layout.is_equal:
-            # At least; the kernel takes more for a short causal sequence.
-            return problem.heads_q // problem.heads_kv
-        return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
-
-    def _tiles(self, problem: Problem, tile: Tile) -> int:
+    def _tiles(self, problem: Problem, tile: HopperTile) -> int:
         return ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
 
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        blocks = min(self._tiles(problem, tile) * num_splits, device.sm_count)
-        main = Launch(
-            "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
-        )
-        if not problem.layout.is_equal:
-            scratch = _PREPARE_WORDS * _WORD_BYTES
-            return (Launch(_PREPARE, (1, 1, 1), _PREPARE_THREADS, scratch), main)
-        return (main, *split.combine_launches(problem, num_splits))
-
-    def tensor_maps(self, problem: Problem, tile: Tile) -> tuple[TensorMapSpec, ...]:
+    def tensor_maps(self, problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]:
+        """Of q, k and v."""
         p = problem
         rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
         if not p.layout.is_equal:
@@ -371,26 +389,13 @@ class HopperFamily(Family):
                 rows_k, batch_k = p.layout.total_k, 1
             else:
                 batch_k = p.layout.caches
-        return (
-            _spec(p, (p.head_dim, rows_q, p.heads_q, batch_q), p.q_strides, tile.Br),
-            _spec(p, (p.head_dim, rows_k, p.heads_kv, batch_k), p.k_strides, tile.Bc),
-            _spec(p, (p.head_dim_v, rows_k, p.heads_kv, batch_k), p.v_strides, tile.Bc),
-        )
+        return {
+            "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
+            "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
+            "v": _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc),
+        }
 
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        if not problem.layout.is_equal:
-            return _sequences_entries(self.threads(tile))
-        attention = (
-            f'extern "C" __global__ void __launch_bounds__({self.threads(tile)}, 1)\n'
-            "attention(const __grid_constant__ Params params,\n"
-            "          const __grid_constant__ TensorMaps maps) {\n"
-            "  hopper_forward<Config>(params, maps);\n"
-            "}"
-        )
-        return {"attention": attention} | split.combine_entries(num_splits)
-
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
-        assert isinstance(tile, HopperTile)
+    def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer_registers, consumer_registers = _REGISTERS[tile.Br // 64]
         return {
             "Br": tile.Br,
@@ -407,31 +412,8 @@ class HopperFamily(Family):
         }
 
 
-def _sequences_entries(threads: int) -> dict[str, str]:
-    arguments = (
-        "(const __grid_constant__ Params params, const __grid_constant__ TensorMaps maps,\n"
-        "          const __grid_constant__ Sequences sequences)"
-    )
-    return {
-        _PREPARE: (
-            f"{sequences_assertions()}\n"
-            f'extern "C" __global__ void __launch_bounds__({_PREPARE_THREADS})\n'
-            f"{_PREPARE}{arguments} {{\n"
-            "  hopper_prepare<Config>(params, sequences);\n"
-            "}"
-        ),
-        "attention": (
-            f'extern "C" __global__ void __launch_bounds__({threads}, 1)\n'
-            f"attention{arguments} {{\n"
-            "  hopper_forward<Config>(params, maps, &sequences);\n"
-            "}"
-        ),
-    }
-
-
-def _spec(
-    problem: Problem, shape: tuple[int, int, int, int], strides: Strides, rows: int
-) -> TensorMapSpec:
+def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
+    strides = problem.tensors[name].strides
     batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
     steps = (row_stride, head_stride, batch_stride)
     # Where there is nothing to step to, any stride that the driver takes will do.

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import ragged, split
-from cupy_flash.families.contract import Family, Launch, round_up
+from cupy_flash.families import ragged
+from cupy_flash.families.contract import Family, round_up, why_not_blocks
+from cupy_flash.families.schedule import MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -84,7 +85,7 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
     return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
 
 
-class MmaFamily(Family):
+class MmaFamily(Family[MmaTile]):
     """FlashAttention-2 on mma.sync with cp.async; float32 by three TF32 products."""
 
     name = "mma"
@@ -93,7 +94,7 @@ class MmaFamily(Family):
     serves_sequences = True
     serves_any_rows = True
 
-    def why_not(self, problem: Problem, device: Device) -> str | None:
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.dtype == "float64":
             return "its tensor-core products take float16, bfloat16 or float32, not float64"
         if problem.dtype == "float32" and max(problem.head_dim, problem.head_dim_v) > 128:
@@ -106,7 +107,7 @@ class MmaFamily(Family):
             return f"no tile of it fits {device.name}"
         return None
 
-    def candidates(self, problem: Problem, device: Device) -> Iterator[Tile]:
+    def candidates(self, problem: Problem, device: Device) -> Iterator[MmaTile]:
         for warps, row_tiles, Bc, stages, q_in_registers, min_blocks in itertools.product(
             (2, 4, _MOST_WARPS), (1, 2), (32, 48, 64, 80, 96, 128), (2, 3, 4), (0, 1), (1, 2, 3)
         ):
@@ -119,8 +120,7 @@ class MmaFamily(Family):
                 min_blocks=min_blocks,
             )
 
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
-        assert isinstance(tile, MmaTile)
+    def why_not_tile(self, problem: Problem, device: Device, tile: MmaTile) -> str | None:
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
         if tile.Br not in (16 * tile.warps, 32 * tile.warps):
@@ -133,8 +133,13 @@ class MmaFamily(Family):
             return f"q_in_registers is {tile.q_in_registers}; expected 0 or 1"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
-        registers, blocks = self._registers(problem, tile), tile.min_blocks
-        reason = self.why_not_blocks(problem, device, tile, registers=registers, min_blocks=blocks)
+        reason = why_not_blocks(
+            device,
+            threads=self.threads(tile),
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
         return reason or ragged.why_not_grid(problem, tile.Br)
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
@@ -148,53 +153,32 @@ class MmaFamily(Family):
         products = 16 if problem.itemsize == 2 else 16 + 32 * row_tiles
         return scores + output + queries + products + 30
 
-    def default_tile(self, problem: Problem, device: Device) -> Tile:
+    def default_tile(self, problem: Problem, device: Device) -> MmaTile:
         tile = self._first_legal(problem, device)
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
-    def _first_legal(self, problem: Problem, device: Device) -> Tile | None:
+    def _first_legal(self, problem: Problem, device: Device) -> MmaTile | None:
         tiles = itertools.chain(_preferred_tiles(problem, device), self.candidates(problem, device))
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
-        assert isinstance(tile, MmaTile)
+    def shared_memory(self, problem: Problem, tile: MmaTile) -> int:
         columns = max(*_padded_dims(problem))
         return (tile.Br + tile.stages * tile.Bc) * columns * problem.itemsize
 
-    def threads(self, tile: Tile) -> int:
-        assert isinstance(tile, MmaTile)
+    def threads(self, tile: MmaTile) -> int:
         return 32 * tile.warps
 
-    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
-        shared_memory = self.shared_memory(problem, tile)
-        blocks_per_sm = device.blocks_per_sm(self.threads(tile), shared_memory, 255)
+    def schedule(self, problem: Problem, device: Device, tile: MmaTile) -> Schedule:
+        threads, shared_memory = self.threads(tile), self.shared_memory(problem, tile)
+        blocks_per_sm = device.blocks_per_sm(threads, shared_memory, 255)
         tflops = _TFLOPS_PER_SM[problem.itemsize]
-        return ragged.num_splits(problem, device, tile, blocks_per_sm, tflops)
+        cut = ragged.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        grid = (ragged.query_blocks(problem, tile.Br) * cut.parts, 1, 1)
+        main = Launch(MAIN_ENTRY, "mma_forward", grid, threads, shared_memory, tile.min_blocks)
+        return ragged.schedule(problem, device, cut, main)
 
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        return split.workspace(problem, num_splits)
-
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        blocks = ragged.query_blocks(problem, tile.Br) * num_splits
-        main = Launch(
-            "attention", (blocks, 1, 1), self.threads(tile), self.shared_memory(problem, tile)
-        )
-        return (main, *split.combine_launches(problem, num_splits))
-
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        assert isinstance(tile, MmaTile)
-        bounds = f"__launch_bounds__({self.threads(tile)}, {tile.min_blocks})"
-        attention = ragged.entry(
-            problem, f'extern "C" __global__ void {bounds}\nattention', "mma_forward"
-        )
-        sequences = not problem.layout.is_equal
-        return {"attention": attention} | split.combine_entries(num_splits, sequences=sequences)
-
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
-        assert isinstance(tile, MmaTile)
+    def config(self, problem: Problem, tile: MmaTile, split: Split) -> dict[str, int | bool]:
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families.contract import MAX_GRID, Family, Launch, ceil_div
+from cupy_flash.families.contract import MAX_GRID, Family, ceil_div, heads_in_l2
+from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -29,7 +30,7 @@ def _matrix_bytes(problem: Problem) -> int:
     return problem.rows * problem.seqlen_k * accumulator
 
 
-class NaiveFamily(Family):
+class NaiveFamily(Family[NaiveTile]):
     """See `kernels_cu/forward/naive.cu`."""
 
     name = "naive"
@@ -37,7 +38,7 @@ class NaiveFamily(Family):
     tile_type = NaiveTile
     automatic = False
 
-    def why_not(self, problem: Problem, device: Device) -> str | None:
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
         matrix = _matrix_bytes(problem)
@@ -54,7 +55,7 @@ class NaiveFamily(Family):
     def candidates(self, problem: Problem, device: Device) -> Iterator[NaiveTile]:
         yield NaiveTile()
 
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
+    def why_not_tile(self, problem: Problem, device: Device, tile: NaiveTile) -> str | None:
         if tile != NaiveTile():
             return f"the naive kernels' tile is always {NaiveTile()}, not {tile}"
         return None
@@ -63,43 +64,29 @@ class NaiveFamily(Family):
         # The textbook's tile is the point of a baseline: nothing to choose.
         return NaiveTile()
 
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
+    def shared_memory(self, problem: Problem, tile: NaiveTile) -> int:
         # The two tiles of a product are static shared memory.
         return 0
 
-    def threads(self, tile: Tile) -> int:
-        return tile.Br * tile.Bc
+    def schedule(self, problem: Problem, device: Device, tile: NaiveTile) -> Schedule:
+        return Schedule(
+            self._launches(problem, tile),
+            workspace=_matrix_bytes(problem),
+            section_heads=heads_in_l2(problem, device),
+        )
 
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        return _matrix_bytes(problem)
-
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        return self._launches(problem, tile)
-
-    def _launches(self, problem: Problem, tile: Tile) -> tuple[Launch, ...]:
+    def _launches(self, problem: Problem, tile: NaiveTile) -> tuple[Launch, ...]:
         row_tiles = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, tile.Br)
         # With no keys there are no scores, but a launch needs a block.
         scores = max(1, row_tiles * ceil_div(problem.seqlen_k, tile.Bc))
         rows = ceil_div(problem.rows, _SOFTMAX_WARPS)
         outputs = row_tiles * ceil_div(problem.head_dim_v, tile.Bc)
         return (
-            Launch("scores", (scores, 1, 1), self.threads(tile)),
-            Launch("softmax", (rows, 1, 1), 32 * _SOFTMAX_WARPS),
-            Launch("output", (outputs, 1, 1), self.threads(tile)),
+            Launch("scores", "naive::scores", (scores, 1, 1), tile.Br * tile.Bc),
+            Launch("softmax", "naive::softmax", (rows, 1, 1), 32 * _SOFTMAX_WARPS),
+            Launch("output", "naive::output", (outputs, 1, 1), tile.Br * tile.Bc),
         )
 
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        return {
-            launch.entry: (
-                f'extern "C" __global__ void __launch_bounds__({launch.threads})\n'
-                f"{launch.entry}(const __grid_constant__ Params params) "
-                f"{{ naive::{launch.entry}<Config>(params); }}"
-            )
-            for launch in self._launches(problem, tile)
-        }
-
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
+    def config(self, problem: Problem, tile: NaiveTile, split: Split) -> dict[str, int | bool]:
         # The kernels' tile is a constant of naive.cu: a textbook kernel has no knobs.
         return {}

@@ -1,10 +1,10 @@
-"""What families do alike for packed, cached and paged sequences: the host's side of `place.cuh`."""
+"""What families do alike whose blocks have a query tile each, of equal lengths or not."""
 
 from __future__ import annotations
 
 from cupy_flash.families import split
-from cupy_flash.families.contract import MAX_GRID, ceil_div
-from cupy_flash.gpu.params import sequences_assertions
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
+from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_COUNT, MAX_SEQLEN, Problem
 from cupy_flash.problem.tile import Tile
@@ -44,17 +44,18 @@ def why_not_grid(problem: Problem, Br: int) -> str | None:
         if heads > MAX_COUNT:
             # The kernel that merges splits counts them in one line.
             return f"has {heads} query heads in all sequences; {MAX_COUNT} can be counted"
-        if layout.num_splits > 1:
-            blocks = max(blocks * layout.num_splits, split.combine_blocks(problem))
+        parts = layout.num_splits or 1
+        if parts > 1:
+            blocks = max(blocks * parts, split.combine_blocks(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
 
 
-def num_splits(
+def choose_split(
     problem: Problem, device: Device, tile: Tile, blocks_per_sm: int, tflops_per_sm: float
-) -> int:
-    """Thread blocks that share the keys of one query tile (see `split.num_splits`).
+) -> Split:
+    """How the keys of a query tile are shared out (see `split.choose`).
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ def num_splits(
         What the kernel reaches on an SM that is full of its blocks, about.
     """
     dims = problem.head_dim + problem.head_dim_v
-    return split.num_splits(
+    return split.choose(
         problem,
         device,
         q_tiles=ceil_div(query_rows(problem), tile.Br),
@@ -75,6 +76,16 @@ def num_splits(
     )
 
 
+def schedule(problem: Problem, device: Device, cut: Split, main: Launch) -> Schedule:
+    """That of a main kernel whose blocks each have a query tile, and a part of its keys."""
+    return Schedule(
+        (main, *split.combine_launches(problem, cut)),
+        cut,
+        workspace=split.workspace(problem, cut),
+        section_heads=heads_in_l2(problem, device),
+    )
+
+
 def config(problem: Problem) -> dict[str, int | bool]:
     """Members of the `Config` struct that `place.cuh` reads."""
     layout = problem.layout
@@ -83,21 +94,3 @@ def config(problem: Problem) -> dict[str, int | bool]:
         "page_size": layout.page_size,
         "group": group_size(problem),
     }
-
-
-def entry(problem: Problem, declaration: str, function: str) -> str:
-    """C++ of an entry that takes the params and, where the problem has them, the sequences.
-
-    Parameters
-    ----------
-    declaration
-        What stands before its parameters.
-    function
-        What it calls, with `Config` as the template argument.
-    """
-    parameters, arguments = "const __grid_constant__ Params params", "params"
-    if not problem.layout.is_equal:
-        parameters += ", const __grid_constant__ Sequences sequences"
-        arguments += ", sequences"
-        declaration = f"{sequences_assertions()}\n{declaration}"
-    return f"{declaration}({parameters}) {{ {function}<Config>({arguments}); }}"

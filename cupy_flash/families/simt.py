@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cupy_flash.families import ragged, split
-from cupy_flash.families.contract import MAX_REGISTERS, Family, Launch, ceil_div, round_up
+from cupy_flash.families import ragged
+from cupy_flash.families.contract import MAX_REGISTERS, Family, ceil_div, round_up
+from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -60,7 +61,7 @@ class SimtTile(Tile):
         return self.threads * self.rows_per_thread // self.Br
 
 
-class SimtFamily(Family):
+class SimtFamily(Family[SimtTile]):
     """See `kernels_cu/forward/simt.cu`."""
 
     name = "simt"
@@ -69,7 +70,7 @@ class SimtFamily(Family):
     serves_sequences = True
     serves_any_rows = True
 
-    def why_not(self, problem: Problem, device: Device) -> str | None:
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 75:
             return f"needs sm_75 or later, and {device.name} is {device.sm}"
         # Every size fits, but not every number of thread blocks.
@@ -89,8 +90,7 @@ class SimtFamily(Family):
             if few_queries or _multiplications_bind(problem, tile):
                 yield tile
 
-    def why_not_tile(self, problem: Problem, device: Device, tile: Tile) -> str | None:
-        assert isinstance(tile, SimtTile)
+    def why_not_tile(self, problem: Problem, device: Device, tile: SimtTile) -> str | None:
         if min(tile.threads, tile.rows_per_thread, tile.unroll) < 1:
             return "threads, rows_per_thread and unroll must be positive"
         if tile.share_kv not in (0, 1):
@@ -165,8 +165,7 @@ class SimtFamily(Family):
             tile.threads, self.shared_memory(problem, tile), self.registers(problem, tile)
         )
 
-    def shared_memory(self, problem: Problem, tile: Tile) -> int:
-        assert isinstance(tile, SimtTile)
+    def shared_memory(self, problem: Problem, tile: SimtTile) -> int:
         # As simt.cu's Layout computes it, and asserts.
         size = _accumulator_size(problem)
         width = 16 // size
@@ -180,39 +179,21 @@ class SimtFamily(Family):
         kv_size = max(k_size, v_size) if tile.share_kv else k_size + v_size
         return size * (tile.Br * qk_stride + kv_size + tile.Br * p_stride)
 
-    def threads(self, tile: Tile) -> int:
-        assert isinstance(tile, SimtTile)
-        return tile.threads
-
-    def num_splits(self, problem: Problem, device: Device, tile: Tile) -> int:
-        assert isinstance(tile, SimtTile)
+    def schedule(self, problem: Problem, device: Device, tile: SimtTile) -> Schedule:
         blocks_per_sm = self._blocks_per_sm(problem, device, tile)
         tflops = _TFLOPS_PER_SM[_accumulator_size(problem)]
-        return ragged.num_splits(problem, device, tile, blocks_per_sm, tflops)
-
-    def workspace(self, problem: Problem, device: Device, tile: Tile, num_splits: int) -> int:
-        return split.workspace(problem, num_splits)
-
-    def launches(
-        self, problem: Problem, device: Device, tile: Tile, num_splits: int
-    ) -> tuple[Launch, ...]:
-        grid = (ragged.query_blocks(problem, tile.Br) * num_splits, 1, 1)
-        forward = Launch(ENTRY, grid, self.threads(tile), self.shared_memory(problem, tile))
-        return (forward, *split.combine_launches(problem, num_splits))
-
-    def entries(self, problem: Problem, tile: Tile, num_splits: int) -> dict[str, str]:
-        assert isinstance(tile, SimtTile)
-        bounds = f"{tile.threads}, {self._resident_blocks(problem, tile)}"
-        forward = ragged.entry(
-            problem,
-            f'extern "C" __global__ void __launch_bounds__({bounds})\n{ENTRY}',
+        cut = ragged.choose_split(problem, device, tile, blocks_per_sm, tflops)
+        main = Launch(
+            ENTRY,
             "simt_attention",
+            (ragged.query_blocks(problem, tile.Br) * cut.parts, 1, 1),
+            tile.threads,
+            self.shared_memory(problem, tile),
+            self._resident_blocks(problem, tile),
         )
-        sequences = not problem.layout.is_equal
-        return {ENTRY: forward} | split.combine_entries(num_splits, sequences=sequences)
+        return ragged.schedule(problem, device, cut, main)
 
-    def config(self, problem: Problem, tile: Tile) -> dict[str, int | bool]:
-        assert isinstance(tile, SimtTile)
+    def config(self, problem: Problem, tile: SimtTile, split: Split) -> dict[str, int | bool]:
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_flash.families.contract import Launch, ceil_div
+from cupy_flash.families.contract import ceil_div
+from cupy_flash.families.schedule import WHOLE, Launch, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -62,7 +63,7 @@ class TileTime:
         return max(blocks * self.shared, self.alone)
 
 
-def num_splits(
+def choose(
     problem: Problem,
     device: Device,
     *,
@@ -71,8 +72,8 @@ def num_splits(
     blocks_per_sm: int,
     group: int = 1,
     tile_time: TileTime | None = None,
-) -> int:
-    """How many thread blocks share the keys of one query tile.
+) -> Split:
+    """How the keys of a query tile are shared out: whole, or in parts.
 
     Parameters
     ----------
@@ -87,29 +88,28 @@ def num_splits(
 
     Returns
     -------
-    int
-        The number that the problem asks for, else from 1, for the keys left whole, to
+    Split
+        Into as many parts as the problem asks for, else from 1, for the keys left whole, to
         `MAX_SPLITS`.
     """
     # A share of the keys whose scaled scores are all -inf would be left out when they are merged.
     if problem.is_batch_invariant or problem.has_huge_scale:
-        return 1
+        return WHOLE
     if problem.layout.num_splits:
-        return problem.layout.num_splits
+        return Split.into(problem.layout.num_splits)
     blocks = q_tiles * problem.batch * problem.heads_q // group
     most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or most <= 1:
-        return 1
+        return WHOLE
     if tile_time is None:
         slots = device.sm_count * max(1, blocks_per_sm)
-        return _fewest_that_fill(blocks, slots, key_tiles, most)
+        return Split.into(_fewest_that_fill(blocks, slots, key_tiles, most))
     times = {
-        splits: ceil_div(key_tiles, splits)
-        * tile_time.of(ceil_div(blocks * splits, device.sm_count))
-        + combine_time(problem, splits)
-        for splits in range(1, most + 1)
+        parts: ceil_div(key_tiles, parts) * tile_time.of(ceil_div(blocks * parts, device.sm_count))
+        + combine_time(problem, Split.into(parts))
+        for parts in range(1, most + 1)
     }
-    return min(times, key=lambda splits: (times[splits], splits))
+    return Split.into(min(times, key=lambda parts: (times[parts], parts)))
 
 
 def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int:
@@ -124,58 +124,34 @@ def _fewest_that_fill(blocks: int, slots: int, key_tiles: int, most: int) -> int
     return min(splits for splits, tiles in longest.items() if best >= NEAR_BEST * tiles)
 
 
-def combine_time(problem: Problem, num_splits: int) -> float:
+def combine_time(problem: Problem, split: Split) -> float:
     """Microseconds, about, that writing partial results and merging them takes."""
-    if num_splits == 1:
+    if split.is_whole:
         return 0.0
-    return _COMBINE_US + 2e-6 * workspace(problem, num_splits) / _PARTIALS_TB_PER_S
+    return _COMBINE_US + 2e-6 * workspace(problem, split) / _PARTIALS_TB_PER_S
 
 
-def workspace(problem: Problem, num_splits: int) -> int:
-    """Bytes of the partial outputs and log-sum-exps of all splits; 0 where keys stay whole."""
-    if num_splits == 1:
+def workspace(problem: Problem, split: Split) -> int:
+    """Bytes of the partial outputs and log-sum-exps of all parts; 0 where keys stay whole."""
+    if split.is_whole:
         return 0
     accumulator = 8 if problem.dtype == "float64" else 4
     layout = problem.layout
     rows = problem.rows
     if layout.packed_q:
         rows = problem.heads_q * layout.total_q
-    return num_splits * rows * (problem.head_dim_v + 1) * accumulator
+    return split.parts * rows * (problem.head_dim_v + 1) * accumulator
 
 
-def combine_launches(problem: Problem, num_splits: int) -> tuple[Launch, ...]:
-    """The launch that merges the splits, one warp for each query row; none if there is nothing."""
-    if num_splits == 1:
+def combine_launches(problem: Problem, split: Split) -> tuple[Launch, ...]:
+    """The launch that merges the parts, one warp for each query row; none if there is nothing."""
+    if split.is_whole:
         return ()
-    return (Launch(COMBINE, (combine_blocks(problem), 1, 1), 32 * _COMBINE_WARPS),)
+    grid = (combine_blocks(problem), 1, 1)
+    # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
+    return (Launch(COMBINE, "combine", grid, 32 * _COMBINE_WARPS, min_blocks=1),)
 
 
 def combine_blocks(problem: Problem) -> int:
-    """Thread blocks of the launch that merges splits."""
+    """Thread blocks of the launch that merges parts."""
     return ceil_div(problem.rows, _COMBINE_WARPS)
-
-
-def combine_entries(num_splits: int, *, sequences: bool = False) -> dict[str, str]:
-    """C++ of the entry that `combine_launches` launches.
-
-    Parameters
-    ----------
-    num_splits
-        Shares of the keys.
-    sequences
-        Whether it takes the struct of `sequences.cuh` after the params.
-    """
-    if num_splits == 1:
-        return {}
-    parameters = "const __grid_constant__ Params params"
-    arguments = "params"
-    if sequences:
-        parameters += ", const __grid_constant__ Sequences sequences"
-        arguments += ", sequences"
-    # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
-    return {
-        COMBINE: (
-            f'extern "C" __global__ void __launch_bounds__({32 * _COMBINE_WARPS}, 1)\n'
-            f"{COMBINE}({parameters}) {{ combine<Config>({arguments}); }}"
-        )
-    }

@@ -5,6 +5,7 @@ The host's side of `kernels_cu/cache/append.cu`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,10 @@ from cupy_flash.families.contract import (
     round_up,
     source_digest,
 )
+from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, assertions
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
-from cupy_flash.gpu.params import TENSOR_DTYPE, assertions, template
+from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import (
     DTYPES,
@@ -36,34 +38,36 @@ from cupy_flash.problem.problem import (
 SOURCE = "cache/append.cu"
 ENTRY = "append_new_rows"
 
-# Mirrored in append.cu.
+# Mirrored in append.cu: the params of attention over the cache, and what is new.
 APPEND_DTYPE = np.dtype(
     [
-        ("q", TENSOR_DTYPE),
-        ("k", TENSOR_DTYPE),
-        ("v", TENSOR_DTYPE),
-        ("k_cache", TENSOR_DTYPE),
-        ("v_cache", TENSOR_DTYPE),
-        ("q_rotated", np.uint64),
-        ("cache_seqlens", np.uint64),
-        ("cache_batch_idx", np.uint64),
-        ("block_table", np.uint64),
+        *((name, field[0]) for name, field in (PARAMS_DTYPE.fields or {}).items() if name != "_"),
+        ("_", np.int32),
+        ("new_k", TENSOR_DTYPE),
+        ("new_v", TENSOR_DTYPE),
         ("cos", np.uint64),
         ("sin", np.uint64),
-        ("block_table_stride", np.int64),
         ("rotary_stride", np.int64),
-        ("seqlen_q", np.int32),
         ("seqlen_new", np.int32),
-        ("heads_q", np.int32),
-        ("heads_kv", np.int32),
-        ("capacity", np.int32),
-        ("caches", np.int32),
-        ("pages", np.int32),
         ("rotary_rows", np.int32),
-        ("keys", np.int32),
         ("q_advances", np.int32),
+        ("_end", np.int32),
     ]
 )
+
+# Under which names the values of its pointers come, and of `keys`.
+_SOURCES = {
+    "q": "q",
+    "k": "k_cache",
+    "v": "v_cache",
+    "out": "q_rotated",
+    "new_k": "k",
+    "new_v": "v",
+    "seqused_k": "cache_seqlens",
+    "cos": "rotary_cos",
+    "sin": "rotary_sin",
+    **{name: name for name in ("keys", "cache_batch_idx", "block_table")},
+}
 
 # Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
 _THREADS = 128
@@ -262,95 +266,49 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
     return (rows, min(MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)
 
 
-class PackedAppend:
-    """The argument struct of an append, all but the pointers and `keys` fixed."""
-
-    def __init__(self, spec: AppendSpec) -> None:
-        fixed = {
-            "q": spec.q_strides,
-            "k": spec.k_strides,
-            "v": spec.v_strides,
-            "k_cache": spec.k_cache_strides,
-            "v_cache": spec.v_cache_strides,
-            "block_table_stride": spec.block_table_stride,
-            "rotary_stride": spec.rotary_stride,
-            "seqlen_q": spec.seqlen_q if spec.rotary_dim else 0,
-            "seqlen_new": spec.seqlen_new,
-            "heads_q": spec.heads_q,
-            "heads_kv": spec.heads_kv,
-            "capacity": spec.seqlen_cache,
-            "caches": spec.caches,
-            "pages": spec.pages,
-            "rotary_rows": spec.rotary_rows,
-            "q_advances": int(spec.causal),
-        }
-        variable = [name for name in APPEND_DTYPE.names or () if name not in fixed]
-        tensors = ["q", "k", "v", "k_cache", "v_cache"]
-        self._struct, self._between = template(APPEND_DTYPE, fixed, tensors + variable)
-
-    def pack_into(
-        self,
-        memory: bytearray,
-        offset: int,
-        *,
-        q: int,
-        q_rotated: int,
-        k: int,
-        v: int,
-        k_cache: int,
-        v_cache: int,
-        cache_seqlens: int,
-        keys: int,
-        cache_batch_idx: int,
-        block_table: int,
-        cos: int,
-        sin: int,
-    ) -> None:
-        """Write the struct.
-
-        Parameters
-        ----------
-        memory, offset
-            Where to write it.
-        q, k, v, k_cache, v_cache
-            Device addresses of arrays as the spec has them.
-        q_rotated
-            Where q (batch, seqlen_q, heads_q, head_dim) goes, contiguous, 16-byte aligned; 0
-            without a rotary embedding.
-        cache_seqlens
-            Of int32 (batch), the rows of each sequence that are in the cache; 0 if `keys` says it.
-        keys
-            Rows of every sequence that are in the cache, where cache_seqlens is 0.
-        cache_batch_idx
-            Of int32 (batch), or 0 where sequence b has row b of the cache, or pages of it.
-        block_table
-            Of int32 (batch, max_pages), or 0 where the cache is not paged.
-        cos, sin
-            Of the tables, or 0 without a rotary embedding.
-        """
-        sq, sk, sv, sk_cache, sv_cache, sizes, rest = self._between
-        arrays = (q, sq, k, sk, v, sv, k_cache, sk_cache, v_cache, sv_cache)
-        pointers = (q_rotated, cache_seqlens, cache_batch_idx, block_table, cos, sin)
-        self._struct.pack_into(memory, offset, *arrays, *pointers, sizes, keys, rest)
-
-
 class Append:
     """An append that is ready to run on the device it was prepared on."""
 
     def __init__(
         self,
         spec: AppendSpec,
-        kernel: Any | None,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        names: Sequence[str],
+        kernel: Any | None = None,
+        grid: tuple[int, int, int] = (0, 0, 0),
+        block: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        self._params = PackedAppend(spec)
+        fixed = {
+            "q": spec.q_strides,
+            "k": spec.k_cache_strides,
+            "v": spec.v_cache_strides,
+            "new_k": spec.k_strides,
+            "new_v": spec.v_strides,
+            "block_table_stride": spec.block_table_stride,
+            "rotary_stride": spec.rotary_stride,
+            "batch": spec.batch,
+            "seqlen_q": spec.seqlen_q if spec.rotary_dim else 0,
+            "seqlen_k": spec.seqlen_cache,
+            "seqlen_new": spec.seqlen_new,
+            "heads_q": spec.heads_q,
+            "heads_kv": spec.heads_kv,
+            "caches": spec.caches,
+            "pages": spec.pages,
+            "max_pages": spec.max_pages,
+            "rotary_rows": spec.rotary_rows,
+            "q_advances": int(spec.causal),
+        }
+        self._params = PackedStruct(APPEND_DTYPE, fixed, _SOURCES, names)
         self._kernel = kernel
         self._grid = grid
         self._block = block
 
-    def run(self, **pointers: int) -> None:
-        """Enqueue it on the current stream, with what `PackedAppend.pack_into` takes.
+    def run(self, values: tuple[int, ...]) -> None:
+        """Enqueue it on the current stream.
+
+        Parameters
+        ----------
+        values
+            Addresses, and `keys`, by the names that it was prepared for; 0 for what is absent.
 
         Notes
         -----
@@ -362,11 +320,11 @@ class Append:
         if self._kernel is None:
             return
         arguments = thread_arguments()
-        self._params.pack_into(arguments.memory, 0, **pointers)
-        self._kernel(self._grid, self._block, arguments.pointers[:1])
+        self._params.pack_into(arguments.memory, values)
+        self._kernel(self._grid, self._block, (arguments.pointer,))
 
 
-def prepare(spec: AppendSpec, device: Device) -> Append:
+def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
     """Check and compile an append for the current device.
 
     Parameters
@@ -375,6 +333,11 @@ def prepare(spec: AppendSpec, device: Device) -> Append:
         What to append.
     device
         What the current device is.
+    names
+        Of the values that each run is given, in order: "q", "k", "v", "k_cache", "v_cache",
+        "cache_seqlens" or, where that is 0, the rows that are in every cache, "keys",
+        "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", and where the turned queries
+        go, contiguous and on 16 bytes, "q_rotated".
 
     Raises
     ------
@@ -389,7 +352,7 @@ def prepare(spec: AppendSpec, device: Device) -> Append:
     if device.arch < 75:
         raise UnsupportedError(f"append needs sm_75 or later, and {device.name} is {device.sm}")
     if spec.batch * spec.rows == 0:
-        return Append(spec, None, (0, 0, 0), (0, 0, 0))
+        return Append(spec, names)
     grid, block = append_launch(spec)
     kernel = kernel_cache.get(append_unit(spec), {ENTRY: 0})[ENTRY]
-    return Append(spec, kernel, grid, block)
+    return Append(spec, names, kernel, grid, block)

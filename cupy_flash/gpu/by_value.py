@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any
 
 # Bytes kept for a struct, more than any has.
-SLOT = 512
+_BYTES = 512
 
 
 class ByValue:
@@ -19,9 +18,9 @@ class ByValue:
     Attributes
     ----------
     memory
-        The bytes, of one struct for each `SLOT`.
-    pointers
-        What CuPy's kernels take for each struct.
+        The bytes.
+    pointer
+        What CuPy's kernels take for them.
     """
 
     def __init__(self, memory: bytearray) -> None:
@@ -29,9 +28,7 @@ class ByValue:
 
         self.memory = memory
         self._exported = ctypes.c_char.from_buffer(memory)
-        start = ctypes.addressof(self._exported)
-        slots = range(0, len(memory), SLOT)
-        self.pointers: tuple[Any, ...] = tuple(CPointer(start + slot) for slot in slots)
+        self.pointer = CPointer(ctypes.addressof(self._exported))
 
 
 class _OfThread(threading.local):
@@ -43,8 +40,8 @@ _of_thread = _OfThread()
 
 
 def thread_arguments() -> ByValue:
-    """Memory of this thread's for the two structs of its next launch."""
+    """Memory of this thread's for the struct of its next launch."""
     arguments = _of_thread.arguments
     if arguments is None:
-        arguments = _of_thread.arguments = ByValue(bytearray(2 * SLOT))
+        arguments = _of_thread.arguments = ByValue(bytearray(_BYTES))
     return arguments

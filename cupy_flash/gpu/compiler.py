@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import importlib
-import importlib.util
 import logging
 import os
 import re
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cupy_flash.errors import CompileError
 from cupy_flash.families.contract import KERNEL_DIR, TranslationUnit
-from cupy_flash.problem.device import ARCHITECTURES, Device, Resources, device_for_id
+from cupy_flash.gpu.environment import (
+    IN_MEMORY_VARIABLE,
+    device_for_id,
+    kernel_cache_dir,
+    prepare_cupy_cache,
+    why_refused,
+)
+from cupy_flash.problem.device import ARCHITECTURES, Device, Resources
 
 logger = logging.getLogger("cupy_flash")
 
@@ -30,8 +31,6 @@ OLDEST_NVRTC = (12, 0)
 # -ftz is what CuPy adds by itself; naming it here makes ahead-of-time cubins the same.
 _OPTIONS = ("-std=c++17", "-ftz=true", "-default-device")
 CUBINS_VARIABLE = "CUPY_FLASH_CUBINS"
-_CACHE_VARIABLE = "CUPY_CACHE_DIR"
-_IN_MEMORY_VARIABLE = "CUPY_CACHE_IN_MEMORY"
 
 
 @dataclass(frozen=True)
@@ -149,45 +148,6 @@ def _parse_resources(log: str) -> dict[str, Resources]:
     return resources
 
 
-def kernel_cache_dir() -> Path:
-    """Where CuPy keeps compiled kernels."""
-    # As CuPy finds it; Path.home() would raise for a user without one.
-    default = os.path.expanduser("~/.cupy/kernel_cache")
-    return Path(os.environ.get(_CACHE_VARIABLE, default))
-
-
-@functools.cache
-def prepare_cupy_cache() -> str | None:
-    """See to it that CuPy can be imported where its cache folder cannot be made.
-
-    CuPy makes the folder when it is imported, and an unusable one fails the import. Then it is
-    imported here, to keep kernels in memory: in this process and those that it starts.
-
-    Returns
-    -------
-    str or None
-        Why the folder cannot be made; None if it can, or if the process that started this one
-        knows.
-    """
-    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
-        return None
-    folder = kernel_cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        is_known = _IN_MEMORY_VARIABLE in os.environ
-        os.environ[_IN_MEMORY_VARIABLE] = "1"
-        # Any folder that is there will do: nothing is written to it.
-        with _environment(_CACHE_VARIABLE, tempfile.gettempdir()), contextlib.suppress(Exception):
-            importlib.import_module("cupy")
-        return None if is_known else _reason(error)
-    return None
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 @functools.cache
 def _warn_of_cache(folder: Path, reason: str) -> None:
     """Once: a cache that cannot be written costs a compilation in each process, no more."""
@@ -285,25 +245,12 @@ def _load_module(unit: TranslationUnit, device: Device) -> tuple[Any, str]:
     except cupy.cuda.compiler.CompileException as error:
         raise CompileError(_compile_message(unit, device, error.get_message())) from None
     except OSError as error:
-        _warn_of_cache(cache, _reason(error))
+        _warn_of_cache(cache, why_refused(error))
         # For good: CuPy finds out only when a kernel is compiled, which then was in vain.
-        os.environ[_IN_MEMORY_VARIABLE] = "1"
+        os.environ[IN_MEMORY_VARIABLE] = "1"
         module = cupy.RawModule(code=unit.text, options=_module_options(unit, device))
         module.compile()
     return module, f"cache {cache}"
-
-
-@contextlib.contextmanager
-def _environment(variable: str, value: str) -> Iterator[None]:
-    before = os.environ.get(variable)
-    os.environ[variable] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def prebuilt_name(unit: TranslationUnit, device: Device) -> str:

@@ -6,21 +6,18 @@ CUDA driver API, "Tensor Map Object Management".
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.errors import DriverError
+from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.driver import driver_function
-
-# Strides must be multiples of 16 bytes below 2^40.
-STRIDE_UNIT = 16
-MAX_STRIDE = 2**40
 
 _MAP_BYTES = 128
 # cuTensorMapEncodeTiled wants the record on 64 bytes.
@@ -38,40 +35,28 @@ _MAX_SETS = 64
 _PROBES = (0x2AAAAAAAAA00, 0x155555555500)
 
 
-@dataclass(frozen=True)
-class TensorMapSpec:
-    """A tensor map without its address.
+class TensorMaps:
+    """The tensor maps of a call's arrays, encoded once for each set of addresses.
 
-    Attributes
+    Parameters
     ----------
-    dtype
-        ``"float16"`` or ``"bfloat16"``.
-    shape
-        (dim, seqlen, heads, batch), none of them 0.
-    strides
-        Of seqlen, heads and batch, in bytes: multiples of 16 below 2^40.
-    box
-        Columns and rows of one copy. The columns are one line of shared memory, 64 or 128 bytes,
-        which is also the swizzle.
+    specs
+        By the name of their array's address, in the order in which the kernel has them.
+    names
+        Of the values that `at` is given, in order.
     """
 
-    dtype: str
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
-    box: tuple[int, int]
-
-
-class TensorMaps:
-    """The tensor maps of a call's arrays, encoded once for each set of addresses."""
-
-    def __init__(self, specs: Sequence[TensorMapSpec]) -> None:
+    def __init__(self, specs: Mapping[str, TensorMapSpec], names: Sequence[str]) -> None:
+        self._pick = operator.itemgetter(*map(tuple(names).index, specs))
         size = len(specs) * _MAP_BYTES
         buffer = np.zeros(size + _MAP_ALIGNMENT, np.uint8)
         start = -buffer.ctypes.data % _MAP_ALIGNMENT
         # Where the driver writes.
         self._target = buffer[start : start + size]
         address = self._target.ctypes.data
-        self._requests = [_request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs)]
+        self._requests = [
+            _request(spec, address + i * _MAP_BYTES) for i, spec in enumerate(specs.values())
+        ]
         # First word and the rest of each map, in turns.
         self._struct = struct.Struct("=" + f"Q{_MAP_BYTES - 8}s" * len(specs))
         self._parts: list[Any] = []
@@ -79,14 +64,15 @@ class TensorMaps:
         self._encoded: dict[tuple[int, ...], ByValue] = {}
         self._lock = threading.Lock()
 
-    def at(self, addresses: tuple[int, ...]) -> ByValue:
+    def at(self, values: tuple[int, ...]) -> ByValue:
         """The maps, one after another.
 
         Parameters
         ----------
-        addresses
-            Device address of each array, a multiple of 16.
+        values
+            By the names that the maps were made with; arrays lie on 16 bytes.
         """
+        addresses = self._pick(values)
         maps = self._encoded.get(addresses)
         if maps is None:
             with self._lock:

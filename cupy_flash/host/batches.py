@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.calls.arrays import dtype_name
+from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.host import cpu, formula, padding, row_by_row, sequence_places
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype

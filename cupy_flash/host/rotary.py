@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls.arrays import array_module
+from cupy_flash.arrays.strided import array_module
 
 
 def rotated(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.calls.arrays import array_module
+from cupy_flash.arrays.strided import array_module
 
 Ints = NDArray[Any]
 

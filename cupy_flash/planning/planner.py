@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FAMILIES, Family, Launch, TranslationUnit
-from cupy_flash.families.contract import MAIN_ENTRY
-from cupy_flash.gpu.tensor_map import TensorMapSpec
-from cupy_flash.host import cpu
+from cupy_flash.families import FORWARD, Family, TranslationUnit
+from cupy_flash.families.schedule import Launch, Schedule
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.problem import Problem
@@ -27,20 +26,8 @@ class Plan:
         What is computed, and on what; device is None for the CPU backend.
     family, tile
         The kernel family's name ("cpu" for the CPU backend) and its compile-time tile.
-    num_splits
-        Thread blocks that share the keys of a query tile; 1 where they are not split.
-    launches
-        Kernel launches, in order.
-    workspace
-        Bytes of device memory besides the arrays.
-    counters
-        32-bit words of device memory that are zero before a launch and after it.
-    takes_sequences
-        Whether the kernels take the struct of `sequences.cuh` after the params.
-    section_heads
-        Query heads whose query tiles are interleaved in the order of the work.
-    tensor_maps
-        What the kernels are told of q, k and v besides their addresses; empty for most.
+    schedule
+        What is launched, and what that takes.
     unit
         The translation unit; None for the CPU backend.
     reason
@@ -55,23 +42,32 @@ class Plan:
     device: Device | None
     family: str
     tile: Tile
-    num_splits: int
-    launches: tuple[Launch, ...]
-    workspace: int
-    counters: int
-    takes_sequences: bool
-    section_heads: int
-    tensor_maps: tuple[TensorMapSpec, ...] = field(repr=False)
+    schedule: Schedule = field(repr=False)
     unit: TranslationUnit | None = field(repr=False)
     reason: str
     rejected: Mapping[str, str]
     resources: Resources | None = None
 
     @property
+    def num_splits(self) -> int | None:
+        """Parts that the keys of a query tile are cut into; None where blocks have even shares."""
+        split = self.schedule.split
+        return None if split.kind == "even" else split.parts
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Kernel launches, in order; none on the CPU."""
+        return self.schedule.launches
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of memory besides the arrays."""
+        return self.schedule.workspace
+
+    @property
     def main(self) -> Launch | None:
-        """Launch of the main kernel, whose figures the plan shows; None for the CPU backend."""
-        named = (launch for launch in self.launches if launch.entry == MAIN_ENTRY)
-        return next(named, self.launches[0] if self.launches else None)
+        """Launch of the main kernel, whose figures the plan shows; None on the CPU."""
+        return self.schedule.main
 
     @property
     def threads(self) -> int:
@@ -155,20 +151,20 @@ def make_plan(
     ValueError
         For an unknown family or tile field.
     """
-    if family is not None and family not in FAMILIES:
-        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FAMILIES)}")
+    if family is not None and family not in FORWARD:
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FORWARD)}")
     rejected = {}
-    for name, candidate in FAMILIES.items():
-        if reason := _why_not(candidate, problem, device):
+    for name, candidate in FORWARD.items():
+        if reason := candidate.why_not(problem, device):
             rejected[name] = reason
-    usable = [name for name in FAMILIES if name not in rejected]
+    usable = [name for name in FORWARD if name not in rejected]
     later = {
         name: reason
         for name in usable
-        if (reason := _why_not_first(FAMILIES[name], problem, device))
+        if (reason := _why_not_first(FORWARD[name], problem, device))
     }
     if family is None:
-        automatic = [name for name in usable if FAMILIES[name].automatic]
+        automatic = [name for name in usable if FORWARD[name].automatic]
         if not automatic:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
             raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
@@ -181,11 +177,13 @@ def make_plan(
     for name in usable:
         if name != chosen:
             rejected[name] = later.get(name) or (
-                f"{chosen} comes first"
-                if FAMILIES[name].automatic
-                else "a baseline for benchmarks, used only on request"
+                f"{chosen} was asked for"
+                if family is not None
+                else f"{chosen} comes first"
+                if FORWARD[name].automatic
+                else "used only on request"
             )
-    the_family = FAMILIES[chosen]
+    the_family = FORWARD[chosen]
     the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
     return plan_tile(
         the_family,
@@ -199,16 +197,10 @@ def make_plan(
 
 def is_served(problem: Problem, device: Device) -> bool:
     """Whether there is a family that would be chosen for the problem unasked."""
-    return any(f.automatic and _why_not(f, problem, device) is None for f in FAMILIES.values())
+    return any(f.automatic and f.why_not(problem, device) is None for f in FORWARD.values())
 
 
-def _why_not(family: Family, problem: Problem, device: Device) -> str | None:
-    if not problem.layout.is_equal and not family.serves_sequences:
-        return "its kernels take sequences of equal length, neither packed nor cached"
-    return family.why_not(problem, device)
-
-
-def _why_not_first(family: Family, problem: Problem, device: Device) -> str | None:
+def _why_not_first(family: Family[Any], problem: Problem, device: Device) -> str | None:
     # The bits of a row are those of a family and tile: one family for all batch-invariant problems
     # of a dtype and head dims, chosen without a look at rows, lengths and batch.
     if not problem.is_batch_invariant:
@@ -219,7 +211,7 @@ def _why_not_first(family: Family, problem: Problem, device: Device) -> str | No
 
 
 def plan_tile(
-    family: Family,
+    family: Family[Any],
     problem: Problem,
     device: Device,
     tile: Tile,
@@ -228,33 +220,27 @@ def plan_tile(
     rejected: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of one tile that is known to be legal."""
-    num_splits = family.num_splits(problem, device, tile)
+    schedule = family.schedule(problem, device, tile)
     return Plan(
         problem=problem,
         device=device,
         family=family.name,
         tile=tile,
-        num_splits=num_splits,
-        launches=family.launches(problem, device, tile, num_splits),
-        workspace=family.workspace(problem, device, tile, num_splits),
-        counters=family.counters(problem, device, tile, num_splits),
-        takes_sequences=family.takes_sequences(problem),
-        section_heads=family.section_heads(problem, device, tile),
-        tensor_maps=family.tensor_maps(problem, tile),
-        unit=family.unit(problem, tile, num_splits),
+        schedule=schedule,
+        unit=family.unit(problem, tile, schedule),
         reason=reason,
         rejected=rejected or {},
     )
 
 
 def _choose_tile(
-    family: Family, problem: Problem, device: Device, request: FrozenTile
+    family: Family[Any], problem: Problem, device: Device, request: FrozenTile
 ) -> tuple[Tile, str]:
     if request is not None:
         return _requested_tile(family, problem, device, request), "tile asked for"
     entry = tuning.lookup(device, family.name, family.digest(), problem)
     if entry is not None:
-        tile = _tuned_tile(family.tile_type, entry.tile)
+        tile = tuned_tile(family.tile_type, entry.tile)
         if tile is not None and family.why_not_tile(problem, device, tile) is None:
             return tile, _tuned_reason(entry, device)
     return family.default_tile(problem, device), "default tile"
@@ -267,14 +253,17 @@ def _tuned_reason(entry: tuning.Entry, device: Device) -> str:
     return f"tile tuned on {entry.gpu}, the nearest GPU with a table ({rate})"
 
 
-def _tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
+def tuned_tile(tile_type: type[Tile], fields: Mapping[str, int]) -> Tile | None:
+    """The tile of an entry of a table; None if its fields are not those of the type."""
     try:
         return tile_type(**fields)
     except (TypeError, ValueError):
         return None
 
 
-def _requested_tile(family: Family, problem: Problem, device: Device, request: FrozenTile) -> Tile:
+def _requested_tile(
+    family: Family[Any], problem: Problem, device: Device, request: FrozenTile
+) -> Tile:
     if isinstance(request, Tile) and type(request) is not Tile:
         if not isinstance(request, family.tile_type):
             raise ValueError(
@@ -327,35 +316,3 @@ def tile_fields(tile_type: type[Tile], request: FrozenTile) -> dict[str, int]:
         if name not in names:
             raise ValueError(f"unknown tile field {name!r}; expected one of {', '.join(names)}")
     return fields
-
-
-def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
-    """The CPU backend's tile: the one asked for, the tuned one, or the default."""
-    default = cpu.default_tile(problem)
-    if request is not None:
-        return dataclasses.replace(default, **tile_fields(type(default), request))
-    entry = tuning.lookup(None, "cpu", cpu.digest(), problem)
-    tile = _tuned_tile(Tile, entry.tile) if entry else None
-    fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
-    return tile if tile is not None and fits else default
-
-
-def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
-    """The plan of the CPU backend; `no_gpu` says why no GPU computes it."""
-    reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
-    return Plan(
-        problem=problem,
-        device=None,
-        family="cpu",
-        tile=tile,
-        num_splits=1,
-        launches=(),
-        workspace=cpu.scratch_bytes(problem, tile),
-        counters=0,
-        takes_sequences=False,
-        section_heads=1,
-        tensor_maps=(),
-        unit=None,
-        reason=reason,
-        rejected=dict.fromkeys(FAMILIES, no_gpu) if no_gpu else {},
-    )

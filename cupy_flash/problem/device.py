@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 KIB = 1024
 
@@ -140,76 +136,3 @@ def device_for_arch(arch: str | int) -> Device:
         max_blocks_per_sm=blocks,
         l2_cache=l2_mib * KIB * KIB,
     )
-
-
-@functools.cache
-def device_for_id(device_id: int) -> Device:
-    """The GPU of a device number, as the CUDA runtime describes it."""
-    import cupy
-
-    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
-    name = properties["name"]
-    return Device(
-        name=name.decode() if isinstance(name, bytes) else name,
-        arch=properties["major"] * 10 + properties["minor"],
-        sm_count=properties["multiProcessorCount"],
-        shared_memory_per_block=properties["sharedMemPerBlockOptin"],
-        shared_memory_per_sm=properties["sharedMemPerMultiprocessor"],
-        registers_per_sm=properties["regsPerMultiprocessor"],
-        threads_per_sm=properties["maxThreadsPerMultiProcessor"],
-        max_blocks_per_sm=properties["maxBlocksPerMultiProcessor"],
-        l2_cache=properties["l2CacheSize"],
-        arch_specific=_nvrtc_takes_two_targets(),
-    )
-
-
-def _nvrtc_takes_two_targets() -> bool:
-    """Whether a target may be named before the one that CuPy appends: from NVRTC 12.9 on."""
-    try:
-        from cupy.cuda import nvrtc
-
-        return bool(nvrtc.getVersion() >= (12, 9))
-    except Exception:  # no NVRTC at all: then only kernels built ahead are used
-        return True
-
-
-@functools.cache
-def gpu_unavailable() -> str | None:
-    """Why no GPU can be used from this process, or None if one can."""
-    # Here, since the compiler's module needs this one.
-    from cupy_flash.gpu.compiler import prepare_cupy_cache
-
-    prepare_cupy_cache()
-    try:
-        import cupy
-    except ImportError as error:
-        return f"CuPy is not installed ({error}); pip install 'cupy_flash[cuda13]' or [cuda12]"
-    except Exception as error:  # a broken driver or toolkit shows in many ways at import
-        return f"CuPy does not load: {error}"
-    try:
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return "the CUDA driver reports no GPU"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        # Without a driver the runtime complains of the driver's version.
-        return (
-            f"CUDA reports no usable GPU: {error}" if _nvidia_is_here() else "no NVIDIA GPU found"
-        )
-    return None
-
-
-# What a driver leaves, WSL's and Tegra's too; and where Linux lists PCI cards, by vendor.
-_DRIVER_PLACES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
-_PCI_DEVICES = "/sys/bus/pci/devices"
-_NVIDIA_PCI_VENDOR = "0x10de"
-
-
-def _nvidia_is_here() -> bool:
-    """Whether there may be an NVIDIA GPU: a driver or a card, or a system that does not tell."""
-    cards = Path(_PCI_DEVICES)
-    if any(map(os.path.exists, _DRIVER_PLACES)) or not cards.is_dir():
-        return True
-    for vendor in cards.glob("*/vendor"):
-        with contextlib.suppress(OSError):
-            if vendor.read_text(encoding="ascii").strip() == _NVIDIA_PCI_VENDOR:
-                return True
-    return False

@@ -30,7 +30,7 @@ class Layout:
     new_keys
         Rows that are appended to each sequence before it is attended to.
     num_splits
-        Thread blocks to share the keys of a query tile; 0 leaves the number to the kernel.
+        Parts to cut the keys of a query tile into; None leaves them to the kernel.
     batch_invariant
         Whether a row's result may depend on nothing but its own sequence: then family, tile and
         the partition of the keys are chosen without looking at batch and lengths.
@@ -45,7 +45,7 @@ class Layout:
     max_pages: int = 0
     block_table_stride: int = 0
     new_keys: int = 0
-    num_splits: int = 0
+    num_splits: int | None = None
     batch_invariant: bool = False
 
     @property

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -76,6 +79,46 @@ class ArraySpec:
         return math.gcd(alignment, MAX_ALIGNMENT)
 
 
+class Tensor(NamedTuple):
+    """An array of a problem, and how its rows lie.
+
+    Attributes
+    ----------
+    dtype
+        One of `DTYPES`.
+    strides
+        Of batch, row and head, in elements.
+    alignment
+        Bytes (a power of two, at most 16) that every row starts at a multiple of.
+    """
+
+    dtype: str
+    strides: Strides
+    alignment: int
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Tensors by name; hashable, as a problem is."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self._tensors.items())))
+
+    def __repr__(self) -> str:
+        return f"Tensors(**{self._tensors})"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One forward attention problem.
@@ -93,16 +136,12 @@ class Problem:
         which it changes nothing. 0 when not causal.
     softmax_scale
         Factor on the scores.
-    q_strides, k_strides, v_strides, out_strides
-        Of batch, row and head, in elements.
-    alignment
-        Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2.
-    out_alignment
-        The same of out.
+    tensors
+        How q, k, v and out lie, by name. The first of the strides is 0 for packed arrays, a page's
+        for paged ones.
     layout
         How the sequences lie. Where their lengths are not equal, seqlen_q and seqlen_k are the most
-        that one may have, and each has a causal mask of its own, aligned at the bottom right. The
-        first of the strides is 0 for packed arrays, a page's for paged ones.
+        that one may have, and each has a causal mask of its own, aligned at the bottom right.
     """
 
     dtype: str
@@ -116,13 +155,24 @@ class Problem:
     causal: bool
     q_offset: int
     softmax_scale: float
-    q_strides: Strides
-    k_strides: Strides
-    v_strides: Strides
-    out_strides: Strides
-    alignment: int
-    out_alignment: int
+    tensors: Tensors
     layout: Layout
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2."""
+        return min(self.tensors[name].alignment for name in ("q", "k", "v"))
+
+    @property
+    def out_alignment(self) -> int:
+        """The same of out."""
+        return self.tensors["out"].alignment
+
+    def aligned(self, inputs: int, out: int | None = None) -> Problem:
+        """The same problem of arrays whose rows start at multiples of so many bytes."""
+        bytes_of = dict.fromkeys(("q", "k", "v"), inputs) | {"out": out or self.out_alignment}
+        tensors = {n: t._replace(alignment=bytes_of[n]) for n, t in self.tensors.items()}
+        return dataclasses.replace(self, tensors=Tensors(**tensors))
 
     @property
     def itemsize(self) -> int:
@@ -309,12 +359,12 @@ def make_problem(
         causal=bool(causal),
         q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
         softmax_scale=_scale(softmax_scale, q.dtype),
-        q_strides=_strides_of(q, is_packed),
-        k_strides=_strides_of(k, packed_k),
-        v_strides=_strides_of(v, packed_k),
-        out_strides=_strides_of(out, is_packed),
-        alignment=min(q.row_alignment(), k.row_alignment(), v.row_alignment()),
-        out_alignment=out.row_alignment(),
+        tensors=Tensors(
+            q=_tensor(q, is_packed=is_packed),
+            k=_tensor(k, is_packed=packed_k),
+            v=_tensor(v, is_packed=packed_k),
+            out=_tensor(out, is_packed=is_packed),
+        ),
         layout=Layout(
             kind=kind,
             total_q=q.shape[1] if is_packed else 0,
@@ -356,18 +406,19 @@ def make_contiguous_problem(
     )
 
 
-def _strides_of(spec: ArraySpec, is_packed: bool) -> Strides:
-    return (0, *spec.strides[1:]) if is_packed else spec.strides
+def _tensor(spec: ArraySpec, *, is_packed: bool) -> Tensor:
+    strides = (0, *spec.strides[1:]) if is_packed else spec.strides
+    return Tensor(spec.dtype, strides, spec.row_alignment())
 
 
-def _splits(num_splits: int, batch_invariant: bool) -> int:
+def _splits(num_splits: int, batch_invariant: bool) -> int | None:
     number = integer("num_splits", num_splits)
     if not 0 <= number <= MAX_SPLITS:
         raise ValueError(
             f"num_splits is {number}; expected 1 to {MAX_SPLITS}, or 0 to have it chosen"
         )
     if not batch_invariant:
-        return number
+        return number or None
     if number > 1:
         raise ValueError(
             f"num_splits is {number}, but batch_invariant=True does not split keys; pass 0 or 1"

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls.arrays import array_module, read, way_back
+from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.problem.mask import Mask, unseen
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.calls.arrays import array_module, is_cupy, read, way_back
+from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.strided import array_module, is_cupy
 from cupy_flash.host import sequence_places
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import find_cached_keys, find_packed_keys, find_queries, longer

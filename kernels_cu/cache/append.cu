@@ -12,31 +12,19 @@
 #include "tile/element.cuh"
 #include "tile/access.cuh"
 #include "params.cuh"
+#include "grid/pages.cuh"
 #include "grid/sequences.cuh"
 
-struct AppendParams {
-  Tensor q;                    // (batch, seqlen_q, heads_q, head_dim)
-  Tensor k;                    // (batch, seqlen_new, heads_kv, head_dim)
-  Tensor v;                    // (batch, seqlen_new, heads_kv, head_dim_v)
-  Tensor k_cache;              // (caches, capacity, heads_kv, head_dim), or (pages, page_size, ...)
-  Tensor v_cache;              // (caches, capacity, heads_kv, head_dim_v), or likewise
-  void* q_rotated;             // (batch, seqlen_q, heads_q, head_dim), contiguous
-  const int* cache_seqlens;    // (batch) rows of each sequence that are there, or null
-  const int* cache_batch_idx;  // (batch) the row of the cache that each sequence has, or null
-  const int* block_table;      // (batch, max_pages) page numbers, or null
-  const void* cos;             // (rotary_rows, rotary_dim / 2)
+// The params of attention over the cache as it was: q goes to `out`, contiguous, where it
+// is turned; seqlen_q is 0 where it is not. And what is new.
+struct AppendParams : Params {
+  Tensor new_k;     // (batch, seqlen_new, heads_kv, head_dim)
+  Tensor new_v;     // (batch, seqlen_new, heads_kv, head_dim_v)
+  const void* cos;  // (rotary_rows, rotary_dim / 2)
   const void* sin;
-  int64 block_table_stride;  // between its rows, in elements
-  int64 rotary_stride;       // of cos and sin
-  int seqlen_q;              // 0 where q is not rotated
+  int64 rotary_stride;  // of cos and sin
   int seqlen_new;
-  int heads_q;
-  int heads_kv;
-  int capacity;     // rows that a sequence may have in the cache
-  int caches;       // of a cache that is not paged
-  int pages;        // of a paged one
   int rotary_rows;  // at least 1 where there is a rotary embedding
-  int keys;         // rows of every sequence that are there, without cache_seqlens
   int q_advances;   // whether query i is at the position of new key i; else all are at the first's
 };
 
@@ -149,16 +137,19 @@ struct Row {
   using Angle = typename Config::RotaryElement;
 
   const AppendParams& p;
-  int batch;
-  int row;  // among the queries and among the new keys
-  int length;
+  const int batch;
+  const int row;  // among the queries and among the new keys
 
-  __device__ Row(const AppendParams& params, int batch, int row)
-      : p(params), batch(batch), row(row) {
-    length = p.cache_seqlens == nullptr ? p.keys : p.cache_seqlens[batch];
+  // Its keys before the append, and how many there may be.
+  struct Keys {
+    Sequence at;
+    int capacity;
+  };
+  __device__ Keys keys() const {
+    Keys found;
+    found.at = find_sequence<Config::page_size, false>(p, batch, found.capacity);
+    return found;
   }
-
-  __device__ int keys_before() const { return clamp(length, 0, p.capacity); }
 
   __device__ const Element* source(const Tensor& tensor, int head) const {
     return tensor.head<const Element>(batch, head) + row * tensor.row_stride;
@@ -166,28 +157,25 @@ struct Row {
 
   __device__ Element* rotated_query(int head) const {
     const int64 index = (int64(batch) * p.seqlen_q + row) * p.heads_q + head;
-    return static_cast<Element*>(p.q_rotated) + index * Config::head_dim;
+    return static_cast<Element*>(p.out.data) + index * Config::head_dim;
   }
 
   // Where it goes in a cache, or null if it has no place there.
-  __device__ Element* target(const Tensor& cache, int head) const {
-    int place = keys_before() + row;
-    if (place >= p.capacity) return nullptr;
-    int block = batch;
-    int blocks = p.caches;
+  __device__ Element* target(const Tensor& cache, int head, const Keys& keys) const {
+    const int key = keys.at.seqlen_k + row;
+    if (key >= keys.capacity) return nullptr;
     if constexpr (Config::page_size > 0) {
-      block = p.block_table[batch * p.block_table_stride + place / Config::page_size];
-      blocks = p.pages;
-      place %= Config::page_size;
-    } else if (p.cache_batch_idx != nullptr) {
-      block = p.cache_batch_idx[batch];
+      const int* table = p.block_table + batch * p.block_table_stride;
+      const int page = table[key / Config::page_size];
+      if (!is_page(page, p.pages)) return nullptr;
+      return cache.head<Element>(page, head) + key % Config::page_size * cache.row_stride;
+    } else {
+      return cache.head<Element>(keys.at.k_batch, head) + key * cache.row_stride;
     }
-    if (block < 0 || block >= blocks) return nullptr;
-    return cache.head<Element>(block, head) + place * cache.row_stride;
   }
 
-  __device__ const Angle* angles(const void* table, bool advances) const {
-    const int position = keys_before() + (advances ? row : 0);
+  __device__ const Angle* angles(const void* table, const Keys& keys, bool advances) const {
+    const int position = keys.at.seqlen_k + (advances ? row : 0);
     return static_cast<const Angle*>(table) +
            clamp(position, 0, p.rotary_rows - 1) * p.rotary_stride;
   }
@@ -207,7 +195,7 @@ __device__ void append(const AppendParams& p) {
   static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "pairs within a row");
 
   const unsigned rows = max(p.seqlen_q, p.seqlen_new);
-  const Row<Config> row(p, blockIdx.x / rows, blockIdx.x % rows);
+  const Row<Config> row = {p, int(blockIdx.x / rows), int(blockIdx.x % rows)};
   const int q_pieces = rotates ? p.heads_q * RotatedQuery::pieces : 0;
   const int k_pieces = p.heads_kv * (rotates ? RotatedKey::pieces : Key::pieces);
   const int v_pieces = p.heads_kv * Value::pieces;
@@ -219,8 +207,9 @@ __device__ void append(const AppendParams& p) {
         if (row.row >= p.seqlen_q) continue;
         const int head = index / RotatedQuery::pieces;
         RotatedQuery piece(row.source(p.q, head), index % RotatedQuery::pieces);
+        const auto keys = row.keys();
         const bool advances = p.q_advances != 0;
-        piece.turn(row.angles(p.cos, advances), row.angles(p.sin, advances));
+        piece.turn(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
         piece.store(row.rotated_query(head));
       }
       continue;
@@ -230,17 +219,18 @@ __device__ void append(const AppendParams& p) {
     const int v_index = k_index - k_pieces;
     if (v_index >= 0) {
       const int head = v_index / Value::pieces;
-      const Value piece(row.source(p.v, head), v_index % Value::pieces);
-      if (Element* target = row.target(p.v_cache, head)) piece.store(target);
+      const Value piece(row.source(p.new_v, head), v_index % Value::pieces);
+      if (Element* target = row.target(p.v, head, row.keys())) piece.store(target);
     } else if constexpr (rotates) {
       const int head = k_index / RotatedKey::pieces;
-      RotatedKey piece(row.source(p.k, head), k_index % RotatedKey::pieces);
-      piece.turn(row.angles(p.cos, true), row.angles(p.sin, true));
-      if (Element* target = row.target(p.k_cache, head)) piece.store(target);
+      RotatedKey piece(row.source(p.new_k, head), k_index % RotatedKey::pieces);
+      const auto keys = row.keys();
+      piece.turn(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
+      if (Element* target = row.target(p.k, head, keys)) piece.store(target);
     } else {
       const int head = k_index / Key::pieces;
-      const Key piece(row.source(p.k, head), k_index % Key::pieces);
-      if (Element* target = row.target(p.k_cache, head)) piece.store(target);
+      const Key piece(row.source(p.new_k, head), k_index % Key::pieces);
+      if (Element* target = row.target(p.k, head, row.keys())) piece.store(target);
     }
   }
 }

@@ -16,14 +16,13 @@
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"
 #include "params.cuh"
-#include "grid/sequences.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-__device__ void decode_forward(const Params& params, const Sequences& sequences) {
+__device__ void decode_forward(const Params& params) {
   constexpr bool in_cluster = DecodeBlock<Config>::in_cluster;
-  DecodeWarp<Config> warp(params, sequences);
+  DecodeWarp<Config> warp(params);
   const DecodeBlock<Config>& block = warp;
   const DecodeMerge<Config> merge(block);
   DecodeCluster<Config> cluster{block};

@@ -15,24 +15,22 @@
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
 #include "grid/order.cuh"
-#include "grid/sequences.cuh"
 
 #if __CUDA_ARCH__ == 900
 
 // One thread block, before the others start: in what order the sequences come.
 template <class Config>
-__device__ void hopper_prepare(const Params& params, const Sequences& sequences) {
+__device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  SequenceOrder(params).make<Config::Br>(params, sequences, reinterpret_cast<int*>(shared_memory));
+  SequenceOrder(params).make<Config::Br>(params, reinterpret_cast<int*>(shared_memory));
 }
 
 template <class Config>
-__device__ void hopper_forward(const Params& params, const TensorMaps& maps,
-                               const Sequences* sequences = nullptr) {
+__device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   // By a shuffle, so that the compiler knows a warp is of one mind.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  const HopperCta<Config> cta = {params, maps, sequences, ptx::shared_address(shared_memory)};
+  const HopperCta<Config> cta = {params, maps, ptx::shared_address(shared_memory)};
   if (threadIdx.x == 0) {
     cta.init_barriers();
     ptx::prefetch_tensormap(&maps.q);

@@ -14,6 +14,7 @@
 #include "tile/access.cuh"
 #include "tile/copy.cuh"
 #include "tile/element.cuh"
+#include "tile/fragments.cuh"
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
@@ -134,18 +135,6 @@ struct MmaForward {
     softmax.reset();
   }
 
-  template <int Tiles>
-  __device__ static void clear(float (&accumulators)[row_tiles][Tiles][4]) {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tiles; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) accumulators[i][j][c] = 0;
-      }
-    }
-  }
-
   __device__ unsigned warp_queries() const {
     return q_shared + warp * warp_rows * KeyLayout::row_bytes;
   }
@@ -251,7 +240,7 @@ struct MmaForward {
   __device__ void finish() {
     // Found anew, so that none of it takes registers in the loops.
     if constexpr (Config::sequences) {
-      const Place<Config> again(place->p, place->s, ptx::block_index());
+      const Place<Config> again(place->p, ptx::block_index());
       const Params own = again.params();
       finish(own, again.work, &again);
       if (sees_few()) settle(own, again.work, &again);
@@ -279,14 +268,7 @@ struct MmaForward {
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
         const float normalizer = state.normalizer();
-#pragma unroll
-        for (int j = 0; j < Products::columns_v / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& element = out[i][j][2 * half + c];
-            element = ptx::mul_rn(element, normalizer);
-          }
-        }
+        scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
         const int row = row_of(first_row_of(work), i, half);
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
@@ -309,8 +291,8 @@ struct MmaForward {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
   }
 
-  __device__ void write_partial(const Partials<float, Config::head_dim_v>& partials,
-                                const Params& p, const Work& work, const Place<Config>* place) {
+  __device__ void write_partial(const Partials<Config>& partials, const Params& p,
+                                const Work& work, const Place<Config>* place) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -318,14 +300,8 @@ struct MmaForward {
         const int row = row_of(first_row_of(work), i, half);
         if (row >= p.seqlen_q) continue;
         float* target = partials.out_row(work.split, index_of(p, work, place, row));
-#pragma unroll
-        for (int j = 0; j < Products::columns_v / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int column = products.column(j, c);
-            if (column < Config::head_dim_v) target[column] = out[i][j][2 * half + c];
-          }
-        }
+        write_row<Products::columns_v / 8, Config::head_dim_v>(
+            target, out[i][0] + 2 * half, [&](int j, int c) { return products.column(j, c); });
       }
     }
   }
@@ -362,18 +338,16 @@ struct MmaForward {
 template <class Config>
 __device__ void mma_forward(const Params& params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
-                     ptx::shared_address(shared_memory))
-      .run();
-}
-
-template <class Config>
-__device__ void mma_forward(const Params& params, const Sequences& sequences) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  const Place<Config> place(params, sequences, blockIdx.x);
-  if (place.work.q_begin >= place.rows()) return;
-  const Params own = place.params();
-  MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
+  if constexpr (Config::sequences) {
+    const Place<Config> place(params, blockIdx.x);
+    if (place.work.q_begin >= place.rows()) return;
+    const Params own = place.params();
+    MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
+  } else {
+    MmaForward<Config>(params, find_work<Config::Br>(params, blockIdx.x),
+                       ptx::shared_address(shared_memory))
+        .run();
+  }
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -193,15 +193,13 @@ template <class Config>
 __device__ void simt_attention(const Params& p) {
   extern __shared__ __align__(16) unsigned char shared[];
   using T = Accumulator<typename Config::Element>;
-  simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), reinterpret_cast<T*>(shared)).run();
-}
-
-template <class Config>
-__device__ void simt_attention(const Params& p, const Sequences& sequences) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  using T = Accumulator<typename Config::Element>;
-  const Place<Config> place(p, sequences, blockIdx.x);
-  if (place.work.q_begin >= place.rows()) return;
-  const Params own = place.params();
-  simt::Kernel<Config>(own, place.work, reinterpret_cast<T*>(shared), &place).run();
+  T* const memory = reinterpret_cast<T*>(shared);
+  if constexpr (Config::sequences) {
+    const Place<Config> place(p, blockIdx.x);
+    if (place.work.q_begin >= place.rows()) return;
+    const Params own = place.params();
+    simt::Kernel<Config>(own, place.work, memory, &place).run();
+  } else {
+    simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), memory).run();
+  }
 }

@@ -38,13 +38,13 @@ struct SequenceOrder {
   }
 
   template <int Br>
-  __device__ void make(const Params& p, const Sequences& s, int* scratch) const {
+  __device__ void make(const Params& p, int* scratch) const {
     int* places = scratch;
     int* warp_sums = scratch + classes;
     for (int i = threadIdx.x; i < classes; i += blockDim.x) places[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < batch; i += blockDim.x) {
-      atomicAdd(&places[class_of(find_sequence<0>(p, s, i).seqlen_k)], 1);
+      atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1);
     }
     __syncthreads();
     int carry = 0;
@@ -57,13 +57,13 @@ struct SequenceOrder {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < batch; i += blockDim.x) {
-      sequence[atomicAdd(&places[class_of(find_sequence<0>(p, s, i).seqlen_k)], 1)] = i;
+      sequence[atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1)] = i;
     }
     __syncthreads();
     carry = 0;
     for (int first = 0; first < batch; first += blockDim.x) {
       const int i = first + threadIdx.x;
-      const int tiles = i < batch ? ceil_div(find_sequence<0>(p, s, sequence[i]).seqlen_q, Br) : 0;
+      const int tiles = i < batch ? ceil_div(find_sequence<0>(p, sequence[i]).seqlen_q, Br) : 0;
       int total;
       const int before = sum_before(tiles, warp_sums, total);
       if (i < batch) first_tile[i] = carry + before;
@@ -151,8 +151,8 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
 
 // Takes the next visit of all; all lanes of a warp together, of which one writes it.
 template <int Br, int Bc, bool Causal>
-__device__ void take_visit(const Params& p, const Sequences& s, const SequenceOrder& order,
-                           int section_keys, Visit<true>& visit, bool writes) {
+__device__ void take_visit(const Params& p, const SequenceOrder& order, int section_keys,
+                           Visit<true>& visit, bool writes) {
   const unsigned tile = order.take();
   if (tile >= order.tiles(p.heads_q)) {
     if (writes) visit = Visit<true>::end_of_work();
@@ -160,7 +160,7 @@ __device__ void take_visit(const Params& p, const Sequences& s, const SequenceOr
   }
   const int place = order.place_of(tile / p.heads_q);
   const int batch = order.sequence[place];
-  const Sequence sequence = find_sequence<0>(p, s, batch);
+  const Sequence sequence = find_sequence<0>(p, batch);
   const Work work = find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
                                   find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
   const Mask<Causal> mask(sequence.seqlen_k, sequence.q_offset());

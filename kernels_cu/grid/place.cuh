@@ -14,20 +14,18 @@
 template <class Config>
 struct Place {
   using Element = typename Config::Element;
-  using Results = Partials<Accumulator<Element>, Config::head_dim_v>;
+  using Results = Partials<Config>;
   static constexpr int group = Config::group;
   static constexpr int page_size = Config::page_size;
 
   const Params& p;
-  const Sequences& s;
   const Work work;
   const Sequence at;
 
-  __device__ Place(const Params& p, const Sequences& s, int block)
+  __device__ Place(const Params& p, int block)
       : p(p),
-        s(s),
         work(find_work<Config::Br, group>(p, block)),
-        at(find_sequence<page_size>(p, s, work.batch)) {}
+        at(find_sequence<page_size>(p, work.batch)) {}
 
   // Of all tiles of this sequence and these heads.
   __device__ int rows() const { return at.seqlen_q * group; }
@@ -55,17 +53,17 @@ struct Place {
   // The pages of p.k or p.v.
   __device__ PagedRows<Element, page_size> pages(const Tensor& tensor) const {
     return {tensor.head<const Element>(0, work.head_kv),
-            s.block_table + work.batch * s.block_table_stride,
+            p.block_table + work.batch * p.block_table_stride,
             tensor.batch_stride,
             tensor.row_stride,
-            s.pages,
+            p.pages,
             at.seqlen_k};
   }
 
-  __device__ Results partials() const { return Results(p, s); }
+  __device__ Results partials() const { return Results(p); }
   // Where a row stands in lse, and among the rows of a split.
   __device__ int64 index(int row) const {
-    return Results::row_index(p, s, at, work.batch, work.head + row % group, row / group);
+    return Results::row_index(p, at, work.batch, work.head + row % group, row / group);
   }
 
  private:
@@ -83,7 +81,7 @@ struct Place {
 // is what the kernel was given for them, or place->params().
 template <class Config>
 __device__ auto partials_of(const Params& p, const Place<Config>* place) {
-  using Results = Partials<Accumulator<typename Config::Element>, Config::head_dim_v>;
+  using Results = Partials<Config>;
   if constexpr (Config::sequences) {
     return place->partials();
   } else {
@@ -93,7 +91,7 @@ __device__ auto partials_of(const Params& p, const Place<Config>* place) {
 
 template <class Config>
 __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>* place, int row) {
-  using Results = Partials<Accumulator<typename Config::Element>, Config::head_dim_v>;
+  using Results = Partials<Config>;
   if constexpr (Config::sequences) {
     return place->index(row);
   } else {
@@ -106,7 +104,7 @@ template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
                                                      const Place<Config>* place) {
   if constexpr (Config::sequences) {
-    return first_value_of<Config>(place->p, place->s, place->at, work.batch, work.head_kv);
+    return first_value_of<Config>(place->p, place->at, work.batch, work.head_kv);
   } else {
     return {p.v.head<const typename Config::Element>(work.batch, work.head_kv), true};
   }

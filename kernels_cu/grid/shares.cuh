@@ -90,14 +90,12 @@ struct Shares {
   static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // blocks of one
 
   const Params& p;
-  const Sequences& sequences;
   Share& share;
   const int row_tiles;  // of the longest sequence
   const int items;      // of one sequence
 
-  __device__ Shares(const Params& params, const Sequences& sequences, Share& share)
+  __device__ Shares(const Params& params, Share& share)
       : p(params),
-        sequences(sequences),
         share(share),
         row_tiles(ceil_div(params.seqlen_q * group, Config::Br)),
         items(params.heads_kv * row_tiles) {}
@@ -131,7 +129,7 @@ struct Shares {
  private:
   __device__ Sequence sequence_of(int batch) const {
     if constexpr (Config::sequences) {
-      return find_sequence<Config::page_size>(p, sequences, batch);
+      return find_sequence<Config::page_size>(p, batch);
     } else {
       return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
     }
@@ -178,7 +176,7 @@ struct Shares {
     // Every sequence has the same number of keys where no array counts them.
     const bool is_uniform =
         !Config::sequences || p.batch == 1 ||
-        (sequences.seqused_k == nullptr && sequences.cache_batch_idx == nullptr);
+        (p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
       const int units = units_of(sequence_of(0));

@@ -13,56 +13,56 @@
 #include "grid/pages.cuh"
 #include "grid/sequences.cuh"
 
-template <class T, int HeadDimV>
+template <class Config>
 struct Partials {
+  using T = Accumulator<typename Config::Element>;
+
   T* out;
   T* lse;
   int64 rows;  // of one split
 
   __device__ explicit Partials(const Params& p)
-      : out(static_cast<T*>(p.workspace)), rows(int64(p.batch) * p.heads_q * p.seqlen_q) {
-    lse = out + p.num_splits * rows * HeadDimV;
-  }
-
-  __device__ Partials(const Params& p, const Sequences& s)
-      : out(static_cast<T*>(p.workspace)), rows(row_count(p, s)) {
-    lse = out + p.num_splits * rows * HeadDimV;
+      : out(static_cast<T*>(p.workspace)), rows(row_count(p)) {
+    lse = out + p.num_splits * rows * Config::head_dim_v;
   }
 
   // Where a query row stands in lse, and among the rows of a split.
   __device__ static int64 row_index(const Params& p, int batch, int head, int row) {
     return (int64(batch) * p.heads_q + head) * p.seqlen_q + row;
   }
-  __device__ static int64 row_index(const Params& p, const Sequences& s, const Sequence& at,
-                                    int batch, int head, int row) {
-    if (s.cu_seqlens_q == nullptr) return row_index(p, batch, head, row);
-    return int64(head) * s.total_q + at.q_first + row;
+  __device__ static int64 row_index(const Params& p, const Sequence& at, int batch, int head,
+                                    int row) {
+    if (p.cu_seqlens_q == nullptr) return row_index(p, batch, head, row);
+    return int64(head) * p.total_q + at.q_first + row;
   }
   __device__ T* out_row(int split, int64 row) const {
-    return out + (split * rows + row) * HeadDimV;
+    return out + (split * rows + row) * Config::head_dim_v;
   }
   __device__ T* lse_row(int split, int64 row) const { return lse + split * rows + row; }
 
  private:
-  __device__ static int64 row_count(const Params& p, const Sequences& s) {
-    const int64 packed = s.total_q;
-    return p.heads_q * (s.cu_seqlens_q != nullptr ? packed : int64(p.batch) * p.seqlen_q);
+  __device__ static int64 row_count(const Params& p) {
+    if constexpr (Config::sequences) {
+      const int64 packed = p.total_q;
+      return p.heads_q * (p.cu_seqlens_q != nullptr ? packed : int64(p.batch) * p.seqlen_q);
+    } else {
+      return int64(p.batch) * p.heads_q * p.seqlen_q;
+    }
   }
 };
 
 // The value of a sequence's first key.
 template <class Config>
-__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequences& s,
-                                                        const Sequence& at, int batch,
-                                                        int head_kv) {
+__device__ Row<typename Config::Element> first_value_of(const Params& p, const Sequence& at,
+                                                        int batch, int head_kv) {
   using Element = typename Config::Element;
   if constexpr (Config::page_size > 0) {
     const PagedRows<Element, Config::page_size> values = {
         p.v.head<const Element>(0, head_kv),
-        s.block_table + batch * s.block_table_stride,
+        p.block_table + batch * p.block_table_stride,
         p.v.batch_stride,
         p.v.row_stride,
-        s.pages,
+        p.pages,
         at.seqlen_k};
     return values.at(0);
   } else {
@@ -77,10 +77,11 @@ __device__ inline int64 row_of_warp() {
 
 // One warp merges one query row: out = sum_s w_s out_s with w_s = exp(lse_s - lse). find_out() is
 // where it goes; not asked sooner, so that the first reads need not wait for it.
-template <class Config, class T, class FindOut>
-__device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_v>& partials,
-                            int64 index, int visible,
+template <class Config, class FindOut>
+__device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
+                            int visible,
                             const Row<typename Config::Element>& first_value, FindOut find_out) {
+  using T = typename Partials<Config>::T;
   using Math = SoftmaxMath<T>;
   using Element = typename Config::Element;
   const int lane = threadIdx.x % 32;
@@ -105,40 +106,30 @@ __device__ void combine_row(const Params& p, const Partials<T, Config::head_dim_
   if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = merge.lse();
 }
 
+// Rows that belong to no sequence are left alone.
 template <class Config>
 __device__ void combine(const Params& p) {
   using Element = typename Config::Element;
-  const Partials<Accumulator<Element>, Config::head_dim_v> partials(p);
-  const int64 index = row_of_warp();
-  if (index >= partials.rows) return;
-  const int row = index % p.seqlen_q;
-  const int batch_head = index / p.seqlen_q;
-  const int batch = batch_head / p.heads_q;
-  const int head = batch_head % p.heads_q;
-  const Row<Element> value = {p.v.head<const Element>(batch, head / (p.heads_q / p.heads_kv)),
-                              true};
-  combine_row<Config>(p, partials, index, Mask<Config::causal>(p).visible_end(row), value,
-                      [&] { return p.out.head<Element>(batch, head) + row * p.out.row_stride; });
-}
-
-// Rows that belong to no sequence are left alone.
-template <class Config>
-__device__ void combine(const Params& p, const Sequences& s) {
-  using Element = typename Config::Element;
-  const Partials<Accumulator<Element>, Config::head_dim_v> partials(p, s);
+  const Partials<Config> partials(p);
   const int64 warp = row_of_warp();
   if (warp >= int64(p.batch) * p.heads_q * p.seqlen_q) return;
   const int row = warp % p.seqlen_q;
   const int batch_head = warp / p.seqlen_q;
   const int batch = batch_head / p.heads_q;
   const int head = batch_head % p.heads_q;
-  const Sequence at = find_sequence<Config::page_size>(p, s, batch);
-  if (row >= at.seqlen_q) return;
-  const Mask<Config::causal> mask(at.seqlen_k, at.q_offset());
   const int head_kv = head / (p.heads_q / p.heads_kv);
-  combine_row<Config>(p, partials, partials.row_index(p, s, at, batch, head, row),
-                      mask.visible_end(row), first_value_of<Config>(p, s, at, batch, head_kv), [&] {
-                        return p.out.head<Element>(at.q_batch, head) +
-                               (at.q_first + row) * p.out.row_stride;
-                      });
+  if constexpr (Config::sequences) {
+    const Sequence at = find_sequence<Config::page_size>(p, batch);
+    if (row >= at.seqlen_q) return;
+    const Mask<Config::causal> mask(at.seqlen_k, at.q_offset());
+    combine_row(p, partials, partials.row_index(p, at, batch, head, row), mask.visible_end(row),
+                first_value_of<Config>(p, at, batch, head_kv), [&] {
+                  return p.out.head<Element>(at.q_batch, head) +
+                         (at.q_first + row) * p.out.row_stride;
+                });
+  } else {
+    const Row<Element> first_value = {p.v.head<const Element>(batch, head_kv), true};
+    combine_row(p, partials, warp, Mask<Config::causal>(p).visible_end(row), first_value,
+                [&] { return p.out.head<Element>(batch, head) + row * p.out.row_stride; });
+  }
 }

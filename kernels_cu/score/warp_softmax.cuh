@@ -4,6 +4,7 @@
 
 #include "ptx/base.cuh"
 #include "score/softmax.cuh"
+#include "tile/fragments.cuh"
 
 template <class Element, int row_tiles, int Bc, int columns_v>
 struct WarpSoftmax {
@@ -53,16 +54,8 @@ struct WarpSoftmax {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int visible = visible_end(i, half);
-#pragma unroll
-        for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            if (8 * j + c >= visible) {
-              scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
-            }
-          }
-        }
+        fill_row_from<Bc / 8>(scores[i][0] + 2 * half, visible_end(i, half),
+                              -SoftmaxMath<float>::infinity());
       }
     }
   }
@@ -84,8 +77,7 @@ struct WarpSoftmax {
 #pragma unroll
           for (int c = 0; c < 2; ++c) max = fmaxf(max, scores[i][j][2 * half + c]);
         }
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
-        max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
+        max = max_of_lanes(max);
         tile_max[i][half] = max;
         outgrown |= rows[i][half].outgrown_by(max, scale_log2, slack - raise);
       }
@@ -98,14 +90,7 @@ struct WarpSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float max = raise ? tile_max[i][half] + raised_by : tile_max[i][half];
         const float rescale = rows[i][half].update_max(max, scale_log2, slack);
-#pragma unroll
-        for (int j = 0; j < columns_v / 8; ++j) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& element = out[i][j][2 * half + c];
-            element = ptx::mul_rn(element, rescale);
-          }
-        }
+        scale_row<columns_v / 8>(out[i][0] + 2 * half, rescale);
       }
     }
   }
@@ -132,8 +117,7 @@ struct WarpSoftmax {
   // Sums over the four lanes that share a row.
   __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
     SoftmaxRow<float>& row = rows[i][half];
-    row.sum += __shfl_xor_sync(~0u, row.sum, 1);
-    row.sum += __shfl_xor_sync(~0u, row.sum, 2);
+    row.sum = sum_of_lanes(row.sum);
     return row;
   }
   __device__ void add_lanes() {

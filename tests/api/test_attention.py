@@ -19,7 +19,7 @@ from cupy_flash import (
     flash_attention_qkvpacked,
     plan,
 )
-from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -251,7 +251,11 @@ def test_a_plan_knows_the_alignment_and_what_would_be_copied(rng):
     shifted = [np.zeros((*x.shape[:3], 65), np.float16)[..., 1:] for x in (q, k, v)]
     assert plan(*shifted, arch="sm_90").problem.alignment == 2
     spread = np.zeros((*k.shape[:3], 128), np.float16)[..., ::2]
-    assert plan(q, spread, v, arch="sm_90").problem.k_strides == (203 * 3 * 64, 3 * 64, 64)
+    assert plan(q, spread, v, arch="sm_90").problem.tensors["k"].strides == (
+        203 * 3 * 64,
+        3 * 64,
+        64,
+    )
 
 
 def test_planning_does_not_look_at_the_values(rng):

@@ -14,9 +14,9 @@ from support.combine_support import DTYPES, assert_merged, random_parts
 
 from cupy_flash import combine
 from cupy_flash.calls.partials import spec_of_call
-from cupy_flash.gpu.combine import COMBINE_DTYPE, PackedCombine, combine_unit
+from cupy_flash.families.params import TENSOR_DTYPE
+from cupy_flash.gpu.combine import COMBINE_DTYPE, Combine, combine_unit
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.gpu.params import TENSOR_DTYPE
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
@@ -317,7 +317,8 @@ def test_a_row_has_a_thread_for_each_sixteen_bytes_up_to_a_warp(dtype, head_dim_
 
 def test_packing_fills_every_field_of_the_dtype():
     struct = bytearray(COMBINE_DTYPE.itemsize)
-    PackedCombine(spec()).pack_into(struct, 0, 1, 2, 3, 2**64 - 1)
+    names = ("out_partial", "lse_partial", "another", "result", "lse")
+    Combine(spec(), None, names)._params.pack_into(struct, (1, 2, 7, 3, 2**64 - 1))
     packed = np.frombuffer(struct, COMBINE_DTYPE)[0]
     assert packed["out_partial"].tolist() == (1, *spec().partial_strides)
     assert packed["out"].tolist() == (3, *spec().out_strides)

@@ -11,9 +11,9 @@ from support.foreign import Foreign
 from support.sequence_support import KVCacheCase, random_kvcache_case
 
 from cupy_flash import UnsupportedError, flash_attention_with_kvcache, plan_with_kvcache
-from cupy_flash.gpu import attention, launch
+from cupy_flash.calls import attention, on_gpu
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.host import batches
-from cupy_flash.problem.device import gpu_unavailable
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -519,25 +519,25 @@ def test_the_kernel_is_told_where_the_arrays_and_the_lengths_lie(gpu):
     out, lse = flash_attention_with_kvcache(**arguments, return_lse=True)
     assert out is arguments["out"]
     assert (lse.shape, lse.dtype) == ((3, 6, 1), np.float32)
-    ((entry, (params, sequences)),) = gpu.launches
+    ((entry, params),) = gpu.launches
     assert entry == "attention"
     for field, name in (("q", "q"), ("k", "k_cache"), ("v", "v_cache"), ("out", "out")):
         assert params[field]["data"] == arguments[name].data.ptr
     assert params["lse"] == lse.data.ptr
     assert (params["batch"], params["seqlen_q"], params["seqlen_k"]) == (3, 1, 61)
-    assert sequences["seqused_k"] == arguments["cache_seqlens"].data.ptr
-    assert sequences["cache_batch_idx"] == arguments["cache_batch_idx"].data.ptr
-    assert sequences["cu_seqlens_q"] == sequences["block_table"] == 0
-    assert (sequences["caches"], sequences["new_keys"], sequences["keys"]) == (4, 0, 0)
+    assert params["seqused_k"] == arguments["cache_seqlens"].data.ptr
+    assert params["cache_batch_idx"] == arguments["cache_batch_idx"].data.ptr
+    assert params["cu_seqlens_q"] == params["block_table"] == 0
+    assert (params["caches"], params["new_keys"], params["keys"]) == (4, 0, 0)
 
 
 def test_workspace_and_counters_are_those_of_the_plan(gpu):
     flash_attention_with_kvcache(**on(gpu), num_splits=3, family="decode")
-    ((_, (params, sequences)),) = gpu.launches
+    ((_, params),) = gpu.launches
     ((address, size),) = gpu.allocations
     assert size > 0
     assert params["workspace"] == address
-    assert sequences["counters"] == 0xC0DE00
+    assert params["counters"] == 0xC0DE00
     assert len(gpu.counters) == 1
 
 
@@ -546,7 +546,7 @@ def test_the_kernel_that_merges_splits_is_told_the_same(gpu):
     (first, told), (second, told_again) = gpu.launches
     assert (first, second) == ("attention", "combine")
     assert told == told_again
-    assert told[0]["num_splits"] == told[1]["num_splits"] == 3
+    assert told["num_splits"] == 3
     assert gpu.counters == []
 
 
@@ -555,66 +555,68 @@ def test_tensor_maps_are_of_the_caches_and_of_the_queries_as_they_are_rotated(gp
     places = []
     for _ in range(2):
         flash_attention_with_kvcache(**arguments, family="hopper")
-        (_, (new,)), (prepare, told), (attention, told_again) = gpu.launches[-3:]
+        (_, new), (prepare, params), (attention, told_again) = gpu.launches[-3:]
         assert (prepare, attention) == ("prepare", "attention")
-        assert told == told_again
-        params, (specs, addresses), sequences = told
+        assert params == told_again
+        specs, addresses = gpu.maps[-1]
         caches = [arguments[name].data.ptr for name in ("k_cache", "v_cache")]
-        assert addresses == (new["q_rotated"], *caches)
+        assert addresses == (new["out"]["data"], *caches)
         assert [spec.shape for spec in specs] == [(40, 1, 6, 3), (40, 61, 3, 4), (72, 61, 3, 4)]
-        assert params["q"]["data"] == new["q_rotated"]
-        assert sequences["caches"] == 4
+        assert params["q"]["data"] == new["out"]["data"]
+        assert params["caches"] == 4
         # The order of the sequences has its place before the rotated queries.
         address, _ = gpu.allocations[-1]
-        assert address == params["workspace"] < new["q_rotated"]
-        places.append(new["q_rotated"])
+        assert address == params["workspace"] < new["out"]["data"]
+        places.append(new["out"]["data"])
     # The workspace is allocated anew in each call.
     assert places[0] != places[1]
-    assert len(launch._calls) == 1
+    assert len(on_gpu._calls) == 1
+    assert len(gpu.maps) == 2
 
 
 def test_new_rows_are_appended_before_they_are_attended_to(gpu):
     arguments = appending(gpu)
     out = flash_attention_with_kvcache(**arguments)
     assert (out.shape, out.dtype) == ((3, 1, 6, 72), np.float16)
-    (first, (new,)), (second, (params, sequences)) = gpu.launches
+    (first, new), (second, params) = gpu.launches
     assert (first, second) == ("append_new_rows", "attention")
-    for name in ("q", "k", "v", "k_cache", "v_cache"):
-        assert new[name]["data"] == arguments[name].data.ptr
-    assert new["cache_seqlens"] == arguments["cache_seqlens"].data.ptr
+    tensors = {"q": "q", "k": "k_cache", "v": "v_cache", "new_k": "k", "new_v": "v"}
+    for field, name in tensors.items():
+        assert new[field]["data"] == arguments[name].data.ptr
+    assert new["seqused_k"] == arguments["cache_seqlens"].data.ptr
     assert new["cos"] == arguments["rotary_cos"].data.ptr
-    assert sequences["new_keys"] == 5
+    assert params["new_keys"] == 5
     # Attention reads the rotated queries, behind what else the one allocation holds.
     ((address, size),) = gpu.allocations
-    assert params["q"]["data"] == new["q_rotated"]
-    assert address <= new["q_rotated"] <= address + size - 3 * 6 * 40 * 2
-    assert new["q_rotated"] % 512 == address % 512
+    assert params["q"]["data"] == new["out"]["data"]
+    assert address <= new["out"]["data"] <= address + size - 3 * 6 * 40 * 2
+    assert new["out"]["data"] % 512 == address % 512
     assert params["q"]["batch_stride"] == 6 * 40
 
 
 def test_queries_that_are_not_rotated_are_read_where_they_lie(gpu):
     arguments = appending(gpu, rotary_cos=None, rotary_sin=None)
     flash_attention_with_kvcache(**arguments)
-    (_, (new,)), (_, (params, _)) = gpu.launches
+    (_, new), (_, params) = gpu.launches
     assert params["q"]["data"] == arguments["q"].data.ptr
-    assert new["q_rotated"] == new["cos"] == 0
+    assert new["out"]["data"] == new["cos"] == 0
 
 
 def test_queries_are_rotated_also_where_no_row_is_new(gpu):
     none = {"k": gpu.array(3, 0, 3, 40), "v": gpu.array(3, 0, 3, 72)}
     flash_attention_with_kvcache(**appending(gpu, **none))
-    (_, (new,)), (_, (params, sequences)) = gpu.launches
-    assert params["q"]["data"] == new["q_rotated"] != 0
-    assert sequences["new_keys"] == 0
+    (_, new), (_, params) = gpu.launches
+    assert params["q"]["data"] == new["out"]["data"] != 0
+    assert params["new_keys"] == 0
 
 
 def test_an_integer_length_is_passed_on_and_is_no_part_of_the_key(gpu):
     for keys in (0, 7, 56):
         flash_attention_with_kvcache(**appending(gpu, cache_seqlens=keys))
-        (_, (new,)), (_, (_, sequences)) = gpu.launches[-2:]
-        assert new["keys"] == sequences["keys"] == keys
-        assert new["cache_seqlens"] == sequences["seqused_k"] == 0
-    assert len(launch._calls) == 1
+        (_, new), (_, params) = gpu.launches[-2:]
+        assert new["keys"] == params["keys"] == keys
+        assert new["seqused_k"] == params["seqused_k"] == 0
+    assert len(on_gpu._calls) == 1
 
 
 def test_an_integer_length_is_checked_in_every_call(gpu):
@@ -640,12 +642,12 @@ def test_a_paged_cache_is_described_to_both_kernels(gpu):
         rotary_sin=gpu.array(112, 8),
     )
     flash_attention_with_kvcache(**arguments)
-    (_, (new,)), (_, (params, sequences)) = gpu.launches
-    for struct in (new, sequences):
+    (_, new), (_, params) = gpu.launches
+    for struct in (new, params):
         assert struct["block_table"] == arguments["block_table"].data.ptr
         assert struct["block_table_stride"] == 10
         assert struct["pages"] == 31
-    assert (params["seqlen_k"], new["capacity"], sequences["max_pages"]) == (112, 112, 7)
+    assert (params["seqlen_k"], new["seqlen_k"], params["max_pages"]) == (112, 112, 7)
     assert params["k"]["batch_stride"] == 16 * 3 * 40
 
 
@@ -666,7 +668,7 @@ def test_another_alignment_is_another_call(gpu, name):
     flash_attention_with_kvcache(**arguments)
     shifted = gpu.array(*shapes[name], address=gpu.address() + 2)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
-    assert len(launch._calls) == 2
+    assert len(on_gpu._calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -686,7 +688,7 @@ def test_another_byte_order_is_refused_after_the_same_call_in_the_right_one(gpu,
 def test_tables_whose_rows_lie_at_different_distances_are_copied(gpu):
     cos, sin = gpu.array(61, 8, strides=(32, 2)), gpu.array(61, 8)
     flash_attention_with_kvcache(**appending(gpu, rotary_cos=cos, rotary_sin=sin))
-    _, (new,) = gpu.launches[0]
+    _, new = gpu.launches[0]
     assert new["cos"] != cos.data.ptr
     assert new["sin"] != sin.data.ptr
     assert new["rotary_stride"] == 8
@@ -745,10 +747,10 @@ def test_an_array_that_is_missing_on_the_gpu_is_a_type_error(gpu, name):
 @pytest.mark.parametrize(
     ("name", "offset", "field"),
     [
-        ("q", 1, None),
-        ("k", 1, "k"),
-        ("v", 1, "v"),
-        ("cache_seqlens", 2, "cache_seqlens"),
+        ("q", 1, "q"),
+        ("k", 1, "new_k"),
+        ("v", 1, "new_v"),
+        ("cache_seqlens", 2, "seqused_k"),
         ("cache_batch_idx", 2, "cache_batch_idx"),
         ("rotary_cos", 1, "cos"),
         ("rotary_sin", 1, "sin"),
@@ -759,9 +761,8 @@ def test_what_is_read_at_an_address_that_no_load_can_use_is_copied(gpu, name, of
     whole = arguments[name]
     shifted = gpu.array(*whole.shape, dtype=whole.dtype, address=gpu.address() + offset)
     flash_attention_with_kvcache(**(arguments | {name: shifted}))
-    _, (new,) = gpu.launches[0]
-    place = new[field or name]
-    place = place["data"] if field in (None, "k", "v") else place
+    _, new = gpu.launches[0]
+    place = new[field]["data"] if name in ("q", "k", "v") else new[field]
     assert place % 16 == 0
     assert place not in (0, shifted.data.ptr)
 
@@ -782,7 +783,7 @@ def test_a_scale_that_was_changed_in_place_counts_by_its_present_value(gpu):
     for value in (0.5, 0.25, 0.125):
         scale[...] = value
         flash_attention_with_kvcache(**on(gpu), softmax_scale=scale)
-    assert [params["softmax_scale"] for _, (params, _) in gpu.launches] == [0.5, 0.25, 0.125]
+    assert [params["softmax_scale"] for _, params in gpu.launches] == [0.5, 0.25, 0.125]
 
 
 def test_splits_that_were_changed_in_place_count_by_their_present_value(gpu):
@@ -790,7 +791,7 @@ def test_splits_that_were_changed_in_place_count_by_their_present_value(gpu):
     for value in (2, 3, 5):
         splits[...] = value
         flash_attention_with_kvcache(**on(gpu), num_splits=splits, family="decode")
-    assert [params["num_splits"] for _, (params, _) in gpu.launches] == [2, 3, 5]
+    assert [params["num_splits"] for _, params in gpu.launches] == [2, 3, 5]
 
 
 def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monkeypatch):
@@ -807,7 +808,7 @@ def test_interleaved_caches_are_compared_element_by_element_only_once(gpu, monke
         }
 
     flash_attention_with_kvcache(**appending(gpu, **caches()))
-    monkeypatch.setattr("cupy_flash.calls.overlap._share_memory", None)
+    monkeypatch.setattr("cupy_flash.arrays.overlap._share_memory", None)
     flash_attention_with_kvcache(**appending(gpu, **caches()))
     assert len(gpu.launches) == 4
 

@@ -11,8 +11,8 @@ from support.foreign import Foreign
 from support.sequence_support import VarlenCase, random_varlen_case
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, plan_varlen
-from cupy_flash.gpu import attention, launch
-from cupy_flash.problem.device import gpu_unavailable
+from cupy_flash.calls import attention, on_gpu
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.reference.packed import attention_varlen_reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -326,30 +326,30 @@ def test_the_kernel_is_told_where_the_arrays_and_the_sequences_lie(gpu):
     out, lse = flash_attention_varlen(**arguments, return_lse=True)
     assert out is arguments["out"]
     assert (lse.shape, lse.dtype) == ((6, 113), np.float32)
-    ((_, (params, sequences)),) = gpu.launches
+    ((_, params),) = gpu.launches
     for name in ("q", "k", "v", "out"):
         assert params[name]["data"] == arguments[name].data.ptr
         assert params[name]["batch_stride"] == 0
     assert params["lse"] == lse.data.ptr
     assert (params["batch"], params["seqlen_q"], params["seqlen_k"]) == (3, 63, 105)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-        assert sequences[name] == arguments[name].data.ptr
-    assert sequences["cache_batch_idx"] == sequences["block_table"] == sequences["keys"] == 0
-    assert (sequences["total_q"], sequences["total_k"]) == (113, 203)
+        assert params[name] == arguments[name].data.ptr
+    assert params["cache_batch_idx"] == params["block_table"] == params["keys"] == 0
+    assert (params["total_q"], params["total_k"]) == (113, 203)
 
 
 def test_tensor_maps_are_of_the_packed_arrays(gpu):
     arguments = on(gpu)
     flash_attention_varlen(**arguments, family="hopper")
-    (prepare, told), (attention, told_again) = gpu.launches
+    (prepare, params), (attention, told_again) = gpu.launches
     assert (prepare, attention) == ("prepare", "attention")
-    assert told == told_again
-    params, (specs, addresses), sequences = told
+    assert params == told_again
+    ((specs, addresses),) = gpu.maps
     assert addresses == tuple(arguments[name].data.ptr for name in ("q", "k", "v"))
     assert [spec.shape for spec in specs] == [(40, 113, 6, 1), (40, 203, 3, 1), (72, 203, 3, 1)]
     ((address, _),) = gpu.allocations
     assert params["workspace"] == address
-    assert sequences["cu_seqlens_q"] == arguments["cu_seqlens_q"].data.ptr
+    assert params["cu_seqlens_q"] == arguments["cu_seqlens_q"].data.ptr
 
 
 def test_the_kernel_is_told_of_pages(gpu):
@@ -361,11 +361,11 @@ def test_the_kernel_is_told_of_pages(gpu):
     )
     out = flash_attention_varlen(**arguments)
     assert (out.shape, out.dtype) == ((113, 6, 72), np.float16)
-    ((_, (params, sequences)),) = gpu.launches
+    ((_, params),) = gpu.launches
     assert params["k"]["batch_stride"] == 16 * 3 * 40
-    assert sequences["block_table"] == arguments["block_table"].data.ptr
-    assert (sequences["pages"], sequences["max_pages"]) == (31, 7)
-    assert sequences["block_table_stride"] == 10
+    assert params["block_table"] == arguments["block_table"].data.ptr
+    assert (params["pages"], params["max_pages"]) == (31, 7)
+    assert params["block_table_stride"] == 10
 
 
 def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gpu, monkeypatch):
@@ -391,7 +391,7 @@ def test_a_call_with_the_same_shapes_is_prepared_once_wherever_the_arrays_lie(gp
 def test_a_call_with_another_option_is_prepared_anew(gpu, changes):
     flash_attention_varlen(**on(gpu))
     flash_attention_varlen(**on(gpu, **changes))
-    assert len(launch._calls) == 2
+    assert len(on_gpu._calls) == 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
@@ -415,7 +415,7 @@ def test_an_option_of_the_wrong_kind_is_refused_after_an_equal_right_one(gpu):
 
 def test_a_scale_may_be_an_array_of_one_number_and_a_family_may_not_be_a_list(gpu):
     flash_attention_varlen(**on(gpu), softmax_scale=np.array(0.25))
-    ((_, (params, _)),) = gpu.launches
+    ((_, params),) = gpu.launches
     assert params["softmax_scale"] == 0.25
     with pytest.raises(TypeError, match="family is a list; expected a name"):
         flash_attention_varlen(**on(gpu), family=["mma"])
@@ -425,10 +425,10 @@ def test_what_cannot_be_read_in_place_is_copied(gpu):
     k = gpu.array(203, 3, 40, strides=(480, 160, 4))
     offsets = gpu.lengths(4, strides=(8,))
     flash_attention_varlen(**on(gpu, k=k, cu_seqlens_q=offsets))
-    ((_, (params, sequences)),) = gpu.launches
+    ((_, params),) = gpu.launches
     assert params["k"]["data"] != k.data.ptr
     assert params["k"]["row_stride"] == 3 * 40
-    assert sequences["cu_seqlens_q"] != offsets.data.ptr
+    assert params["cu_seqlens_q"] != offsets.data.ptr
 
 
 def test_an_array_on_another_device_is_refused(gpu):
@@ -475,9 +475,9 @@ def test_lengths_and_pages_at_an_address_that_no_load_can_use_are_copied(gpu, na
     shifted = gpu.lengths(*arguments[name].shape, address=gpu.address() + 2)
     for _ in range(2):
         flash_attention_varlen(**(arguments | {name: shifted}))
-    for _, (_, sequences) in gpu.launches:
-        assert sequences[name] % 4 == 0
-        assert sequences[name] not in (0, shifted.data.ptr)
+    for _, params in gpu.launches:
+        assert params[name] % 4 == 0
+        assert params[name] not in (0, shifted.data.ptr)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_an_option_that_was_changed_in_place_counts_by_its_present_value(gpu, na
     for value in (7, 9, 11):
         option[...] = value
         flash_attention_varlen(**on(gpu, **{name: option}))
-    assert [params[field] for _, (params, _) in gpu.launches] == [7, 9, 11]
+    assert [params[field] for _, params in gpu.launches] == [7, 9, 11]
 
 
 def test_masked_lengths_are_refused():
@@ -519,7 +519,7 @@ def test_nothing_is_launched_where_there_are_no_queries(gpu, changes_on):
 def test_without_keys_the_kernel_fills_the_rows_of_sequences(gpu, most):
     empty = {"k": gpu.array(0, 3, 40), "v": gpu.array(0, 3, 72)} if most else {}
     flash_attention_varlen(**on(gpu, max_seqlen_k=most, **empty))
-    ((_, (params, _)),) = gpu.launches
+    ((_, params),) = gpu.launches
     assert params["seqlen_k"] == 0
 
 

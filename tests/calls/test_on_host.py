@@ -32,7 +32,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = SimpleNamespace(getDevice=lambda: 0)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(backends, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(on_host, "device_for_id", lambda _: device_for_arch("sm_90"))
+    monkeypatch.setattr(on_host, "cupy_module", lambda: sys.modules["cupy"])
+    monkeypatch.setattr(on_host, "current_device", lambda: device_for_arch("sm_90"))
     monkeypatch.setattr(on_host, "is_served", is_served)
 
 

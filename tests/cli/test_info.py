@@ -10,10 +10,10 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers.providers import names
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
-from cupy_flash.problem.device import gpu_unavailable
 
 
 def info(*arguments: str) -> Result:
@@ -25,7 +25,7 @@ def test_json_tells_versions_places_families_and_providers() -> None:
 
     assert {"cupy_flash", "numpy", "python"} <= set(facts["versions"])
     assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(facts["places"])
-    assert set(facts["families"]) == set(FAMILIES)
+    assert set(facts["families"]) == set(FORWARD)
     assert set(facts["providers"]) == set(names())
     assert facts["gpu_unavailable"] == gpu_unavailable()
     assert bool(facts["gpus"]) == (gpu_unavailable() is None)
@@ -66,4 +66,4 @@ def test_a_corrupt_table_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_text_names_every_family() -> None:
     text = info().stdout
 
-    assert all(f"family {name}" in text for name in FAMILIES)
+    assert all(f"family {name}" in text for name in FORWARD)

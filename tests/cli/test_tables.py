@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, problem_class, read_table, write_table
@@ -46,7 +46,7 @@ def entry(**changes: Any) -> Entry:
         "arch": 90,
         "sm_count": 132,
         "family": "mma",
-        "digest": FAMILIES["mma"].digest(),
+        "digest": FORWARD["mma"].digest(),
         "problem_class": CLASS,
         "tile": TILE,
         "tflops": 500.0,

@@ -10,6 +10,7 @@ import pytest
 
 from cupy_flash.families.contract import MAX_GRID, MAX_GRID_Y
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
+from cupy_flash.families.schedule import EVEN, WHOLE, Launch, Split
 from cupy_flash.gpu.compiler import known_architectures
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device, device_for_arch
@@ -90,6 +91,11 @@ def default_tile(case: Problem, device: Device = h100) -> DecodeTile:
     tile = decode.default_tile(case, device)
     assert isinstance(tile, DecodeTile)
     return tile
+
+
+def launch_of(case: Problem, tile: DecodeTile) -> Launch:
+    (launch,) = decode.schedule(case, h100, tile).launches
+    return launch
 
 
 # ---- What it serves, and when it is the better choice
@@ -184,8 +190,7 @@ def test_clusters_are_as_small_and_few_as_is_enough_for_the_bandwidth(
     case = problem(heads_kv=heads_kv, rows=group, group=group, batch=1, seqlen_k=65536)
     tile = default_tile(case)
     assert tile.cluster == cluster
-    (launch,) = decode.launches(case, h100, tile, 0)
-    assert launch.grid == (1, heads_kv, cluster * clusters)
+    assert launch_of(case, tile).grid == (1, heads_kv, cluster * clusters)
 
 
 @pytest.mark.parametrize(("seqlen_k", "clusters"), [(1024, 1), (3072, 1), (3073, 4), (8192, 8)])
@@ -194,11 +199,10 @@ def test_more_clusters_are_for_more_keys_than_one_has_three_units_of_for_each_bl
 ):
     case = problem(heads_kv=1, rows=8, group=8, batch=1, seqlen_k=seqlen_k)
     tile = default_tile(case)
-    (launch,) = decode.launches(case, h100, tile, 0)
-    assert launch.grid == (1, 1, 8 * clusters)
+    assert launch_of(case, tile).grid == (1, 1, 8 * clusters)
     # What a cluster leaves where its share begins, and where it ends.
     slots = 0 if clusters == 1 else 2 * clusters
-    assert planned(case, tile) == (8 * clusters, slots, slots, 0)
+    assert planned(case, tile) == (8 * clusters, slots, slots, EVEN)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +213,7 @@ def test_few_keys_of_several_heads_are_for_few_warps(heads_kv, batch, seqlen_k, 
     case = problem(heads_kv=heads_kv, batch=batch, seqlen_k=seqlen_k)
     tile = default_tile(case)
     assert (tile.warps, tile.cluster) == (warps, 8)
-    (launch,) = decode.launches(case, h100, tile, 0)
-    assert launch.grid == (1, heads_kv, 8)
+    assert launch_of(case, tile).grid == (1, heads_kv, 8)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +295,7 @@ def assert_sums_in_one_order(cases: list[Problem], device: Device) -> None:
     tiles = [default_tile(case, device) for case in cases]
     assert len({(tile.Bc, tile.warps) for tile in tiles}) == 1
     for case, tile in zip(cases, tiles, strict=True):
-        assert decode.num_splits(case, device, tile) == 1
+        assert decode.schedule(case, device, tile).split == WHOLE
 
 
 @pytest.mark.parametrize("arch", [arch for arch in known_architectures() if arch >= 80])
@@ -450,20 +453,19 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
 # ---- Grid, workspace and counters
 
 
-def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int, int, int, int]:
-    """Blocks of the grid, slots of the workspace, counters, and the number of splits."""
-    num_splits = decode.num_splits(case, device, tile)
-    (launch,) = decode.launches(case, device, tile, num_splits)
+def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int, int, int, Split]:
+    """Blocks of the grid, slots of the workspace, counters, and how keys are shared out."""
+    schedule = decode.schedule(case, device, tile)
+    (launch,) = schedule.launches
     assert launch.entry == "attention"
     assert launch.threads == 32 * tile.warps
     # What is not balanced is no cluster.
-    launched = tile if num_splits == 0 else replace(tile, cluster=0)
+    launched = tile if schedule.split == EVEN else replace(tile, cluster=0)
     assert launch.shared_memory == decode.shared_memory(case, launched)
-    workspace = decode.workspace(case, device, tile, num_splits)
     slot = tile.Br * (-(-case.head_dim_v // 16) * 16 + 4) * 4
-    assert workspace % slot == 0
-    counters = decode.counters(case, device, tile, num_splits)
-    return math.prod(launch.grid), workspace // slot, counters, num_splits
+    assert schedule.workspace % slot == 0
+    slots = schedule.workspace // slot
+    return math.prod(launch.grid), slots, schedule.counters, schedule.split
 
 
 @pytest.mark.parametrize(("rows", "row_tiles"), [(4, 1), (16, 1), (20, 2), (8 * 16, 8)])
@@ -473,12 +475,11 @@ def test_balanced_as_many_blocks_as_run_at_once_share_the_keys_of_each_head(
 ):
     tile = replace(TILE, min_blocks=min_blocks)
     case = problem(rows=rows)
-    (launch,) = decode.launches(case, h100, tile, 0)
     places = 132 * min_blocks // (8 * row_tiles)
-    assert launch.grid == (row_tiles, 8, places)
+    assert launch_of(case, tile).grid == (row_tiles, 8, places)
     # A block leaves up to two partial results: where its share begins, and where it ends.
     blocks = row_tiles * 8 * places
-    assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, 0)
+    assert planned(case, tile) == (blocks, 2 * blocks, 2 * blocks, EVEN)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +513,7 @@ def test_four_blocks_of_two_warps_are_for_whole_sequences(arch, layout, batch, h
 def test_no_more_blocks_share_the_keys_than_there_are_units_of_them():
     # 3 sequences of 2 units.
     case = problem(batch=3, seqlen_k=65, heads_kv=1)
-    assert planned(case, TILE) == (6, 12, 12, 0)
+    assert planned(case, TILE) == (6, 12, 12, EVEN)
     assert planned(problem(batch=3, seqlen_k=65), TILE)[0] == 8 * 6
 
 
@@ -522,10 +523,9 @@ def test_one_cluster_for_each_line_needs_neither_workspace_nor_counters(cluster)
     for rows, row_tiles in ((4, 1), (32, 2)):
         # Keys for three units for each of its blocks: no more than one cluster has.
         case = problem(rows=rows, batch=3, seqlen_k=64 * cluster)
-        (launch,) = decode.launches(case, h100, tile, 0)
-        assert launch.grid == (row_tiles, 8, cluster)
-        assert planned(case, tile) == (row_tiles * 8 * cluster, 0, 0, 0)
-    text = decode.unit(problem(), tile, 0).text
+        assert launch_of(case, tile).grid == (row_tiles, 8, cluster)
+        assert planned(case, tile) == (row_tiles * 8 * cluster, 0, 0, EVEN)
+    text = decode.unit(problem(), tile, decode.schedule(problem(), h100, tile)).text
     assert f"__cluster_dims__(1, 1, {cluster})" in text
 
 
@@ -535,18 +535,19 @@ def test_given_splits_have_a_block_a_slot_and_a_counter_for_each_item(layout, cl
     case = problem(layout, rows=20, batch=3, num_splits=5)
     items = 3 * 8 * 2
     tile = replace(TILE, cluster=cluster)
-    assert planned(case, tile) == (5 * items, 5 * items, 5 * items, 5)
-    assert "__cluster_dims__" not in decode.unit(case, tile, 5).text
+    assert planned(case, tile) == (5 * items, 5 * items, 5 * items, Split.into(5))
+    text = decode.unit(case, tile, decode.schedule(case, h100, tile)).text
+    assert "__cluster_dims__" not in text
 
 
 @pytest.mark.parametrize("options", [{"num_splits": 1}, {"batch_invariant": True}])
 def test_keys_left_whole_need_neither_workspace_nor_counters(options):
-    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, 1)
+    assert planned(problem(rows=20, batch=3, **options), TILE) == (3 * 8 * 2, 0, 0, WHOLE)
 
 
 def test_many_row_tiles_and_packed_queries_are_not_balanced():
     for case in (problem(rows=9 * 16), problem("packed", rows=9 * 16)):
-        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, 1)
+        assert planned(case, TILE) == (8 * 8 * 9, 0, 0, WHOLE)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -556,9 +557,9 @@ def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group,
         "packed", rows=group, group=group, batch=batch, heads_kv=heads_kv, seqlen_k=65536
     )
     tile = default_tile(case)
-    blocks, slots, counters, splits = planned(case, tile)
+    blocks, slots, counters, split = planned(case, tile)
     items = batch * heads_kv
-    assert (blocks, slots, counters) == (items * splits,) * 3
+    assert (blocks, slots, counters) == (items * split.parts,) * 3
     places = h100.sm_count * tile.min_blocks
     # What the rule for splits calls full, with what it gives up for fewer of them.
     assert 0.8 * 0.85 * places <= blocks <= places
@@ -568,7 +569,7 @@ def test_keys_of_packed_sequences_are_cut_until_their_blocks_fill_the_gpu(group,
 def test_any_number_of_splits_can_be_merged(num_splits):
     case = problem(num_splits=num_splits)
     assert decode.why_not_tile(case, h100, TILE) is None
-    assert planned(case, TILE)[3] == num_splits
+    assert planned(case, TILE)[3] == Split.into(num_splits)
 
 
 @pytest.mark.parametrize("layout", ["equal", "cache", "pages of 16"])
@@ -582,7 +583,7 @@ def test_more_heads_than_a_grid_s_second_axis_counts_are_along_the_first(layout,
     assert launch.grid[2] <= MAX_GRID_Y
     # Each head has its blocks.
     assert math.prod(launch.grid) >= heads_kv
-    assert (plan.num_splits == 0) == (heads_kv <= MAX_GRID_Y)
+    assert (plan.schedule.split == EVEN) == (heads_kv <= MAX_GRID_Y)
 
 
 def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
@@ -592,8 +593,8 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         device = device_for_arch(arch)
         case = problem(layout, rows=rows)
         tile = default_tile(case, device)
-        blocks, slots, counters, splits = planned(case, tile, device)
-        clusters = blocks if splits else 2 * blocks // max(1, tile.cluster)
+        blocks, slots, counters, split = planned(case, tile, device)
+        clusters = 2 * blocks // max(1, tile.cluster) if split == EVEN else blocks
         lines = case.heads_kv * -(-rows // tile.Br)
-        alone = splits == 1 or (splits == 0 and clusters == 2 * lines)
+        alone = split == WHOLE or (split == EVEN and clusters == 2 * lines)
         assert slots == counters == (0 if alone else clusters)

@@ -11,14 +11,15 @@ import pytest
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.hopper import HopperFamily, HopperTile
+from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.compiler import Cubin, compile_cubin
-from cupy_flash.gpu.tensor_map import TensorMapSpec
 from cupy_flash.planning.planner import make_plan, plan_tile
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import (
     ArraySpec,
     Problem,
+    Tensors,
     make_contiguous_problem,
     make_problem,
 )
@@ -55,21 +56,19 @@ def problem(
     )
 
 
-def packed(case: Problem, *, sequences: int = 64, **changes: bool | int) -> Problem:
+def packed(case: Problem, *, sequences: int = 64, **changes: bool | int | None) -> Problem:
     """Of as many sequences, the longest as in `case`, in as many rows as all of `case` has."""
     layout = Layout(
         kind="packed",
         total_q=case.batch * case.seqlen_q,
         total_k=case.batch * case.seqlen_k,
     )
+    tensors = {n: t._replace(strides=(0, *t.strides[1:])) for n, t in case.tensors.items()}
     return replace(
         case,
         batch=sequences,
         q_offset=0,
-        q_strides=(0, *case.q_strides[1:]),
-        k_strides=(0, *case.k_strides[1:]),
-        v_strides=(0, *case.v_strides[1:]),
-        out_strides=(0, *case.out_strides[1:]),
+        tensors=Tensors(**tensors),
         layout=replace(layout, **changes),
     )
 
@@ -178,12 +177,11 @@ def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_the
         assert hopper.serves_sequences
         assert hopper.why_not(case, h100) is None
         plan = make_plan(case, h100, family="hopper")
-        assert plan.takes_sequences
         assert plan.num_splits == 1
-        assert plan.counters == 0
+        assert plan.schedule.counters == 0
     paged = cached(problem(), caches=0, page_size=16, pages=100, max_pages=10)
     assert "not pages" in (hopper.why_not(paged, h100) or "")
-    for splits in (0, 1):
+    for splits in (None, 1):
         assert hopper.why_not(packed(problem(), num_splits=splits), h100) is None
     assert "of equal length only" in (hopper.why_not(packed(problem(), num_splits=2), h100) or "")
     assert "without keys" in (hopper.why_not(cached(problem(), caches=0), h100) or "")
@@ -245,7 +243,7 @@ def test_every_legal_tile_fits_the_registers_and_the_shared_memory_of_an_sm(case
         assert plan.shared_memory <= h100.shared_memory_per_block
         consumers = tile.Br // 64
         assert plan.threads == 128 * (consumers + 1)
-        config = hopper.config(case, tile)
+        config = hopper.config(case, tile, plan.schedule.split)
         producer, consumer = config["producer_registers"], config["consumer_registers"]
         # setmaxnreg takes multiples of 8, and waits for ever for more than the launch allotted,
         # which is in units of 8 for each thread.
@@ -375,8 +373,9 @@ def test_the_grid_has_a_block_for_each_query_tile_and_split_but_no_more_than_sms
     batch, heads, seqlen_q, splits, blocks
 ):
     case = problem(batch=batch, heads=heads, seqlen_q=seqlen_q)
+    case = replace(case, layout=Layout(num_splits=splits))
     tile = HopperTile(128, 128)
-    (launch, *_) = hopper.launches(case, h100, tile, splits)
+    (launch, *_) = hopper.schedule(case, h100, tile).launches
     assert launch.grid == (blocks, 1, 1)
     assert launch.threads == 3 * 128
     assert launch.shared_memory == hopper.shared_memory(case, tile)
@@ -406,7 +405,9 @@ def test_sequences_are_put_in_order_by_one_block_of_a_kernel_that_comes_first():
 
 def maps_of(case: Problem, tile: HopperTile) -> tuple[TensorMapSpec, ...]:
     assert hopper.why_not(case, h100) is None
-    return hopper.tensor_maps(case, tile)
+    maps = hopper.schedule(case, h100, tile).tensor_maps
+    assert tuple(maps) == ("q", "k", "v")
+    return tuple(maps.values())
 
 
 def test_a_tensor_map_has_the_arrays_sizes_innermost_first_and_its_strides_in_bytes():
@@ -446,7 +447,7 @@ def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():
     assert (k.shape, k.strides) == ((128, 2 * 203, 3, 1), (3 * 256, 256, 16))
     assert (v.shape, v.strides) == ((64, 2 * 203, 3, 1), (3 * 128, 128, 16))
     q, k, v = maps_of(cached(case, caches=9), HopperTile(192, 80))
-    assert q == hopper.tensor_maps(case, HopperTile(192, 80))[0]
+    assert q == maps_of(case, HopperTile(192, 80))[0]
     assert (k.shape, k.strides) == ((128, 203, 3, 9), (3 * 256, 256, 203 * 3 * 256))
     assert (v.shape, v.strides) == ((64, 203, 3, 9), (3 * 128, 128, 203 * 3 * 128))
 
@@ -605,7 +606,8 @@ def test_slabs_begin_where_the_swizzle_does():
 
 
 def test_a_unit_is_compiled_for_its_own_architecture_only():
-    unit = hopper.unit(problem(), default_tile(problem()), 1)
+    unit = make_plan(problem(), h100, family="hopper").unit
+    assert unit is not None
     assert unit.arch_specific
     assert unit.target(h100) == "sm_90a"
     assert dataclasses.replace(unit, arch_specific=False).target(h100) == "sm_90"

@@ -52,7 +52,7 @@ def ragged_problem(
     group: int = 4,
     seqlen: int = 4096,
     causal: bool = True,
-    batch_invariant: bool = False,
+    **options: int,
 ) -> Problem:
     """Packed queries over a cache, in pages or not."""
     case = problem(dtype, head_dim, seqlen=seqlen, causal=causal)
@@ -63,7 +63,7 @@ def ragged_problem(
         page_size=page_size,
         pages=77 if page_size else 0,
         max_pages=-(-seqlen // page_size) if page_size else 0,
-        batch_invariant=batch_invariant,
+        **options,
     )
     return replace(case, heads_kv=case.heads_q // group, q_offset=0, layout=layout)
 
@@ -122,7 +122,8 @@ def test_shared_memory_is_the_query_tile_and_the_ring_with_rows_padded_to_whole_
 
 @pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (64, 1), (65, 2), (799, 13)])
 def test_the_grid_has_a_block_for_each_query_tile_of_each_head_and_split(seqlen, q_tiles):
-    (launch, *_) = mma.launches(problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
+    case = replace(problem(seqlen=seqlen), layout=Layout(num_splits=3))
+    (launch, *_) = mma.schedule(case, h100, TILE).launches
     assert launch.grid == (q_tiles * 4 * 16 * 3, 1, 1)
     assert launch.threads == 128
     assert launch.shared_memory == mma.shared_memory(problem(), TILE)
@@ -130,7 +131,7 @@ def test_the_grid_has_a_block_for_each_query_tile_of_each_head_and_split(seqlen,
 
 @pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (16, 1), (17, 2), (799, 50)])
 def test_a_tile_of_sequences_holds_the_rows_of_all_heads_that_share_keys(seqlen, q_tiles):
-    (launch, *_) = mma.launches(ragged_problem(seqlen=seqlen), device_for_arch(90), TILE, 3)
+    (launch, *_) = mma.schedule(ragged_problem(seqlen=seqlen, num_splits=3), h100, TILE).launches
     assert launch.grid == (q_tiles * 4 * (16 // 4) * 3, 1, 1)
 
 

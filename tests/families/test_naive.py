@@ -33,11 +33,12 @@ def test_it_is_never_chosen_unasked():
 
 @pytest.mark.parametrize(("dtype", "size"), [("float16", 4), ("float32", 4), ("float64", 8)])
 def test_the_workspace_is_the_score_matrix_in_the_accumulators_type(dtype, size):
-    assert naive.workspace(problem(dtype), h100, NaiveTile(), 1) == 2 * 6 * 113 * 203 * size
+    schedule = naive.schedule(problem(dtype), h100, NaiveTile())
+    assert schedule.workspace == 2 * 6 * 113 * 203 * size
 
 
 def test_three_kernels_cover_scores_rows_and_outputs():
-    scores, softmax, output = naive.launches(problem(), device_for_arch(90), NaiveTile(), 1)
+    scores, softmax, output = naive.schedule(problem(), h100, NaiveTile()).launches
     assert [x.entry for x in (scores, softmax, output)] == ["scores", "softmax", "output"]
     assert scores.grid[0] == 2 * 6 * 4 * 7
     assert softmax.grid[0] * softmax.threads // 32 >= 2 * 6 * 113
@@ -46,11 +47,9 @@ def test_three_kernels_cover_scores_rows_and_outputs():
 
 
 def test_without_keys_every_launch_still_has_a_block():
-    case = problem(seqlen_k=0)
-    assert naive.workspace(case, h100, NaiveTile(), 1) == 0
-    assert all(
-        launch.grid[0] >= 1 for launch in naive.launches(case, device_for_arch(90), NaiveTile(), 1)
-    )
+    schedule = naive.schedule(problem(seqlen_k=0), h100, NaiveTile())
+    assert schedule.workspace == 0
+    assert all(launch.grid[0] >= 1 for launch in schedule.launches)
 
 
 def test_its_tile_is_fixed():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cupy_flash.families import ragged, split
 from cupy_flash.families.contract import heads_in_l2
+from cupy_flash.families.schedule import WHOLE
 from cupy_flash.families.simt import SimtFamily, SimtTile
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
@@ -95,36 +96,36 @@ def test_the_search_space_holds_legal_tiles_and_the_default():
 def test_many_heads_leave_the_keys_whole_and_one_head_splits_them():
     many = problem(seqlen_q=4096, seqlen_k=4096)
     one = problem(seqlen_q=4096, seqlen_k=4096, batch=1, heads_q=1, heads_kv=1)
-    tile = simt.default_tile(one, h100)
-    assert simt.num_splits(many, h100, simt.default_tile(many, h100)) == 1
-    splits = simt.num_splits(one, h100, tile)
-    forward, combine = simt.launches(one, h100, tile, splits)
+    assert simt.schedule(many, h100, simt.default_tile(many, h100)).split == WHOLE
+    schedule = simt.schedule(one, h100, simt.default_tile(one, h100))
+    forward, combine = schedule.launches
     assert 0.8 * h100.sm_count <= forward.grid[0] <= 2 * h100.sm_count
     assert combine.grid[0] * combine.threads // 32 >= one.rows
-    assert simt.workspace(one, h100, tile, splits) == splits * 4096 * (64 + 1) * 4
+    assert schedule.workspace == schedule.split.parts * 4096 * (64 + 1) * 4
 
 
 def test_no_workspace_is_needed_where_keys_are_whole():
     case = problem()
-    assert simt.workspace(case, h100, simt.default_tile(case, h100), 1) == 0
+    schedule = simt.schedule(case, h100, simt.default_tile(case, h100))
+    assert (schedule.split, schedule.workspace) == (WHOLE, 0)
 
 
 def test_splits_never_get_less_than_two_key_tiles():
     for key_tiles in (1, 2, 3, 4, 7, 63, 64, 1000):
-        splits = split.num_splits(
+        splits = split.choose(
             problem(batch=1, heads_q=1, heads_kv=1),
             h100,
             q_tiles=1,
             key_tiles=key_tiles,
             blocks_per_sm=2,
-        )
+        ).parts
         assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
         assert splits <= split.MAX_SPLITS
 
 
 def test_an_empty_problem_is_not_split():
     empty = dataclasses.replace(problem(), seqlen_q=0)
-    assert split.num_splits(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == 1
+    assert split.choose(empty, h100, q_tiles=0, key_tiles=9, blocks_per_sm=2) == WHOLE
 
 
 def test_sections_hold_whole_groups_whose_keys_and_values_fit_half_the_l2():
@@ -176,10 +177,11 @@ def ragged_problem(dtype="float32", head_dim=64, *, page_size=0, causal=True, **
 
 
 def test_the_rows_of_a_tile_are_those_of_all_heads_that_share_keys():
-    case = ragged_problem(seqlen_q=3, heads_q=16, heads_kv=4)
+    case = ragged_problem(seqlen_q=3, heads_q=16, heads_kv=4, num_splits=3)
     tile = SimtTile(16, 32, 128, 2, 0, 2)
-    assert simt.config(case, tile)["group"] == 4
-    (forward, *_) = simt.launches(case, h100, tile, 3)
+    schedule = simt.schedule(case, h100, tile)
+    assert simt.config(case, tile, schedule.split)["group"] == 4
+    (forward, *_) = schedule.launches
     # 3 queries of 4 heads fill 12 of 16 rows: a block for each of 4 sequences and 4 groups.
     assert forward.grid == (4 * 4 * 3, 1, 1)
 

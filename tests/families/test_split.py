@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash.families import split
+from cupy_flash.families.schedule import WHOLE, Split
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
@@ -32,10 +33,12 @@ def problem(**changes):
     return make_contiguous_problem(**(sizes | changes))
 
 
-def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100):
-    return split.num_splits(
-        case, device, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=blocks_per_sm
+def count(case, *, q_tiles, key_tiles, blocks_per_sm=1, device=h100, **options):
+    cut = split.choose(
+        case, device, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=blocks_per_sm, **options
     )
+    assert cut == Split.into(cut.parts)
+    return cut.parts
 
 
 @given(
@@ -118,13 +121,11 @@ tile_times = st.builds(
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 2000), tile_times)
 def test_keys_are_split_only_where_that_is_expected_to_be_faster(heads, q_tiles, key_tiles, tile):
     case = problem(batch=1, heads_q=heads, heads_kv=heads, seqlen_q=64 * q_tiles)
-    splits = split.num_splits(
-        case, h100, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=2, tile_time=tile
-    )
+    splits = count(case, q_tiles=q_tiles, key_tiles=key_tiles, blocks_per_sm=2, tile_time=tile)
 
     def time(n):
         attention = math.ceil(key_tiles / n) * tile.of(math.ceil(heads * q_tiles * n / 132))
-        return attention + split.combine_time(case, n)
+        return attention + split.combine_time(case, Split.into(n))
 
     assert splits == 1 or time(splits) < time(1)
     # Fewer would not do: each split more is a partial result more to write and merge.
@@ -159,18 +160,17 @@ def test_an_sm_that_holds_more_blocks_is_filled_with_more_splits():
 def test_the_workspace_holds_an_output_row_and_its_lse_for_each_split(dtype):
     size = 8 if dtype == "float64" else 4
     case = problem(dtype=dtype, head_dim_v=72)
-    assert split.workspace(case, 3) == 3 * (2 * 6 * 113) * (72 + 1) * size
-    assert split.workspace(case, 1) == 0
+    assert split.workspace(case, Split.into(3)) == 3 * (2 * 6 * 113) * (72 + 1) * size
+    assert split.workspace(case, WHOLE) == 0
 
 
 def test_whole_keys_need_no_second_kernel():
-    assert split.combine_launches(problem(), 1) == ()
-    assert split.combine_entries(1) == {}
+    assert split.combine_launches(problem(), WHOLE) == ()
 
 
 def test_the_second_kernel_has_a_warp_for_each_query_row():
-    (launch,) = split.combine_launches(problem(), 2)
-    assert list(split.combine_entries(2)) == [launch.entry]
+    (launch,) = split.combine_launches(problem(), Split.into(2))
+    assert f"{launch.entry}(const __grid_constant__ Params params)" in launch.definition()
     warps = launch.grid[0] * launch.threads // 32
     assert 2 * 6 * 113 <= warps < 2 * 6 * 113 + launch.threads // 32
 
@@ -192,15 +192,9 @@ def test_a_result_that_may_not_depend_on_the_batch_leaves_the_keys_whole():
 def test_heads_that_share_a_tile_are_split_further():
     case = ragged(problem(batch=1, heads_q=32, heads_kv=4, seqlen_q=1))
     apart = count(case, q_tiles=1, key_tiles=1000)
-    together = split.num_splits(case, h100, q_tiles=1, key_tiles=1000, blocks_per_sm=1, group=8)
-    assert together > apart
+    assert count(case, q_tiles=1, key_tiles=1000, group=8) > apart
 
 
 def test_packed_queries_take_the_workspace_of_their_rows_alone():
     case = ragged(problem(head_dim_v=72), kind="packed", total_q=150)
-    assert split.workspace(case, 3) == 3 * (6 * 150) * (72 + 1) * 4
-
-
-def test_the_second_kernel_is_told_of_the_sequences():
-    (text,) = split.combine_entries(2, sequences=True).values()
-    assert "combine<Config>(params, sequences)" in text
+    assert split.workspace(case, Split.into(3)) == 3 * (6 * 150) * (72 + 1) * 4

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.params import TENSOR_DTYPE
 from cupy_flash.gpu.append import (
     APPEND_DTYPE,
+    Append,
     AppendSpec,
-    PackedAppend,
     append_launch,
     append_unit,
     prepare,
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.gpu.params import TENSOR_DTYPE
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import DTYPES, ITEMSIZE
 
@@ -66,13 +66,20 @@ def variant(spec=CONTIGUOUS, **changes):
     return dataclasses.replace(spec, **changes)
 
 
-POINTERS = (
-    *("q", "q_rotated", "k", "v", "k_cache", "v_cache", "cache_seqlens"),
-    *("cache_batch_idx", "block_table", "cos", "sin"),
-)
+# Fields of the struct, and whose addresses they hold.
+TENSORS = {"q": "q", "k": "k_cache", "v": "v_cache", "new_k": "k", "new_v": "v"}
+OTHERS = {
+    **{"seqused_k": "cache_seqlens", "cos": "rotary_cos", "sin": "rotary_sin"},
+    **{"cache_batch_idx": "cache_batch_idx", "block_table": "block_table"},
+}
+POINTERS = (*TENSORS.values(), *OTHERS.values(), "q_rotated")
+NAMES = (*POINTERS, "keys")
 int32 = st.integers(0, 2**31 - 1)
 strides = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
-INTS = ("seqlen_q", "seqlen_new", "heads_q", "heads_kv", "caches", "pages", "rotary_rows")
+INTS = (
+    *("batch", "seqlen_q", "seqlen_new", "heads_q", "heads_kv"),
+    *("caches", "pages", "max_pages", "rotary_rows"),
+)
 specs = st.builds(
     lambda fields, **more: variant(**fields, **more),
     st.fixed_dictionaries(
@@ -93,17 +100,17 @@ specs = st.builds(
 def test_packing_fills_every_field_of_the_dtype(spec, addresses, keys):
     pointers = dict(zip(POINTERS, addresses, strict=True))
     expected = np.zeros((), APPEND_DTYPE)
-    for name in ("q", "k", "v", "k_cache", "v_cache"):
-        expected[name] = (pointers[name], *getattr(spec, f"{name}_strides"))
-    for name in POINTERS:
-        if name not in ("q", "k", "v", "k_cache", "v_cache"):
-            expected[name] = pointers[name]
+    for field, name in TENSORS.items():
+        expected[field] = (pointers[name], *getattr(spec, f"{name}_strides"))
+    expected["out"]["data"] = pointers["q_rotated"]
+    for field, name in OTHERS.items():
+        expected[field] = pointers[name]
     for name in (*INTS, "block_table_stride", "rotary_stride"):
         expected[name] = getattr(spec, name)
-    expected["capacity"] = spec.seqlen_cache
+    expected["seqlen_k"] = spec.seqlen_cache
     expected["keys"], expected["q_advances"] = keys, spec.causal
     packed = bytearray(APPEND_DTYPE.itemsize)
-    PackedAppend(spec).pack_into(packed, 0, **pointers, keys=keys)
+    Append(spec, NAMES)._params.pack_into(packed, (*addresses, keys))
     assert packed == expected.tobytes()
 
 
@@ -115,15 +122,15 @@ def test_fields_lie_as_a_c_compiler_aligns_them():
 
 
 def test_every_member_of_the_struct_is_asserted_in_the_unit():
+    members = [name for name in APPEND_DTYPE.names if not name.startswith("_")]
     text = append_unit(CONTIGUOUS).text
-    assert text.count("static_assert") == 2 + len(TENSOR_DTYPE.names) + len(APPEND_DTYPE.names)
+    assert text.count("static_assert") == 2 + len(TENSOR_DTYPE.names) + len(members)
     assert f"sizeof(AppendParams) == {APPEND_DTYPE.itemsize}" in text
 
 
 def test_without_a_rotary_embedding_there_are_no_queries_for_the_kernel():
     packed = bytearray(APPEND_DTYPE.itemsize)
-    pointers = dict.fromkeys(POINTERS, 16)
-    PackedAppend(variant(seqlen_q=9)).pack_into(packed, 0, **pointers, keys=11)
+    Append(variant(seqlen_q=9), NAMES)._params.pack_into(packed, (16,) * len(NAMES))
     assert np.frombuffer(packed, APPEND_DTYPE)[0]["seqlen_q"] == 0
 
 
@@ -220,20 +227,18 @@ def test_more_than_a_launch_takes_is_refused(changes, words):
 )
 def test_what_the_kernel_does_not_compute_is_refused_by_name(changes, error, words):
     with pytest.raises(error, match=words):
-        prepare(variant(**changes), h100)
+        prepare(variant(**changes), h100, NAMES)
 
 
 def test_an_architecture_before_turing_is_refused_by_name():
     volta = dataclasses.replace(h100, name="V100", arch=70)
     with pytest.raises(UnsupportedError, match="needs sm_75 or later, and V100 is sm_70"):
-        prepare(CONTIGUOUS, volta)
+        prepare(CONTIGUOUS, volta, NAMES)
 
 
 @pytest.mark.parametrize("nothing", [{"batch": 0}, {"seqlen_new": 0}])
 def test_nothing_to_append_needs_no_kernel(nothing):
-    pointers = dict.fromkeys(POINTERS, 0)
-    empty = prepare(variant(**nothing), h100)
-    empty.run(**pointers, keys=0)
+    prepare(variant(**nothing), h100, NAMES).run((0,) * len(NAMES))
 
 
 # Compiling

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 
 import pytest
 
 from cupy_flash.errors import CompileError
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.compiler import (
     compile_cubin,
     find_prebuilt,
-    kernel_cache_dir,
     known_architectures,
     prebuilt_name,
     unit_digest,
@@ -22,7 +22,7 @@ from cupy_flash.gpu.compiler import (
 )
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Resources, device_for_arch
-from cupy_flash.problem.problem import make_contiguous_problem
+from cupy_flash.problem.problem import Tensor, Tensors, make_contiguous_problem
 
 h100 = device_for_arch("sm_90")
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
@@ -40,16 +40,18 @@ UNIT = make_plan(CASE, h100, family="naive").unit
 OLD_NVRTC = "NVRTC 11.8 is too old; 12.0 or newer is needed"
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+@pytest.mark.parametrize("family", FORWARD.values(), ids=FORWARD.keys())
 def test_a_unit_includes_one_kernel_file_and_names_one_config(family):
-    unit = family.unit(CASE, family.default_tile(CASE, h100), 1)
+    tile = family.default_tile(CASE, h100)
+    unit = family.unit(CASE, tile, family.schedule(CASE, h100, tile))
     assert f'#include "{family.source}"' in unit.text
     assert unit.text.count("struct Config {") == 1
     assert family.digest() in unit.text.splitlines()[0]
     assert unit.title.startswith(f"{family.name} float32 head_dim 8 tile ")
+    for part in ('extern "C" __global__ void ', "__launch_bounds__("):
+        assert unit.text.count(part) == len(unit.entries)
     for entry in unit.entries:
-        assert unit.text.count('extern "C" __global__ void __launch_bounds__(') == len(unit.entries)
-        assert f"{entry}(const __grid_constant__ Params params" in unit.text
+        assert re.search(rf"^{entry}\(.*const __grid_constant__ Params params\)", unit.text, re.M)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,8 @@ def test_a_unit_includes_one_kernel_file_and_names_one_config(family):
         {"head_dim": 16},
         {"head_dim_v": 16},
         {"softmax_scale": -1.0},
-        {"alignment": 4},
-        {"out_alignment": 4},
+        {"tensors": CASE.aligned(4).tensors},
+        {"tensors": CASE.aligned(16, 4).tensors},
     ],
 )
 def test_what_the_kernel_is_specialized_for_changes_the_unit(changes):
@@ -77,7 +79,7 @@ def test_what_the_kernel_is_specialized_for_changes_the_unit(changes):
         {"batch": 2},
         {"heads_q": 4},
         {"softmax_scale": 0.1},
-        {"q_strides": (100, 50, 25)},
+        {"tensors": Tensors(**{**CASE.tensors, "q": Tensor("float32", (100, 50, 25), 16)})},
     ],
 )
 def test_what_is_an_argument_leaves_the_unit_as_it_is(changes):
@@ -172,13 +174,6 @@ def test_a_prebuilt_kernel_is_found_by_its_digest_only(monkeypatch, tmp_path):
     assert find_prebuilt(UNIT, h100) == path
     assert find_prebuilt(dataclasses.replace(UNIT, text=UNIT.text + "\n"), h100) is None
     assert find_prebuilt(UNIT, device_for_arch("sm_80")) is None
-
-
-def test_kernels_are_cached_where_cupy_caches_them(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kernels"))
-    assert kernel_cache_dir() == tmp_path / "kernels"
-    monkeypatch.delenv("CUPY_CACHE_DIR")
-    assert kernel_cache_dir() == type(tmp_path)(os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 class RawModule:

@@ -11,15 +11,17 @@ import pytest
 from cupy.cuda.function import CPointer
 
 from cupy_flash.errors import DriverError
+from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu import tensor_map
 from cupy_flash.gpu.by_value import ByValue
-from cupy_flash.gpu.tensor_map import TensorMaps, TensorMapSpec
+from cupy_flash.gpu.tensor_map import TensorMaps
 
-SPECS = (
-    TensorMapSpec("bfloat16", (128, 799, 6, 2), (1536, 256, 1536 * 799), (64, 192)),
-    TensorMapSpec("bfloat16", (128, 203, 3, 2), (768, 256, 768 * 203), (64, 128)),
-    TensorMapSpec("float16", (96, 203, 3, 2), (576, 192, 576 * 203), (32, 128)),
-)
+SPECS = {
+    "q": TensorMapSpec("bfloat16", (128, 799, 6, 2), (1536, 256, 1536 * 799), (64, 192)),
+    "k": TensorMapSpec("bfloat16", (128, 203, 3, 2), (768, 256, 768 * 203), (64, 128)),
+    "v": TensorMapSpec("float16", (96, 203, 3, 2), (576, 192, 576 * 203), (32, 128)),
+}
+NAMES = ("q", "k", "v")
 MAP_BYTES = 128
 
 
@@ -72,11 +74,11 @@ def addresses(call: int) -> tuple[int, int, int]:
 
 
 def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driver):
-    maps = TensorMaps(SPECS).at(addresses(0))
+    maps = TensorMaps(SPECS, NAMES).at(addresses(0))
     assert addresses_of(maps) == list(addresses(0))
     asked = driver.requests[: len(SPECS)]
     assert [request["address"] for request in asked] == list(addresses(0))
-    for request, spec in zip(asked, SPECS, strict=True):
+    for request, spec in zip(asked, SPECS.values(), strict=True):
         assert request["rank"] == 4
         assert request["shape"] == spec.shape
         assert request["strides"] == spec.strides
@@ -84,10 +86,17 @@ def test_each_array_gets_one_map_with_its_own_address_shape_strides_and_box(driv
         assert request["steps"] == (1, 1, 1, 1)
 
 
+def test_addresses_are_found_among_other_values_by_their_names(driver):
+    maps = TensorMaps(SPECS, ("out", "v", "keys", "k", "q"))
+    q, k, v = addresses(0)
+    assert addresses_of(maps.at((1, v, 2, k, q))) == [q, k, v]
+    assert maps.at((3, v, 4, k, q)) is maps.at((1, v, 2, k, q))
+
+
 def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
     # cuda.h: CU_TENSOR_MAP_DATA_TYPE_FLOAT16 is 6 and BFLOAT16 9, CU_TENSOR_MAP_SWIZZLE_64B 2 and
     # 128B 3, CU_TENSOR_MAP_L2_PROMOTION_L2_128B 2; no interleave and a fill with zeros are 0.
-    TensorMaps(SPECS).at(addresses(0))
+    TensorMaps(SPECS, NAMES).at(addresses(0))
     assert [request["dtype"] for request in driver.requests[:3]] == [9, 9, 6]
     assert [request["modes"] for request in driver.requests[:3]] == [
         (0, 3, 2, 0),
@@ -97,14 +106,13 @@ def test_dtype_and_swizzle_are_the_drivers_enumerators(driver):
 
 
 def test_a_kernel_gets_the_maps_by_value_one_after_another(driver):
-    maps = TensorMaps(SPECS).at(addresses(0))
-    (pointer,) = maps.pointers
-    assert isinstance(pointer, CPointer)
+    maps = TensorMaps(SPECS, NAMES).at(addresses(0))
+    assert isinstance(maps.pointer, CPointer)
     assert len(maps.memory) == len(SPECS) * MAP_BYTES
 
 
 def test_the_same_addresses_are_encoded_once(driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     first = maps.at(addresses(0))
     driver.requests.clear()
     assert all(maps.at(addresses(0)) is first for _ in range(10))
@@ -112,7 +120,7 @@ def test_the_same_addresses_are_encoded_once(driver):
 
 
 def test_maps_of_earlier_addresses_stay_as_they_were(driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     kept = [maps.at(addresses(call)) for call in range(20)]
     for call, scalar in enumerate(kept):
         assert addresses_of(scalar) == list(addresses(call))
@@ -120,7 +128,7 @@ def test_maps_of_earlier_addresses_stay_as_they_were(driver):
 
 
 def test_one_changed_address_is_another_set(driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     q, k, v = addresses(0)
     maps.at((q, k, v))
     assert addresses_of(maps.at((q, k, v + 16))) == [q, k, v + 16]
@@ -129,7 +137,7 @@ def test_one_changed_address_is_another_set(driver):
 
 def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeypatch):
     monkeypatch.setattr(tensor_map, "_MAX_SETS", 8)
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     for call in range(50):
         assert addresses_of(maps.at(addresses(call))) == list(addresses(call))
         assert len(maps._encoded) <= 8
@@ -141,7 +149,7 @@ def test_the_cache_is_bounded_and_what_fell_out_is_encoded_again(driver, monkeyp
 
 
 def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     driver.status = 1
     with pytest.raises(DriverError, match="cuTensorMapEncodeTiled failed with CUresult 1"):
         maps.at(addresses(0))
@@ -152,7 +160,7 @@ def test_a_failure_of_the_driver_is_an_error_that_leaves_nothing_behind(driver):
 def test_threads_that_call_at_once_get_the_maps_of_their_own_addresses(driver, monkeypatch):
     # So few sets that the threads throw out each other's all the time.
     monkeypatch.setattr(tensor_map, "_MAX_SETS", 4)
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     start = threading.Barrier(4)
     wrong = []
 
@@ -191,7 +199,7 @@ def plain_driver(monkeypatch: pytest.MonkeyPatch) -> PlainDriver:
 
 
 def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     first = maps.at(addresses(0))
     plain_driver.requests.clear()
     for call in range(1, 20):
@@ -203,7 +211,7 @@ def test_a_format_that_is_understood_is_written_without_the_driver(plain_driver)
 
 
 def test_the_format_is_probed_with_addresses_that_differ_in_every_bit(plain_driver):
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     maps.at(addresses(0))
     for array in range(len(SPECS)):
         asked = [request["address"] for request in plain_driver.requests[array :: len(SPECS)]]
@@ -231,7 +239,7 @@ def test_a_driver_that_does_more_than_write_the_address_is_always_asked(monkeypa
 
     odd = Odd()
     monkeypatch.setattr(tensor_map, "driver_function", lambda _: odd)
-    maps = TensorMaps(SPECS)
+    maps = TensorMaps(SPECS, NAMES)
     maps.at(addresses(0))
     odd.requests.clear()
     for call in range(1, 20):

@@ -18,6 +18,7 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
+from cupy_flash.families.schedule import EVEN, Schedule, Split
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import (
     ArraySpec,
@@ -83,22 +84,20 @@ class Batch:
     cache_batch_idx: tuple[int, ...] = ()
 
     @property
-    def grid(self) -> tuple[int, int, int]:
+    def schedule(self) -> Schedule:
         device = replace(device_for_arch("sm_90"), sm_count=self.sm_count)
-        (launch,) = decode.launches(self.problem, device, self.kind.tile, self.splits)
-        return launch.grid
+        return decode.schedule(self.problem, device, self.kind.tile)
 
     @property
-    def splits(self) -> int:
-        """What the family makes of the number that was asked for."""
-        device = replace(device_for_arch("sm_90"), sm_count=self.sm_count)
-        return decode.num_splits(self.problem, device, self.kind.tile)
+    def grid(self) -> tuple[int, int, int]:
+        (launch,) = self.schedule.launches
+        return launch.grid
 
     @property
     def line(self) -> str:
         p, s = self.problem, self.problem.layout
         numbers = [KINDS.index(self.kind), *self.grid, p.batch, p.seqlen_q, p.seqlen_k, p.heads_kv]
-        numbers += [self.splits, s.caches, s.total_q, self.keys]
+        numbers += [self.schedule.split.parts, s.caches, s.total_q, self.keys]
         numbers.append(s.new_keys)
         arrays = (self.cu_seqlens_q, self.seqused_k, self.cache_batch_idx)
         numbers += [bool(array) for array in arrays]
@@ -277,18 +276,16 @@ def configs() -> str:
     lines, cases = [], []
     for index, kind in enumerate(KINDS):
         problem = problem_of(kind, batch=2, heads_kv=1, seqlen_q=1, seqlen_k=99)
-        members = decode.config(problem, kind.tile) | {
-            "balanced": kind.num_splits == 0,
-            "cluster": kind.tile.cluster,
-        }
+        split = Split.into(kind.num_splits) if kind.num_splits else EVEN
+        members = decode.config(problem, kind.tile, split)
         fields = "".join(f"static constexpr int {n} = {int(v)}; " for n, v in members.items())
         lines.append(f"struct Config{index} {{ {fields}}};")
-        cases.append(f"case {index}: Call<Config{index}>::print(p, s); return true;")
+        cases.append(f"case {index}: Call<Config{index}>::print(p); return true;")
     return "\n".join(
         [
             *lines,
             "template <template <class> class Call>",
-            "bool with_config(int config, const Params& p, const Sequences& s) {",
+            "bool with_config(int config, const Params& p) {",
             "  switch (config) {",
             *cases,
             "  }",
@@ -353,13 +350,12 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
 
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     """What is left in the workspace, and the counters, are within it and each one's own."""
-    tile, device = batch.kind.tile, replace(device_for_arch("sm_90"), sm_count=batch.sm_count)
-    plan = (batch.problem, device, tile, batch.splits)
-    slot_bytes = tile.Br * (HEAD_DIM + 4) * 4
+    schedule = batch.schedule
+    slot_bytes = batch.kind.tile.Br * (HEAD_DIM + 4) * 4
     left = [part for part in taken.parts if part.results > 1 and part.number == 0]
     slots = [part.slot for part in left]
     assert len(set(slots)) == len(slots)
-    most = decode.workspace(*plan) // slot_bytes
+    most = schedule.workspace // slot_bytes
     assert all(0 <= slot < most for slot in slots)
     counters = []
     for parts in taken.by_item().values():
@@ -367,7 +363,7 @@ def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
             ways = [part.meetings for part in parts if part.number == 0]
             counters += assert_all_meet(ways)
     assert len(set(counters)) == len(counters)
-    assert all(0 <= counter < decode.counters(*plan) for counter in counters)
+    assert all(0 <= counter < schedule.counters for counter in counters)
 
 
 def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:

@@ -141,6 +141,10 @@ class Places:
     def before(self, case: Case) -> np.ndarray:
         """Rows of each sequence that are there, as an append takes what it is told."""
         told = np.broadcast_to(self.lengths, case.batch)
+        if self.cache_batch_idx is not None:
+            # A sequence without a row of the cache has no keys.
+            rows = self.cache_batch_idx
+            told = np.where((rows >= 0) & (rows < case.caches), told, 0)
         return np.clip(told, 0, case.seqlen_cache)
 
     def appended(self, case: Case) -> Iterator[tuple[int, int, int, int]]:
@@ -185,6 +189,12 @@ def turned(case: Case, rows: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> An
     return exact, bound
 
 
+NAMES = (
+    *("q", "k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "q_rotated"),
+    *("cache_seqlens", "keys", "cache_batch_idx", "block_table"),
+)
+
+
 def on_device(array: np.ndarray | None) -> Any:
     import cupy
 
@@ -210,17 +220,19 @@ class Run:
         self.table = on_device(table)
         self.rows = on_device(places.cache_batch_idx)
         stride = 0 if table is None else table.shape[1]
-        self.append: Append = prepare(arrays.spec(stride), current_device())
+        self.append: Append = prepare(arrays.spec(stride), current_device(), NAMES)
 
     def __call__(self) -> None:
-        names = ("q", "k", "v", "k_cache", "v_cache", "cos", "sin")
+        arrays = ("q", "k", "v", "k_cache", "v_cache", "cos", "sin")
         self.append.run(
-            **{name: self.arrays.address(name) for name in names},
-            q_rotated=address_of(self.arrays.q_rotated),
-            cache_seqlens=address_of(self.lengths),
-            keys=self.keys,
-            cache_batch_idx=address_of(self.rows),
-            block_table=address_of(self.table),
+            (
+                *map(self.arrays.address, arrays),
+                address_of(self.arrays.q_rotated),
+                address_of(self.lengths),
+                self.keys,
+                address_of(self.rows),
+                address_of(self.table),
+            )
         )
 
 

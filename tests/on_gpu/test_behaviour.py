@@ -26,10 +26,11 @@ from support.gpu_support import (
 )
 
 from cupy_flash import flash_attention, flash_attention_varlen, plan
-from cupy_flash.calls import jax_arrays
-from cupy_flash.calls.arrays import as_cupy
-from cupy_flash.families import FAMILIES
-from cupy_flash.gpu import attention, compiler
+from cupy_flash.arrays import jax_arrays
+from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.calls import attention
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu import compiler
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, compile_cubin, prebuilt_name
 
 pytestmark = pytest.mark.gpu
@@ -388,7 +389,7 @@ def test_plan_tells_registers_once_the_kernel_is_compiled() -> None:
     assert after.device == current_device()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FORWARD)
 def test_a_family_asked_for_is_the_one_that_runs(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -417,8 +418,8 @@ def test_a_tile_asked_for_is_the_one_that_runs(
         pytest.skip(f"{family} has nothing for this GPU")
     values = random_values(case)
     problem = plan(*on_gpu(values), family=family).problem
-    default = FAMILIES[family].default_tile(problem, current_device())
-    tiles = FAMILIES[family].tiles(problem, current_device())
+    default = FORWARD[family].default_tile(problem, current_device())
+    tiles = FORWARD[family].tiles(problem, current_device())
     tile = next(t for t in tiles if (t.Br, t.Bc) != (default.Br, default.Bc))
     with caplog.at_level(logging.INFO, LOGGER):
         out = flash_attention(*on_gpu(values), family=family, tile=tile)

@@ -42,10 +42,11 @@ from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash import flash_attention
 from cupy_flash.cli.build.build import Job
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.families.decode import DecodeTile
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import make_plan
-from cupy_flash.problem.device import device_for_arch, gpu_unavailable
+from cupy_flash.problem.device import device_for_arch
 
 __all__ = ["use_cubins"]  # fixture
 
@@ -190,7 +191,7 @@ def test_few_rows_go_to_this_family_unasked(case: Case) -> None:
 def sampled_tiles(case: Case, count: int) -> Iterator[Case]:
     """The case with some of the legal tiles, ever the same ones."""
     if case.is_supported():
-        tiles = list(FAMILIES["decode"].tiles(case.problem(), current_device()))
+        tiles = list(FORWARD["decode"].tiles(case.problem(), current_device()))
         for tile in random.Random(0).sample(tiles, min(count, len(tiles))):
             yield dataclasses.replace(case, tile=tile)
 
@@ -231,7 +232,7 @@ def test_of_the_long_problems_some_leave_many_results_in_device_memory() -> None
         for case in LONG
     ]
     # Two places for each thread block or cluster of a head's line.
-    most = [plan.counters // (2 * plan.problem.heads_kv) for plan in plans]
+    most = [plan.schedule.counters // (2 * plan.problem.heads_kv) for plan in plans]
     assert most == [0, 4, 44, 264]
 
 
@@ -475,14 +476,14 @@ def test_the_random_problems_for_clusters_are_computed_by_them(calls: list[Call]
 def test_of_the_random_problems_for_clusters_many_are_for_several_of_a_head() -> None:
     calls = itertools.chain.from_iterable(clustered_chunks())
     plans = [decode_on_h100(call.case.problem().arguments()) for call in calls]
-    assert sum(plan.counters > 0 for plan in plans) >= CLUSTERED // 4
+    assert sum(plan.schedule.counters > 0 for plan in plans) >= CLUSTERED // 4
 
 
 def test_calls_that_are_sanitized_launch_clusters_too() -> None:
     calls = list(clustered_calls())
     plans = [decode_on_h100(call.arguments) for call in calls]
     assert [cluster_of(plan) for plan in plans] == [8, 8, 8, 8, 4]
-    assert [plan.counters > 0 for plan in plans] == [False, False, False, True, False]
+    assert [plan.schedule.counters > 0 for plan in plans] == [False, False, False, True, False]
     assert {call.what.page_size for call in calls if isinstance(call.what, KVCacheCase)} == {
         *(0, 1, 16)
     }

@@ -15,7 +15,7 @@ from support.gpu_support import DTYPES, Arrays, Case, Truth, bits, check, random
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention_with_kvcache
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
@@ -32,7 +32,7 @@ def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
 
 
 def every_family(**sizes: Any) -> list[Case]:
-    return [Case(family, dtype, **sizes) for family in FAMILIES for dtype in DTYPES]
+    return [Case(family, dtype, **sizes) for family in FORWARD for dtype in DTYPES]
 
 
 def first_values(case: Case, v: np.ndarray) -> np.ndarray:

@@ -31,8 +31,8 @@ from support.hard_values import (
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan
-from cupy_flash.calls import arrays
-from cupy_flash.families import FAMILIES
+from cupy_flash.arrays import strided
+from cupy_flash.families import FORWARD
 from cupy_flash.families.hopper import HopperTile
 from cupy_flash.gpu import tensor_map
 from cupy_flash.gpu.tensor_map import TensorMaps
@@ -174,7 +174,7 @@ def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
 
 def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
     """The case with each tile that has some fields and is legal, with as many stages as fit."""
-    family, problem, device = FAMILIES["hopper"], case.problem(), current_device()
+    family, problem, device = FORWARD["hopper"], case.problem(), current_device()
     for some in fields:
         tiles = (
             HopperTile(**({"turns": int(some["Br"] > 64)} | some | {"stages": stages}))
@@ -240,7 +240,7 @@ def test_other_tiles_than_the_default_are_right(case: Case) -> None:
 
 
 def short_ring(case: Case, stages: int) -> Case:
-    tile = FAMILIES["hopper"].default_tile(case.problem(), current_device())
+    tile = FORWARD["hopper"].default_tile(case.problem(), current_device())
     assert isinstance(tile, HopperTile)
     return dataclasses.replace(case, tile=dataclasses.replace(tile, stages=stages))
 
@@ -276,8 +276,8 @@ def test_more_sets_of_addresses_than_are_kept_are_right_the_second_time_too() ->
 
 def test_maps_written_without_the_driver_are_those_that_it_encodes(monkeypatch) -> None:
     case = Case("hopper", "bfloat16", 70, 150)
-    specs = plan(*on_gpu(random_values(case)), family="hopper").tensor_maps
-    learnt, asked = TensorMaps(specs), TensorMaps(specs)
+    specs = plan(*on_gpu(random_values(case)), family="hopper").schedule.tensor_maps
+    learnt, asked = (TensorMaps(specs, ("q", "k", "v")) for _ in range(2))
     monkeypatch.setattr(asked, "_probe", lambda addresses: False)
     rng = np.random.default_rng(5)
     for _ in range(100):
@@ -360,7 +360,7 @@ def test_views_are_read_in_place(view: Callable[[Any], Any], causal: bool) -> No
     truth = Truth.of((q_view(q), view(k), view(v)), causal=causal)
     q_gpu, k_gpu, v_gpu = on_gpu((q, k, v))
     q_gpu, k_gpu, v_gpu = q_view(q_gpu), view(k_gpu), view(v_gpu)
-    assert all(arrays.is_readable_in_place(array) for array in (q_gpu, k_gpu, v_gpu))
+    assert all(strided.is_readable_in_place(array) for array in (q_gpu, k_gpu, v_gpu))
     assert plan(q_gpu, k_gpu, v_gpu, causal=causal).family == "hopper"
     out, lse = flash_attention(q_gpu, k_gpu, v_gpu, causal=causal, family="hopper", return_lse=True)
     truth.check(out.get(), lse.get())

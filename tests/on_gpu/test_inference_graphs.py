@@ -165,7 +165,7 @@ CLUSTERED = GENERATIONS[4:]
 def test_of_the_generations_some_meet_in_clusters_and_some_in_device_memory() -> None:
     for cases, meet_in_memory in ((CLUSTERED, False), (GENERATIONS[:3], True)):
         plans = [decode_on_h100(case.problem().arguments()) for case in cases]
-        assert {bool(plan.counters) for plan in plans} == {meet_in_memory}
+        assert {bool(plan.schedule.counters) for plan in plans} == {meet_in_memory}
         assert {bool(plan.workspace) for plan in plans} == {meet_in_memory}
         assert {cluster_of(plan) for plan in plans} == {8}
         assert {bool(case.page_size) for case in cases} == {False, True}

@@ -28,13 +28,14 @@ from support.gpu_support import (
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
 pytestmark = pytest.mark.gpu
 
-# One or two dtypes of each family, where what is tested does not depend on the dtype.
+# One or two dtypes of each family, where what is tested does not depend on the dtype; decode's
+# are in test_decode.py.
 FAMILY_DTYPES = [
     ("hopper", "float16"),
     ("mma", "float16"),
@@ -42,6 +43,7 @@ FAMILY_DTYPES = [
     ("simt", "float32"),
     ("naive", "float32"),
 ]
+assert {family for family, _ in FAMILY_DTYPES} == set(FORWARD) - {"decode"}
 
 
 def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
@@ -50,7 +52,7 @@ def of_cases(cases: Iterable[Case]) -> Callable[..., Any]:
 
 @of_cases(
     Case(family, dtype, seqlen_q, seqlen_k, causal=causal)
-    for family in FAMILIES
+    for family in FORWARD
     for dtype in DTYPES
     for causal in (False, True)
     for seqlen_q, seqlen_k in ((113, 203), (1, 239), (799, 3), (64, 64), (257, 129))
@@ -82,7 +84,7 @@ def dtypes_for(family: str, index: int) -> tuple[str, ...]:
 
 @of_cases(
     Case(family, dtype, 77, 150, head_dim=dim, head_dim_v=dim_v, causal=index % 3 == 1)
-    for family in FAMILIES
+    for family in FORWARD
     for index, (dim, dim_v) in enumerate(HEAD_DIMS)
     for dtype in dtypes_for(family, index)
 )
@@ -103,7 +105,7 @@ def test_any_head_dims_are_right(case: Case) -> None:
         layout=layout,
         alignment=alignment,
     )
-    for family in FAMILIES
+    for family in FORWARD
     for dtype in ("bfloat16", "float32", "float64")
     for alignment in (16, 8, 4, 2)
     if alignment >= DTYPES[dtype].itemsize
@@ -172,7 +174,7 @@ def sampled_tiles(case: Case, count: int) -> list[Case]:
     """The case with some of the legal tiles, ever the same ones; none where it is not supported."""
     if not case.is_supported():
         return []
-    family = FAMILIES[str(case.family)]
+    family = FORWARD[str(case.family)]
     tiles = list(family.tiles(case.problem(), current_device()))
     chosen = random.Random(0).sample(tiles, min(count, len(tiles)))
     return [dataclasses.replace(case, tile=tile) for tile in chosen]
@@ -363,7 +365,7 @@ FAR = 2**31 + 2**20  # elements
 
 
 of_float16_families = pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if Case(name, "float16").is_supported()]
+    "family", [name for name in FORWARD if Case(name, "float16").is_supported()]
 )
 
 

@@ -11,9 +11,9 @@ from support.prebuilt import jobs_of_cases, use_cubins, write_cubins
 
 from cupy_flash.cli.build.kernel_sets import problem_of_class
 from cupy_flash.cli.tune.findings import is_stale
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
-from cupy_flash.problem.device import gpu_unavailable
 
 __all__ = ["use_cubins"]  # fixture
 
@@ -31,8 +31,8 @@ def tuned_cases() -> list[Case]:
             problem = problem_of_class(entry.problem_class)
             if problem is None or entry.arch != device.arch or is_stale(entry):
                 continue
-            tile = FAMILIES[entry.family].tile_type(**entry.tile)
-            if FAMILIES[entry.family].why_not_tile(problem, device, tile):
+            tile = FORWARD[entry.family].tile_type(**entry.tile)
+            if FORWARD[entry.family].why_not_tile(problem, device, tile):
                 continue
             few = Case(
                 entry.family,

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from cupy_flash import Tile
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.families.mma import MmaTile
 from cupy_flash.families.simt import SimtTile
 from cupy_flash.host import cpu
+from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import choose_cpu_tile, make_cpu_plan, make_plan, plan_tile
+from cupy_flash.planning.planner import make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class
 from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
 from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
@@ -83,7 +84,9 @@ def assert_fits(family, case, device, tile):
         # Where query heads share a tile, those of a key/value head are its rows.
         group = case.heads_q // case.heads_kv if family.name == "decode" else 1
         row_tiles = -(-case.seqlen_q * group // tile.Br)
-        tiles = row_tiles * case.batch * (case.heads_q // group) * plan.num_splits
+        # Even shares of all keys begin and end anywhere.
+        parts = plan.num_splits or 0
+        tiles = row_tiles * case.batch * (case.heads_q // group) * parts
         blocks = plan.launches[0].grid[0]
         if family.name == "hopper":
             # Its blocks go on to the next tile; they come in pairs or one by one.
@@ -96,40 +99,40 @@ def assert_fits(family, case, device, tile):
 @given(problems(), devices)
 def test_any_problem_gets_a_legal_tile_on_any_gpu(case, device):
     plan = make_plan(case, device)
-    family = FAMILIES[plan.family]
+    family = FORWARD[plan.family]
     assert family.why_not(case, device) is None
     assert family.why_not_tile(case, device, plan.tile) is None
     assert isinstance(plan.tile, family.tile_type)
-    assert {plan.family, *plan.rejected} == set(FAMILIES)
+    assert {plan.family, *plan.rejected} == set(FORWARD)
     assert_fits(family, case, device, plan.tile)
 
 
 @relaxed
-@given(problems(), devices, st.sampled_from(list(FAMILIES)))
+@given(problems(), devices, st.sampled_from(list(FORWARD)))
 def test_a_family_that_is_asked_for_serves_or_says_why_not(case, device, name):
-    reason = FAMILIES[name].why_not(case, device)
+    reason = FORWARD[name].why_not(case, device)
     if reason is None:
         plan = make_plan(case, device, family=name)
         assert plan.family == name
-        assert FAMILIES[name].why_not_tile(case, device, plan.tile) is None
+        assert FORWARD[name].why_not_tile(case, device, plan.tile) is None
     else:
         with pytest.raises(UnsupportedError, match=f"family '{name}' cannot serve this"):
             make_plan(case, device, family=name)
 
 
 @settings(relaxed, max_examples=60)
-@given(problems(), devices, st.sampled_from(list(FAMILIES)))
+@given(problems(), devices, st.sampled_from(list(FORWARD)))
 def test_every_legal_tile_fits_the_gpu(case, device, name):
-    family = FAMILIES[name]
+    family = FORWARD[name]
     assume(family.why_not(case, device) is None)
     for tile in family.tiles(case, device):
         assert_fits(family, case, device, tile)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_a_family_searches_several_tiles_or_has_only_one(arch, name):
-    device, family = device_for_arch(arch), FAMILIES[name]
+    device, family = device_for_arch(arch), FORWARD[name]
     case = problem()
     if family.why_not(case, device) is None:
         tiles = list(family.tiles(case, device))
@@ -142,10 +145,10 @@ def test_tensor_cores_come_first_and_the_other_families_say_why_not():
     assert plan.family == "hopper"
     assert plan.reason == "first choice for this dtype and GPU; default tile"
     assert plan.rejected == {
-        "decode": FAMILIES["decode"].why_not_first(problem(), h100),
+        "decode": FORWARD["decode"].why_not_first(problem(), h100),
         "mma": "hopper comes first",
         "simt": "hopper comes first",
-        "naive": "a baseline for benchmarks, used only on request",
+        "naive": "used only on request",
     }
 
 
@@ -183,7 +186,7 @@ def test_where_no_family_serves_every_reason_is_given():
     volta = dataclasses.replace(h100, name="V100", arch=70)
     with pytest.raises(UnsupportedError, match="no kernel family serves") as caught:
         make_plan(problem(), volta)
-    assert all(f"{name}: " in str(caught.value) for name in FAMILIES)
+    assert all(f"{name}: " in str(caught.value) for name in FORWARD)
 
 
 def test_the_baseline_is_used_on_request_only():
@@ -293,7 +296,7 @@ def tune(case, tile, *, family="hopper", gpu="sm_90", sm_count=132, digest=None)
             arch=90,
             sm_count=sm_count,
             family=family,
-            digest=digest or FAMILIES[family].digest(),
+            digest=digest or FORWARD[family].digest(),
             problem_class=problem_class(case),
             tile=tile,
             tflops=123.4,
@@ -302,8 +305,8 @@ def tune(case, tile, *, family="hopper", gpu="sm_90", sm_count=132, digest=None)
 
 
 def other_tile(case):
-    default = FAMILIES["hopper"].default_tile(case, h100)
-    return next(t for t in FAMILIES["hopper"].tiles(case, h100) if t != default)
+    default = FORWARD["hopper"].default_tile(case, h100)
+    return next(t for t in FORWARD["hopper"].tiles(case, h100) if t != default)
 
 
 def test_the_tuned_tile_is_used_and_named_as_the_reason():
@@ -325,8 +328,8 @@ def test_the_plan_names_the_gpu_whose_tile_it_took():
 
 
 def test_the_nearest_gpus_tile_that_does_not_fit_is_passed_over():
-    tile = FAMILIES["hopper"].tile_type(128, 176, 4, 1, 0, 1, 4)
-    assert FAMILIES["hopper"].why_not_tile(problem(), h100, tile) is None
+    tile = FORWARD["hopper"].tile_type(128, 176, 4, 1, 0, 1, 4)
+    assert FORWARD["hopper"].why_not_tile(problem(), h100, tile) is None
     tune(problem(), dataclasses.asdict(tile), gpu="another")
     small = dataclasses.replace(h100, name="small", shared_memory_per_block=64 * 1024)
     assert make_plan(problem(), h100).tile == tile
@@ -335,7 +338,7 @@ def test_the_nearest_gpus_tile_that_does_not_fit_is_passed_over():
 
 def test_a_tile_that_is_asked_for_goes_before_the_tuned_one():
     tune(problem(), dataclasses.asdict(other_tile(problem())))
-    default = FAMILIES["hopper"].default_tile(problem(), h100)
+    default = FORWARD["hopper"].default_tile(problem(), h100)
     assert make_plan(problem(), h100, tile=default).tile == default
 
 
@@ -352,7 +355,7 @@ def test_a_tile_that_is_asked_for_goes_before_the_tuned_one():
 )
 def test_a_tuned_tile_that_is_no_legal_tile_is_passed_over(tile):
     tune(problem(), tile)
-    assert make_plan(problem(), h100).tile == FAMILIES["hopper"].default_tile(problem(), h100)
+    assert make_plan(problem(), h100).tile == FORWARD["hopper"].default_tile(problem(), h100)
 
 
 def test_a_tile_tuned_on_other_sources_is_passed_over():
@@ -399,7 +402,7 @@ def test_a_plan_prints_what_where_how_and_why():
         "why            first choice for this dtype and GPU; default tile",
         "not mma        hopper comes first",
         "not simt       hopper comes first",
-        "not naive      a baseline for benchmarks, used only on request",
+        "not naive      used only on request",
     ):
         assert line in text.splitlines(), line
 
@@ -424,7 +427,7 @@ def test_a_plan_prints_different_head_dims_splits_and_workspace():
 
 def test_launches_of_one_unit_ask_for_the_same_shared_memory():
     """The limit is set once for each unit."""
-    for name, family in FAMILIES.items():
+    for name, family in FORWARD.items():
         asked: dict[str, set[int]] = {}
         for seqlen_q, seqlen_k in ((799, 3), (257, 129), (1, 4096), (64, 64), (500, 5000)):
             for batch in (1, 2, 40):
@@ -452,7 +455,7 @@ def test_a_cpu_plan_says_why_no_gpu_computes_it():
     assert (plan.threads, plan.shared_memory, plan.blocks_per_sm()) == (0, 0, 0)
     text = str(plan)
     assert "there is no GPU to use" in text
-    assert all(f"not {name}" in text for name in FAMILIES)
+    assert all(f"not {name}" in text for name in FORWARD)
 
 
 def test_a_cpu_plan_that_was_asked_for_rejects_nobody():

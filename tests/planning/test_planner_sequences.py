@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.families.contract import MAX_GRID
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
@@ -93,12 +93,12 @@ devices = st.sampled_from(ARCHITECTURES).map(device_for_arch)
 @given(problems(), devices)
 def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
     plan = make_plan(case, device)
-    family = FAMILIES[plan.family]
+    family = FORWARD[plan.family]
     assert family.serves_sequences
-    assert plan.takes_sequences
+    assert "static constexpr bool sequences = true;" in plan.unit.text
     assert family.why_not(case, device) is None
     assert family.why_not_tile(case, device, plan.tile) is None
-    assert {plan.family, *plan.rejected} == set(FAMILIES)
+    assert {plan.family, *plan.rejected} == set(FORWARD)
     assert plan.main is not None
     for launch in plan.launches:
         assert 32 <= launch.threads <= 1024
@@ -175,9 +175,9 @@ def test_more_rows_to_merge_than_a_launch_has_blocks_for_are_refused(family):
     for choice in (family, None):
         with pytest.raises(UnsupportedError, match=words):
             make_plan(case, H100, family=choice)
-    tile = FAMILIES[family].default_tile(whole, H100)
+    tile = FORWARD[family].default_tile(whole, H100)
     reason = f"needs {2**32} thread blocks, more than the {MAX_GRID} of a launch"
-    assert FAMILIES[family].why_not_tile(case, H100, tile) == reason
+    assert FORWARD[family].why_not_tile(case, H100, tile) == reason
     assert make_plan(whole, H100, family=family).num_splits == 1
 
 
@@ -192,7 +192,7 @@ def test_more_heads_than_the_merging_kernel_counts_are_refused(family):
     assert make_plan(fewer, H100, family=family).family == family
 
 
-@pytest.mark.parametrize("family", [None, *(f for f in FAMILIES if FAMILIES[f].serves_sequences)])
+@pytest.mark.parametrize("family", [None, *(f for f in FORWARD if FORWARD[f].serves_sequences)])
 def test_queries_without_heads_are_planned(family):
     for case in (
         packed(batch=3, seqlen_q=7, heads=(0, 2)),
@@ -267,7 +267,7 @@ def test_bits_of_a_batch_invariant_row_do_not_depend_on_what_it_is_planned_with(
 
 
 def test_a_tuned_tile_does_not_change_batch_invariant_bits(home):
-    family = FAMILIES["mma"]
+    family = FORWARD["mma"]
     usual, invariant = (
         packed(dtype="bfloat16", batch_invariant=asked, num_splits=1) for asked in (False, True)
     )
@@ -297,7 +297,7 @@ def test_a_plan_shows_the_figures_of_the_kernel_that_attends():
     assert plan.unit.main_entry == "attention"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FORWARD)
 def test_the_first_kernel_is_the_main_one_where_none_is_called_attention(name):
     case = dataclasses.replace(packed(), layout=Layout())
     plan = make_plan(case, H100, family=name)

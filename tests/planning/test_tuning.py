@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, TableError, problem_class, read_table, write_table
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import (
+    ArraySpec,
+    Tensor,
+    Tensors,
+    make_contiguous_problem,
+    make_problem,
+)
 
 CHECKOUT = Path(tuning.__file__).resolve().parents[2]
 
@@ -92,7 +98,7 @@ OTHER_GPU = gpu("an older GPU", "sm_80", 108)
         {"seqlen_k": 8192},
         {"seqlen_q": 2047},
         {"batch": 1, "heads_q": 1},
-        {"alignment": 8},
+        {"tensors": PROBLEM.aligned(8).tensors},
         {"seqlen_k": 0},
     ],
 )
@@ -110,7 +116,7 @@ def test_what_a_tile_depends_on_makes_another_class(changes):
         {"batch": 1, "heads_q": 32},
         {"heads_q": 32},
         {"batch": 64},
-        {"q_strides": (1, 2, 3)},
+        {"tensors": Tensors(**{**PROBLEM.tensors, "q": Tensor("float16", (1, 2, 3), 16)})},
         {"heads_kv": 4},
     ],
 )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.problem import device as device_module
-from cupy_flash.problem.device import ARCHITECTURES, KIB, device_for_arch, gpu_unavailable
+from cupy_flash.problem.device import ARCHITECTURES, KIB, device_for_arch
 
 h100 = device_for_arch("sm_90")
 
@@ -78,80 +76,3 @@ def test_the_blocks_of_an_sm_fit_it(arch, warps, shared_memory, registers):
 def test_turing_reserves_no_shared_memory():
     assert device_for_arch("sm_75").blocks_per_sm(64, 32 * KIB, 0) == 2
     assert dataclasses.replace(h100, arch=75).reserved_shared_memory == 0
-
-
-def test_without_cupy_the_answer_is_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    reason = gpu_unavailable.__wrapped__()
-    assert reason.startswith("CuPy is not installed")
-    assert "pip install 'cupy_flash[cuda13]' or [cuda12]" in reason
-
-
-def test_a_driver_without_gpus_is_named_as_the_reason(monkeypatch):
-    cupy = pytest.importorskip("cupy")
-    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
-    assert gpu_unavailable.__wrapped__() == "the CUDA driver reports no GPU"
-
-
-@pytest.mark.gpu
-def test_the_current_gpu_is_described_as_its_architecture_is():
-    import cupy
-
-    from cupy_flash.problem.device import device_for_id
-
-    device = device_for_id(cupy.cuda.runtime.getDevice())
-    usual = device_for_arch(device.arch)
-    for name in (
-        "shared_memory_per_block",
-        "shared_memory_per_sm",
-        "registers_per_sm",
-        "threads_per_sm",
-        "max_blocks_per_sm",
-    ):
-        assert getattr(device, name) == getattr(usual, name), name
-
-
-def insufficient_driver():
-    raise cupy_runtime().CUDARuntimeError(35)
-
-
-def cupy_runtime():
-    return pytest.importorskip("cupy").cuda.runtime
-
-
-@pytest.mark.parametrize("vendors", [(), ("0x8086", "0x1002")])
-def test_without_nvidia_hardware_the_reason_is_that_and_no_driver_version(
-    vendors, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(cupy_runtime(), "getDeviceCount", insufficient_driver)
-    monkeypatch.setattr(device_module, "_DRIVER_PLACES", (str(tmp_path / "none"),))
-    monkeypatch.setattr(device_module, "_PCI_DEVICES", str(pci_cards(tmp_path, *vendors)))
-    assert gpu_unavailable.__wrapped__() == "no NVIDIA GPU found"
-
-
-def test_with_nvidia_hardware_the_reason_is_the_drivers(monkeypatch, tmp_path):
-    monkeypatch.setattr(cupy_runtime(), "getDeviceCount", insufficient_driver)
-    monkeypatch.setattr(device_module, "_DRIVER_PLACES", (str(tmp_path / "none"),))
-    monkeypatch.setattr(device_module, "_PCI_DEVICES", str(pci_cards(tmp_path, "0x8086", "0x10de")))
-    assert gpu_unavailable.__wrapped__().startswith("CUDA reports no usable GPU: ")
-    # A driver without a card that PCI shows: WSL, Tegra.
-    monkeypatch.setattr(device_module, "_PCI_DEVICES", str(pci_cards(tmp_path / "wsl")))
-    monkeypatch.setattr(device_module, "_DRIVER_PLACES", (str(tmp_path),))
-    assert gpu_unavailable.__wrapped__().startswith("CUDA reports no usable GPU: ")
-
-
-def test_a_system_that_does_not_list_its_cards_is_not_said_to_have_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(cupy_runtime(), "getDeviceCount", insufficient_driver)
-    monkeypatch.setattr(device_module, "_DRIVER_PLACES", ())
-    monkeypatch.setattr(device_module, "_PCI_DEVICES", str(tmp_path / "none"))
-    assert gpu_unavailable.__wrapped__().startswith("CUDA reports no usable GPU: ")
-
-
-def pci_cards(folder, *vendors):
-    """A folder like the system's list of PCI cards."""
-    cards = folder / "devices"
-    cards.mkdir(parents=True)
-    for place, vendor in enumerate(vendors):
-        (cards / str(place)).mkdir()
-        (cards / str(place) / "vendor").write_text(f"{vendor}\n")
-    return cards

@@ -47,9 +47,9 @@ def test_a_problem_holds_the_sizes_strides_and_defaults():
     p = problem()
     assert (p.batch, p.seqlen_q, p.seqlen_k) == (2, 113, 203)
     assert (p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v) == (6, 3, 40, 72)
-    assert p.q_strides == (113 * 6 * 40, 6 * 40, 40)
-    assert p.v_strides == (203 * 3 * 72, 3 * 72, 72)
-    assert p.out_strides == (113 * 6 * 72, 6 * 72, 72)
+    assert p.tensors["q"].strides == (113 * 6 * 40, 6 * 40, 40)
+    assert p.tensors["v"].strides == (203 * 3 * 72, 3 * 72, 72)
+    assert p.tensors["out"].strides == (113 * 6 * 72, 6 * 72, 72)
     assert p.softmax_scale == 1 / math.sqrt(40)
     assert (p.causal, p.q_offset) == (False, 0)
     assert p.rows == 2 * 6 * 113
@@ -196,6 +196,13 @@ def test_a_problem_has_the_alignment_of_its_worst_input_and_that_of_out_apart():
     half = ArraySpec(shape, (8 * 68, 68, 68), "float16")
     p = make_problem(aligned, aligned, odd, half)
     assert (p.alignment, p.out_alignment) == (2, 8)
+    assert [p.tensors[name].alignment for name in ("q", "k", "v", "out")] == [16, 16, 2, 8]
+
+
+def test_a_problem_may_be_posed_of_other_alignment():
+    for p, expected in ((problem().aligned(4), (4, 16)), (problem().aligned(8, 4), (8, 4))):
+        assert (p.alignment, p.out_alignment) == expected
+        assert p.aligned(16, 16) == problem() != p
 
 
 def test_out_may_have_any_strides_that_do_not_overlap():
@@ -203,7 +210,7 @@ def test_out_may_have_any_strides_that_do_not_overlap():
     q = ArraySpec.contiguous(shape, "float32")
     for strides in [(96, 32, 8), (8, 64, 16), (1000, -32, 8), (96, 8, 24)]:
         out = ArraySpec(shape, strides, "float32")
-        assert make_problem(q, q, q, out).out_strides == strides
+        assert make_problem(q, q, q, out).tensors["out"].strides == strides
 
 
 @pytest.mark.parametrize("strides", [(0, 32, 8), (96, 32, 7), (96, 8, 8), (96, -4, 32)])

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from cupy_flash.gpu.params import PARAMS_DTYPE, SEQUENCES_DTYPE, PackedParams, PackedSequences
 from cupy_flash.problem.problem import (
     MAX_COUNT,
     MAX_SEQLEN,
@@ -60,9 +59,9 @@ def test_a_packed_problem_has_the_sequences_for_a_batch_and_the_bounds_for_seqle
     p = packed()
     assert (p.batch, p.seqlen_q, p.seqlen_k) == (5, 50, 90)
     assert (p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v) == (6, 3, 40, 72)
-    assert p.q_strides == (0, 240, 40)
-    assert p.k_strides == (0, 120, 40)
-    assert p.out_strides == (0, 6 * 72, 72)
+    assert p.tensors["q"].strides == (0, 240, 40)
+    assert p.tensors["k"].strides == (0, 120, 40)
+    assert p.tensors["out"].strides == (0, 6 * 72, 72)
     s = p.layout
     assert (s.packed_q, s.packed_k, s.total_q, s.total_k) == (True, True, 113, 203)
     assert (s.caches, s.page_size, s.pages, s.max_pages, s.new_keys) == (0, 0, 0, 0, 0)
@@ -79,7 +78,7 @@ def test_a_packed_problem_over_pages_has_packed_queries_only():
     assert (s.packed_q, s.packed_k, s.total_k) == (True, False, 0)
     assert (s.page_size, s.pages, s.max_pages, s.block_table_stride) == (16, 31, 4, 6)
     assert p.seqlen_k == 64
-    assert p.k_strides == (16 * 3 * 40, 3 * 40, 40)
+    assert p.tensors["k"].strides == (16 * 3 * 40, 3 * 40, 40)
 
 
 def test_a_cache_has_its_capacity_for_seqlen_k():
@@ -103,7 +102,7 @@ def test_a_causal_problem_leaves_the_offset_to_each_sequence():
 def test_rows_of_one_packed_block_are_aligned_whatever_its_batch_stride():
     q = ArraySpec((1, 113, 6, 64), (3, 384, 64), DTYPE)
     p = packed(q=q, k=spec(1, 203, 3, 64), v=spec(1, 203, 3, 64))
-    assert (p.alignment, p.q_strides) == (16, (0, 384, 64))
+    assert (p.alignment, p.tensors["q"].strides) == (16, (0, 384, 64))
 
 
 def test_a_batch_invariant_problem_does_not_split_keys():
@@ -187,25 +186,6 @@ def test_problems_of_sequences_hash(make):
 def test_what_does_not_go_together_is_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
-
-
-@pytest.mark.parametrize(
-    ("make", "changes"),
-    [
-        (cached, {"k": spec(MAX_COUNT, 239, 3, 40), "v": spec(MAX_COUNT, 239, 3, 72)}),
-        (paged, {"k": spec(MAX_COUNT, 16, 3, 40), "v": spec(MAX_COUNT, 16, 3, 72)}),
-        (paged, {"q": spec(MAX_COUNT, 2, 6, 40)}),
-    ],
-)
-def test_what_32_bits_count_can_be_packed_for_the_kernels(make, changes):
-    p = make(**changes)
-    memory = bytearray(SEQUENCES_DTYPE.itemsize)
-    PackedSequences(p).pack_into(memory, 0, 0, 0, 0, 0, 0, 0, 0)
-    struct = np.frombuffer(memory, SEQUENCES_DTYPE)[0]
-    assert (struct["caches"], struct["pages"]) == (p.layout.caches, p.layout.pages)
-    memory = bytearray(PARAMS_DTYPE.itemsize)
-    PackedParams(p, num_splits=1, section_heads=1).pack_into(memory, 0, 0, 0, 0, 0, 0, 0)
-    assert np.frombuffer(memory, PARAMS_DTYPE)[0]["batch"] == p.batch
 
 
 @pytest.mark.parametrize(

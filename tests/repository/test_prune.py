@@ -8,7 +8,7 @@ import pytest
 from support.bench_records import row, write
 from support.benchmark_scripts import IN_CHECKOUT, script
 
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, read_table, write_table
@@ -18,7 +18,7 @@ if not IN_CHECKOUT:
 
 prune = script("prune")
 
-MMA, SIMT = FAMILIES["mma"].digest(), FAMILIES["simt"].digest()
+MMA, SIMT = FORWARD["mma"].digest(), FORWARD["simt"].digest()
 FORMER = "0" * 16
 TORCH = row("torch-flash", 512, 1.0)
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cupy_flash.calls import on_host
+from cupy_flash.arrays import jax_arrays, torch_arrays
+from cupy_flash.calls import attention, on_gpu, on_host, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.gpu import append, attention, gpu_calls, launch
+from cupy_flash.families.params import PARAMS_DTYPE
+from cupy_flash.families.schedule import TensorMapSpec
+from cupy_flash.gpu import append, launch
 from cupy_flash.gpu.append import APPEND_DTYPE, ENTRY
-from cupy_flash.gpu.by_value import SLOT
 from cupy_flash.gpu.counters import Shared
-from cupy_flash.gpu.params import PARAMS_DTYPE, SEQUENCES_DTYPE
-from cupy_flash.gpu.tensor_map import TensorMapSpec
 from cupy_flash.problem.device import device_for_arch
 
 # Where the first array lies, and how far apart they are: nothing that a test makes is as large.
@@ -28,6 +29,11 @@ _FIRST, _APART = 1 << 40, 1 << 30
 class FakeArray:
     """A CuPy array as far as its address, shape, strides and dtype go."""
 
+    @staticmethod
+    def new_address() -> int:
+        """Where an array lies that is not told where."""
+        return 0
+
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -35,13 +41,15 @@ class FakeArray:
         data: Any = None,
         strides: tuple[int, ...] | None = None,
         *,
-        address: int = 0,
+        address: int | None = None,
         device: int = 0,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self.shape = tuple(shape)
         steps = np.cumprod([self.itemsize, *self.shape[:0:-1]]).tolist()[::-1] if shape else []
         self.strides = tuple(steps) if strides is None else strides
+        if data is None and address is None:
+            address = FakeArray.new_address()
         self.data = data or SimpleNamespace(ptr=address, device_id=device)
         self.filled: float | None = None
 
@@ -57,6 +65,15 @@ class FakeArray:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    def __getitem__(self, index: tuple[Any, ...]) -> FakeArray:
+        """A part along the third axis, the only way that arrays are cut."""
+        *_, part = index
+        assert index == (slice(None), slice(None), part)
+        shape = (*self.shape[:2], *self.shape[3:])
+        strides = (*self.strides[:2], *self.strides[3:])
+        address = self.data.ptr + part * self.strides[2]
+        return FakeArray(shape, self.dtype, strides=strides, address=address)
+
     def copy(self, order: str) -> FakeArray:
         assert order == "C"
         # As new memory is, it is aligned.
@@ -67,31 +84,20 @@ class FakeArray:
         self.filled = value
 
 
-# What `cupy_flash.calls.arrays` knows CuPy's arrays by.
+# What `cupy_flash.arrays.strided` knows CuPy's arrays by.
 FakeArray.__module__ = "cupy"
 
 
 class FakeTensorMaps:
     """Tensor maps that are nothing but their specs and the addresses that they are of."""
 
-    def __init__(self, specs: tuple[TensorMapSpec, ...]) -> None:
-        self._specs = specs
+    def __init__(self, specs: Mapping[str, TensorMapSpec], names: Sequence[str]) -> None:
+        self._specs, self._names = specs, names
 
-    def at(self, addresses: tuple[int, ...]) -> SimpleNamespace:
-        return SimpleNamespace(pointers=((self._specs, addresses),))
-
-
-class FakeArguments:
-    """Where structs are written for a launch, and what kernels are given for them: their slots."""
-
-    def __init__(self) -> None:
-        self.memory = bytearray(2 * SLOT)
-        self.pointers = (0, 1)
-
-    def struct(self, slot: int, entry: str) -> Any:
-        """The struct that lies in a slot as a kernel is launched."""
-        dtype = SEQUENCES_DTYPE if slot else APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
-        return np.frombuffer(bytes(self.memory), dtype, 1, slot * SLOT)[0]
+    def at(self, values: tuple[int, ...]) -> SimpleNamespace:
+        of = dict(zip(self._names, values, strict=True))
+        addresses = tuple(of[name] for name in self._specs)
+        return SimpleNamespace(pointer=(tuple(self._specs.values()), addresses))
 
 
 class FakeGpu:
@@ -100,20 +106,30 @@ class FakeGpu:
     Attributes
     ----------
     launches
-        Entry, and arguments by the name of their struct's dtype: what was launched, in order.
+        Entry, and the struct that it was given: what was launched, in order.
+    maps
+        Specs and addresses of the tensor maps of each launch that was given some.
     allocations
         Address and bytes of each workspace.
     compiled
         Titles of the units that kernels were asked for.
+    stream
+        The current one.
+    order
+        Which stream was to wait, and for which.
     """
 
     def __init__(self) -> None:
-        self.launches: list[tuple[str, tuple[Any, ...]]] = []
+        self.launches: list[tuple[str, Any]] = []
+        self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
         self.counters: list[int] = []
-        self.arguments = FakeArguments()
-        self.device = 0
+        # Where the struct of a launch is written, and what kernels are given for it.
+        memory = bytearray(512)
+        self.arguments = SimpleNamespace(memory=memory, pointer=memory)
+        self.device = self.stream = 0
+        self.order: list[tuple[int, int]] = []
         self._next = _FIRST
 
     def address(self) -> int:
@@ -142,10 +158,10 @@ class FakeGpu:
     def _kernel(self, entry: str) -> Any:
         def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
             assert min(*grid, *block) > 0
-            structs = [
-                self.arguments.struct(x, entry) if isinstance(x, int) else x for x in arguments
-            ]
-            self.launches.append((entry, tuple(structs)))
+            *maps, memory = arguments
+            dtype = APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
+            self.launches.append((entry, np.frombuffer(bytes(memory), dtype, 1)[0]))
+            self.maps += maps
 
         return launch
 
@@ -153,26 +169,35 @@ class FakeGpu:
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A new fake GPU, which attention runs on until the test ends."""
     gpu = FakeGpu()
-
-    class Array(FakeArray):
-        """CuPy's constructor, which finds memory itself."""
-
-        def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-            super().__init__(shape, dtype, address=gpu.address())
-
-    runtime = SimpleNamespace(getDevice=lambda: gpu.device)
-    cuda = SimpleNamespace(runtime=runtime, alloc=gpu.alloc)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=FakeArray))
-    fake = SimpleNamespace(ndarray=Array, cuda=cuda)
-    for module in (launch, attention, gpu_calls):
+    recorded: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        getDevice=lambda: gpu.device,
+        eventRecord=recorded.__setitem__,
+        streamWaitEvent=lambda stream, event: gpu.order.append((stream, recorded[event])),
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        alloc=gpu.alloc,
+        get_current_stream=lambda: SimpleNamespace(ptr=gpu.stream),
+        Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
+        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
+        MemoryPointer=lambda memory, offset: memory,
+    )
+    fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda)
+    monkeypatch.setattr(FakeArray, "new_address", gpu.address)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    for module in (on_gpu, attention, results):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
-    monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(launch, "device_for_id", lambda _: device_for_arch("sm_90"))
+    for module in (torch_arrays, jax_arrays):
+        monkeypatch.setattr(module, "_cupy", lambda: fake)
+    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
+    monkeypatch.setattr(on_gpu, "_calls", {})
+    monkeypatch.setattr(on_gpu, "device_for_id", lambda _: device_for_arch("sm_90"))
     monkeypatch.setattr(attention, "shared", gpu.shared)
     monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
     for module in (attention, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
-    for module in (gpu_calls, append):
+    for module in (launch, append):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 
@@ -197,6 +222,7 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(on_host, "_calls", {})
     monkeypatch.setattr(on_host, "runs_on_gpu", lambda problem, options, backend: backend != "cpu")
-    monkeypatch.setattr(on_host, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(on_host, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(on_host, "current_device", lambda: device_for_arch("sm_90"))
+    monkeypatch.setattr(on_gpu, "run", run)
     return uploads

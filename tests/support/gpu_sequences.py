@@ -22,14 +22,14 @@ import pytest
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.calls import arguments as calls
+from cupy_flash.calls.attention import append_spec
 from cupy_flash.calls.options import Options
 from cupy_flash.cli.build.build import Job
-from cupy_flash.families import FAMILIES
-from cupy_flash.families.decode import DecodeTile
+from cupy_flash.families import FORWARD
 from cupy_flash.gpu.append import append_unit
-from cupy_flash.gpu.attention import append_spec
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import device_for_arch, gpu_unavailable
+from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 from support.gpu_support import DTYPES, Placement, bits, current_device
 from support.prebuilt import selected_calls, write_cubins
@@ -43,7 +43,7 @@ from support.sequence_support import (
     to_numpy,
 )
 
-SEQUENCE_FAMILIES = [name for name, family in FAMILIES.items() if family.serves_sequences]
+SEQUENCE_FAMILIES = [name for name, family in FORWARD.items() if family.serves_sequences]
 SIXTEEN_BIT = ("float16", "bfloat16")
 # Query and key/value heads of which 1, 4 and 8 share one.
 GROUPS = ((3, 3), (8, 2), (8, 1))
@@ -377,5 +377,5 @@ def decode_on_h100(arguments: dict[str, Any]) -> Plan:
 
 def cluster_of(plan: Plan) -> int:
     """Thread blocks of a cluster that `decode` launches; 0 without any."""
-    assert isinstance(plan.tile, DecodeTile)
-    return plan.tile.cluster if plan.num_splits == 0 else 0
+    assert plan.main is not None
+    return plan.main.cluster

@@ -21,9 +21,10 @@ import pytest
 from threadpoolctl import ThreadpoolController
 
 from cupy_flash import flash_attention
-from cupy_flash.families import FAMILIES
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import Device, device_for_arch, device_for_id, gpu_unavailable
+from cupy_flash.problem.device import Device, device_for_arch
 from cupy_flash.problem.problem import (
     MAX_ALIGNMENT,
     ArraySpec,
@@ -156,7 +157,7 @@ class Case:
     def tile_used(self) -> Tile | None:
         if self.family is None or self.tile is not None:
             return self.tile
-        return FAMILIES[self.family].default_tile(self.problem(), current_device())
+        return FORWARD[self.family].default_tile(self.problem(), current_device())
 
     def plan(self) -> Plan:
         return make_plan(
@@ -166,13 +167,13 @@ class Case:
     def is_supported(self) -> bool:
         return (
             self.family is None
-            or FAMILIES[self.family].why_not(self.problem(), current_device()) is None
+            or FORWARD[self.family].why_not(self.problem(), current_device()) is None
         )
 
 
 def tile_with(case: Case, fields: dict[str, int]) -> Tile:
     """The first legal tile of the case's family that has these fields."""
-    tiles = FAMILIES[str(case.family)].tiles(case.problem(), current_device())
+    tiles = FORWARD[str(case.family)].tiles(case.problem(), current_device())
     return next(t for t in tiles if all(getattr(t, n) == value for n, value in fields.items()))
 
 

@@ -64,15 +64,13 @@ struct DecodeBlock {
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
 
   const Params& p;
-  const Sequences& sequences;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   State& state;
   const Part& part;
 
-  __device__ DecodeBlock(const Params& params, const Sequences& sequences)
+  __device__ DecodeBlock(const Params& params)
       : p(params),
-        sequences(sequences),
         state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
         part(state.part) {}
 
@@ -88,7 +86,7 @@ struct DecodeBlock {
   // The block's next part; false after the last.
   __device__ bool find_part(bool is_first) const {
     if (warp == 0) {
-      Shares<Config> shares(p, sequences, state.share);
+      Shares<Config> shares(p, state.share);
       if (is_first) shares.take();
       if (lane == 0) {
         if (is_first) start(shares);
@@ -117,8 +115,8 @@ struct DecodeBlock {
     constexpr int lines_of_block = 32 * (warps - 1);
     const int64 number = (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const int64 first = (number * lines_of_block + threadIdx.x - 32) * line;
-    if (first < (p.batch - 1) * sequences.block_table_stride + sequences.max_pages) {
-      ptx::prefetch_l2(sequences.block_table + first);
+    if (first < (p.batch - 1) * p.block_table_stride + p.max_pages) {
+      ptx::prefetch_l2(p.block_table + first);
     }
   }
 

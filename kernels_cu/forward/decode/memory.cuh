@@ -22,7 +22,7 @@ struct DecodeMemory {
   }
 
   __device__ int* counter(const Meeting& meeting) const {
-    return block.sequences.counters + block.part.slot_of(meeting.counter());
+    return block.p.counters + block.part.slot_of(meeting.counter());
   }
 
   // A counter takes as long to come as a tile of keys.

@@ -156,8 +156,8 @@ struct DecodeMerge {
     // (batch, heads_q, seqlen_q), or (heads_q, total_q).
     const Params& p = block.p;
     const Sequence& sequence = block.part.sequence;
-    const bool is_packed = Config::sequences && block.sequences.cu_seqlens_q != nullptr;
-    const int seqlen = is_packed ? block.sequences.total_q : p.seqlen_q;
+    const bool is_packed = Config::sequences && block.p.cu_seqlens_q != nullptr;
+    const int seqlen = is_packed ? block.p.total_q : p.seqlen_q;
     const int64 head = int64(sequence.q_batch) * p.heads_q + block.part.head_kv * Block::group +
                        block.head_of(row);
     static_cast<float*>(p.lse)[head * seqlen + sequence.q_first + block.query_of(row)] = lse;

@@ -7,6 +7,7 @@
 #include "score/softmax.cuh"
 #include "score/warp_softmax.cuh"
 #include "tile/element.cuh"
+#include "tile/fragments.cuh"
 #include "tile/key_rows.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -29,7 +30,6 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Block::lane;
   using Block::p;
   using Block::part;
-  using Block::sequences;
   using Block::state;
   using Block::tile_rows;
   using Block::visible_end;
@@ -43,8 +43,8 @@ struct DecodeWarp : DecodeBlock<Config> {
   typename Products::Output out;
   Softmax softmax;
 
-  __device__ DecodeWarp(const Params& params, const Sequences& sequences)
-      : Block(params, sequences),
+  __device__ DecodeWarp(const Params& params)
+      : Block(params),
         ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
         scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
 
@@ -53,8 +53,8 @@ struct DecodeWarp : DecodeBlock<Config> {
     const int end = min(part.end * warps, ceil_div(last_seen, Bc));
     const int first = part.begin * warps + warp;
     constexpr int last_stage = stages - 1;
-    Rows rows_to_load(p, sequences, part, first, state.policy);
-    clear();
+    Rows rows_to_load(p, part, first, state.policy);
+    reset();
     const int seen_by_all = visible_end(0);
     // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
     // memory too, is there once.
@@ -97,27 +97,13 @@ struct DecodeWarp : DecodeBlock<Config> {
     });
   }
 
-  __device__ void clear() {
+  __device__ void reset() {
     softmax.reset();
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < columns / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) out[i][j][c] = 0;
-      }
-    }
+    clear(out);
   }
 
   __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] = 0;
-      }
-    }
+    clear(scores);
     products.multiply_queries_keys(scores, 0, stage);
     Softmax::template apply_factor<Config>(scores);
     if (needs_mask) {

@@ -76,7 +76,6 @@ struct HopperCta {
 
   const Params& p;
   const TensorMaps& maps;
-  const Sequences* sequences;  // null unless Config::sequences
   const unsigned shared;
 
   // Barriers. A slot is full when its bytes have arrived, empty when all consumers left it.
@@ -159,10 +158,10 @@ struct HopperCta {
 
   __device__ void write_log_sum_exp(const Visit& visit, int row, float lse) const {
     const Work& work = visit.work;
-    const Partials<float, Config::head_dim_v> partials(p);
+    const Partials<Config> partials(p);
     int64 index;
     if constexpr (Config::sequences) {
-      index = partials.row_index(p, *sequences, visit.sequence(p), work.batch, work.head, row);
+      index = partials.row_index(p, visit.sequence(p), work.batch, work.head, row);
     } else {
       index = partials.row_index(p, work.batch, work.head, row);
     }
@@ -174,7 +173,7 @@ struct HopperCta {
   }
 
   __device__ float* partial_row(const Work& work, int row) const {
-    const Partials<float, Config::head_dim_v> partials(p);
+    const Partials<Config> partials(p);
     return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
   }
 

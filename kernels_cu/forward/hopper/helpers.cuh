@@ -29,8 +29,8 @@ struct HopperFinder {
     const bool is_first = threadIdx.x % 32 == 0;
     while (true) {
       Visit& next = *cta.visit(visit);
-      take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, *cta.sequences, order, section_keys,
-                                                         next, is_first);
+      take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, order, section_keys, next,
+                                                         is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         write_nothing_seen(next);

@@ -18,8 +18,8 @@ from cupy_flash.cli.cases.presets import square
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.runner import Cell
 from cupy_flash.cli.measure.timing import Spread
-from cupy_flash.cli.providers import providers
-from cupy_flash.cli.providers.providers import Prepared
+from cupy_flash.cli.providers import contract, providers
+from cupy_flash.cli.providers.contract import Prepared
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
 
@@ -145,7 +145,7 @@ def run(*arguments: str) -> Any:
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "gpu_unavailable", lambda: "no GPU here")
+    monkeypatch.setattr(contract, "gpu_unavailable", lambda: "no GPU here")
     result = run()
 
     assert result.exit_code == 1

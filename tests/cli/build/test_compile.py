@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.main import main
-from cupy_flash.families import FAMILIES, TranslationUnit
+from cupy_flash.families import FORWARD, TranslationUnit
 from cupy_flash.gpu.compiler import (
     CUBINS_VARIABLE,
     compile_cubin,
@@ -229,7 +229,7 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     texts = [plan.unit.text for plan in plans if plan.unit]
     served = {
         (name, dtype)
-        for name, family in FAMILIES.items()
+        for name, family in FORWARD.items()
         for dtype in DTYPES
         if family.why_not(small_problem(dtype), device) is None
     }
@@ -237,7 +237,7 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     assert len(texts) == len(set(texts)) == len(plans)
     assert {(plan.family, plan.problem.dtype) for plan in plans} == served
     assert {plan.problem.causal for plan in plans} == {False, True}
-    assert {plan.num_splits > 1 for plan in plans} == {False, True}
+    assert {plan.schedule.split.kind == "parts" for plan in plans} == {False, True}
     assert {plan.problem.softmax_scale > 0 for plan in plans} == {False, True}
     assert {2, 4, 16} <= {plan.problem.alignment for plan in plans}
 
@@ -261,7 +261,7 @@ def test_everything_covers_each_family_that_serves_sequences_with_each_way_they_
 def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_for_arch("sm_90")
     problem = small_problem()
-    family = FAMILIES["simt"]
+    family = FORWARD["simt"]
     tile = list(family.tiles(problem, device))[-1]
     entry = tuning.Entry(
         "some GPU",
@@ -280,7 +280,7 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_everything_holds_the_default_tile_where_another_is_tuned_too() -> None:
-    device, family = device_for_arch("sm_90"), FAMILIES["mma"]
+    device, family = device_for_arch("sm_90"), FORWARD["mma"]
 
     def of_bfloat16(plans: list[Plan]) -> list[Plan]:
         return [p for p in plans if (p.family, p.problem.dtype) == ("mma", "bfloat16")]

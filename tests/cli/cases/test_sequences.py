@@ -28,7 +28,8 @@ from cupy_flash.cli.measure.check import Check, choose_blocks
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups
 from cupy_flash.cli.measure.timing import Spread, Timed
 from cupy_flash.cli.providers import providers, torch_providers
-from cupy_flash.cli.providers.providers import Prepared, Provider, provider
+from cupy_flash.cli.providers.contract import Prepared, Provider
+from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import records
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
@@ -111,7 +112,7 @@ def test_a_paged_cache_has_whole_pages_and_its_problem_the_pages_strides() -> No
     assert case.bshd_shapes[1:] == ((26, 16, 2, 24), (26, 16, 2, 40))
     assert (problem.layout.pages, problem.layout.max_pages) == (26, 13)
     assert problem.seqlen_k == 13 * 16
-    assert problem.k_strides == (16 * 2 * 24, 2 * 24, 24)
+    assert problem.tensors["k"].strides == (16 * 2 * 24, 2 * 24, 24)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_cases_problem_is_that_of_the_call(case: Case) -> None:
         found = problem_of(arguments, Options("cached", case.causal))
 
     # NumPy arrays need not begin where GPU memory does.
-    assert dataclasses.replace(case.problem(), alignment=found.alignment) == found
+    assert case.problem() == found.aligned(16)
 
 
 def test_labels_name_pages_steps_and_the_range_of_lengths() -> None:

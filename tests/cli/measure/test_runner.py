@@ -18,7 +18,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings
 from cupy_flash.cli.measure.timing import Timed, call_milliseconds, take_turns
-from cupy_flash.cli.providers.providers import Prepared, Provider
+from cupy_flash.cli.providers.contract import Prepared, Provider
 
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 OUTPUT_BYTES = 113 * 2 * 24 * 4

@@ -117,7 +117,8 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 to plan for."""
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(providers, "current_device", lambda: H100)
+    for module in (providers, profile_module):
+        monkeypatch.setattr(module, "current_device", lambda: H100)
 
 
 def run(*arguments: str) -> Result:
@@ -332,7 +333,8 @@ def test_wrong_options_are_usage_errors_with_a_gpu_and_without(
     arguments: tuple[str, ...], says: str, no_gpu: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: no_gpu)
-    monkeypatch.setattr(providers, "current_device", lambda: H100)
+    for module in (providers, profile_module):
+        monkeypatch.setattr(module, "current_device", lambda: H100)
     result = run(*arguments)
 
     assert result.exit_code == 2
@@ -350,7 +352,8 @@ def test_a_tile_that_the_gpu_does_not_take_is_a_usage_error(
     arguments: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_module, "gpu_unavailable", lambda: None)
-    monkeypatch.setattr(providers, "current_device", lambda: H100)
+    for module in (providers, profile_module):
+        monkeypatch.setattr(module, "current_device", lambda: H100)
     result = run(*arguments)
 
     assert result.exit_code == 2

@@ -220,7 +220,7 @@ def test_the_schedule_is_the_plans(arch: str) -> None:
     schedule = Schedule.of(plan)
 
     assert (schedule.Br, schedule.Bc) == (plan.tile.Br, plan.tile.Bc)
-    assert schedule.section_heads == plan.section_heads
+    assert schedule.section_heads == plan.schedule.section_heads
     assert 1 <= schedule.blocks <= device.sm_count * plan.blocks_per_sm()
     assert schedule.l2_bytes == device.l2_cache
 

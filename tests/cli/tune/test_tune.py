@@ -30,9 +30,11 @@ from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, ev
 from cupy_flash.cli.tune.findings import print_ranking
 from cupy_flash.cli.tune.live import Live
 from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
+from cupy_flash.families.schedule import Launch
 from cupy_flash.gpu.compiler import Cubin, why_no_compiler
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import Resources, device_for_arch
 from cupy_flash.problem.tile import Tile
 
@@ -755,9 +757,13 @@ def gpu_field(count: int = 3) -> list[Candidate]:
     cases = [Weighted(Case("bfloat16", 4, 4096, 4096, 16, 16, 64, 64))]
     found = gpu_candidates(cases, device_for_arch("sm_90"), "mma", Limits(max_tiles=count))
     for each in found:
-        plans = tuple(dataclasses.replace(p, launches=found[0].plan.launches) for p in each.plans)
-        each.plans = plans
+        each.plans = tuple(launched_by(p, found[0].plan.launches) for p in each.plans)
     return found
+
+
+def launched_by(plan: Plan, launches: tuple[Launch, ...]) -> Plan:
+    schedule = dataclasses.replace(plan.schedule, launches=launches)
+    return dataclasses.replace(plan, schedule=schedule)
 
 
 def compiled(candidates: list[Candidate], builder: FakeBuilder, max_spills: int = 32) -> None:
@@ -805,7 +811,7 @@ def test_the_same_machine_code_launched_in_another_way_is_timed_itself() -> None
     candidates = gpu_field(2)
     other = candidates[1].plan
     launches = tuple(dataclasses.replace(x, grid=(7, 1, 1)) for x in other.launches)
-    candidates[1].plans = (dataclasses.replace(other, launches=launches),)
+    candidates[1].plans = (launched_by(other, launches),)
     compiled(candidates, FakeBuilder(lambda job: b"same"))
 
     assert candidates[1].twin is None

@@ -16,15 +16,15 @@ constexpr int Br = 64;
 constexpr int Bc = 32;
 
 template <bool Causal>
-void print_visits(const Params& p, const Sequences& s, int threads, int section_keys) {
+void print_visits(const Params& p, int threads, int section_keys) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
-  run_block(threads, [&] { SequenceOrder(p).make<Br>(p, s, scratch.data()); });
+  run_block(threads, [&] { SequenceOrder(p).make<Br>(p, scratch.data()); });
   run_block(32, [&] {
     const SequenceOrder order(p);
     static Visit<true> next;
     const bool is_first = threadIdx.x == 0;
     while (true) {
-      take_visit<Br, Bc, Causal>(p, s, order, section_keys, next, is_first);
+      take_visit<Br, Bc, Causal>(p, order, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
         std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,
@@ -52,19 +52,18 @@ int main() {
     const int section_keys = sizes[6];
     const std::vector<int> q = read(p.batch + 1), k = read(p.batch + 1);
     const std::vector<int> used = read(sizes[9] ? p.batch : 0);
-    Sequences s = {};
-    s.cu_seqlens_q = q.data();
-    s.cu_seqlens_k = k.data();
-    s.seqused_k = sizes[9] ? used.data() : nullptr;
-    s.total_q = sizes[7];
-    s.total_k = sizes[8];
+    p.cu_seqlens_q = q.data();
+    p.cu_seqlens_k = k.data();
+    p.seqused_k = sizes[9] ? used.data() : nullptr;
+    p.total_q = sizes[7];
+    p.total_k = sizes[8];
     // Nothing in it that has not been written.
     std::vector<int> workspace(2 * p.batch + 2, 0x7fffffff);
     p.workspace = workspace.data();
     if (causal) {
-      print_visits<true>(p, s, threads, section_keys);
+      print_visits<true>(p, threads, section_keys);
     } else {
-      print_visits<false>(p, s, threads, section_keys);
+      print_visits<false>(p, threads, section_keys);
     }
   }
 }

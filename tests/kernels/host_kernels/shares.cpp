@@ -20,13 +20,13 @@
 // A warp takes each block's share, and its first lane, which then knows it, the parts.
 template <class Config>
 struct PrintParts {
-  static void print(const Params& p, const Sequences& s) {
+  static void print(const Params& p) {
     run_block(32, [&] {
       for (unsigned z = 0; z < gridDim.z; ++z) {
         for (unsigned y = 0; y < gridDim.y; ++y) {
           for (unsigned x = 0; x < gridDim.x; ++x) {
             blockIdx = {x, y, z};
-            print_block(p, s);
+            print_block(p);
           }
         }
       }
@@ -34,9 +34,9 @@ struct PrintParts {
     std::printf("\n");
   }
 
-  static void print_block(const Params& p, const Sequences& s) {
+  static void print_block(const Params& p) {
     Share share;
-    Shares<Config> shares(p, s, share);
+    Shares<Config> shares(p, share);
     shares.take();
     if (threadIdx.x != 0) return;
     Part part;
@@ -68,16 +68,15 @@ int main() {
     p.seqlen_k = n[5];
     p.heads_kv = n[6];
     p.num_splits = n[7];
-    Sequences s = {};
-    s.caches = n[8];
-    s.total_q = n[9];
-    s.keys = n[10];
-    s.new_keys = n[11];
+    p.caches = n[8];
+    p.total_q = n[9];
+    p.keys = n[10];
+    p.new_keys = n[11];
     const std::vector<int> ends = read(n[12] ? p.batch + 1 : 0), used = read(n[13] ? p.batch : 0),
                            caches = read(n[14] ? p.batch : 0);
-    s.cu_seqlens_q = n[12] ? ends.data() : nullptr;
-    s.seqused_k = n[13] ? used.data() : nullptr;
-    s.cache_batch_idx = n[14] ? caches.data() : nullptr;
-    if (!with_config<PrintParts>(config, p, s)) return 1;
+    p.cu_seqlens_q = n[12] ? ends.data() : nullptr;
+    p.seqused_k = n[13] ? used.data() : nullptr;
+    p.cache_batch_idx = n[14] ? caches.data() : nullptr;
+    if (!with_config<PrintParts>(config, p)) return 1;
   }
 }

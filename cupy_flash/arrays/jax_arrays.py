@@ -10,7 +10,7 @@ import functools
 import math
 from typing import Any
 
-from cupy_flash.calls.torch_arrays import order
+from cupy_flash.arrays.torch_arrays import order
 from cupy_flash.errors import needs_cupy
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 

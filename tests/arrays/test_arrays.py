@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.foreign import Foreign
 
 from cupy_flash import flash_attention
-from cupy_flash.calls import arrays
-from cupy_flash.calls.overlap import require_apart
+from cupy_flash.arrays import kinds, strided
+from cupy_flash.arrays.overlap import require_apart
 
 SHAPE = (2, 3, 4, 8)
 
@@ -47,7 +47,7 @@ def test_interleaved_arrays_do_not_overlap_though_their_ranges_do():
 
 def test_the_address_of_a_reversed_array_is_that_of_its_first_element():
     base = np.zeros(8, np.float32)
-    assert arrays.address_of(base[::-1]) == arrays.address_of(base) + 28
+    assert strided.address_of(base[::-1]) == strided.address_of(base) + 28
 
 
 @pytest.mark.parametrize(
@@ -69,50 +69,50 @@ def test_the_address_of_a_reversed_array_is_that_of_its_first_element():
 )
 def test_an_array_is_read_in_place_where_its_last_axis_is_contiguous(view, readable):
     array = view(np.zeros(SHAPE, np.float32))
-    assert arrays.is_readable_in_place(array) == readable
-    result = arrays.readable_in_place(array)
+    assert strided.is_readable_in_place(array) == readable
+    result = strided.readable_in_place(array)
     assert (result is array) == readable
     np.testing.assert_array_equal(result, array)
-    assert arrays.is_readable_in_place(result)
+    assert strided.is_readable_in_place(result)
 
 
 def test_strides_that_are_no_whole_elements_need_a_copy():
     records = np.zeros(6, [("values", np.float32, 8), ("tag", np.int16)])
     array = records["values"].reshape(1, 6, 1, 8)
     assert array.strides[1] % 4 != 0
-    assert not arrays.is_readable_in_place(array)
+    assert not strided.is_readable_in_place(array)
 
 
 @pytest.mark.parametrize(("offset", "alignment"), [(0, 16), (1, 4), (2, 8), (3, 4), (4, 16)])
 def test_a_spec_holds_strides_in_elements_and_the_alignment_of_the_address(offset, alignment):
     array = np.zeros(SHAPE, np.float32)[:, ::2]
-    spec = arrays.spec_of(array, 1024 + 4 * offset)
+    spec = strided.spec_of(array, 1024 + 4 * offset)
     assert spec.shape == (2, 2, 4, 8)
     assert spec.strides == (96, 64, 8)
     assert (spec.dtype, spec.alignment) == ("float32", alignment)
 
 
 def test_an_array_without_memory_limits_no_alignment():
-    assert arrays.spec_of(np.zeros((0, 3, 4, 8), np.float16), 0).alignment == 16
+    assert strided.spec_of(np.zeros((0, 3, 4, 8), np.float16), 0).alignment == 16
 
 
 def test_the_bhsd_layout_is_a_view_with_two_axes_swapped():
     array = np.zeros(SHAPE)
-    assert arrays.to_bshd(array, "bhsd").shape == (2, 4, 3, 8)
-    assert arrays.to_bshd(array, "bhsd").base is array
-    assert arrays.to_bshd(array, "bshd") is array
+    assert strided.to_bshd(array, "bhsd").shape == (2, 4, 3, 8)
+    assert strided.to_bshd(array, "bhsd").base is array
+    assert strided.to_bshd(array, "bshd") is array
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=str)
 def test_dtypes_go_by_the_names_of_the_problem(dtype):
     array = np.zeros(SHAPE, dtype)
-    arrays.require_float("q", array)
-    assert arrays.dtype_name(array) == np.dtype(dtype).name
+    strided.require_float("q", array)
+    assert strided.dtype_name(array) == np.dtype(dtype).name
 
 
 def test_a_numpy_array_is_taken_and_given_back_as_it_is():
     array = np.zeros(SHAPE)
-    normal, convert = arrays.normalize("q", array), arrays.way_back("q", array)
+    normal, convert = kinds.normalize("q", array), kinds.way_back("q", array)
     assert normal is array
     assert convert(array) is array
 
@@ -120,7 +120,7 @@ def test_a_numpy_array_is_taken_and_given_back_as_it_is():
 def test_host_memory_of_another_library_is_read_without_a_copy_and_answered_in_kind():
     base = np.zeros(SHAPE, np.float32)
     foreign = Foreign(base)
-    normal, convert = arrays.normalize("q", foreign), arrays.way_back("q", foreign)
+    normal, convert = kinds.normalize("q", foreign), kinds.way_back("q", foreign)
     assert isinstance(normal, np.ndarray)
     assert np.shares_memory(normal, base)
     assert isinstance(convert(np.ones(3, np.float32)), Foreign)
@@ -129,13 +129,13 @@ def test_host_memory_of_another_library_is_read_without_a_copy_and_answered_in_k
 def test_an_array_that_names_no_dtype_is_read_all_the_same():
     foreign = Foreign(np.ones(SHAPE))
     del foreign.dtype
-    assert arrays.normalize("q", foreign).sum() == 2 * 3 * 4 * 8
+    assert kinds.normalize("q", foreign).sum() == 2 * 3 * 4 * 8
 
 
 def test_memory_that_is_neither_host_nor_cuda_is_refused():
     rocm = Foreign(np.zeros(SHAPE), device_type=10)
     with pytest.raises(TypeError, match="k lies on DLPack device type 10; expected host or CUDA"):
-        arrays.normalize("k", rocm)
+        kinds.normalize("k", rocm)
 
 
 def test_an_array_that_cannot_be_exported_is_refused_with_its_reason():
@@ -144,7 +144,7 @@ def test_an_array_that_cannot_be_exported_is_refused_with_its_reason():
             raise BufferError("it requires a gradient")
 
     with pytest.raises(TypeError, match="v cannot be read by NumPy: it requires a gradient"):
-        arrays.normalize("v", Locked(np.zeros(SHAPE)))
+        kinds.normalize("v", Locked(np.zeros(SHAPE)))
 
 
 def test_a_library_that_cannot_take_results_back_is_refused():
@@ -153,7 +153,7 @@ def test_a_library_that_cannot_take_results_back_is_refused():
 
     one_way = OneWay(np.zeros(SHAPE))
     with pytest.raises(TypeError, match="q is an OneWay, which offers no from_dlpack"):
-        arrays.way_back("q", one_way)
+        kinds.way_back("q", one_way)
     # What is only read needs no way back.
     k = np.ones(SHAPE, np.float32)
     with pytest.raises(TypeError, match="q is an OneWay,"):
@@ -165,19 +165,19 @@ def test_a_library_that_cannot_take_results_back_is_refused():
 @pytest.mark.parametrize("number", [2**31, -(2**40), 2**63, 2**80])
 def test_integers_that_int32_does_not_hold_are_refused_as_such(number):
     with pytest.raises(ValueError, match="lengths holds integers that int32 does not"):
-        arrays.normalize_int32("lengths", [3, number], on_host=True)
+        kinds.normalize_int32("lengths", [3, number], on_host=True)
 
 
 @pytest.mark.parametrize("value", [1.5, True, "7", None])
 def test_a_list_of_something_else_than_integers_is_refused(value):
     with pytest.raises(TypeError, match=r"lengths holds an? \w+; expected integers"):
-        arrays.normalize_int32("lengths", [3, value], on_host=True)
+        kinds.normalize_int32("lengths", [3, value], on_host=True)
 
 
 @pytest.mark.parametrize("array", [[[1.0]], None, 3.5, "q", memoryview(b"abcd")])
 def test_what_is_no_array_is_refused_by_name(array):
     with pytest.raises(TypeError, match=r"q is a .*; expected a NumPy or CuPy array"):
-        arrays.normalize("q", array)
+        kinds.normalize("q", array)
 
 
 def test_device_memory_without_cupy_is_told_what_to_install(monkeypatch):
@@ -185,17 +185,17 @@ def test_device_memory_without_cupy_is_told_what_to_install(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TypeError, match=r"q lies in GPU memory.*pip install"):
-        arrays.normalize("q", Foreign(np.zeros(SHAPE), device_type=2))
+        kinds.normalize("q", Foreign(np.zeros(SHAPE), device_type=2))
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
 def test_torch_tensors_share_their_memory_both_ways(name):
     torch = pytest.importorskip("torch")
     tensor = torch.arange(192.0).reshape(SHAPE).to(getattr(torch, name))
-    normal, convert = arrays.normalize("q", tensor), arrays.way_back("q", tensor)
-    assert arrays.dtype_name(normal) == name
+    normal, convert = kinds.normalize("q", tensor), kinds.way_back("q", tensor)
+    assert strided.dtype_name(normal) == name
     assert normal.flags.writeable
-    assert arrays.address_of(normal) == tensor.data_ptr()
+    assert strided.address_of(normal) == tensor.data_ptr()
     back = convert(normal)
     assert back.dtype == tensor.dtype
     assert torch.equal(back, tensor)
@@ -204,4 +204,4 @@ def test_torch_tensors_share_their_memory_both_ways(name):
 def test_a_torch_tensor_that_requires_a_gradient_is_refused_by_name():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="k cannot be read by NumPy"):
-        arrays.normalize("k", torch.zeros(SHAPE, requires_grad=True))
+        kinds.normalize("k", torch.zeros(SHAPE, requires_grad=True))

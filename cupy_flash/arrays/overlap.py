@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls.arrays import address_of
+from cupy_flash.arrays.strided import address_of
 
 # Candidates that NumPy looks through to tell whether two arrays overlap; its stubs allow -1 and 0.
 _MAX_WORK: Any = 100_000
@@ -26,6 +26,11 @@ class OverlapCheck:
         NumPy or CuPy arrays in that order, or None where one is absent.
     written
         Names of those that are written.
+
+    Attributes
+    ----------
+    pairs
+        Indices of two arrays, and between which distances of their addresses their ranges meet.
     """
 
     # Sets of addresses that are remembered, and distances of interleaved arrays, such as those of a
@@ -37,8 +42,7 @@ class OverlapCheck:
     ) -> None:
         self._names = names
         self._layouts = [None if a is None or not a.size else _Layout(a) for a in arrays]
-        # Indices of two arrays, and between which distances of their addresses their ranges meet.
-        self._pairs: list[tuple[int, int, int, int]] = []
+        self.pairs: list[tuple[int, int, int, int]] = []
         self._apart: set[tuple[int, ...]] = set()
         self._interleaved: set[tuple[int, int, int]] = set()
         done: set[int] = set()
@@ -50,15 +54,15 @@ class OverlapCheck:
             for j, second in enumerate(self._layouts):
                 if second is not None and j not in done:
                     pair = (i, j, first.low - second.high, first.high - second.low)
-                    self._pairs.append(pair)
+                    self.pairs.append(pair)
 
     def check(self, addresses: tuple[int, ...]) -> None:
         """Raise ValueError if they overlap at these addresses, one for each array."""
         # Calls mostly find their arrays where an earlier one did; 27 pairs, as an append has, would
         # take 2 us.
-        if not self._pairs or addresses in self._apart:
+        if not self.pairs or addresses in self._apart:
             return
-        for i, j, low, high in self._pairs:
+        for i, j, low, high in self.pairs:
             distance = addresses[j] - addresses[i]
             if low < distance < high and (i, j, distance) not in self._interleaved:
                 if self._overlap(i, j, addresses):

@@ -13,8 +13,8 @@ import pytest
 from support import fake_gpu
 
 from cupy_flash import flash_attention, flash_attention_varlen, plan
-from cupy_flash.calls import jax_arrays, torch_arrays
-from cupy_flash.gpu import attention, launch
+from cupy_flash.arrays import jax_arrays, torch_arrays
+from cupy_flash.calls import attention, on_gpu
 from cupy_flash.reference import dense
 
 OURS, THEIRS = 0xA0, 0xB0
@@ -71,24 +71,6 @@ ArrayImpl.__module__ = "jaxlib._jax"
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     fake = fake_gpu.install(monkeypatch)
-    fake.stream, fake.order = 0, []
-    recorded: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        getDevice=lambda: 0,
-        eventRecord=recorded.__setitem__,
-        streamWaitEvent=lambda stream, event: fake.order.append((stream, recorded[event])),
-    )
-    cuda = SimpleNamespace(
-        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
-        MemoryPointer=lambda memory, offset: memory,
-        get_current_stream=lambda: SimpleNamespace(ptr=fake.stream),
-        runtime=runtime,
-        Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
-    )
-    module = SimpleNamespace(ndarray=fake_gpu.FakeArray, cuda=cuda)
-    monkeypatch.setattr(jax_arrays, "_cupy", lambda: module)
-    monkeypatch.setattr(torch_arrays, "_cupy", lambda: module)
-    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
     monkeypatch.setattr(jax_arrays, "_known_shardings", {})
     monkeypatch.setattr(
         fake_gpu.FakeArray, "__dlpack__", lambda self, stream: (self, stream), raising=False
@@ -111,7 +93,7 @@ def qkv(gpu: Any, dtype: Any = np.float16) -> list[ArrayImpl]:
 def test_arrays_are_read_where_they_lie(gpu):
     q, k, v = qkv(gpu)
     flash_attention(q, k, v)
-    _, (params, *_) = gpu.launches[0]
+    _, params = gpu.launches[0]
     assert [params[name]["data"] for name in "qkv"] == [q.address, k.address, v.address]
     assert q.exported_to == k.exported_to == v.exported_to == []
 
@@ -160,7 +142,7 @@ def test_arrays_of_the_same_shapes_are_planned_for_once_and_no_cupy_array_is_mad
     monkeypatch.setattr(attention, "make_plan", None)
     monkeypatch.setattr(jax_arrays.JaxMemory, "as_cupy", None)
     flash_attention(*qkv(gpu))
-    assert len(launch._calls) == 1
+    assert len(on_gpu._calls) == 1
     assert len(gpu.launches) == 2
 
 
@@ -173,9 +155,9 @@ def test_what_plans_depend_on_is_told_apart(gpu, other):
         vars(array).update(other)
     flash_attention(*ours)
     flash_attention(*others)
-    assert len(launch._calls) == 2
-    assert gpu.launches[0][1][0]["heads_q"] == 6
-    assert gpu.launches[1][1][0]["heads_q"] == others[0].shape[2]
+    assert len(on_gpu._calls) == 2
+    assert gpu.launches[0][1]["heads_q"] == 6
+    assert gpu.launches[1][1]["heads_q"] == others[0].shape[2]
 
 
 def test_jax_and_cupy_arrays_go_together_and_q_says_what_the_result_is(gpu):
@@ -183,10 +165,10 @@ def test_jax_and_cupy_arrays_go_together_and_q_says_what_the_result_is(gpu):
     on_cupy = gpu.array(*k.shape)
     assert flash_attention(q, on_cupy, v)[0] == "private"
     assert type(flash_attention(on_cupy, k, v)) is not tuple
-    for _, (params, *_) in gpu.launches:
+    for _, params in gpu.launches:
         assert params["v"]["data"] == v.address
-    assert gpu.launches[0][1][0]["k"]["data"] == on_cupy.data.ptr
-    assert gpu.launches[1][1][0]["k"]["data"] == k.address
+    assert gpu.launches[0][1]["k"]["data"] == on_cupy.data.ptr
+    assert gpu.launches[1][1]["k"]["data"] == k.address
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -219,9 +201,9 @@ def test_packed_sequences_take_arrays_of_jax_by_their_address_too(gpu):
     q, k, v = (ArrayImpl(gpu, (113, 6, 40)) for _ in range(3))
     offsets = ArrayImpl(gpu, (4,), np.int32)
     assert flash_attention_varlen(q, k, v, offsets, offsets, 63, 63)[0] == "private"
-    _, (params, sequences) = gpu.launches[-1]
+    _, params = gpu.launches[-1]
     assert [params[name]["data"] for name in "qkv"] == [q.address, k.address, v.address]
-    assert sequences["cu_seqlens_q"] == offsets.address
+    assert params["cu_seqlens_q"] == offsets.address
 
 
 def test_plans_and_references_read_arrays_as_cupy_ones(gpu):
@@ -274,7 +256,7 @@ def test_a_result_is_adopted_on_the_stream_that_jax_waits_for(gpu):
     for way, array, stream, *others in (out, lse):
         assert (way, stream, others) == ("private", -1, [Device(), THEIRS, None, 2])
         assert isinstance(array, fake_gpu.FakeArray)
-    assert out[1].data.ptr == gpu.launches[0][1][0]["out"]["data"]
+    assert out[1].data.ptr == gpu.launches[0][1]["out"]["data"]
 
 
 def test_the_public_function_adopts_what_the_private_one_cannot(gpu, monkeypatch):

@@ -1,4 +1,4 @@
-"""Attention of one key of calls: plan, kernels and packed arguments, and the launches of a call."""
+"""Attention on a GPU for one key of calls: plan, kernels and packed arguments, and the launches."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
-from cupy_flash.calls.arrays import (
+from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.strided import (
     address_of,
     as_cupy,
     dtype_name,
     readable_in_place,
     spec_of,
 )
+from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.overlap import OverlapCheck
+from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.gpu import append
-from cupy_flash.gpu.by_value import SLOT, thread_arguments
+from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.counters import shared
-from cupy_flash.gpu.gpu_calls import (
-    LoadedLaunch,
-    address_of_result,
-    cupy_module,
-    empty,
-    loaded_launches,
-)
-from cupy_flash.gpu.params import PackedParams, PackedSequences
+from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
+from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
-from cupy_flash.planning.planner import make_plan
+from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_ALIGNMENT, Problem
 
-# Of cu_seqlens_q, cu_seqlens_k, the array of lengths, cache_batch_idx and block_table.
-_NO_PLACES = (0, 0, 0, 0, 0)
 # Where rotated queries begin behind the workspace: as a new allocation would.
 _SCRATCH_ALIGNMENT = 512
+
+# Names of the values that the structs of a call are packed from, behind the addresses of its
+# arguments: where results and scratch lie, and numbers.
+_VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
+_PARTS_OF_QKV = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -47,47 +47,45 @@ class Call:
 
     Attributes
     ----------
-    out_shape, lse_shape, dtype, lse_dtype
-        Of the results; lse_shape is None where it is not asked for.
+    out, lse
+        Shape and dtype of the results; lse is None where it is not asked for.
+    of_torch
+        Whether results are tensors.
     apart
         Of all arrays of the call.
-    params, tensor_maps, sequences
-        What kernels are given, but for the addresses; None for what they have no parameter for.
+    params, tensor_maps
+        What kernels are given, but for the addresses; tensor_maps is None where none takes any.
     counters, scratch
         Words, and bytes: of the plan's workspace, and behind it the rotated queries.
-    rotated_at
-        Where in the scratch those begin; None without a rotary embedding.
     kernels
         Of attention; none where there is nothing to compute.
+    out_index
+        Of `out` among the addresses.
     qkv_step
         Bytes between the parts of qkv; 0 where they are arrays of their own.
-    absent
-        An address of 0 for each field of `Arguments` that calls of this kind do not have.
-    is_equal, is_cached, has_no_keys
-        Whether lengths are equal; a cache is attended to, and one without any capacity.
+    is_cleared
+        Whether there are rows, and no key that they could see.
+    rotated_at
+        Where in the scratch rotated queries begin.
     append
         Launch before attention.
     most_keys, limits
         Of an integer cache_seqlens.
     """
 
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...] | None
-    dtype: np.dtype
-    lse_dtype: np.dtype
+    out: ResultSpec
+    lse: ResultSpec | None
+    of_torch: bool
     apart: OverlapCheck
-    params: PackedParams
+    params: PackedStruct
     tensor_maps: TensorMaps | None
-    sequences: PackedSequences | None
     counters: int
     scratch: int
     kernels: tuple[LoadedLaunch, ...]
+    out_index: int
     qkv_step: int
-    absent: tuple[int, ...]
-    is_equal: bool = False
-    is_cached: bool = False
-    has_no_keys: bool = False
-    rotated_at: int | None = None
+    is_cleared: bool = False
+    rotated_at: int = 0
     append: append.Append | None = None
     most_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
@@ -96,67 +94,50 @@ class Call:
         self, arguments: Arguments, addresses: tuple[int, ...], keys: int
     ) -> tuple[Any, Any | None]:
         """Enqueue the launches for arrays at these addresses; out and lse."""
-        if self.qkv_step:
-            _, _, _, out_address, q = addresses
-            step = self.qkv_step
-            addresses = (q, q + step, q + 2 * step, out_address, 0)
-        elif not 0 <= keys <= self.most_keys:
+        if not 0 <= keys <= self.most_keys:
             require_length("cache_seqlens", keys, self.limits)
-        self.apart.check(addresses)
+        if self.apart.pairs:
+            self.apart.check(addresses)
         like = arguments.qkv if self.qkv_step else arguments.q
-        out = arguments.out
+        out, lse, lse_at = arguments.out, None, 0
         if out is None:
-            out = empty(like, self.out_shape, self.dtype)
-        lse = None if self.lse_shape is None else empty(like, self.lse_shape, self.lse_dtype)
-        if not self.kernels and self.append is None and not self.has_no_keys:
+            out, out_at = empty(like, self.out, of_torch=self.of_torch)
+        else:
+            out_at = addresses[self.out_index]
+        if self.lse is not None:
+            lse, lse_at = empty(like, self.lse, of_torch=self.of_torch)
+        if not self.kernels and self.append is None and not self.is_cleared:
             return out, lse
-        q, k, v = addresses[:3]
-        places = _NO_PLACES
-        if not self.is_equal:
-            _, _, _, _, _, table, cu_q, cu_k, used, k_cache, v_cache, lengths, chosen, cos, sin = (
-                addresses + self.absent
-            )
-            places = (cu_q, cu_k, used or lengths, chosen, table)
         stream = shared(self.counters) if self.counters or self.scratch else None
         # Named until the launches are made: then the pool may hand it on, to what runs later.
         memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
         scratch = 0 if memory is None else memory.ptr
-        if self.is_cached:
-            if self.append is not None:
-                rotated = 0 if self.rotated_at is None else scratch + self.rotated_at
-                self.append.run(
-                    q=q,
-                    q_rotated=rotated,
-                    k=k,
-                    v=v,
-                    k_cache=k_cache,
-                    v_cache=v_cache,
-                    cache_seqlens=lengths,
-                    keys=keys,
-                    cache_batch_idx=chosen,
-                    block_table=table,
-                    cos=cos,
-                    sin=sin,
-                )
-                q = rotated or q
-            k, v = k_cache, v_cache
+        # As `names` in `prepare`; a sum, as a tuple with a star in it takes twice the time.
+        values = addresses + (  # noqa: RUF005
+            out_at,
+            lse_at,
+            scratch,
+            0 if stream is None else stream.address,
+            keys,
+            scratch + self.rotated_at,
+        )
+        if self.qkv_step:
+            first, step = addresses[1], self.qkv_step
+            values += (first, first + step, first + 2 * step)
+        if self.append is not None:
+            self.append.run(values)
         if self.kernels:
             by_value = thread_arguments()
-            to, (params, sequences) = by_value.memory, by_value.pointers
-            lse_address = 0 if lse is None else address_of_result(lse)
-            self.params.pack_into(to, 0, q, k, v, address_of_result(out), lse_address, scratch)
-            given: tuple[Any, ...] = (params,)
+            self.params.pack_into(by_value.memory, values)
+            given: tuple[Any, ...] = (by_value.pointer,)
+            with_maps = given
             if self.tensor_maps is not None:
                 # Named until the launches are made: others may push it out of those that are kept.
-                maps = self.tensor_maps.at((q, k, v))
-                given = (params, maps.pointers[0])
-            if self.sequences is not None:
-                counters = 0 if stream is None else stream.address
-                self.sequences.pack_into(to, SLOT, *places, counters, keys)
-                given = (*given, sequences)
-            for kernel, grid, block, shared_memory in self.kernels:
-                kernel(grid, block, given, shared_memory)
-        elif self.has_no_keys:
+                maps = self.tensor_maps.at(values)
+                with_maps = (maps.pointer, by_value.pointer)
+            for kernel, grid, block, shared_memory, takes_maps in self.kernels:
+                kernel(grid, block, with_maps if takes_maps else given, shared_memory)
+        elif self.is_cleared:
             as_cupy(out).fill(0)
             if lse is not None:
                 as_cupy(lse).fill(-math.inf)
@@ -180,51 +161,79 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     return arguments._replace(**copied)
 
 
-def prepare(arguments: Arguments, options: Options, device: Device) -> Call:
-    """Check, plan, compile and load what calls with CuPy arrays like these need."""
-    qkv_step = 0 if arguments.qkv is None else arguments.qkv.strides[2]
-    arguments = arguments.parts_of_qkv()
+def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch: bool) -> Call:
+    """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
+    fields, given = Arguments._fields[FIELDS[options.kind]], arguments[FIELDS[options.kind]]
+    arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
+    qkv_step = 0 if qkv is None else qkv.strides[2]
     problem = problem_of(arguments, options)
     layout, q = problem.layout, arguments.q
     is_cached = options.kind == "cached"
     limits = length_limits(arguments, problem) if is_cached else ()
-    fields = FIELDS[options.kind]
-    given = arguments[:fields]
     written = (*CACHES, "out") if layout.new_keys else ("out",)
-    apart = OverlapCheck(arguments._fields[:fields], given, written)
+    apart = OverlapCheck(fields, given, written)
     # Before anything is compiled.
     apart.check(tuple(0 if array is None else address_of(array) for array in given))
     plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    scratch, rotated_at = plan.workspace, None
+    scratch, rotated_at = plan.workspace, 0
     if arguments.rotary_cos is not None:
         rotated_at = -(-scratch // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         scratch = rotated_at + q.size * q.itemsize
-    appends = layout.new_keys > 0 or rotated_at is not None
+    appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
+    names = (*fields, *_VALUES, *(_PARTS_OF_QKV if qkv_step else ()))
+    sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     return Call(
-        out_shape=(*q.shape[:-1], problem.head_dim_v),
-        lse_shape=problem.lse_shape if options.return_lse else None,
-        dtype=q.dtype,
-        lse_dtype=np.dtype(problem.lse_dtype),
+        out=((*q.shape[:-1], problem.head_dim_v), q.dtype),
+        lse=(problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None,
+        of_torch=of_torch,
         apart=apart,
-        params=PackedParams(problem, num_splits=plan.num_splits, section_heads=plan.section_heads),
-        tensor_maps=TensorMaps(plan.tensor_maps) if plan.tensor_maps else None,
-        sequences=PackedSequences(problem) if plan.takes_sequences else None,
-        counters=plan.counters,
+        params=PackedStruct(PARAMS_DTYPE, _fixed(plan), sources, names),
+        tensor_maps=TensorMaps({sources[n]: maps[n] for n in maps}, names) if maps else None,
+        counters=plan.schedule.counters,
         scratch=scratch,
         kernels=() if has_no_keys else loaded_launches(plan),
+        out_index=fields.index("out"),
         qkv_step=qkv_step,
-        absent=(0,) * (len(arguments) - fields),
-        is_equal=layout.is_equal,
-        is_cached=is_cached,
-        has_no_keys=has_no_keys and not problem.is_empty,
+        is_cleared=has_no_keys and not problem.is_empty,
         rotated_at=rotated_at,
-        append=append.prepare(append_spec(arguments, problem, options), device)
+        append=append.prepare(append_spec(arguments, problem, options), device, names)
         if appends
         else None,
         most_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
     )
+
+
+def _fixed(plan: Plan) -> dict[str, Any]:
+    """Fields of the params that are the same in all calls of a plan."""
+    problem, schedule = plan.problem, plan.schedule
+    sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")
+    pages = ("block_table_stride", "pages", "max_pages")
+    places = (*pages, "total_q", "total_k", "caches", "new_keys")
+    return {
+        **{name: tensor.strides for name, tensor in problem.tensors.items()},
+        "softmax_scale": problem.score_factor[1],
+        **{name: getattr(problem, name) for name in sizes},
+        "num_splits": schedule.split.parts,
+        "section_heads": schedule.section_heads,
+        **{name: getattr(problem.layout, name) for name in places},
+    }
+
+
+def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
+    """Under which names the values come of the other fields; those without one stay null."""
+    is_cached = plan.problem.layout.kind == "cached"
+    found = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
+    found["out"] = "result"
+    if is_cached:
+        found |= {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "keys": "keys"}
+    if arguments.rotary_cos is not None:
+        found["q"] = "q_rotated"
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
+        if getattr(arguments, name) is not None:
+            found[name] = name
+    return found
 
 
 def append_spec(arguments: Arguments, problem: Problem, options: Options) -> append.AppendSpec:

@@ -1,177 +1,21 @@
-"""What the caller passed in: array kinds, layouts, and how to hand the result back in kind."""
+"""What the caller passed in: kinds of arrays, and how to hand a result back in kind."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from cupy_flash.calls.jax_arrays import JaxMemory, from_jax, gpu_of, is_jax, to_jax
-from cupy_flash.calls.torch_arrays import (
-    is_torch_on_gpu,
-    order,
-    tensor_as_cupy,
-    tensor_type,
-    two_streams,
-)
+from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, to_jax
+from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_type, two_streams
 from cupy_flash.errors import needs_cupy
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
 
-LAYOUTS = ("bshd", "bhsd")
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
 _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)
-
-
-def is_cupy(array: Any) -> bool:
-    """Whether an array is CuPy's, without importing CuPy."""
-    return type(array).__module__.partition(".")[0] == "cupy" and hasattr(array, "data")
-
-
-def kind_of(value: Any) -> str:
-    """A value's type with its article, for messages."""
-    name = type(value).__name__
-    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
-
-
-def array_module(array: Any) -> Any:
-    """The module whose functions take an array: CuPy for CuPy's, else NumPy."""
-    return importlib.import_module("cupy") if is_cupy(array) else np
-
-
-def require_layout(layout: str) -> None:
-    """Raise ValueError for an unknown layout."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
-
-
-def to_bshd(array: Any, layout: str) -> Any:
-    """View of an array in (batch, seqlen, heads, dim) order."""
-    return array.swapaxes(1, 2) if layout == "bhsd" else array
-
-
-def require_4d(name: str, array: Any) -> None:
-    """Raise ValueError unless an array has four axes."""
-    require_axes(name, array, 4, "batch, seqlen, heads and head_dim in the order of layout")
-
-
-def require_axes(name: str, array: Any, count: int, meaning: str) -> None:
-    """Raise ValueError unless an array has so many axes."""
-    if array.ndim != count:
-        raise ValueError(
-            f"{name} has {array.ndim} axes, shape {tuple(array.shape)}; expected {count}: {meaning}"
-        )
-
-
-def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str) -> None:
-    """Raise ValueError unless an array has a shape."""
-    if tuple(array.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}; expected {expected}, {meaning}")
-
-
-def dtype_name(array: Any) -> str:
-    """The dtype's name as `cupy_flash.problem.problem.DTYPES` spells it."""
-    return _dtype_name(array.dtype)
-
-
-@functools.cache
-def _dtype_name(dtype: Any) -> str:
-    # NumPy takes 4 us to tell.
-    return str(dtype.name)
-
-
-def has_contiguous_rows(array: Any) -> bool:
-    """Whether the last axis is contiguous, or of length 1, and strides are whole elements.
-
-    Or there is nothing to address.
-    """
-    if array.ndim == 0 or array.size == 0:
-        return True
-    size = array.itemsize
-    strides = array.strides
-    return (strides[-1] == size or array.shape[-1] <= 1) and not any(s % size for s in strides)
-
-
-def is_aligned(array: Any) -> bool:
-    """Whether elements lie at multiples of their size, as loads on a GPU need them."""
-    return array.size == 0 or address_of(array) % array.itemsize == 0
-
-
-def is_readable_in_place(array: Any) -> bool:
-    """Whether kernels can address an array as it lies."""
-    return has_contiguous_rows(array) and is_aligned(array)
-
-
-def as_cupy(array: Any) -> Any:
-    """A CuPy array over the memory of a tensor or an array of JAX on a GPU; any other as it is."""
-    if array.__class__ is JaxMemory:
-        return array.as_cupy()
-    return tensor_as_cupy(array) if array.__class__ is tensor_type() else array
-
-
-def readable_in_place(array: Any) -> Any:
-    """The array itself where `is_readable_in_place`, else a C-contiguous copy."""
-    on_gpu = as_cupy(array)
-    if is_readable_in_place(on_gpu):
-        return array
-    return on_gpu.copy(order="C") if is_aligned(on_gpu) else _copied_as_bytes(on_gpu)
-
-
-def require_in_place(name: str, array: Any, why: str = "") -> None:
-    """Raise ValueError unless an array that is no mere input can be addressed as it lies.
-
-    NumPy reads and writes at any address.
-    """
-    if not has_contiguous_rows(array):
-        raise ValueError(
-            f"{name} has strides {array.strides}; expected a contiguous last axis{why}"
-        )
-    if not isinstance(array, np.ndarray) and not is_aligned(array):
-        raise ValueError(
-            f"{name} lies at address {address_of(array):#x}; expected a multiple of "
-            f"{array.itemsize}, the size of a {dtype_name(array)}{why}"
-        )
-
-
-def _copied_as_bytes(array: Any) -> Any:
-    """A contiguous copy of a CuPy array whose elements no load can take whole."""
-    ndarray = array_module(array).ndarray
-    shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
-    copy = ndarray(shape, "uint8", array.data, strides).copy(order="C")
-    return ndarray(array.shape, array.dtype, copy.data)
-
-
-def address_of(array: Any) -> int:
-    """Address of the first element of a NumPy or CuPy array."""
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-def spec_of(array: Any, address: int) -> ArraySpec:
-    """How a (batch, seqlen, heads, dim) array lies in memory, or a packed one without batch.
-
-    Parameters
-    ----------
-    array
-        NumPy or CuPy array with a contiguous last axis. Of three axes it is taken for a batch of
-        one.
-    address
-        Of its first element.
-    """
-    size = array.itemsize
-    shape, strides = tuple(array.shape), array.strides
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (0, *strides)
-    batch, seqlen, heads, _ = (stride // size for stride in strides)
-    alignment = address & -address if address else MAX_ALIGNMENT
-    return ArraySpec(
-        shape=shape,
-        strides=(batch, seqlen, heads),
-        dtype=dtype_name(array),
-        alignment=min(alignment, MAX_ALIGNMENT),
-    )
 
 
 def normalize(name: str, array: Any) -> Any:
@@ -298,12 +142,6 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     return array
 
 
-def require_int32(name: str, array: Any) -> None:
-    """Raise TypeError unless the dtype is that of lengths and places."""
-    if dtype_name(array) != "int32" or not array.dtype.isnative:
-        raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
-
-
 def _int32_of_list(name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
@@ -404,14 +242,3 @@ def _to_jax(result: Any) -> Any:
     import jax
 
     return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, None)
-
-
-def require_float(name: str, array: Any) -> None:
-    """Raise TypeError unless the dtype is one that attention is computed in."""
-    if dtype_name(array) not in DTYPES:
-        raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
-    if not array.dtype.isnative:
-        raise TypeError(
-            f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "
-            f"{name}.astype({dtype_name(array)!r})"
-        )

@@ -11,8 +11,8 @@ import pytest
 from support import fake_gpu
 
 from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
-from cupy_flash.calls import torch_arrays
-from cupy_flash.gpu import attention, launch
+from cupy_flash.arrays import torch_arrays
+from cupy_flash.calls import attention, on_gpu
 from cupy_flash.reference import dense
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
@@ -65,35 +65,11 @@ class Tensor:
 Tensor.__module__ = "torch"
 
 
-class Streams:
-    """The two current streams, and what was ordered: which of them waited for which."""
-
-    def __init__(self) -> None:
-        self.ours = self.theirs = 0
-        self.order: list[tuple[int, int]] = []
-        self._recorded: dict[int, int] = {}
-        runtime = SimpleNamespace(
-            getDevice=lambda: 0,
-            eventRecord=self._recorded.__setitem__,
-            streamWaitEvent=lambda stream, event: self.order.append(
-                (stream, self._recorded[event])
-            ),
-        )
-        self.cuda = SimpleNamespace(
-            runtime=runtime,
-            get_current_stream=lambda: SimpleNamespace(ptr=self.ours),
-            Event=lambda disable_timing: SimpleNamespace(ptr=len(self._recorded) + 1),
-            UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(
-                ptr=ptr, device_id=device
-            ),
-            MemoryPointer=lambda memory, offset: memory,
-        )
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
-    fake = Streams()
+    fake = fake_gpu.install(monkeypatch)
+    fake.theirs = 0
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
@@ -101,17 +77,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    cupy = SimpleNamespace(ndarray=fake_gpu.FakeArray, cuda=fake.cuda)
-    monkeypatch.setattr(torch_arrays, "_cupy", lambda: cupy)
-    monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
     for name in ("_dtypes", "_torch_dtypes", "_torch_stream"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> fake_gpu.FakeGpu:
-    return fake_gpu.install(monkeypatch)
 
 
 def qkv(gpu: Any, dtype: str = "float16", **options: Any) -> dict[str, Tensor]:
@@ -128,7 +96,7 @@ def test_tensors_are_read_where_they_lie_and_answered_by_tensors(gpu, dtype):
     assert (lse.shape, lse.dtype) == ((2, 6, 113), "float32")
     assert out.stride() == (113 * 6 * 72, 6 * 72, 72, 1)
     assert lse.stride() == (6 * 113, 113, 1)
-    _, (params, *_) = gpu.launches[0]
+    _, params = gpu.launches[0]
     for name, tensor in (tensors | {"out": out}).items():
         assert params[name]["data"] == tensor.data_ptr()
         assert params[name]["row_stride"] == tensor.stride()[1]
@@ -139,33 +107,33 @@ def test_tensors_of_the_same_shapes_are_planned_for_once(gpu, monkeypatch):
     flash_attention(**qkv(gpu))
     monkeypatch.setattr(attention, "make_plan", None)
     flash_attention(**qkv(gpu))
-    assert len(launch._calls) == 1
+    assert len(on_gpu._calls) == 1
 
 
 def test_an_out_of_torch_is_written_and_returned(gpu):
     out = Tensor(gpu, (2, 113, 6, 72), "float16")
     assert flash_attention(**qkv(gpu), out=out) is out
-    assert gpu.launches[0][1][0]["out"]["data"] == out.data_ptr()
+    assert gpu.launches[0][1]["out"]["data"] == out.data_ptr()
     tensors = qkv(gpu)
     over = Tensor(gpu, out.shape, out.dtype, address=tensors["v"].data_ptr() + 16)
     with pytest.raises(ValueError, match="out overlaps v; pass memory of its own"):
         flash_attention(**tensors, out=over)
 
 
-def test_on_one_stream_nothing_is_ordered(gpu, streams):
+def test_on_one_stream_nothing_is_ordered(gpu):
     flash_attention(**qkv(gpu))
-    streams.ours = streams.theirs = OURS
+    gpu.stream = gpu.theirs = OURS
     flash_attention(**qkv(gpu))
-    assert streams.order == []
+    assert gpu.order == []
 
 
-def test_a_call_waits_for_torchs_stream_and_torchs_stream_for_the_call(gpu, streams):
-    streams.ours, streams.theirs = OURS, THEIRS
+def test_a_call_waits_for_torchs_stream_and_torchs_stream_for_the_call(gpu):
+    gpu.stream, gpu.theirs = OURS, THEIRS
     flash_attention(**qkv(gpu))
-    assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
-    streams.order.clear()
+    assert gpu.order == [(OURS, THEIRS), (THEIRS, OURS)]
+    gpu.order.clear()
     flash_attention(**qkv(gpu), out=Tensor(gpu, (2, 113, 6, 72), "float16"), return_lse=True)
-    assert streams.order == [(OURS, THEIRS), (THEIRS, OURS)]
+    assert gpu.order == [(OURS, THEIRS), (THEIRS, OURS)]
 
 
 def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu, monkeypatch):
@@ -201,18 +169,18 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     offsets = Tensor(gpu, (4,), "int32")
     out = flash_attention_varlen(q, k, v, offsets, offsets, 63, 105)
     assert type(out) is Tensor
-    _, (params, sequences) = gpu.launches[-1]
+    _, params = gpu.launches[-1]
     assert params["out"]["data"] == out.data_ptr()
-    assert sequences["cu_seqlens_q"] == offsets.data_ptr()
+    assert params["cu_seqlens_q"] == offsets.data_ptr()
     caches = [Tensor(gpu, (4, 61, 3, 40), "float16") for _ in range(2)]
     lengths = Tensor(gpu, (3,), "int32")
     step = Tensor(gpu, (3, 1, 6, 40), "float16")
     new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
     out = flash_attention_with_kvcache(step, *caches, *new, cache_seqlens=lengths)
     assert out.shape == (3, 1, 6, 40)
-    (_, (append,)), (_, (params, _)) = gpu.launches[-2:]
-    assert append["k_cache"]["data"] == params["k"]["data"] == caches[0].data_ptr()
-    assert append["cache_seqlens"] == lengths.data_ptr()
+    (_, append), (_, params) = gpu.launches[-2:]
+    assert append["k"]["data"] == params["k"]["data"] == caches[0].data_ptr()
+    assert append["seqused_k"] == lengths.data_ptr()
 
 
 def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu):
@@ -225,7 +193,7 @@ def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu)
         step, *caches, *new, cache_seqlens=5, rotary_cos=cos, rotary_sin=sin
     )
     assert type(out) is Tensor
-    (_, (append,)), _ = gpu.launches
+    (_, append), _ = gpu.launches
     assert append["rotary_stride"] == 8
     assert append["cos"] != cos.data_ptr()
     assert append["sin"] != sin.data_ptr()

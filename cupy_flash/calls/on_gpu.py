@@ -1,0 +1,132 @@
+"""Run calls on the current GPU: what does not depend on addresses is prepared once for each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cupy_flash.arrays.jax_arrays import JaxMemory
+from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.calls import attention, merge
+from cupy_flash.calls.arguments import FIELDS
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.results import is_tensor
+from cupy_flash.gpu.environment import cupy_module, device_for_id
+from cupy_flash.planning import tuning
+from cupy_flash.problem.problem import MAX_ALIGNMENT
+
+# Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
+_MAX_CALLS = 4096
+
+_calls: dict[tuple[Any, ...], Any] = {}
+
+
+def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = False) -> Any:
+    """Attention of CuPy arrays, or the merge of partial results, on the current device and stream.
+
+    Parameters
+    ----------
+    arrays
+        `Arguments` or `Partials` of arrays on a GPU; tensors of torch and `JaxMemory` as well.
+    options
+        Of attention; None for a merge.
+    keys
+        Length of every cache before the append, where no array says it; else 0.
+    only_cupy
+        Whether to do nothing, and return None, unless all arrays are CuPy's.
+
+    Returns
+    -------
+    out, lse
+        lse is None where it is not asked for.
+    """
+    cupy = cupy_module()
+    given = arrays if options is None else arrays[FIELDS[options.kind]]
+    found = facts_of(given, cupy.ndarray, only_cupy)
+    if found is None:
+        return None
+    facts, addresses = found
+    device_id = cupy.cuda.runtime.getDevice()
+    # Everything that the plan and the checks depend on.
+    key = (device_id, facts, options, tuning.generation())
+    call = _calls.get(key)
+    if call is None:
+        require_device(device_id, arrays)
+        readable = (
+            merge.readable(arrays) if options is None else attention.readable(arrays, options)
+        )
+        if any(a is not b for a, b in zip(readable, arrays, strict=True)):
+            return run(readable, options, keys)
+        plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
+        of_torch = is_tensor(arrays.qkv if arrays[0] is None else arrays[0])
+        call = (
+            merge.prepare(plain, device, of_torch=of_torch)
+            if options is None
+            else attention.prepare(plain, options, device, of_torch=of_torch)
+        )
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call.run(arrays, addresses, keys)
+
+
+def facts_of(
+    arrays: Iterable[Any], cupy_array: type, only_cupy: bool
+) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """What plans and checks depend on in arrays on a GPU, as part of a key; and their addresses.
+
+    Of an array that is absent, None and 0. With `only_cupy`, None if one is of another library.
+    """
+    facts: list[Any] = []
+    addresses: list[int] = []
+    within = MAX_ALIGNMENT - 1
+    # A loop, as a function for each array would cost half a microsecond a call.
+    for array in arrays:
+        if array is None:
+            facts.append(None)
+            addresses.append(0)
+            continue
+        kind = array.__class__
+        if kind is cupy_array:
+            data, dtype = array.data, array.dtype
+            address = data.ptr
+            addresses.append(address)
+            # dtype.num, as hashing a dtype takes a microsecond; it is that of both byte orders.
+            facts.append(
+                (
+                    array.shape,
+                    array.strides,
+                    dtype.num,
+                    dtype.isnative,
+                    data.device_id,
+                    address & within,
+                )
+            )
+        elif only_cupy:
+            return None
+        elif kind is JaxMemory:
+            addresses.append(array.address)
+            facts.append(array.facts)
+        else:
+            address = array.data_ptr()
+            addresses.append(address)
+            facts.append(
+                (
+                    array.shape,
+                    array.stride(),
+                    array.dtype,
+                    array.get_device(),
+                    address & within,
+                )
+            )
+    return tuple(facts), tuple(addresses)
+
+
+def require_device(device_id: int, arrays: Any) -> None:
+    """Raise ValueError, naming the field, unless all that are not None lie on the device."""
+    for name, array in zip(arrays._fields, arrays, strict=True):
+        if array is not None and (its_id := as_cupy(array).data.device_id) != device_id:
+            raise ValueError(
+                f"{name} lies on device {its_id}, but the current device is {device_id}; have all "
+                f"arrays on one device and call within `with cupy.cuda.Device({its_id})`"
+            )

@@ -1,0 +1,71 @@
+"""The argument struct of attention's kernels, which `kernels_cu/params.cuh` mirrors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+TENSOR_DTYPE = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch_stride", np.int64),
+        ("row_stride", np.int64),
+        ("head_stride", np.int64),
+    ]
+)
+
+PARAMS_DTYPE = np.dtype(
+    [
+        ("q", TENSOR_DTYPE),
+        ("k", TENSOR_DTYPE),
+        ("v", TENSOR_DTYPE),
+        ("out", TENSOR_DTYPE),
+        ("lse", np.uint64),
+        ("workspace", np.uint64),
+        ("softmax_scale", np.float64),
+        ("batch", np.int32),
+        ("seqlen_q", np.int32),
+        ("seqlen_k", np.int32),
+        ("heads_q", np.int32),
+        ("heads_kv", np.int32),
+        ("q_offset", np.int32),
+        ("num_splits", np.int32),
+        ("section_heads", np.int32),
+        # Where sequences lie that are not of equal lengths.
+        ("cu_seqlens_q", np.uint64),
+        ("cu_seqlens_k", np.uint64),
+        ("seqused_k", np.uint64),
+        ("cache_batch_idx", np.uint64),
+        ("block_table", np.uint64),
+        ("counters", np.uint64),
+        ("block_table_stride", np.int64),
+        ("total_q", np.int32),
+        ("total_k", np.int32),
+        ("caches", np.int32),
+        ("pages", np.int32),
+        ("max_pages", np.int32),
+        ("keys", np.int32),
+        ("new_keys", np.int32),
+        # As C++ pads the struct.
+        ("_", np.int32),
+    ]
+)
+
+
+def layout_assertions() -> str:
+    """C++ that fails to compile unless `params.cuh` lays the struct out as `PARAMS_DTYPE` does."""
+    return assertions(("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE))
+
+
+def assertions(*structs: tuple[str, np.dtype]) -> str:
+    """C++ that fails to compile unless structs of these names are laid out as their dtypes."""
+    # NVRTC has no offsetof without a header; __INTADDR__ is what its own is made of.
+    lines = []
+    for name, dtype in structs:
+        lines.append(f"static_assert(sizeof({name}) == {dtype.itemsize});")
+        assert dtype.fields is not None
+        lines += [
+            f"static_assert(__INTADDR__(&(({name}*)0)->{member}) == {field[1]});"
+            for member, field in dtype.fields.items()
+            if not member.startswith("_")
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""What a kernel family does with a tile on a device: how keys are shared out, what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# The main kernel of a family that launches others before it.
+MAIN_ENTRY = "attention"
+
+# Strides of what a tensor map describes are multiples of 16 bytes below 2^40.
+STRIDE_UNIT = 16
+MAX_STRIDE = 2**40
+
+# C++ types of what kernels are given, by the names that `Launch.arguments` has.
+_TYPES = {"params": "Params", "maps": "TensorMaps"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the keys of a query tile are shared out over thread blocks.
+
+    Attributes
+    ----------
+    kind
+        "whole": a block has all of them. "parts": a block has one of `parts`, and the results are
+        merged. "even": the blocks have equal shares of all keys of the batch, wherever those end.
+    parts
+        2 or more of "parts", else 1.
+    """
+
+    kind: Literal["whole", "parts", "even"] = "whole"
+    parts: int = 1
+
+    @classmethod
+    def into(cls, parts: int) -> Split:
+        """So many parts; one is the whole."""
+        return cls("parts", parts) if parts > 1 else WHOLE
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is merged."""
+        return self.kind == "whole"
+
+
+WHOLE = Split()
+EVEN = Split("even")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes
+    ----------
+    entry
+        Name of the kernel in the unit.
+    function
+        C++ template that the entry calls, with `Config` as its argument.
+    grid, threads
+        Thread blocks, at least one along each axis, and threads of each: a multiple of 32, at most
+        1024.
+    shared_memory
+        Dynamic shared memory of a block, in bytes.
+    min_blocks
+        Blocks per SM that the compiler limits registers for; None leaves it to the compiler, which
+        may spill for an occupancy that nobody asked for.
+    cluster
+        Blocks of a cluster along the grid's last axis; 0 for none.
+    arguments
+        What the kernel is given, in order: "params" (`params.py`), "maps" (the tensor maps).
+    """
+
+    entry: str
+    function: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_memory: int = 0
+    min_blocks: int | None = None
+    cluster: int = 0
+    arguments: tuple[str, ...] = ("params",)
+
+    def definition(self) -> str:
+        """C++ of the entry."""
+        bounds = f"{self.threads}" + (f", {self.min_blocks}" if self.min_blocks else "")
+        cluster = f"__cluster_dims__(1, 1, {self.cluster}) " if self.cluster else ""
+        parameters = (f"const __grid_constant__ {_TYPES[name]} {name}" for name in self.arguments)
+        return (
+            f'extern "C" __global__ void {cluster}__launch_bounds__({bounds})\n'
+            f"{self.entry}({', '.join(parameters)}) {{\n"
+            f"  {self.function}<Config>({', '.join(self.arguments)});\n"
+            "}"
+        )
+
+
+@dataclass(frozen=True)
+class TensorMapSpec:
+    """A tensor map without its address.
+
+    Attributes
+    ----------
+    dtype
+        ``"float16"`` or ``"bfloat16"``.
+    shape
+        (dim, seqlen, heads, batch), none of them 0.
+    strides
+        Of seqlen, heads and batch, in bytes: multiples of `STRIDE_UNIT` below `MAX_STRIDE`.
+    box
+        Columns and rows of one copy. The columns are one line of shared memory, 64 or 128 bytes,
+        which is also the swizzle.
+    """
+
+    dtype: str
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    box: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a call launches and takes; on the CPU, a workspace at most.
+
+    Attributes
+    ----------
+    launches
+        In order.
+    split
+        How keys are shared out.
+    workspace
+        Bytes of device memory besides the arrays.
+    counters
+        32-bit words of device memory that are zero before a launch and after it.
+    section_heads
+        Query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
+    tensor_maps
+        Of which arrays the kernels take tensor maps, in order.
+    """
+
+    launches: tuple[Launch, ...]
+    split: Split = WHOLE
+    workspace: int = 0
+    counters: int = 0
+    section_heads: int = 1
+    tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
+
+    @property
+    def main(self) -> Launch | None:
+        """The launch that attends: that of `MAIN_ENTRY`, else the first; None on the CPU."""
+        named = (launch for launch in self.launches if launch.entry == MAIN_ENTRY)
+        return next(named, self.launches[0] if self.launches else None)

@@ -1,0 +1,156 @@
+"""What there is to compute with: CuPy, its cache of kernels, the GPUs, or why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cupy_flash.problem.device import Device
+
+_CACHE_VARIABLE = "CUPY_CACHE_DIR"
+IN_MEMORY_VARIABLE = "CUPY_CACHE_IN_MEMORY"
+
+
+@functools.cache
+def cupy_module() -> Any:
+    """CuPy, which is imported when the first call needs it."""
+    # An import statement in the call path would take half a microsecond each time.
+    import cupy
+
+    return cupy
+
+
+def current_device() -> Device:
+    """The GPU that is current in this thread."""
+    return device_for_id(cupy_module().cuda.runtime.getDevice())
+
+
+@functools.cache
+def device_for_id(device_id: int) -> Device:
+    """The GPU of a device number, as the CUDA runtime describes it."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    name = properties["name"]
+    return Device(
+        name=name.decode() if isinstance(name, bytes) else name,
+        arch=properties["major"] * 10 + properties["minor"],
+        sm_count=properties["multiProcessorCount"],
+        shared_memory_per_block=properties["sharedMemPerBlockOptin"],
+        shared_memory_per_sm=properties["sharedMemPerMultiprocessor"],
+        registers_per_sm=properties["regsPerMultiprocessor"],
+        threads_per_sm=properties["maxThreadsPerMultiProcessor"],
+        max_blocks_per_sm=properties["maxBlocksPerMultiProcessor"],
+        l2_cache=properties["l2CacheSize"],
+        arch_specific=_nvrtc_takes_two_targets(),
+    )
+
+
+def _nvrtc_takes_two_targets() -> bool:
+    """Whether a target may be named before the one that CuPy appends: from NVRTC 12.9 on."""
+    try:
+        from cupy.cuda import nvrtc
+
+        return bool(nvrtc.getVersion() >= (12, 9))
+    except Exception:  # no NVRTC at all: then only kernels built ahead are used
+        return True
+
+
+@functools.cache
+def gpu_unavailable() -> str | None:
+    """Why no GPU can be used from this process, or None if one can."""
+    prepare_cupy_cache()
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed ({error}); pip install 'cupy_flash[cuda13]' or [cuda12]"
+    except Exception as error:  # a broken driver or toolkit shows in many ways at import
+        return f"CuPy does not load: {error}"
+    try:
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return "the CUDA driver reports no GPU"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        # Without a driver the runtime complains of the driver's version.
+        return (
+            f"CUDA reports no usable GPU: {error}" if _nvidia_is_here() else "no NVIDIA GPU found"
+        )
+    return None
+
+
+# What a driver leaves, WSL's and Tegra's too; and where Linux lists PCI cards, by vendor.
+_DRIVER_PLACES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl")
+_PCI_DEVICES = "/sys/bus/pci/devices"
+_NVIDIA_PCI_VENDOR = "0x10de"
+
+
+def _nvidia_is_here() -> bool:
+    """Whether there may be an NVIDIA GPU: a driver or a card, or a system that does not tell."""
+    cards = Path(_PCI_DEVICES)
+    if any(map(os.path.exists, _DRIVER_PLACES)) or not cards.is_dir():
+        return True
+    for vendor in cards.glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text(encoding="ascii").strip() == _NVIDIA_PCI_VENDOR:
+                return True
+    return False
+
+
+def kernel_cache_dir() -> Path:
+    """Where CuPy keeps compiled kernels."""
+    # As CuPy finds it; Path.home() would raise for a user without one.
+    default = os.path.expanduser("~/.cupy/kernel_cache")
+    return Path(os.environ.get(_CACHE_VARIABLE, default))
+
+
+@functools.cache
+def prepare_cupy_cache() -> str | None:
+    """See to it that CuPy can be imported where its cache folder cannot be made.
+
+    CuPy makes the folder when it is imported, and an unusable one fails the import. Then it is
+    imported here, to keep kernels in memory: in this process and those that it starts.
+
+    Returns
+    -------
+    str or None
+        Why the folder cannot be made; None if it can, or if the process that started this one
+        knows.
+    """
+    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
+        return None
+    folder = kernel_cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        is_known = IN_MEMORY_VARIABLE in os.environ
+        os.environ[IN_MEMORY_VARIABLE] = "1"
+        # Any folder that is there will do: nothing is written to it.
+        with _environment(_CACHE_VARIABLE, tempfile.gettempdir()), contextlib.suppress(Exception):
+            importlib.import_module("cupy")
+        return None if is_known else why_refused(error)
+    return None
+
+
+@contextlib.contextmanager
+def _environment(variable: str, value: str) -> Iterator[None]:
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def why_refused(error: OSError) -> str:
+    """What the system says of a file or folder that it refuses."""
+    return error.strerror or str(error)

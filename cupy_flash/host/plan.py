@@ -1,0 +1,39 @@
+"""The plan of a call that the CPU backend computes: its tile, and what it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cupy_flash.families import FORWARD
+from cupy_flash.families.schedule import Schedule
+from cupy_flash.host import cpu
+from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import Plan, tile_fields, tuned_tile
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import FrozenTile, Tile
+
+
+def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
+    """The CPU backend's tile: the one asked for, the tuned one, or the default."""
+    default = cpu.default_tile(problem)
+    if request is not None:
+        return dataclasses.replace(default, **tile_fields(type(default), request))
+    entry = tuning.lookup(None, "cpu", cpu.digest(), problem)
+    tile = tuned_tile(Tile, entry.tile) if entry else None
+    fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
+    return tile if tile is not None and fits else default
+
+
+def make_cpu_plan(problem: Problem, tile: Tile, no_gpu: str | None) -> Plan:
+    """The plan of the CPU backend; `no_gpu` says why no GPU computes it."""
+    reason = "there is no GPU to use" if no_gpu else "the CPU was asked for"
+    return Plan(
+        problem=problem,
+        device=None,
+        family="cpu",
+        tile=tile,
+        schedule=Schedule((), workspace=cpu.scratch_bytes(problem, tile)),
+        unit=None,
+        reason=reason,
+        rejected=dict.fromkeys(FORWARD, no_gpu) if no_gpu else {},
+    )

@@ -1,0 +1,148 @@
+// The two products of a consumer of the Hopper kernel, S = Q K^T and O = P V: their operands and
+// sums in registers, and the slots of the rings that they read and give back.
+#pragma once
+
+#include "forward/hopper/cta.cuh"
+#include "ptx/sm90a.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/element.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperProducts {
+  using Element = typename Config::Element;
+  using Cta = HopperCta<Config>;
+  using QueryTile = typename Cta::QueryTile;
+  using KeyTile = typename Cta::KeyTile;
+  using ValueTile = typename Cta::ValueTile;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
+  static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
+  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+
+  static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
+
+  const Cta& cta;
+  const int consumer;
+
+  RingPosition<Config::stages> ring;
+  RingPosition<Config::q_stages> q_ring;
+
+  float scores[Bc / 2];
+  unsigned probabilities[Bc / 4];
+  unsigned queries[kept_steps ? 4 * kept_steps : 1];
+  float out[columns_v / 2];
+
+  __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
+
+  // The consumer's first row of a query tile.
+  __device__ int first_row_of(const Work& work) const { return work.q_begin + 64 * consumer; }
+
+  // The first of the consumer's rows that this lane holds a part of; the other is eight below.
+  __device__ static int lane_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+  __device__ void await_queries() const {
+    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+  }
+
+  // Where this consumer's 64 rows begin.
+  __device__ unsigned queries_address() const {
+    return cta.shared + q_ring.slot * QueryTile::bytes + consumer * 64 * QueryTile::line_bytes;
+  }
+
+  // Takes queries to registers: the products then read less of shared memory, whose bandwidth Q, K
+  // and the arriving tiles use up together. If it is all of them, there is soon place for the next.
+  __device__ void keep_queries() {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+    const unsigned line = queries_address() + row * QueryTile::line_bytes;
+#pragma unroll
+    for (int step = 0; step < kept_steps; ++step) {
+      unsigned fragment[4];
+      ptx::ldmatrix_x4(fragment,
+                       line + QueryTile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) queries[4 * step + i] = fragment[i];
+    }
+  }
+
+  // Starts S = Q K^T.
+  __device__ void start_scores() {
+    ptx::mbarrier_wait(cta.full(ring.slot), ring.parity);
+    const unsigned long long q = QueryTile::k_along_columns() + queries_address() / 16;
+    const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(ring.slot) / 16;
+    ptx::pin(scores);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      const unsigned long long k_step = k + KeyTile::column_step(step) / 16;
+      if (step < kept_steps) {
+        Wgmma<Element, Bc>::multiply_k_contiguous(scores, queries + 4 * step, k_step, step != 0);
+      } else {
+        Wgmma<Element, Bc>::multiply(scores, q + QueryTile::column_step(step) / 16, k_step,
+                                     step != 0);
+      }
+    }
+    ptx::wgmma_commit_group();
+    ring.advance();
+  }
+
+  // The scores are complete, whose product was started so many products ago: gives back what they
+  // were made of. Queries in registers were read from shared memory by the time that the first
+  // product with them is done.
+  __device__ void leave_scores(int products, bool is_first_block, bool is_last_block) {
+    ptx::pin(scores);
+    Cta::leave(cta.empty(slot_before(products)));
+    if (kept_steps == k_steps ? is_first_block : is_last_block) {
+      Cta::leave(cta.q_empty(q_ring.slot));
+      q_ring.advance();
+    }
+  }
+
+  // The accumulator of S is, pair by pair, the operand P.
+  __device__ void narrow_probabilities() {
+#pragma unroll
+    for (int i = 0; i < Bc / 4; ++i) {
+      probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // Starts O = P V, or O += P V.
+  __device__ void start_output(bool accumulate) {
+    ptx::mbarrier_wait(cta.full(ring.slot), ring.parity);
+    const unsigned long long v = ValueTile::k_along_rows() + cta.slot_address(ring.slot) / 16;
+    ptx::pin(out);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Bc / 16; ++step) {
+      Wgmma<Element, columns_v>::multiply_n_contiguous(out, probabilities + 4 * step,
+                                                       v + ValueTile::row_step(step) / 16,
+                                                       step != 0 || accumulate);
+    }
+    ptx::wgmma_commit_group();
+    ring.advance();
+  }
+
+  // The output is complete: gives back the values.
+  __device__ void leave_output() {
+    ptx::pin(out);
+    Cta::leave(cta.empty(slot_before(1)));
+  }
+
+  __device__ void scale_output(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < columns_v / 2; ++i) {
+      // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
+      // nothing may be flushed to zero.
+      out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
+    }
+  }
+
+  // The slot that the ring was at so many products ago.
+  __device__ int slot_before(int products) const {
+    const int slot = ring.slot - products;
+    return slot < 0 ? slot + Config::stages : slot;
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

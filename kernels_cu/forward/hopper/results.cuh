@@ -1,0 +1,113 @@
+// What a consumer of the Hopper kernel leaves of a query tile at its end: the log-sum-exp of its
+// rows, and their output or, where keys are split, their partial result.
+#pragma once
+
+#include "forward/hopper/cta.cuh"
+#include "forward/hopper/products.cuh"
+#include "ptx/base.cuh"
+#include "score/lagging_softmax.cuh"
+#include "tile/access.cuh"
+#include "tile/element.cuh"
+#include "tile/fragments.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperResults {
+  using Element = typename Config::Element;
+  using Cta = HopperCta<Config>;
+  using Visit = typename Cta::Visit;
+  using Products = HopperProducts<Config>;
+  using SoftmaxRow = LaggingSoftmaxRow<Element>;
+  static constexpr int columns_v = Products::columns_v;
+
+  const Cta& cta;
+  Products& products;
+  const int next;  // the visit after the query tile's, in the ring of visits
+
+  __device__ const Visit& finished_visit() const {
+    return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
+  }
+
+  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
+  __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
+    SoftmaxRow state[2] = {finished[0], finished[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      state[half].sum = sum_of_lanes(state[half].sum);
+      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+    }
+    if (!Config::split_keys && cta.p.lse == nullptr) return;
+    const Visit& visit = finished_visit();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_of(visit.work, half);
+      if (threadIdx.x % 4 == 0 && row < visit.sequence(cta.p).seqlen_q) {
+        cta.write_log_sum_exp(visit, row, state[half].log_sum_exp());
+      }
+    }
+  }
+
+  __device__ void write_output(const float (&normalizer)[2]) const {
+    const Visit& visit = finished_visit();
+    products.scale_output(normalizer);
+    if constexpr (Config::split_keys) {
+      write_partial(visit.work);
+    } else {
+      write_rows(visit);
+    }
+  }
+
+  __device__ void write_rows(const Visit& visit) const {
+    // Where this lane's columns begin when it has exchanged with its neighbour.
+    const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Vector<Element, 4> columns[columns_v / 16];
+#pragma unroll
+      for (int i = 0; i < columns_v / 16; ++i) {
+        const float* two = products.out + 8 * i + 2 * half;
+        columns[i] = exchange(pack<Element>(two[0], two[1]), pack<Element>(two[4], two[5]));
+      }
+      // One branch around all stores: between branches of their own they would wait for each other.
+      const int row = row_of(visit.work, half);
+      if (row >= visit.sequence(cta.p).seqlen_q) continue;
+      if (Config::sequences && Config::causal && cta.sees_nothing(visit, row)) continue;
+      Element* target = cta.output_row(visit, row) + first_column;
+#pragma unroll
+      for (int i = 0; i < columns_v / 16; ++i) {
+        store_columns<Config::head_dim_v, Config::out_alignment>(
+            target + 16 * i, columns[i], Config::head_dim_v - 16 * i - first_column);
+      }
+    }
+  }
+
+  // Of sixteen columns, a lane of four has two of the first and two of the second eight. Gives it
+  // its neighbour's two of one eight for its own of the other, so that four columns lie together,
+  // and 32 bytes of a row in four lanes.
+  __device__ static Vector<Element, 4> exchange(unsigned first, unsigned second) {
+    const bool odd = threadIdx.x & 1;
+    const unsigned received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+    const unsigned pairs[2] = {odd ? received : first, odd ? second : received};
+    return reinterpret_cast<const Vector<Element, 4>&>(pairs);
+  }
+
+  __device__ void write_partial(const Work& work) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_of(work, half);
+      if (row >= cta.p.seqlen_q) continue;
+      float* target = cta.partial_row(work, row);
+      write_row<columns_v / 8, Config::head_dim_v>(
+          target, products.out + 2 * half,
+          [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
+    }
+  }
+
+  // The head's row that this lane holds a part of in the accumulators' upper (0) or lower (1) half.
+  __device__ int row_of(const Work& work, int half) const {
+    return products.first_row_of(work) + Products::lane_row() + 8 * half;
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

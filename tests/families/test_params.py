@@ -1,0 +1,22 @@
+"""The kernel argument struct: laid out as C++ lays it out, which the compiler is asked to check."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, layout_assertions
+
+
+def test_fields_lie_as_a_c_compiler_aligns_them():
+    for dtype in (TENSOR_DTYPE, PARAMS_DTYPE):
+        aligned = np.dtype([(name, dtype[name]) for name in dtype.names], align=True)
+        assert aligned.itemsize == dtype.itemsize
+        for name in dtype.names:
+            assert aligned.fields[name][1] == dtype.fields[name][1]
+
+
+def test_every_member_of_the_struct_is_asserted_in_the_unit():
+    members = [name for name in PARAMS_DTYPE.names if name != "_"]
+    text = layout_assertions()
+    assert text.count("static_assert") == 2 + len(TENSOR_DTYPE.names) + len(members)
+    assert f"sizeof(Params) == {PARAMS_DTYPE.itemsize}" in text

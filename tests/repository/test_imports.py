@@ -1,0 +1,90 @@
+"""Who imports whom: the rules of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Each room may import those behind it, and all may import `errors`.
+MAY_IMPORT = {
+    "api": {"calls", "planning", "problem"},
+    "calls": {"gpu", "host", "planning", "families", "arrays", "problem"},
+    "gpu": {"planning", "families", "problem"},
+    "host": {"planning", "families", "arrays", "problem"},
+    "reference": {"host", "arrays", "problem"},
+    "planning": {"families", "problem"},
+    "families": {"problem"},
+    "arrays": {"problem"},
+    "problem": set[str](),
+}
+CUPY = {"gpu", "arrays"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules that a file imports anywhere in it, by their full names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            are_modules = [(ROOT / (name.replace(".", "/") + ".py")).exists() for name in names]
+            yield from (
+                name if is_module else module
+                for name, is_module in zip(names, are_modules, strict=True)
+            )
+
+
+def modules(folder: str) -> dict[str, Path]:
+    """The files below a folder by the names of their modules."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+LIBRARY = modules("cupy_flash")
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_lies_behind_it(room: str) -> None:
+    files = {name: path for name, path in LIBRARY.items() if name.split(".")[1] == room}
+    assert files
+    for name, path in files.items():
+        rooms = {m.split(".")[1] for m in imported(path) if m.startswith("cupy_flash.")}
+        strangers = rooms - MAY_IMPORT[room] - {room, "errors"}
+        assert not strangers, f"{name} imports {strangers}"
+        roots = {module.partition(".")[0] for module in imported(path)}
+        assert room in CUPY or "cupy" not in roots, f"{name} imports CuPy"
+
+
+def test_every_room_has_its_rule() -> None:
+    rooms = {name.split(".")[1] for name in LIBRARY if name.count(".") > 1}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_the_library_does_not_know_its_command_line() -> None:
+    users = {name for name, path in LIBRARY.items() if any(".cli" in m for m in imported(path))}
+    assert users == {"cupy_flash.__main__"}
+
+
+@pytest.mark.parametrize("folder", ["cupy_flash", "cli"])
+def test_modules_do_not_import_each_other_in_a_circle(folder: str) -> None:
+    graph = {name: set(imported(path)) - {name} for name, path in modules(folder).items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done or name not in graph:
+            return
+        for module in sorted(graph[name]):
+            visit(module, (*path, name))
+        done.add(name)
+
+    for name in graph:
+        visit(name, ())

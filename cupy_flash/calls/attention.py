@@ -62,7 +62,7 @@ class Call:
     out_index
         Of `out` among the addresses.
     qkv_step
-        Bytes between the parts of qkv; 0 where they are arrays of their own.
+        Bytes between the parts of qkv; None where they are arrays of their own.
     is_cleared
         Whether there are rows, and no key that they could see.
     rotated_at
@@ -83,7 +83,7 @@ class Call:
     scratch: int
     kernels: tuple[LoadedLaunch, ...]
     out_index: int
-    qkv_step: int
+    qkv_step: int | None
     is_cleared: bool = False
     rotated_at: int = 0
     append: append.Append | None = None
@@ -98,7 +98,7 @@ class Call:
             require_length("cache_seqlens", keys, self.limits)
         if self.apart.pairs:
             self.apart.check(addresses)
-        like = arguments.qkv if self.qkv_step else arguments.q
+        like = arguments.q if self.qkv_step is None else arguments.qkv
         out, lse, lse_at = arguments.out, None, 0
         if out is None:
             out, out_at = empty(like, self.out, of_torch=self.of_torch)
@@ -121,7 +121,7 @@ class Call:
             keys,
             scratch + self.rotated_at,
         )
-        if self.qkv_step:
+        if self.qkv_step is not None:
             first, step = addresses[1], self.qkv_step
             values += (first, first + step, first + 2 * step)
         if self.append is not None:
@@ -165,7 +165,7 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
     """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
     fields, given = Arguments._fields[FIELDS[options.kind]], arguments[FIELDS[options.kind]]
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
-    qkv_step = 0 if qkv is None else qkv.strides[2]
+    qkv_step = None if qkv is None else qkv.strides[2]
     problem = problem_of(arguments, options)
     layout, q = problem.layout, arguments.q
     is_cached = options.kind == "cached"
@@ -181,7 +181,7 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         scratch = rotated_at + q.size * q.itemsize
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
-    names = (*fields, *_VALUES, *(_PARTS_OF_QKV if qkv_step else ()))
+    names = (*fields, *_VALUES, *(_PARTS_OF_QKV if qkv is not None else ()))
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     return Call(
         out=((*q.shape[:-1], problem.head_dim_v), q.dtype),

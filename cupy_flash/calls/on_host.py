@@ -26,7 +26,7 @@ def forward(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
     call = _known(arguments, options, backend)
-    problem, on_gpu, tile = call
+    problem, goes_to_gpu, tile = call
     new_keys = problem.layout.new_keys
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
@@ -40,7 +40,7 @@ def forward(
         out = np.empty((*arguments.q.shape[:-1], problem.head_dim_v), arguments.q.dtype)
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
-    if on_gpu:
+    if goes_to_gpu:
         return _on_gpu(arguments, out, options)
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if options.return_lse else None
     _on_cpu(arguments, out, lse, options, problem, tile)
@@ -57,7 +57,7 @@ class _Known(NamedTuple):
     """
 
     problem: Problem
-    on_gpu: bool
+    goes_to_gpu: bool
     tile: Tile | None
 
 
@@ -75,8 +75,9 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     if known is None:
         require_given(arguments, options.kind)
         problem = problem_of(arguments, options)
-        on_gpu = runs_on_gpu(problem, options, backend)
-        known = _Known(problem, on_gpu, None if on_gpu else requested_tile(problem, options))
+        goes_to_gpu = runs_on_gpu(problem, options, backend)
+        tile = None if goes_to_gpu else requested_tile(problem, options)
+        known = _Known(problem, goes_to_gpu, tile)
         if len(_calls) >= _MAX_KNOWN:
             _calls.clear()
         _calls[key] = known
@@ -196,7 +197,7 @@ def _appended(
     problem = call.problem
     lengths_after = lengths + problem.layout.new_keys
     # Nothing may be refused once the cache is written.
-    if call.on_gpu:
+    if call.goes_to_gpu:
         _require_a_plan(problem, options)
     elif call.tile is not None:
         _require_scratch(problem, call.tile, int(lengths_after.max(initial=0)))

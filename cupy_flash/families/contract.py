@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cupy_flash.families.params import layout_assertions
-from cupy_flash.families.schedule import MAIN_ENTRY, Schedule, Split
+from cupy_flash.families.schedule import Schedule, Split, main_of
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -56,8 +56,8 @@ class TranslationUnit:
 
     @property
     def main_entry(self) -> str:
-        """The kernel that attends: the first, unless a later one is called `MAIN_ENTRY`."""
-        return MAIN_ENTRY if MAIN_ENTRY in self.entries else self.entries[0]
+        """The kernel that attends (see `main_of`)."""
+        return main_of(self.entries)
 
     def target(self, device: Device) -> str:
         """The compiler's name of the architecture to compile for."""

@@ -17,6 +17,11 @@ MAX_STRIDE = 2**40
 _TYPES = {"params": "Params", "maps": "TensorMaps"}
 
 
+def main_of(entries: tuple[str, ...]) -> str:
+    """The kernel that attends: the first, unless a later one is called `MAIN_ENTRY`."""
+    return MAIN_ENTRY if MAIN_ENTRY in entries else entries[0]
+
+
 @dataclass(frozen=True)
 class Split:
     """How the keys of a query tile are shared out over thread blocks.
@@ -80,6 +85,9 @@ class Launch:
     min_blocks: int | None = None
     cluster: int = 0
     arguments: tuple[str, ...] = ("params",)
+
+    def __post_init__(self) -> None:
+        assert self.arguments in (("params",), ("maps", "params")), "what launches hand over"
 
     def definition(self) -> str:
         """C++ of the entry."""
@@ -146,6 +154,8 @@ class Schedule:
 
     @property
     def main(self) -> Launch | None:
-        """The launch that attends: that of `MAIN_ENTRY`, else the first; None on the CPU."""
-        named = (launch for launch in self.launches if launch.entry == MAIN_ENTRY)
-        return next(named, self.launches[0] if self.launches else None)
+        """The launch that attends (see `main_of`); None on the CPU."""
+        if not self.launches:
+            return None
+        entries = tuple(launch.entry for launch in self.launches)
+        return self.launches[entries.index(main_of(entries))]

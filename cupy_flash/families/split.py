@@ -12,7 +12,7 @@ from cupy_flash.families.schedule import WHOLE, Launch, Split
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
-MAX_SPLITS = 32
+MOST_CHOSEN_PARTS = 32
 # A split must do more than write a partial result and have it merged.
 MIN_KEY_TILES = 2
 # FlashAttention's rule for decoding, where merging costs next to nothing: leave the keys whole if
@@ -90,7 +90,7 @@ def choose(
     -------
     Split
         Into as many parts as the problem asks for, else from 1, for the keys left whole, to
-        `MAX_SPLITS`.
+        `MOST_CHOSEN_PARTS`.
     """
     # A share of the keys whose scaled scores are all -inf would be left out when they are merged.
     if problem.is_batch_invariant or problem.has_huge_scale:
@@ -98,7 +98,7 @@ def choose(
     if problem.layout.num_splits:
         return Split.into(problem.layout.num_splits)
     blocks = q_tiles * problem.batch * problem.heads_q // group
-    most = min(MAX_SPLITS, key_tiles // MIN_KEY_TILES)
+    most = min(MOST_CHOSEN_PARTS, key_tiles // MIN_KEY_TILES)
     if blocks == 0 or most <= 1:
         return WHOLE
     if tile_time is None:

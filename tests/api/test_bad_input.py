@@ -271,6 +271,10 @@ def test_parts_of_a_packed_array_on_a_gpu_are_read_where_they_lie(
     within = gpu.array(2, 113, 4, 40, address=qkv.data.ptr + 2 * index * 4 * 40)
     with pytest.raises(ValueError, match=f"out overlaps {name}; pass memory of its own"):
         flash_attention_qkvpacked(qkv, out=within, backend=backend)
+    row = 4 * 40 * 2
+    broadcast = gpu.array(2, 113, 3, 4, 40, strides=(113 * row, row, 0, 80, 2))
+    flash_attention_qkvpacked(broadcast, backend=backend)
+    assert gpu.launches[-1][1]["qkv"[index]]["data"] == broadcast.data.ptr
 
 
 @pytest.mark.parametrize("array", [None, 1.0, "q", [[1.0]], {"q": 1}])

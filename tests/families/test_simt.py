@@ -120,7 +120,7 @@ def test_splits_never_get_less_than_two_key_tiles():
             blocks_per_sm=2,
         ).parts
         assert splits == 1 or key_tiles / splits >= split.MIN_KEY_TILES
-        assert splits <= split.MAX_SPLITS
+        assert splits <= split.MOST_CHOSEN_PARTS
 
 
 def test_an_empty_problem_is_not_split():

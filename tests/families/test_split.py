@@ -58,7 +58,7 @@ def test_every_split_has_keys_of_its_own(arch, batch, heads, q_tiles, key_tiles,
         blocks_per_sm=blocks_per_sm,
         device=device_for_arch(arch),
     )
-    assert 1 <= splits <= split.MAX_SPLITS
+    assert 1 <= splits <= split.MOST_CHOSEN_PARTS
     assert splits == 1 or splits * split.MIN_KEY_TILES <= key_tiles
 
 
@@ -71,7 +71,7 @@ def test_splitting_never_makes_the_longest_slot_longer(blocks, key_tiles):
         return math.ceil(blocks * n / h100.sm_count) * math.ceil(key_tiles / n)
 
     assert longest(splits) <= longest(1)
-    most = min(split.MAX_SPLITS, key_tiles // split.MIN_KEY_TILES)
+    most = min(split.MOST_CHOSEN_PARTS, key_tiles // split.MIN_KEY_TILES)
     if splits > 1:
         best = min(longest(n) for n in range(1, most + 1))
         assert best >= split.NEAR_BEST * longest(splits)
@@ -129,7 +129,7 @@ def test_keys_are_split_only_where_that_is_expected_to_be_faster(heads, q_tiles,
 
     assert splits == 1 or time(splits) < time(1)
     # Fewer would not do: each split more is a partial result more to write and merge.
-    most = max(1, min(split.MAX_SPLITS, key_tiles // split.MIN_KEY_TILES))
+    most = max(1, min(split.MOST_CHOSEN_PARTS, key_tiles // split.MIN_KEY_TILES))
     best = min(time(n) for n in range(1, most + 1))
     assert time(splits) == best
     assert all(time(n) > best for n in range(1, splits))

@@ -11,6 +11,7 @@ import click
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli.errors import OneLineErrors
+from cupy_flash.cli.main import main
 
 METADATA = {
     "date": "2026-01-02T03:04:05+00:00",
@@ -61,6 +62,7 @@ def write(path: Path, rows: Sequence[Any], **metadata: Any) -> Path:
 
 def invoke(command: click.Command, *arguments: str | Path) -> Result:
     """Run a command below `cupy-flash`, whose errors are one line."""
-    group = OneLineErrors("cupy-flash", commands=[command])
+    # A command keeps the names of its help option from the first call.
+    group = OneLineErrors("cupy-flash", commands=[command], context_settings=main.context_settings)
     line = [command.name or "", *map(str, arguments)]
     return CliRunner().invoke(group, line, prog_name="cupy-flash", catch_exceptions=False)

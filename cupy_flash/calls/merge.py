@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
-from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
+from cupy_flash.arrays.strided import is_aligned, readable_in_place
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.calls.results import ResultSpec, empty
 from cupy_flash.gpu import combine
@@ -23,7 +23,6 @@ class Call:
 
     out: ResultSpec
     lse: ResultSpec
-    of_torch: bool
     apart: OverlapCheck
     kernel: combine.Combine
 
@@ -33,29 +32,28 @@ class Call:
         like, _, out = partials
         at = addresses[2]
         if out is None:
-            out, at = empty(like, self.out, of_torch=self.of_torch)
-        lse, lse_at = empty(like, self.lse, of_torch=self.of_torch)
+            out, at = empty(like, self.out, of_torch=False)
+        lse, lse_at = empty(like, self.lse, of_torch=False)
         self.kernel.run((*addresses, at, lse_at))
         return out, lse
 
 
 def readable(partials: Partials) -> Partials:
     """The arrays, copied where the kernel cannot read them as they lie."""
-    lse = as_cupy(partials.lse_partial)
+    lse = partials.lse_partial
     if not (lse.flags.c_contiguous and is_aligned(lse)):
         lse_partial = cupy_module().ascontiguousarray(readable_in_place(lse))
         partials = partials._replace(lse_partial=lse_partial)
     return partials._replace(out_partial=readable_in_place(partials.out_partial))
 
 
-def prepare(partials: Partials, device: Device, *, of_torch: bool) -> Call:
-    """Check a merge of CuPy arrays like these, or of tensors, and compile and load its kernel."""
+def prepare(partials: Partials, device: Device) -> Call:
+    """Check a merge of CuPy arrays like these, and compile and load its kernel."""
     spec = spec_of_call(*partials)
     out_partial, lse_partial, _ = partials
     return Call(
         out=(out_partial.shape[1:], out_partial.dtype),
         lse=(lse_partial.shape[1:], lse_partial.dtype),
-        of_torch=of_torch,
         apart=OverlapCheck(partials._fields, partials, ("out",)),
         kernel=combine.prepare(spec, device, _NAMES),
     )

@@ -27,7 +27,8 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
     Parameters
     ----------
     arrays
-        `Arguments` or `Partials` of arrays on a GPU; tensors of torch and `JaxMemory` as well.
+        `Arguments` of arrays on a GPU, tensors of torch and `JaxMemory` as well, or `Partials` of
+        CuPy's.
     options
         Of attention; None for a merge.
     keys
@@ -58,12 +59,11 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
             return run(readable, options, keys)
         plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-        of_torch = is_tensor(arrays.qkv if arrays[0] is None else arrays[0])
-        call = (
-            merge.prepare(plain, device, of_torch=of_torch)
-            if options is None
-            else attention.prepare(plain, options, device, of_torch=of_torch)
-        )
+        if options is None:
+            call = merge.prepare(plain, device)
+        else:
+            of_torch = is_tensor(arrays.q if arrays.qkv is None else arrays.qkv)
+            call = attention.prepare(plain, options, device, of_torch=of_torch)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call

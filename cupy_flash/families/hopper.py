@@ -413,13 +413,13 @@ class HopperFamily(Family[HopperTile]):
 
 
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    strides = problem.tensors[name].strides
-    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
+    tensor = problem.tensors[name]
+    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in tensor.strides)
     steps = (row_stride, head_stride, batch_stride)
     # Where there is nothing to step to, any stride that the driver takes will do.
     row, head, batch = (
         step if length > 1 else STRIDE_UNIT for length, step in zip(shape[1:], steps, strict=True)
     )
     return TensorMapSpec(
-        problem.dtype, shape, (row, head, batch), box=(_slab_columns(shape[0]), rows)
+        tensor.dtype, shape, (row, head, batch), box=(_slab_columns(shape[0]), rows)
     )

@@ -190,11 +190,14 @@ def test_an_archive_that_is_damaged_anywhere_is_refused_as_a_wrong_option(tmp_pa
     assert refused > len(whole) // 2
 
 
-def test_an_archive_of_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"text", b"\x93NUMPY\x01\x00\x04\x00text"])
+def test_an_archive_of_something_else_is_refused_in_one_line(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "qkv.npz"
     with zipfile.ZipFile(path, "w") as archive:
         for name in "qkv":
-            archive.writestr(f"{name}.npy", "text")
+            archive.writestr(f"{name}.npy", content)
     result = bench("--input", str(path))
 
     assert result.exit_code == 2
@@ -234,6 +237,47 @@ def test_a_failure_of_the_system_is_told_with_the_file_that_it_concerns() -> Non
 
     assert result.exit_code == 1
     assert result.stderr == "cupy-flash: No space left on device: kernel.cubin\n"
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "code"), [(None, 141), (KeyboardInterrupt(), 130), (click.Abort(), 130)]
+)
+def test_a_closed_pipe_has_its_own_code_unless_an_interrupt_was_being_told(
+    interrupt: BaseException | None, code: int
+) -> None:
+    error = BrokenPipeError(32, "Broken pipe")
+    error.__context__ = OSError("while writing")
+    error.__context__.__context__ = interrupt
+    result = failing(error)
+
+    assert result.exit_code == code
+    assert result.output == ""
+
+
+def test_a_pipe_that_closes_while_the_end_is_told_has_its_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(click.Group, "main", closed)
+
+    assert CliRunner().invoke(main, ["info"]).exit_code == 141
+
+
+def test_what_nobody_reads_changes_no_exit_code_and_is_not_written_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", pipe)
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "--bogus"])
+        # As Python does at its exit; into the pipe it would raise.
+        print("more", file=pipe, flush=True)
+
+    assert ended.value.code == 2
 
 
 def test_a_defect_of_ours_keeps_its_traceback() -> None:

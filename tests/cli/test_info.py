@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support import fake_cupy
 
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers.providers import names
@@ -14,6 +15,7 @@ from cupy_flash.families import FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
+from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
 
 
 def info(*arguments: str) -> Result:
@@ -67,3 +69,43 @@ def test_the_text_names_every_family() -> None:
     text = info().stdout
 
     assert all(f"family {name}" in text for name in FORWARD)
+
+
+def test_on_a_gpu_each_family_names_the_dtypes_that_it_serves_there_and_why_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_cupy.install(monkeypatch)
+    families = json.loads(info("--json").stdout)["families"]
+
+    for name, family in FORWARD.items():
+        for dtype in DTYPES:
+            problem = make_contiguous_problem(
+                dtype=dtype,
+                batch=1,
+                seqlen_q=1000,
+                seqlen_k=1000,
+                heads_q=1,
+                heads_kv=1,
+                head_dim=64,
+                head_dim_v=64,
+            )
+            reason = family.why_not(problem, fake_cupy.device())
+            assert (dtype in families[name]["dtypes"]) is (reason is None)
+            assert families[name]["why_not"].get(dtype) == reason
+
+
+def test_the_text_has_a_line_for_each_gpu_and_leaves_out_what_a_family_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    lines = [line.partition("  ") for line in info().stdout.splitlines()]
+    gpus = [text.strip() for name, _, text in lines if name == "GPU"]
+    hopper = next(text for name, _, text in lines if name == "family hopper")
+    device = fake_cupy.device()
+
+    assert len(gpus) == cupy.cuda.runtime.getDeviceCount()
+    assert all(
+        text.startswith(f"{device.name} ({device.sm}, {device.sm_count} SMs") for text in gpus
+    )
+    assert "bfloat16" in hopper.partition("(")[0]
+    assert "float64" not in hopper.partition("(")[0]

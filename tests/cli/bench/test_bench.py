@@ -17,8 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support import fake_cupy
 
+from cupy_flash.cli.bench import bench as bench_module
 from cupy_flash.cli.bench.table import print_cells, record_row, timing_text
+from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.gpu_state import GpuState, GpuWatch
@@ -27,6 +30,7 @@ from cupy_flash.cli.measure.timing import Spread
 from cupy_flash.cli.providers import torch_providers
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.errors import CompileError
+from cupy_flash.planning.planner import make_plan
 
 # What the benchmark records promise.
 FIELDS = {
@@ -267,6 +271,10 @@ def test_bfloat16_survives_an_npz_file(tmp_path: Path) -> None:
         ({"q": np.ones((1, 5, 1, 8))}, "holds q; expected arrays q, k and v"),
         (dict.fromkeys("qkv", np.ones((5, 8))), "expected a float array of shape (batch, seqlen"),
         (dict.fromkeys("qkv", np.ones((1, 5, 1, 8), int)), "is int64 of shape"),
+        (
+            {**dict.fromkeys("qk", np.ones((1, 5, 1, 8))), "v": np.ones((1, 6, 1, 8))},
+            "(1, 5, 1, 8) and (1, 6, 1, 8); expected one batch, q and k of one head_dim, k and v",
+        ),
     ],
 )
 def test_an_npz_file_without_usable_arrays_is_refused(
@@ -627,3 +635,99 @@ def test_whose_calls_were_timed_instead_of_a_graph_is_said(
     text = " ".join(gpu_table(120, monkeypatch, capsys, timed_by=timed_by))
 
     assert says in text
+
+
+# ---- On a GPU that is not there
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The GPUs that were watched, by their places on the bus."""
+    found: list[str | None] = []
+
+    @contextlib.contextmanager
+    def watch(bus_id: str | None) -> Iterator[GpuWatch]:
+        found.append(bus_id)
+        yield GpuWatch()
+
+    fake_cupy.install(monkeypatch)
+    monkeypatch.setattr(bench_module, "watched", watch)
+    monkeypatch.setattr(bench_module, "copy_rate", lambda: 3.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "providers"),
+    [
+        (RAGGED, ["cupy_flash", "cupy-library"]),
+        (("--cache", *RAGGED, "--page-size", "0,16"), ["cupy_flash"]),
+        (("--lengths", "113,7", *RAGGED[6:]), ["cupy_flash", "cupy_flash-uniform"]),
+    ],
+)
+def test_on_a_gpu_the_library_is_timed_beside_who_serves_such_cases_there(
+    arguments: tuple[str, ...],
+    providers: list[str],
+    tmp_path: Path,
+    watched: list[str | None],
+) -> None:
+    data = record(tmp_path, *arguments, "--repeats", "3", "--host-time")
+    head, rows = data["metadata"], data["rows"]
+
+    assert [row["provider"] for row in rows][: len(providers)] == providers
+    assert {row["provider"] for row in rows} == set(providers)
+    assert {(row["check"], row["timed_by"]) for row in rows} == {("passed", "events")}
+    assert all(row["call_ms"] > 0 and row["host_us"] > 0 for row in rows)
+    assert head["device"] == fake_cupy.device().name
+    assert len(watched) == 1
+    assert watched[0] == sys.modules["cupy"].cuda.Device().pci_bus_id
+    assert (head["gpu_state"] is None, head["cpu_state"]) == (False, None)
+    # What reading a cache is measured by.
+    assert head.get("copy_tb_per_s") == (3.0 if "--cache" in arguments else None)
+
+
+def test_on_a_gpu_a_row_has_the_plan_of_that_gpu_and_the_time_of_its_events(
+    tmp_path: Path, watched: list[str | None]
+) -> None:
+    ours, library = record(tmp_path, *RAGGED, "--repeats", "3")["rows"]
+    case = Case("float32", 1, 113, 203, 2, 2, 24, 24)
+    plan = make_plan(case.problem(), fake_cupy.device())
+
+    assert (ours["family"], ours["tile"]) == (plan.family, vars(plan.tile))
+    assert library["tile"] is None
+    assert {row["median_ms"] for row in (ours, library)} == {fake_cupy.MILLISECONDS}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "beside"),
+    [
+        ("float16,bfloat16", ["torch-flash", "torch-cudnn"]),
+        ("float64", ["torch-efficient", "torch-math"]),
+        ("float16,float32", ["torch-flash", "torch-cudnn", "torch-efficient", "torch-math"]),
+    ],
+)
+def test_torch_stands_beside_the_library_by_what_it_has_for_the_dtypes(
+    dtypes: str,
+    beside: list[str],
+    tmp_path: Path,
+    watched: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
+    shape = ("--seqlen-q", "5", "--heads", "1", "--head-dim", "16", "--repeats", "3")
+    rows = record(tmp_path, *shape, "--dtype", dtypes, "--skip-check")["rows"]
+
+    names = ["cupy_flash", *beside, "cupy-library"]
+    assert [row["provider"] for row in rows] == names * len(dtypes.split(","))
+
+
+@pytest.mark.parametrize("given", [None, "torch-math", "torch-math,torch-cudnn"])
+def test_speedups_of_a_preset_refer_to_its_own_baseline_or_to_the_one_that_is_given(
+    given: str | None, tmp_path: Path, watched: list[str | None]
+) -> None:
+    asked = "torch-math,torch-cudnn"
+    more = ("--baseline", given) if given else ()
+    data = record(tmp_path, "--preset", "decode", "--provider", asked, *more, exit_code=1)
+    own = [name for name in asked.split(",") if name in presets.preset("decode").baseline]
+
+    assert data["metadata"]["baseline"] == (given.split(",") if given else own)
+    assert {row["reason"] for row in data["rows"]} == {"torch is not installed"}

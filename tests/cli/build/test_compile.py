@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from cupy_flash.cli.build import build as build_module
+from cupy_flash.cli.build import compile as compile_module
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.main import main
+from cupy_flash.errors import CompileError
 from cupy_flash.families import FORWARD, TranslationUnit
 from cupy_flash.gpu.compiler import (
     CUBINS_VARIABLE,
@@ -20,7 +25,7 @@ from cupy_flash.gpu.compiler import (
 )
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
+from cupy_flash.problem.device import ARCHITECTURES, Device, Resources, device_for_arch
 from cupy_flash.problem.problem import DTYPES, Problem, make_contiguous_problem
 
 needs_compiler = pytest.mark.skipif(
@@ -105,6 +110,104 @@ def test_the_report_has_registers_spills_and_shared_memory(
     assert result.exit_code == 0
     assert all(name in result.stdout for name in ("regs", "spills", "KiB"))
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+class InThisProcess(Executor):
+    """Does at once what a pool of processes would do."""
+
+    _processes = None
+
+    def __init__(self, count: int, **_: object) -> None:
+        pass
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*arguments, **named))
+        return future
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Resources]:
+    """What a GPU that is not there says of the kernels that were loaded on it, by their texts."""
+    found: dict[str, Resources] = {}
+
+    class KernelCache:
+        def get(self, unit: TranslationUnit, shared_memory: dict[str, int]) -> None:
+            if unit.text.startswith("#error"):
+                raise CompileError("it does not compile\nCompiler log:\nthis is wrong")
+            assert shared_memory.keys() == set(unit.entries)
+            found[unit.text] = Resources(77, 0, 0)
+
+    monkeypatch.setattr(compile_module, "gpu_unavailable", lambda: None)
+    monkeypatch.setattr(compile_module, "current_device", lambda: device_for_arch("sm_90"))
+    monkeypatch.setattr(build_module, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(build_module, "why_no_compiler", lambda: None)
+    monkeypatch.setattr(build_module, "kernel_cache", KernelCache())
+    monkeypatch.setattr(build_module, "loaded_resources", lambda unit: found[unit.text])
+    return found
+
+
+@pytest.mark.parametrize("refused", [None, "Permission denied"])
+def test_on_a_gpu_kernels_go_into_cupys_cache_and_that_it_keeps_none_is_said(
+    refused: str | None,
+    loaded: dict[str, Resources],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_other_units: None,
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_module, "prepare_cupy_cache", lambda: refused)
+    monkeypatch.setattr(kernel_sets, "default_plans", one_plan)
+    result = compile_()
+    text = result.stdout.replace("\n", "")
+    (plan,) = one_plan(device_for_arch("sm_90"))
+    assert plan.unit is not None
+
+    assert result.exit_code == 0, result.output
+    assert list(loaded) == [plan.unit.text]
+    assert str(loaded[plan.unit.text].registers) in result.stdout
+    assert (f"Kept in {tmp_path}" in text) is (refused is None)
+    assert (f"Not kept: {tmp_path} cannot be written ({refused})" in text) is (refused is not None)
+
+
+def test_a_kernel_that_does_not_load_shows_the_log_and_the_others_are_kept(
+    loaded: dict[str, Resources], monkeypatch: pytest.MonkeyPatch, no_other_units: None
+) -> None:
+    def plans(device: Device) -> list[Plan]:
+        return [*broken_plan(device), *one_plan(device)]
+
+    monkeypatch.setattr(kernel_sets, "default_plans", plans)
+    result = compile_()
+
+    assert result.exit_code == 1
+    assert "this is wrong" in result.stderr
+    assert "1 of 2 kernels do not compile" in result.stderr
+    assert len(loaded) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("option", ["--arch", "--output"])
+def test_where_an_architecture_or_a_folder_is_given_nothing_is_loaded_on_the_gpu(
+    option: str,
+    loaded: dict[str, Resources],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_other_units: None,
+) -> None:
+    def plans(device: Device) -> list[Plan]:
+        (plan,) = one_plan(device)
+        empty = TranslationUnit('extern "C" __global__ void attention() {}', ("attention",), "none")
+        return [*broken_plan(device), dataclasses.replace(plan, unit=empty)]
+
+    monkeypatch.setattr(kernel_sets, "default_plans", plans)
+    result = compile_(option, "sm_90" if option == "--arch" else str(tmp_path))
+
+    assert not loaded
+    assert result.exit_code == 1
+    assert "this is wrong" in result.stderr
+    assert "1 of 2 kernels do not compile" in result.stderr
+    assert ("Not kept: --output DIR writes the cubins." in result.stdout) is (option == "--arch")
+    assert len(list(tmp_path.iterdir())) == (option == "--output")
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(
@@ -274,7 +377,8 @@ def test_everything_holds_the_tuned_tiles(monkeypatch: pytest.MonkeyPatch) -> No
         1.0,
     )
     stale = dataclasses.replace(entry, digest="0" * 16)
-    monkeypatch.setattr(tuning, "entries", lambda: [entry, stale])
+    other = dataclasses.replace(entry, tile={"Br": entry.tile["Br"]})
+    monkeypatch.setattr(tuning, "entries", lambda: [entry, stale, other])
 
     assert [plan.tile for plan in kernel_sets.tuned_plans(device)] == [tile]
 

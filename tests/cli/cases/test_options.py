@@ -132,6 +132,10 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             "--baseline torch-flash is not among the providers; expected some of numpy-naive",
         ),
         (("bench", "--preset", "fa3-grid", "--batch", "3"), "--batch does not go with --preset"),
+        (
+            ("bench", "--preset", "fa3-grid", "--input", __file__),
+            "--input does not go with --preset: both name the cases",
+        ),
         (("bench", "--preset", "fa4"), "'fa4' is not one of 'fa3-grid', 'float32'"),
         (("bench", "--tile", "threads"), "'threads' is not NAME=NUMBER"),
         (
@@ -145,6 +149,14 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--output", ""), "an empty name has no suffix; expected one of .json, .csv"),
         (("tune", "--arch", "sm_20"), "unknown architecture 'sm_20'; expected one of sm_75,"),
         (("tune", "--backend", "cpu", "--family", "simt"), "--backend cpu has no --arch and no"),
+        (
+            ("tune", "--backend", "cpu", "--preset", "decode"),
+            "--preset decode is for GPUs; leave --backend cpu out",
+        ),
+        (
+            ("tune", "--backend", "cpu", "--preset", "decode", "--workload", __file__),
+            "--preset does not go with --workload: both name the cases",
+        ),
         (("compile", "--arch", "hopper"), "unknown architecture 'hopper'; expected one of sm_75,"),
         (("compile", "--list", "--output", "cubins"), "--list builds nothing to write; leave out"),
         (("benchmark",), "no command 'benchmark'; expected one of bench, "),

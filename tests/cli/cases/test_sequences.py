@@ -7,11 +7,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support import fake_cupy
 
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
@@ -25,12 +27,13 @@ from cupy_flash.cli.cases.inputs import Inputs, can_share_pages, random_inputs
 from cupy_flash.cli.cases.sequences import arrays_of, long_tail, repeatable, rows_of, uniform_twin
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.check import Check, choose_blocks
-from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups
+from cupy_flash.cli.measure.runner import Cell, Runner, Settings, set_speedups, too_large
 from cupy_flash.cli.measure.timing import Spread, Timed
 from cupy_flash.cli.providers import providers, torch_providers
 from cupy_flash.cli.providers.contract import Prepared, Provider
 from cupy_flash.cli.providers.providers import provider
 from cupy_flash.cli.records import records
+from cupy_flash.families import FORWARD
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
@@ -200,6 +203,27 @@ def test_pages_that_are_appended_to_have_memory_of_their_own() -> None:
     assert not np.shares_memory(paged.host[1], inputs.host[1])
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_arrays_are_copied_once_to_where_they_are_asked_for(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    inputs = random_inputs(cache(page_size=16), 3, on_gpu=on_gpu)
+    there, back = inputs.gpu, inputs.host
+    more = inputs.more_gpu
+
+    assert inputs.gpu is there
+    assert inputs.host is back
+    assert inputs.more_gpu is more
+    assert (cupy.uploads, cupy.downloads) == (
+        (len(more), len(back)) if on_gpu else (len(there) + len(more), 0)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(there, back, strict=True))
+    assert {name: array.tolist() for name, array in more.items()} == {
+        name: array.tolist() for name, array in inputs.more.items()
+    }
+
+
 def test_a_large_array_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cupy_flash.cli.cases.inputs._DRAWN_AT_ONCE", 1000)
     q, k, _ = random_inputs(cache(), 0, on_gpu=False).host
@@ -280,6 +304,63 @@ def test_a_provider_says_what_it_is_not_for(name: str, case: Case, says: str) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "case"), [("cupy_flash-page16", varlen()), ("cupy_flash-uniform", cache())]
+)
+def test_what_a_provider_is_not_for_has_no_scratch_either(name: str, case: Case) -> None:
+    with pytest.raises(ValueError, match="it ") as refused:
+        provider(name).scratch_bytes(case)
+
+    assert str(refused.value) == provider(name).why_not(case)
+
+
+def test_the_library_says_of_a_family_why_it_serves_a_case_not_on_this_gpu_or_that_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("float64", 1, 113, 113, 2, 2, 64, 64)
+    fake_cupy.install(monkeypatch)
+    refused = FORWARD["hopper"].why_not(case.problem(), fake_cupy.device())
+    assert refused
+
+    assert provider("cupy_flash").why_not(case) is None
+    assert refused in (provider("cupy_flash-hopper").why_not(case) or "")
+    monkeypatch.setattr("cupy_flash.cli.providers.contract.gpu_unavailable", lambda: "no GPU")
+    assert provider("cupy_flash-hopper").why_not(case) == "no GPU"
+
+
+def test_memory_that_cupy_and_torch_hold_for_nobody_is_free_and_can_be_handed_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = fake_cupy.install(monkeypatch)
+    held = {"reserved": 5 << 30, "allocated": 1 << 30}
+
+    def empty_cache() -> None:
+        cupy.free += held["reserved"] - held["allocated"]
+        held["reserved"] = held["allocated"]
+
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        memory_reserved=lambda: held["reserved"],
+        memory_allocated=lambda: held["allocated"],
+        empty_cache=empty_cache,
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    free = cupy.free + cupy.idle + held["reserved"] - held["allocated"]
+
+    assert providers.free_bytes(on_gpu=True) == free
+    providers.release_memory()
+    assert cupy.free == providers.free_bytes(on_gpu=True) == free
+
+
+def test_where_the_system_does_not_tell_its_free_memory_no_case_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert too_large(1 << 60, on_gpu=False) is not None
+    monkeypatch.setattr(providers, "Path", lambda _: tmp_path / "meminfo")
+
+    assert too_large(1 << 60, on_gpu=False) is None
+
+
+@pytest.mark.parametrize(
     ("case", "says"),
     [
         (varlen(), "no packed sequences"),
@@ -357,6 +438,17 @@ def test_pages_are_checked_by_their_own_order_of_the_rows() -> None:
     assert [cell.passed for cell in cells] == [True] * 4
     assert len({cell.max_error for cell in cells}) > 1
     assert all(cell.coverage is not None for cell in cells[1:])
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize("case", [cache(causal=True), cache(page_size=16, lengths=(203, 7))])
+def test_the_formula_goes_through_a_cache_sequence_by_sequence(case: Case) -> None:
+    (cell,) = timed(case, "numpy-naive")
+
+    assert cell.passed
+    assert cell.coverage is None
+    assert cell.prepared is not None
+    assert cell.prepared.call().shape == (case.batch, case.seqlen_q, case.heads_q, case.head_dim_v)
 
 
 @pytest.mark.usefixtures("without_gpu")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+from support import fake_cupy
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
+from cupy_flash.cli.measure import check as check_module
 from cupy_flash.cli.measure.check import Block, Check, choose_blocks
+from cupy_flash.cli.providers.providers import provider
 from cupy_flash.reference.dense import attention_naive
 
 ALL = 10**15
@@ -117,3 +124,48 @@ def test_inputs_depend_on_the_seed_alone() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first.host, again.host, strict=True))
     assert not np.array_equal(first.host[0], other.host[0])
     assert isinstance(first, Inputs)
+
+
+class OnGpu:
+    """An array in GPU memory, of which parts can be taken and nothing be computed here."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __getitem__(self, part: Any) -> OnGpu:
+        return OnGpu(self.values[part])
+
+
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_without_cublas_results_on_a_gpu_are_compared_on_the_host(
+    off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matmul(*_: object) -> None:
+        raise ImportError("libcublas.so.13: cannot open")
+
+    cupy = SimpleNamespace(ones=np.ones, matmul=matmul, asnumpy=lambda array: array.values)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(check_module, "why_no_matmul", check_module.why_no_matmul.__wrapped__)
+    inputs = random_inputs(case(113, 203), 5, on_gpu=False)
+    q, k, v = map(OnGpu, inputs.host)
+    check = Check(Inputs(inputs.case, _gpu=(q, k, v)), 0, on_gpu=True)
+    result = np.array(attention_naive(*inputs.host))
+    result[1, 112, 1, 23] += off
+
+    assert check.coverage.rows == 2 * 2 * 113
+    assert (check.error(OnGpu(result)) > check.coverage.bound) is (off > 0)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_cupys_formula_is_missing_where_cublas_is(
+    is_missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matmul(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        if is_missing:
+            raise RuntimeError("libcublas.so.13:\ncannot open")
+        return one @ other
+
+    monkeypatch.setattr(fake_cupy.install(monkeypatch), "matmul", matmul, raising=False)
+    reason = "cupy.matmul needs the cuBLAS library: libcublas.so.13: cannot open"
+
+    assert provider("cupy-library").missing() == (reason if is_missing else None)

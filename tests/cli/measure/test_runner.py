@@ -19,6 +19,7 @@ from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.runner import Cell, Runner, Settings
 from cupy_flash.cli.measure.timing import Timed, call_milliseconds, take_turns
 from cupy_flash.cli.providers.contract import Prepared, Provider
+from cupy_flash.cli.providers.providers import provider as provider_of_ours
 
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
 OUTPUT_BYTES = 113 * 2 * 24 * 4
@@ -498,3 +499,34 @@ def test_the_seconds_of_a_call_are_told_without_an_exponent(seconds: float, text
     said = reason(on_host(seconds, cell_seconds=1e-6), HostProvider(), case)
 
     assert said == f"one call takes about {text}, too long for --cell-seconds"
+
+
+@pytest.mark.parametrize("kind", ["varlen", "cache"])
+def test_a_long_batch_of_sequences_is_tried_on_the_longest_alone(kind: str) -> None:
+    provider = HostProvider()
+    lengths = (113, 2048, 700)
+    case = Case("float32", 3, 2048, 2048, 8, 4, 64, 64, True, kind=kind, lengths=lengths)
+    runner = on_host(100.0)
+    inputs = random_inputs(case, 0, on_gpu=False)
+    ((cell,), _) = runner.run(case, [provider], lambda: inputs)
+    (tried,) = provider.seen
+
+    assert (tried.kind, tried.batch, tried.seqlen_k) == ("dense", 1, max(lengths))
+    # Its last rows, which see every key.
+    assert tried.first_query + tried.seqlen_q == tried.seqlen_k
+    assert cell.reason is not None
+    assert cell.reason.endswith("too long for --cell-seconds")
+
+
+def test_a_released_cell_keeps_its_plan_and_calls_nothing_any_more() -> None:
+    ours = provider_of_ours("cupy_flash-cpu")
+    settings = dataclasses.replace(SETTINGS, warmup=0)
+    ((cell,), _) = Runner(settings, {False: FakeTimer()}).run(CASE, [ours], draw)
+    assert cell.prepared is not None
+    tile = cell.prepared.tile
+    cell.release()
+
+    assert tile is not None
+    assert cell.prepared.tile == tile
+    with pytest.raises(AssertionError, match="arrays of this cell were released"):
+        cell.prepared.call()

@@ -204,6 +204,24 @@ def test_repeats_on_a_gpu_are_enqueued_without_waiting_in_between(
     assert gpu.synchronizations == 1
 
 
+def test_one_call_on_a_gpu_lasts_from_an_idle_gpu_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, clock = FakeGpu(), FakeClock()
+    seconds = {"theirs": 100.0, "ours": 0.25}
+
+    def synchronize() -> None:
+        clock.now += sum(map(seconds.get, gpu.stream))
+        gpu.stream.clear()
+
+    monkeypatch.setattr(gpu, "synchronize", synchronize)
+    monkeypatch.setitem(sys.modules, "cupy", gpu)
+    monkeypatch.setattr("cupy_flash.cli.measure.timing.time.perf_counter", clock)
+    gpu.call("theirs").call()
+
+    assert GpuTimer().once(gpu.call("ours")) == seconds["ours"]
+
+
 def test_a_copy_counts_bytes_read_and_bytes_written(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     monkeypatch.setitem(sys.modules, "cupy", gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from support import fake_cupy
 
 import cupy_flash
 from cupy_flash.cli.build.build import Built, Job
@@ -37,6 +39,7 @@ from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import Resources, device_for_arch
 from cupy_flash.problem.tile import Tile
+from cupy_flash.reference.dense import attention_naive
 
 SHAPE = ("--seqlen-q", "113", "--seqlen-k", "203", "--heads", "2", "--head-dim", "24")
 CASE = Case("float32", 1, 113, 203, 2, 2, 24, 24)
@@ -886,6 +889,47 @@ def test_of_both_16_bit_types_the_second_has_the_firsts_finalists_to_try(
 
     # Twelve tiles went past the first round, and the default; of those four past the second.
     assert second <= 13 + 13 + 5 < alone
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "waits"),
+    [
+        (("float16", "bfloat16"), True),
+        (("bfloat16", "float16"), True),
+        (("float16", "float32"), False),
+    ],
+)
+def test_on_a_gpu_all_is_compiled_ahead_but_what_the_other_16_bit_type_may_cut(
+    dtypes: tuple[str, str], waits: bool, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+
+    def image_of(job: Job) -> bytes:
+        events.append(("compiled", next(name for name in dtypes if name in job.unit.title.split())))
+        return job.unit.text.encode()
+
+    def computed(q: np.ndarray, k: np.ndarray, v: np.ndarray, **_: object) -> np.ndarray:
+        events.append(("checked", q.dtype.name))
+        return attention_naive(q, k, v)
+
+    fake_cupy.install(monkeypatch)
+    builder = contextlib.nullcontext(FakeBuilder(image_of))
+    monkeypatch.setattr(job_module, "Builder", lambda workers: builder)
+    timer = FakeTimer(lambda tile, rows: float(tile["Br"] + tile["Bc"]))
+    monkeypatch.setattr(sweep_module, "GpuTimer", lambda: timer)
+    monkeypatch.setattr(inputs_module, "flash_attention", computed)
+    shape = ("--batch", "1", "--seqlen-q", "64", "--heads", "1", "--head-dim", "16")
+    result = tune(*shape, "--family", "simt", "--dtype", ",".join(dtypes), "--max-tiles", "30")
+    first, second = dtypes
+    counts = {event: events.count(event) for event in events}
+
+    assert result.exit_code == 0, result.output
+    assert {entry.gpu for entry in saved(home)} == {fake_cupy.device().name}
+    # Of the second what the first's race left.
+    assert (counts["compiled", second] < counts["compiled", first]) is waits
+    assert counts["checked", second] == counts["compiled", second]
+    last_check = len(events) - events[::-1].index(("checked", first))
+    assert (events.index(("compiled", second)) >= last_check) is waits
 
 
 # ---- For a GPU that is not there

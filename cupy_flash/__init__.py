@@ -9,6 +9,8 @@ from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, pla
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
 from cupy_flash.errors import CompileError, UnsupportedError
+from cupy_flash.mods.keywords import Modifications
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
@@ -18,7 +20,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
+    "MaskMod",
+    "Modifications",
     "Plan",
+    "ScoreMod",
     "Tile",
     "UnsupportedError",
     "attention_reference",

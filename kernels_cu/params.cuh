@@ -2,7 +2,7 @@
 // a NumPy dtype and asserts at compile time that sizes and offsets agree.
 #pragma once
 
-using int64 = long long;
+#include "blocks/map.cuh"
 
 // A (batch, seqlen, heads, dim) array whose last axis is contiguous. Strides count elements.
 struct Tensor {
@@ -50,4 +50,11 @@ struct Params {
   int max_pages;               // of a sequence
   int keys;                    // of every sequence where neither array counts them
   int new_keys;                // behind those that seqused_k or `keys` count
+
+#ifdef CUPY_FLASH_MODIFIED
+  // What modifications read; the unit declares it ahead of this file.
+  alignas(8) ModArguments mods;
+  // Which blocks of keys each query tile visits, where Config::mapped.
+  BlockMap block_map;
+#endif
 };

@@ -138,7 +138,7 @@ def _heads_kv(problem: Problem) -> int:
 
 def seen_keys(problem: Problem, rows: int) -> int:
     """Keys that the first `rows` queries see between them."""
-    return problem.mask.seen(rows - 1) if rows else 0
+    return problem.mask.end(rows - 1) if rows else 0
 
 
 def tile_keys(problem: Problem, Br: int, Bc: int) -> list[int]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
 
 
 def flash_attention(
@@ -25,6 +30,7 @@ def flash_attention(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
 
@@ -47,8 +53,8 @@ def flash_attention(
         Factor on the scores, by default 1 / sqrt(head_dim). An array of one number is read in
         each call, which waits for it where it lies on a GPU.
     q_offset : int, optional
-        Position of the first query among the keys, for causal masks. By default seqlen_k -
-        seqlen_q: the last query sees every key. 0 aligns the mask at the top left.
+        Position of the first query among the keys, for causal masks and modifications. By default
+        seqlen_k - seqlen_q: the last query sees every key. 0 aligns the mask at the top left.
     layout : {"bshd", "bhsd"}
         Order of the axes; "bhsd" is (batch, heads, seqlen, dim), for the output too.
     return_lse : bool
@@ -63,6 +69,8 @@ def flash_attention(
         "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    **modifications
+        Masks, and what becomes of scores: see `Modifications`.
 
     Returns
     -------
@@ -99,7 +107,7 @@ def flash_attention(
     options = Options(
         "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(Arguments(q, k, v, out), options, backend)
+    return run.attention(Arguments(q, k, v, out), options, backend, modifications=modifications)
 
 
 def flash_attention_qkvpacked(
@@ -114,6 +122,7 @@ def flash_attention_qkvpacked(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """`flash_attention` of queries, keys and values that lie in one array, read in place.
 
@@ -121,7 +130,7 @@ def flash_attention_qkvpacked(
     ----------
     qkv : array, shape (batch, seqlen, 3, heads, head_dim)
         Queries, keys and values along the third axis.
-    causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile
+    causal, softmax_scale, q_offset, layout, return_lse, out, backend, family, tile, **modifications
         As in `flash_attention`; layout is "bshd".
 
     Returns
@@ -139,7 +148,9 @@ def flash_attention_qkvpacked(
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(Arguments(None, None, None, out, qkv), options, backend)
+    return run.attention(
+        Arguments(None, None, None, out, qkv), options, backend, modifications=modifications
+    )
 
 
 def plan(
@@ -155,12 +166,13 @@ def plan(
     family: str | None = None,
     tile: TileRequest = None,
     arch: str | None = None,
+    **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan that a call with these arguments would use, without computing anything.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, backend, family, tile
+    q, k, v, causal, softmax_scale, q_offset, layout, backend, family, tile, **modifications
         As in `flash_attention`. The arrays are not read.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
@@ -173,4 +185,4 @@ def plan(
     options = Options(
         "equal", causal, softmax_scale, False, family, freeze_tile(tile), q_offset, layout
     )
-    return run.plan(Arguments(q, k, v), options, backend, arch)
+    return run.plan(Arguments(q, k, v), options, backend, arch, modifications)

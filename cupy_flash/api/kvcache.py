@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
 
 
 def flash_attention_with_kvcache(
@@ -33,6 +38,7 @@ def flash_attention_with_kvcache(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """One step of generation: append to a key/value cache, then attend to it.
 
@@ -102,6 +108,8 @@ def flash_attention_with_kvcache(
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    **modifications
+        Masks, and what becomes of scores: see `Modifications`.
 
     Returns
     -------
@@ -194,7 +202,7 @@ def flash_attention_with_kvcache(
         None,
         rotary_interleaved,
     )
-    return run.attention(arguments, options, backend, keys)
+    return run.attention(arguments, options, backend, keys, modifications)
 
 
 def plan_with_kvcache(
@@ -218,6 +226,7 @@ def plan_with_kvcache(
     family: str | None = None,
     tile: TileRequest = None,
     arch: str | None = None,
+    **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan of the attention of `flash_attention_with_kvcache`, without computing anything.
 
@@ -258,4 +267,4 @@ def plan_with_kvcache(
         batch_invariant=batch_invariant,
         rotary_interleaved=rotary_interleaved,
     )
-    return run.plan(arguments, options, backend, arch)
+    return run.plan(arguments, options, backend, arch, modifications)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
 
 
 def flash_attention_varlen(
@@ -31,6 +36,7 @@ def flash_attention_varlen(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """`flash_attention` of sequences of different lengths, packed without padding.
 
@@ -91,6 +97,8 @@ def flash_attention_varlen(
         Kernel family to use instead of the planner's choice.
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    **modifications
+        Masks, and what becomes of scores: see `Modifications`.
 
     Returns
     -------
@@ -159,6 +167,7 @@ def flash_attention_varlen(
             max_seqlen_k,
         ),
         backend,
+        modifications=modifications,
     )
 
 
@@ -181,6 +190,7 @@ def plan_varlen(
     family: str | None = None,
     tile: TileRequest = None,
     arch: str | None = None,
+    **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan that `flash_attention_varlen` would use, without computing anything.
 
@@ -213,4 +223,5 @@ def plan_varlen(
         ),
         backend,
         arch,
+        modifications,
     )

@@ -6,7 +6,9 @@ lie, only of arrays in host memory (`cupy_flash.calls.contents`).
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +29,7 @@ from cupy_flash.arrays.strided import (
     spec_of,
     to_bshd,
 )
+from cupy_flash.calls.modifiers import Sizes, canonical, score_spec
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.partials import Partials
 from cupy_flash.problem.problem import (
@@ -36,8 +39,10 @@ from cupy_flash.problem.problem import (
     check_count,
     check_no_self_overlap,
     contiguous_strides,
+    count,
     make_problem,
 )
+from cupy_flash.problem.score import ScoreSpec
 
 
 class Arguments(NamedTuple):
@@ -74,6 +79,21 @@ class Arguments(NamedTuple):
         """Likewise."""
         return self.v if self.v_cache is None else self.v_cache
 
+    def of_kind(self, kind: str) -> tuple[Any, ...]:
+        """Those that calls of a kind may have: keys are made of no more."""
+        found = self[FIELDS[kind]]
+        return found if len(self) == _FIXED else found + self[_FIXED:]
+
+    def names_of_kind(self, kind: str) -> tuple[str, ...]:
+        """Their names."""
+        names: tuple[str, ...] = self._fields
+        return names[FIELDS[kind]] + names[_FIXED:]
+
+    @property
+    def of_modifiers(self) -> tuple[Any, ...]:
+        """Arrays of modifications, see `with_modifiers`."""
+        return self[_FIXED:]
+
     def parts_of_qkv(self, layout: str) -> Arguments:
         """The same with q, k and v as views of qkv, if that is what was given.
 
@@ -89,7 +109,27 @@ class Arguments(NamedTuple):
         return self._replace(q=q, k=k, v=v, qkv=None)
 
 
-# The fields that a call may have, by kind: keys are made of no more.
+_FIXED = len(Arguments._fields)
+
+
+def with_modifiers(
+    arguments: Arguments, names: tuple[str, ...], arrays: tuple[Any, ...]
+) -> Arguments:
+    """The same with arrays of modifications behind the others, as fields of their names."""
+    made: Arguments = _arguments_with(names)(*arguments, *arrays)
+    return made
+
+
+@functools.cache
+def _arguments_with(names: tuple[str, ...]) -> Any:
+    fields = (*Arguments._fields, *names)
+    base = namedtuple("Arguments", fields, defaults=(None,) * len(fields))  # type: ignore[misc]
+    own = ("keys", "values", "of_kind", "names_of_kind", "of_modifiers", "parts_of_qkv")
+    methods = {name: Arguments.__dict__[name] for name in own}
+    return type("Arguments", (base,), {"__slots__": (), **methods})
+
+
+# The fields that a call may have, by kind.
 FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
@@ -110,6 +150,8 @@ _INT32 = frozenset(
         "seqused_k",
         "cache_seqlens",
         "cache_batch_idx",
+        "prefix_lens",
+        "seqlens_k",
     }
 )
 # Read in place or not at all: a copy of a cache would cost more than the call.
@@ -173,9 +215,28 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
     """
     check_bool("return_lse", options.return_lse)
     for name in _INT32:
-        if (array := getattr(arguments, name)) is not None:
+        if (array := getattr(arguments, name, None)) is not None:
             require_int32(name, array)
     return _PROBLEM_OF[options.kind](arguments, options)
+
+
+def _score(
+    arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
+) -> ScoreSpec | None:
+    """What a kernel is made for of the call's modifications."""
+    modifiers = options.modifiers
+    if modifiers is None:
+        return None
+    found = Sizes(dtype, *sizes, **more)
+    arrays = canonical(modifiers, arguments.of_modifiers, found)
+    return score_spec(modifiers, arrays, found, causal=options.causal)
+
+
+def sizes_of(problem: Problem) -> Sizes:
+    """Sizes that the modifications of a problem's call have to fit."""
+    p = problem
+    total_q = p.layout.total_q if p.layout.packed_q else None
+    return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, total_q)
 
 
 def _check_qkv(qkv: Any, layout: str) -> None:
@@ -210,8 +271,13 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
             strides=(strides[batch], strides[seqlen], strides[heads]),
             dtype=dtype_name(arguments.q),
         )
+    q, k = specs["q"], specs["k"]
+    is_padded = getattr(arguments, "seqlens_k", None) is not None
+    score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return make_problem(
         *(specs[name] for name in ("q", "k", "v", "out")),
+        kind="padded" if is_padded else "equal",
+        score=score,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
         q_offset=options.q_offset,
@@ -237,13 +303,27 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     require_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "as cu_seqlens_q")
     if seqused_k is not None:
         require_shape("seqused_k", seqused_k, (batch,), "one length for each sequence")
+    _refuse_seqlens(arguments, "seqused_k")
+    table = _table(block_table, batch)
+    max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
+    score = _score(
+        arguments,
+        options,
+        dtype_name(q),
+        batch,
+        q.shape[1],
+        count("max_seqlen_q", options.max_seqlen_q),
+        max_seqlen_k,
+        total_q=q.shape[0],
+    )
     return make_problem(
         *_specs(arguments),
         kind="packed",
+        score=score,
         batch=batch,
         max_seqlen_q=options.max_seqlen_q,
         max_seqlen_k=options.max_seqlen_k,
-        block_table=_table(block_table, batch),
+        block_table=table,
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         causal=options.causal,
@@ -277,13 +357,18 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     q_spec, k_spec, v_spec, out_spec = _specs(arguments)
     if arguments.rotary_cos is not None:
         q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
+    _refuse_seqlens(arguments, "cache_seqlens")
+    table = _table(block_table, batch)
+    capacity = k_spec.shape[1] * (1 if table is None else table[0])
+    heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
     problem = make_problem(
         q_spec,
         k_spec,
         v_spec,
         out_spec,
         kind="cached",
-        block_table=_table(block_table, batch),
+        score=_score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity),
+        block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
         new_keys=_seqlen_new(arguments.k, arguments.v),
         num_splits=options.num_splits,
@@ -294,6 +379,11 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     _check_new_rows(arguments, problem)
     _check_rotary(arguments, options, problem)
     return problem
+
+
+def _refuse_seqlens(arguments: Arguments, instead: str) -> None:
+    if getattr(arguments, "seqlens_k", None) is not None:
+        raise ValueError(f"seqlens_k is for batches of equal lengths; pass {instead}")
 
 
 _PROBLEM_OF = {

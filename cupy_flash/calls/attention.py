@@ -16,18 +16,22 @@ from cupy_flash.arrays.strided import (
     readable_in_place,
     spec_of,
 )
-from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
+from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
+from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
+from cupy_flash.calls.modifiers import canonical, packed_arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec, empty
-from cupy_flash.families.params import PARAMS_DTYPE
+from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
+from cupy_flash.gpu.block_maps import MapSpec, ReadyMap
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
+from cupy_flash.mods.compose import prefixed
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_ALIGNMENT, Problem
@@ -39,6 +43,7 @@ _SCRATCH_ALIGNMENT = 512
 # arguments: where results and scratch lie, and numbers.
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
+_PARTS_OF_MAP = ("visited", "full", "counts")
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Call:
         Launch before attention.
     most_keys, limits
         Of an integer cache_seqlens.
+    block_map
+        Of the one that the kernels read of the call's mask, and the dtype of q.
     """
 
     out: ResultSpec
@@ -89,9 +96,10 @@ class Call:
     append: append.Append | None = None
     most_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
+    block_map: tuple[MapSpec, str] | None = None
 
     def run(
-        self, arguments: Arguments, addresses: tuple[int, ...], keys: int
+        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, options: Options | None
     ) -> tuple[Any, Any | None]:
         """Enqueue the launches for arrays at these addresses; out and lse."""
         if not 0 <= keys <= self.most_keys:
@@ -124,6 +132,10 @@ class Call:
         if self.qkv_step is not None:
             first, step = addresses[1], self.qkv_step
             values += (first, first + step, first + 2 * step)
+        ready = None
+        if self.block_map is not None:
+            ready = _map_of(self.block_map, arguments, options)
+            values += (ready.map.visited, ready.map.full, ready.map.counts)
         if self.append is not None:
             self.append.run(values)
         if self.kernels:
@@ -141,6 +153,8 @@ class Call:
             as_cupy(out).fill(0)
             if lse is not None:
                 as_cupy(lse).fill(-math.inf)
+        if ready is not None:
+            ready.launched()
         if stream is not None:
             stream.launched()
         return out, lse
@@ -152,7 +166,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     copied = {
         name: readable_in_place(array)
         for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name not in (*CACHES, "out")
+        if array is not None and name in Arguments._fields and name not in (*CACHES, "out")
     }
     cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:
@@ -163,7 +177,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
 
 def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch: bool) -> Call:
     """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
-    fields, given = Arguments._fields[FIELDS[options.kind]], arguments[FIELDS[options.kind]]
+    fields, given = arguments.names_of_kind(options.kind), arguments.of_kind(options.kind)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
     qkv_step = None if qkv is None else qkv.strides[2]
     problem = problem_of(arguments, options)
@@ -181,14 +195,27 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         scratch = rotated_at + q.size * q.itemsize
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
-    names = (*fields, *_VALUES, *(_PARTS_OF_QKV if qkv is not None else ()))
+    spec = map_spec(plan)
+    parts, map_parts = _PARTS_OF_QKV if qkv is not None else (), _PARTS_OF_MAP if spec else ()
+    names = (*fields, *_VALUES, *parts, *map_parts)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
+    fixed = _fixed(plan)
+    if options.modifiers is not None:
+        sizes = sizes_of(problem)
+        arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
+        fixed["mods"], captured = packed_arguments(
+            options.modifiers, arrays, sizes, problem.softmax_scale
+        )
+        sources |= {f"mods.{name}.data": name for name in captured}
+    if spec is not None:
+        fixed["block_map"] = _map_of((spec, problem.dtype), arguments, options).map.fields
+        sources |= {f"block_map.{name}": name for name in _PARTS_OF_MAP}
     return Call(
         out=((*q.shape[:-1], problem.head_dim_v), q.dtype),
         lse=(problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None,
         of_torch=of_torch,
         apart=apart,
-        params=PackedStruct(PARAMS_DTYPE, _fixed(plan), sources, names),
+        params=PackedStruct(params_dtype(problem), fixed, sources, names),
         tensor_maps=TensorMaps({sources[n]: maps[n] for n in maps}, names) if maps else None,
         counters=plan.schedule.counters,
         scratch=scratch,
@@ -202,7 +229,21 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         else None,
         most_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
+        block_map=(spec, problem.dtype) if spec else None,
     )
+
+
+def _map_of(wanted: tuple[MapSpec, str], arguments: Arguments, options: Options | None) -> ReadyMap:
+    """The map of this call's mask, not of one that is equal but for what it captured."""
+    mod = options.modifiers.mask_mod if options and options.modifiers else None
+    assert mod is not None
+
+    def captures() -> dict[str, Any]:
+        arrays = (name for name, s in mod.specs.items() if s.rank is not None)
+        given = {name: as_cupy(getattr(arguments, prefixed("mask_mod", name))) for name in arrays}
+        return dict(mod.captures) | given
+
+    return map_of_mask(mod, *wanted, captures)
 
 
 def _fixed(plan: Plan) -> dict[str, Any]:
@@ -228,6 +269,8 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     found["out"] = "result"
     if is_cached:
         found |= {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "keys": "keys"}
+    if plan.problem.layout.kind == "padded":
+        found["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
         found["q"] = "q_rotated"
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):

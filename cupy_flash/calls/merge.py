@@ -26,7 +26,7 @@ class Call:
     apart: OverlapCheck
     kernel: combine.Combine
 
-    def run(self, partials: Partials, addresses: tuple[int, ...], _: int) -> tuple[Any, Any]:
+    def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
         """Enqueue the merge of arrays at these addresses; out and lse."""
         self.apart.check(addresses)
         like, _, out = partials

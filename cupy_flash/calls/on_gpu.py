@@ -8,7 +8,6 @@ from typing import Any
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls import attention, merge
-from cupy_flash.calls.arguments import FIELDS
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
 from cupy_flash.gpu.environment import cupy_module, device_for_id
@@ -42,7 +41,7 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
         lse is None where it is not asked for.
     """
     cupy = cupy_module()
-    given = arrays if options is None else arrays[FIELDS[options.kind]]
+    given = arrays if options is None else arrays.of_kind(options.kind)
     found = facts_of(given, cupy.ndarray, only_cupy)
     if found is None:
         return None
@@ -67,7 +66,7 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
-    return call.run(arrays, addresses, keys)
+    return call.run(arrays, addresses, keys, options)
 
 
 def facts_of(

@@ -9,9 +9,11 @@ import numpy as np
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import to_bshd
 from cupy_flash.calls import on_gpu
-from cupy_flash.calls.arguments import CACHES, FIELDS, Arguments, problem_of, require_given
+from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.modifiers import canonical
+from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
@@ -68,7 +70,7 @@ _calls: dict[Any, _Known] = {}
 
 def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     """What calls like this one need; finding it takes 70 us, more than a small call computes."""
-    given = arguments[FIELDS[options.kind]]
+    given = arguments.of_kind(options.kind)
     facts = tuple([None if x is None else (x.shape, x.strides, x.dtype) for x in given])
     key = (facts, options, backend, _gpu(backend), tuning.generation())
     known = _calls.get(key)
@@ -136,7 +138,7 @@ def _on_gpu(
         arguments = arguments._replace(out=None)
     order = upload_order(options)
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    result, lse = on_gpu.run(Arguments(*uploaded), options)
+    result, lse = on_gpu.run(type(arguments)(*uploaded), options)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 
@@ -149,8 +151,14 @@ def _on_cpu(
     problem: Problem,
     tile: Tile | None,
 ) -> None:
+    modified = None
+    if options.modifiers is not None:
+        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem))
+        modified = modifiers_on_host(options.modifiers, arrays_of)
     if options.kind == "equal":
-        assert tile is not None
+        if tile is None:
+            # Padded sequences are no sequences of their own to the CPU backend.
+            tile = cpu_tile(problem, options.family, options.tile)
         views = arguments.q, arguments.k, arguments.v, out
         if options.layout != "bshd":
             views = tuple(to_bshd(array, options.layout) for array in views)
@@ -161,6 +169,7 @@ def _on_cpu(
             q_offset=problem.q_offset,
             softmax_scale=problem.softmax_scale,
             tile=tile,
+            modified=modified,
         )
         return
     same: dict[str, Any] = {
@@ -169,6 +178,7 @@ def _on_cpu(
         "softmax_scale": problem.softmax_scale,
         "tile": tile,
         "batch_invariant": problem.is_batch_invariant,
+        "modified": modified,
     }
     arrays = arguments.q, arguments.keys, arguments.values, out, lse
     if options.kind == "packed":
@@ -224,13 +234,14 @@ def _appended(
             cache_batch_idx=arguments.cache_batch_idx,
             block_table=arguments.block_table,
         )
-    return Arguments(
-        q,
-        block_table=arguments.block_table,
-        k_cache=arguments.k_cache,
-        v_cache=arguments.v_cache,
+    return arguments._replace(
+        q=q,
+        k=None,
+        v=None,
+        out=None,
         cache_seqlens=lengths_after.astype(np.int32),
-        cache_batch_idx=arguments.cache_batch_idx,
+        rotary_cos=None,
+        rotary_sin=None,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
+from cupy_flash.calls.modifiers import Modifiers
 from cupy_flash.problem.problem import check_bool, finite, integer
 from cupy_flash.problem.tile import FrozenTile, Tile
 
@@ -30,6 +31,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
+    modifiers: Modifiers | None = None
 
     def of_parts(self) -> Options:
         """The same for q, k and v in place of qkv."""

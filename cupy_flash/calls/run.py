@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
-    FIELDS,
     Arguments,
     normalized,
     problem_of,
     require_given,
+    with_modifiers,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
+from cupy_flash.calls.modifiers import read_modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.errors import UnsupportedError
@@ -34,7 +36,13 @@ from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 
 
-def attention(arguments: Arguments, options: Options, backend: str, keys: int = 0) -> Any:
+def attention(
+    arguments: Arguments,
+    options: Options,
+    backend: str,
+    keys: int = 0,
+    modifications: Mapping[str, Any] | None = None,
+) -> Any:
     """What the public functions of attention return.
 
     Parameters
@@ -43,7 +51,11 @@ def attention(arguments: Arguments, options: Options, backend: str, keys: int = 
         The call's.
     keys
         Length of every cache before the append, where arguments.cache_seqlens is None; else 0.
+    modifications
+        Masks, and what becomes of scores.
     """
+    if modifications:
+        arguments, options = _modified(arguments, options, modifications)
     options = plain_options(options)
     if backend == "auto":
         # The common calls, without the checks that their arguments pass by their types.
@@ -53,16 +65,16 @@ def attention(arguments: Arguments, options: Options, backend: str, keys: int = 
             found = on_gpu.run(arguments, options, keys, True)
             if found is not None:
                 return found if options.return_lse else found[0]
-        elif is_torch_on_gpu(*arguments[FIELDS[options.kind]]):
+        elif is_torch_on_gpu(*arguments.of_kind(options.kind)):
             return _of_torch(arguments, options, keys)
-        elif options.kind == "equal" and arguments.out is None:
+        elif options.kind == "equal" and arguments.out is None and options.modifiers is None:
             found = _of_jax(arguments, options)
             if found is not None:
                 return found
     require_backend(backend)
     require_given(arguments, options.kind)
     arguments, options = arguments.parts_of_qkv(options.layout), options.of_parts()
-    if _all_are(np.ndarray, arguments[FIELDS[options.kind]]):
+    if _all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend)
         return (result, lse) if options.return_lse else result
     if options.kind == "cached" and arguments.k is not None:
@@ -97,13 +109,35 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     return result, convert(lse)
 
 
-def plan(arguments: Arguments, options: Options, backend: str, arch: str | None) -> Plan:
+def _modified(
+    arguments: Arguments, options: Options, modifications: Mapping[str, Any]
+) -> tuple[Arguments, Options]:
+    """The call with its modifications."""
+    found = read_modifiers(modifications)
+    if found is None:
+        return arguments, options
+    modifiers, arrays = found
+    return (
+        with_modifiers(arguments, modifiers.names, arrays),
+        options._replace(modifiers=modifiers),
+    )
+
+
+def plan(
+    arguments: Arguments,
+    options: Options,
+    backend: str,
+    arch: str | None,
+    modifications: Mapping[str, Any] | None = None,
+) -> Plan:
     """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
+    if modifications:
+        arguments, options = _modified(arguments, options, modifications)
     options = plain_options(options)
     require_backend(backend)
     require_given(arguments, options.kind)
     arguments, _ = normalized(arguments)
-    arguments = Arguments(*map(as_cupy, arguments))
+    arguments = type(arguments)(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments), options)
     if arch is not None and backend == "cpu":
         raise ValueError(f"arch is {arch!r}, a GPU's, but backend is 'cpu'; pass one of them")
@@ -117,7 +151,7 @@ def plan(arguments: Arguments, options: Options, backend: str, arch: str | None)
     else:
         order = on_host.upload_order(options)
         uploaded = (None if x is None else np.empty_like(x, order=order) for x in arguments)
-        problem = problem_of(_as_copied(Arguments(*uploaded)), options)
+        problem = problem_of(_as_copied(type(arguments)(*uploaded)), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     made = make_plan(problem, current_device(), family=options.family, tile=options.tile)
@@ -130,7 +164,10 @@ def _as_copied(arguments: Arguments) -> Arguments:
     copied = {
         name: np.empty(array.shape, array.dtype)
         for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name not in CACHES and not is_readable_in_place(array)
+        if array is not None
+        and name in Arguments._fields
+        and name not in CACHES
+        and not is_readable_in_place(array)
     }
     return arguments._replace(**copied)
 

@@ -30,7 +30,19 @@ MAX_GRID_Y = 2**16 - 1
 # Registers that an instruction can name.
 MAX_REGISTERS = 255
 
-_ELEMENT = {"float16": "half_t", "bfloat16": "bfloat16_t", "float32": "float", "float64": "double"}
+# Ahead of the argument struct, whose last member is what modifications read.
+_MOD_HEADERS = (
+    "#define CUPY_FLASH_MODIFIED",
+    '#include "score/capture.cuh"',
+    '#include "score/functions.cuh"',
+)
+
+ELEMENT_TYPES = {
+    "float16": "half_t",
+    "bfloat16": "bfloat16_t",
+    "float32": "float",
+    "float64": "double",
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,8 @@ class Family(ABC, Generic[TileT]):
     arch_specific: bool = False
     # Whether it serves problems whose sequences are packed, cached or paged.
     serves_sequences: bool = False
+    # Whether its kernels can leave out blocks of keys that a block map says a mask hides.
+    reads_block_maps: bool = False
     # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
     # may go to it.
     serves_any_rows: bool = False
@@ -93,6 +107,12 @@ class Family(ABC, Generic[TileT]):
         if not problem.layout.is_equal and not self.serves_sequences:
             return "its kernels take sequences of equal length, neither packed nor cached"
         return self._why_not(problem, device)
+
+    def is_mapped(self, problem: Problem) -> bool:
+        """Whether the kernels read a block map of the problem's mask."""
+        score = problem.score
+        is_plain = problem.layout.is_equal and problem.seqlen_k > 0
+        return self.reads_block_maps and is_plain and score is not None and score.may_be_mapped
 
     @abstractmethod
     def _why_not(self, problem: Problem, device: Device) -> str | None:
@@ -149,17 +169,26 @@ class Family(ABC, Generic[TileT]):
             "split_keys": split.kind == "parts",
         }
         members |= self.config(problem, tile, split)
+        score = problem.score
+        members |= score_config(problem)
+        members["mapped"] = self.is_mapped(problem)
+        types = {
+            "Element": ELEMENT_TYPES[problem.dtype],
+            "Mods": "NoMods" if score is None else "::Mods",
+        }
         lines = [
             f"// cupy_flash {self.name}, sources {self.digest()}",
+            *(() if score is None else (*_MOD_HEADERS, score.text)),
             f'#include "{self.source}"',
-            layout_assertions(),
-            config_struct({"Element": problem.dtype}, members),
+            layout_assertions(problem),
+            config_struct(types, members),
             *(launch.definition() for launch in schedule.launches),
         ]
         title = (
             f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
             + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
             + (" causal" if problem.causal else "")
+            + (" modified" if score is not None else "")
             + (" split" if split.kind == "parts" else "")
             + f" tile {tile}"
         )
@@ -171,17 +200,30 @@ class Family(ABC, Generic[TileT]):
         return source_digest(self.source)
 
 
-def config_struct(dtypes: Mapping[str, str], members: Mapping[str, int | bool]) -> str:
+def score_config(problem: Problem) -> dict[str, int | bool]:
+    """Members of the `Config` struct that say what is done to scores, and what bounds keys."""
+    score = problem.score
+    return {
+        "modified": score is not None,
+        "window_left": score is not None and score.left is not None,
+        "window_right": score is not None and score.right is not None,
+        "prefix": score is not None and score.prefix,
+        "sinks": score is not None and score.sinks,
+        "padded": problem.layout.kind == "padded",
+    }
+
+
+def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -> str:
     """C++ definition of the `Config` that a kernel is made for.
 
     Parameters
     ----------
-    dtypes
-        Of each element type that it names.
+    types
+        C++ of each type that it names.
     members
         Value of each of its constants.
     """
-    lines = [f"  using {name} = {_ELEMENT[dtype]};" for name, dtype in dtypes.items()]
+    lines = [f"  using {name} = {type};" for name, type in types.items()]
     for name, value in members.items():
         kind, literal = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
         lines.append(f"  static constexpr {kind} {name} = {literal};")

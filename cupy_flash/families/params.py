@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupy_flash.problem.problem import Problem
+
 TENSOR_DTYPE = np.dtype(
     [
         ("data", np.uint64),
@@ -51,9 +53,48 @@ PARAMS_DTYPE = np.dtype(
 )
 
 
-def layout_assertions() -> str:
-    """C++ that fails to compile unless `params.cuh` lays the struct out as `PARAMS_DTYPE` does."""
-    return assertions(("Tensor", TENSOR_DTYPE), ("Params", PARAMS_DTYPE))
+# Mirrored in blocks/map.cuh.
+BLOCK_MAP_DTYPE = np.dtype(
+    [
+        ("visited", np.uint64),
+        ("full", np.uint64),
+        ("counts", np.uint64),
+        ("batch_stride", np.int64),
+        ("head_stride", np.int64),
+        ("words", np.int32),
+        ("key_blocks", np.int32),
+    ]
+)
+
+
+def params_dtype(problem: Problem) -> np.dtype:
+    """The struct of a problem's kernels: behind all else, what modifications read."""
+    if problem.score is None:
+        return PARAMS_DTYPE
+    mods = problem.score.dtype
+    alignment = 8
+    maps = PARAMS_DTYPE.itemsize + -(-mods.itemsize // alignment) * alignment
+    assert PARAMS_DTYPE.fields is not None
+    fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
+    fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
+    fields["block_map"] = (BLOCK_MAP_DTYPE, maps)
+    formats, offsets = zip(*fields.values(), strict=True)
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": formats,
+            "offsets": offsets,
+            "itemsize": maps + BLOCK_MAP_DTYPE.itemsize,
+        }
+    )
+
+
+def layout_assertions(problem: Problem) -> str:
+    """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
+    structs = [("Tensor", TENSOR_DTYPE), ("Params", params_dtype(problem))]
+    if problem.score is not None:
+        structs += [("ModArguments", problem.score.dtype), ("BlockMap", BLOCK_MAP_DTYPE)]
+    return assertions(*structs)
 
 
 def assertions(*structs: tuple[str, np.dtype]) -> str:

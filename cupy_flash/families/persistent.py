@@ -53,7 +53,10 @@ def section_heads(problem: Problem, *, blocks: int, Br: int, Bc: int) -> int:
 def _tile_costs(problem: Problem, tiles: int, Br: int, Bc: int) -> np.ndarray:
     """Of a head's query tiles, in the order they are worked on: from the last to the first."""
     ends = np.minimum(np.arange(tiles, 0, -1) * Br, problem.seqlen_q)
-    return -(-problem.mask.seen_by(ends - 1) // Bc) + _TILE_COST
+    first = np.arange(tiles - 1, -1, -1) * Br
+    mask = problem.mask
+    blocks = -(-mask.ends(ends - 1) // Bc) - mask.begins(first) // Bc
+    return np.maximum(blocks, 0) + _TILE_COST
 
 
 def _evenness(cost: np.ndarray, heads: int, section: int, blocks: int) -> float:

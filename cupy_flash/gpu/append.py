@@ -13,6 +13,7 @@ import numpy as np
 
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import (
+    ELEMENT_TYPES,
     MAX_GRID,
     MAX_GRID_Y,
     TranslationUnit,
@@ -229,7 +230,13 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         f"// cupy_flash append, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("AppendParams", APPEND_DTYPE)),
-        config_struct({"Element": spec.dtype, "RotaryElement": rotary_dtype}, members),
+        config_struct(
+            {
+                "Element": ELEMENT_TYPES[spec.dtype],
+                "RotaryElement": ELEMENT_TYPES[rotary_dtype],
+            },
+            members,
+        ),
         f'extern "C" __global__ void __launch_bounds__({_THREADS})',
         f"{ENTRY}(const __grid_constant__ AppendParams params) "
         "{ append::append<Config>(params); }",

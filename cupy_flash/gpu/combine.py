@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families.contract import TranslationUnit, ceil_div, config_struct, source_digest
+from cupy_flash.families.contract import (
+    ELEMENT_TYPES,
+    TranslationUnit,
+    ceil_div,
+    config_struct,
+    source_digest,
+)
 from cupy_flash.families.params import TENSOR_DTYPE, assertions
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
@@ -57,7 +63,7 @@ def combine_unit(spec: CombineSpec) -> TranslationUnit:
         f"// cupy_flash combine, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("CombineParams", COMBINE_DTYPE)),
-        config_struct({"Element": spec.dtype}, members),
+        config_struct({"Element": ELEMENT_TYPES[spec.dtype]}, members),
         # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
         f'extern "C" __global__ void __launch_bounds__({_THREADS}, 1)',
         f"{ENTRY}(const __grid_constant__ CombineParams params) "

@@ -25,6 +25,7 @@ class PackedStruct:
         Values by field; a tensor's are its strides.
     sources
         Fields that change, of a tensor its address, and under which name their value comes.
+        A field of a struct within is called ``mods.bias.data``.
     names
         Of the values that `pack_into` is given, in order.
     """
@@ -38,15 +39,16 @@ class PackedStruct:
     ) -> None:
         record = np.zeros((), dtype)
         for field, value in fixed.items():
-            record[field] = (0, *value) if isinstance(value, tuple) else value
-        fields = dtype.fields
-        assert fields is not None
+            parts = dtype[field].fields or ()
+            is_tensor = isinstance(value, tuple) and len(value) < len(parts)
+            record[field] = (0, *value) if is_tensor else value
         data, codes, end = record.tobytes(), "=", 0
         # Which of the values, and behind them of the bytes between those, come one after another.
         order: list[int] = []
         between: list[bytes] = []
-        for field in sorted(sources, key=lambda name: fields[name][1]):
-            kind, start = fields[field][:2]
+        places = {field: _place(dtype, field) for field in sources}
+        for field in sorted(sources, key=lambda name: places[name][1]):
+            kind, start = places[field]
             if start > end:
                 codes += f"{start - end}s"
                 order.append(len(names) + len(between))
@@ -63,6 +65,16 @@ class PackedStruct:
     def pack_into(self, memory: bytearray, values: tuple[int, ...]) -> None:
         """Write the struct to the begin of some memory."""
         self._pack_into(memory, 0, *self._pick(values + self._between))
+
+
+def _place(dtype: np.dtype, path: str) -> tuple[np.dtype, int]:
+    """A field's type, and where it begins."""
+    start = 0
+    for name in path.split("."):
+        assert dtype.fields is not None
+        dtype, offset = dtype.fields[name][:2]
+        start += offset
+    return dtype, start
 
 
 def _code(dtype: np.dtype) -> str:

@@ -12,7 +12,7 @@ taken as the kernels take them (`cupy_flash.host.sequence_places`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,16 +22,17 @@ from numpy.typing import NDArray
 from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.host import cpu, formula, padding, row_by_row, sequence_places
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
+from cupy_flash.host.passes import ELEMENTS_AT_ONCE, FIRST, Pass, Scratch, compute_dtype
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     Keys,
     PagedRows,
     Queries,
     find_cached_keys,
-    find_packed_keys,
-    find_queries,
 )
+from cupy_flash.host.steps import Steps, equal_runs, kept_steps
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 
@@ -71,6 +72,7 @@ def varlen_forward(
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
+    modified: Modified | None = None,
 ) -> None:
     """Attention of packed sequences into ``out``, and its log-sum-exp into ``lse``.
 
@@ -108,34 +110,41 @@ def varlen_forward(
         inf among the values of keys that it does not see). See `cupy_flash.host.row_by_row`.
     threads : int, optional
         At most this many workers; as many as there are CPUs for this process if not given.
+    modified : Modified, optional
+        Masks, and what becomes of scores; with a bias and mask of three axes, and no seqlens_k.
     """
     if not out.size:
         return
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
+    # Modifications count from the beginning of each sequence.
+    join = not batch_invariant and modified is None
     facts: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
         *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
-        *(q.shape[1], k.shape[-2], q.shape[2], not batch_invariant, tile is None),
+        *(q.shape[1], k.shape[-2], q.shape[2], join, tile is None),
     )
     if paged or len(q) > MAX_ROWS_TO_KEEP:
-        schedule = _Schedule.make(block_table, *facts)
+        steps = Steps.make(block_table, *facts)
     else:
-        schedule = _kept_schedule(*facts)
-    runs = schedule.runs
-    if schedule.groups:
-        runs = runs + _pad(schedule, q, k, v, out, lse, causal, softmax_scale, threads)
+        steps = kept_steps(*facts)
+    runs = steps.runs
+    if steps.groups:
+        runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)
     pieces = []
-    for rows, keys, count in runs:
+    for b, (rows, keys, count) in enumerate(runs):
         # (total, ...) as (count, seqlen, ...)
         span = slice(rows.first, rows.first + count * rows.seqlen)
         q_rows, out_rows = (x[span].reshape(count, rows.seqlen, *x.shape[1:]) for x in (q, out))
         lse_rows = None
         if lse is not None:
             lse_rows = lse[:, span].reshape(len(lse), count, rows.seqlen).swapaxes(0, 1)
-        pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys))
+        first = FIRST
+        if modified is not None:
+            first = FIRST._replace(b=b, q_start=rows.first, k_start=keys.first)
+        pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
-    batch = _Batch(k, v, causal, softmax_scale)
+    batch = _Batch(k, v, causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -154,6 +163,7 @@ def kvcache_forward(
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
+    modified: Modified | None = None,
 ) -> None:
     """Attention over a cache into ``out``, and its log-sum-exp into ``lse``.
 
@@ -173,8 +183,8 @@ def kvcache_forward(
         Rows of each sequence in the cache, those of :func:`append` included.
     cache_batch_idx : numpy.ndarray, (batch,), or None
         The index of each sequence's cache; 0, 1, ... if None.
-    block_table, causal, softmax_scale, tile, batch_invariant, threads
-        As in :func:`varlen_forward`.
+    block_table, causal, softmax_scale, tile, batch_invariant, threads, modified
+        As in :func:`varlen_forward`, but with a bias and mask of four axes.
     """
     places = find_cached_keys(
         lengths,
@@ -186,11 +196,13 @@ def kvcache_forward(
     queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
     pieces = []
     b = 0
-    for _, keys, count in _runs(zip(queries, places, strict=True), not batch_invariant):
+    for _, keys, count in equal_runs(zip(queries, places, strict=True), not batch_invariant):
         some = slice(b, b + count)
-        pieces.append(_Piece.whole(q[some], out[some], None if lse is None else lse[some], keys))
+        lse_rows = None if lse is None else lse[some]
+        first = FIRST if modified is None else FIRST._replace(b=b)
+        pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
         b += count
-    batch = _Batch(k_cache, v_cache, causal, softmax_scale)
+    batch = _Batch(k_cache, v_cache, causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -263,119 +275,8 @@ def rotate(
     return turned.astype(x.dtype, copy=False)
 
 
-def _runs(
-    sequences: Iterable[tuple[Queries, Keys]], join: bool
-) -> Iterator[tuple[Queries, Keys, int]]:
-    """The first of each run of sequences of one shape at equal distances, and how many they are.
-
-    Runs of one where they are not to be joined.
-    """
-    first: tuple[Queries, Keys] | None = None
-    count = 0
-    for queries, keys in sequences:
-        if first is not None and join and _continues(*first, count, queries, keys):
-            count += 1
-            continue
-        if first is not None:
-            yield *first, count
-        first, count = (queries, keys), 1
-    if first is not None:
-        yield *first, count
-
-
-def _continues(q0: Queries, k0: Keys, count: int, queries: Queries, keys: Keys) -> bool:
-    """Whether a sequence lies where the next one of a run would."""
-    return (
-        queries.seqlen == q0.seqlen
-        and queries.first == q0.first + count * q0.seqlen
-        and keys.seqlen == k0.seqlen > 0
-        and keys.pages is None
-        and (keys.block, keys.first)
-        in (
-            (k0.block, k0.first + count * k0.seqlen),
-            (k0.block + count, k0.first),
-        )
-    )
-
-
-# Integers as part of a key.
-_Frozen = tuple[bytes, np.dtype[Any]]
-
-
-class _Schedule(NamedTuple):
-    """Packed sequences in the steps that they are computed in."""
-
-    sequences: list[tuple[Queries, Keys]]
-    groups: list[padding.Group]
-    padded_pairs: int  # query-key pairs of all groups
-    runs: list[tuple[Queries, Keys, int]]  # of the other sequences, as by `_runs`
-
-    @classmethod
-    def make(
-        cls,
-        block_table: Array | None,
-        cu_seqlens_q: _Frozen,
-        cu_seqlens_k: _Frozen | None,
-        seqused_k: _Frozen | None,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        total_q: int,
-        rows_k: int,
-        heads_q: int,
-        heads_kv: int,
-        head_dim: int,
-        join: bool,
-        pad: bool,
-    ) -> _Schedule:
-        """Sequences at these places.
-
-        Parameters
-        ----------
-        rows_k : int
-            Of all packed keys, or of a page.
-        join, pad : bool
-            Whether a step may hold several sequences, and those of unequal lengths.
-        """
-        cu_q = np.frombuffer(*cu_seqlens_q)
-        cu_k = None if cu_seqlens_k is None else np.frombuffer(*cu_seqlens_k)
-        used = None if seqused_k is None else np.frombuffer(*seqused_k)
-        paged = block_table is not None
-        places = find_packed_keys(
-            cu_k,
-            max_seqlen_k,
-            batch=len(cu_q) - 1,
-            total_k=0 if paged else rows_k,
-            page_size=rows_k if paged else 0,
-            seqused_k=used,
-            block_table=block_table,
-        )
-        queries = find_queries(cu_q, total_q, max_seqlen_q)
-        sequences = list(zip(queries, places, strict=True))
-        groups: list[padding.Group] = []
-        pairs, rest = 0, sequences
-        if join and pad and not paged:
-            facts = [(rows.first, rows.seqlen, keys.first, keys.seqlen) for rows, keys in sequences]
-            columns = np.array(facts, np.int64).reshape(-1, 4).T
-            _, seqlens_q, _, seqlens_k = columns
-            short = padding.are_worth_it(seqlens_q, seqlens_k, heads_q)
-            indices = np.flatnonzero(short)
-            pairs = heads_q * int((seqlens_q * seqlens_k)[indices].sum())
-            elements = 2 * (heads_q + heads_kv) * head_dim
-            parts = padding.groups(seqlens_q[indices], seqlens_k[indices], elements)
-            groups = [padding.Group.make(indices[part], *columns) for part in parts]
-            rest = [
-                pair for pair, padded in zip(sequences, short.tolist(), strict=True) if not padded
-            ]
-        return cls(sequences, groups, pairs, list(_runs(rest, join)))
-
-
-# The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4
-# to 16 tokens, 12 heads of 32, finding the steps takes 150 us of 500.
-_kept_schedule = functools.lru_cache(16)(functools.partial(_Schedule.make, None))
-
-
 def _pad(
-    schedule: _Schedule,
+    steps: Steps,
     q: Array,
     k: Array,
     v: Array,
@@ -385,7 +286,7 @@ def _pad(
     softmax_scale: float,
     threads: int | None,
 ) -> list[tuple[Queries, Keys, int]]:
-    """Compute the groups of a schedule; return sequences that are left to do, each by itself."""
+    """Compute the padded groups; return sequences that are left to do, each by itself."""
     left: list[int] = []
 
     def work(groups: Iterator[padding.Group]) -> None:
@@ -401,10 +302,10 @@ def _pad(
                 if not done:
                     left.extend(group.members)
 
-    workers = min(threads or cpus(), max(1, schedule.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
+    workers = min(threads or cpus(), max(1, steps.padded_pairs // cpu.MIN_PAIRS_PER_WORKER))
     with single_threaded_blas:
-        share_out(workers, iter(schedule.groups), work, Stop())
-    return [(*schedule.sequences[b], 1) for b in sorted(left)]
+        share_out(workers, iter(steps.groups), work, Stop())
+    return [(*steps.sequences[b], 1) for b in sorted(left)]
 
 
 class _Piece(NamedTuple):
@@ -414,13 +315,14 @@ class _Piece(NamedTuple):
     out: Array  # (sequences, rows, heads, head_dim_v)
     lse: Array | None  # (sequences, heads, rows)
     keys: Keys  # of the first sequence; those of the others lie behind, or in the next blocks
-    q_offset: int  # absolute position of the first row
+    q_offset: int  # absolute position of the sequence's first row
+    first: Pairs  # head and row that the piece begins with; of modified calls the sequence, too
     kv_heads: slice  # those that the heads share
 
     @classmethod
-    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys) -> _Piece:
+    def whole(cls, q: Array, out: Array, lse: Array | None, keys: Keys, first: Pairs) -> _Piece:
         """All rows and heads."""
-        return cls(q, out, lse, keys, keys.seqlen - q.shape[1], slice(None))
+        return cls(q, out, lse, keys, keys.seqlen - q.shape[1], first, slice(None))
 
     @property
     def pairs(self) -> int:
@@ -444,7 +346,8 @@ class _Piece(NamedTuple):
                     self.out[:, rows, heads],
                     None if self.lse is None else self.lse[:, heads, rows],
                     self.keys,
-                    self.q_offset + first,
+                    self.q_offset,
+                    self.first._replace(h=heads.start, row=first),
                     slice(kv_head, kv_head + 1),
                 )
 
@@ -457,6 +360,7 @@ class _Batch:
     v: Array  # (blocks, rows, heads_kv, head_dim_v)
     causal: bool
     softmax_scale: float
+    modified: Modified | None
 
     def as_pass(self, piece: _Piece, tile: Tile, most_bytes: int) -> Pass:
         """The forward pass of a piece of all heads; no more than `most_bytes` of pages copied."""
@@ -477,11 +381,13 @@ class _Batch:
             piece.q_offset,
             self.softmax_scale,
             tile,
+            self.modified,
+            piece.first,
         )
 
     def computes_small(self, piece: _Piece, tile: Tile) -> bool:
         """Compute a small piece in one go; False if it is none, and is left as it was."""
-        if piece.keys.pages is not None:
+        if self.modified is not None or piece.keys.pages is not None:
             return False
         k, v = (_keys_of_all(x, piece.keys, len(piece.q)) for x in (self.k, self.v))
         return formula.forward_small(
@@ -517,10 +423,12 @@ class _Batch:
             piece.out[0],
             None if piece.lse is None else piece.lse[0],
             keys=piece.keys,
+            first=piece.first,
             causal=self.causal,
             q_offset=piece.q_offset,
             softmax_scale=self.softmax_scale,
             Bc=Bc,
+            modified=self.modified,
         )
 
 

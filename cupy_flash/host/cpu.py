@@ -29,22 +29,27 @@ from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import SCRATCH_LIMIT as SCRATCH_LIMIT
 from cupy_flash.host.passes import Block, Cut, Pass, Scratch, scratch_elements
 from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.mods.modified import Modified
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
 
-#: Files beside this one that say what the CPU backend computes, and how fast.
+#: Files of the package that say what the CPU backend computes, and how fast.
 SOURCES = (
-    "batches.py",
-    "cpu.py",
-    "crew.py",
-    "formula.py",
-    "online.py",
-    "padding.py",
-    "passes.py",
-    "row_by_row.py",
-    "sequence_places.py",
+    "host/batches.py",
+    "host/cpu.py",
+    "host/crew.py",
+    "host/formula.py",
+    "host/online.py",
+    "host/padding.py",
+    "host/passes.py",
+    "host/row_by_row.py",
+    "host/sequence_places.py",
+    "host/steps.py",
+    "mods/modified.py",
+    "mods/scores.py",
+    "problem/mask.py",
 )
 
 # Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
@@ -117,9 +122,9 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
 @functools.cache
 def digest() -> str:
     """Sixteen hex digits over `SOURCES`: what a tuned tile or a benchmark was measured on."""
-    found = hashlib.sha256()
+    found, package = hashlib.sha256(), Path(__file__).parents[1]
     for name in SOURCES:
-        found.update(name.encode() + b"\0" + Path(__file__).with_name(name).read_bytes() + b"\0")
+        found.update(name.encode() + b"\0" + (package / name).read_bytes() + b"\0")
     return found.hexdigest()[:16]
 
 
@@ -135,6 +140,7 @@ def forward(
     softmax_scale: float,
     tile: Tile,
     threads: int | None = None,
+    modified: Modified | None = None,
 ) -> None:
     """Attention of ``q`` over ``k`` and ``v`` into ``out``, and its log-sum-exp into ``lse``.
 
@@ -164,6 +170,8 @@ def forward(
     threads : int, optional
         At most this many workers; as many as there are CPUs for this process if not given. Fewer
         run where the work is small or the scratch of more would pass :data:`SCRATCH_LIMIT`.
+    modified : Modified, optional
+        Masks, and what becomes of scores; with a bias and mask of four axes.
 
     Raises
     ------
@@ -174,9 +182,9 @@ def forward(
         # head_dim is at least 1.
         return
     options = causal, q_offset, softmax_scale, tile
-    if formula.forward_small(q, k, v, out, lse, *options):
+    if modified is None and formula.forward_small(q, k, v, out, lse, *options):
         return
-    job = Pass.make(q, k, v, out, lse, *options)
+    job = Pass.make(q, k, v, out, lse, *options, modified)
     run(iter((job,)), job.pairs, job.scratch_bytes, threads)
 
 
@@ -206,7 +214,8 @@ def run(passes: Iterator[Pass], pairs: int, worker_bytes: int, threads: int | No
         # logarithm of an empty row's sum, NaN on their way through.
         with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
             for job, block in items:
-                if job.visible.seen(block.rows.stop - 1) <= job.cut.Bc:
+                begin, end = job.keys_seen(block)
+                if end - begin <= job.cut.Bc:
                     formula.attend(job, scratch, block)
                 else:
                     online.attend(job, scratch, block, stop)

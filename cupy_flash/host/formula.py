@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.passes import Block, Pass, Scratch, lost_rows, lowest, mask, ones
+from cupy_flash.host.passes import Block, Pass, Scratch, count_sink, lost_rows, lowest, mask, ones
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
@@ -75,7 +75,7 @@ def forward_small(
             # The heads of a group are the rows of one matrix.
             scaled, out = (x[:, 0].reshape(batch, heads_kv, -1, x.shape[3]) for x in (scaled, out))
         visible = Mask(seqlen_q, seqlen_k, causal, q_offset)
-        masked = visible.seen(0) < seqlen_k
+        masked = not visible.sees_all(0, seqlen_q)
         # NumPy takes 1 us to find so few scores to be small, 5 for maxima and to subtract them. Not
         # where some are hidden from some rows: of those a row then bears the trace.
         few = rows * seqlen_k <= MAX_SCORES_TO_LOOK_AT and not masked
@@ -93,8 +93,8 @@ def forward_small(
             matrix /= row_sum
         else:
             if masked:
-                unseen = visible.unseen(0, seqlen_q, 0, seqlen_k)
-                np.copyto(scores, -np.inf, where=unseen)
+                hidden = visible.hidden(0, seqlen_q, 0, seqlen_k)
+                np.copyto(scores, -np.inf, where=hidden)
             row_max, row_sum, empty = to_weights(matrix, keys_axis)
             if empty is not None:
                 return False
@@ -109,24 +109,28 @@ def forward_small(
 def attend(job: Pass, scratch: Scratch, block: Block) -> None:
     """Output and lse of the rows of a block."""
     compute = job.compute
-    seen = job.visible.seen(block.rows.stop - 1)
+    begin, end = job.keys_seen(block)
     out = job.out[tuple(block)]
-    if seen == 0:
+    sinks = job.sinks_of(block)
+    lse_of_nothing = -np.inf if sinks is None else sinks
+    if begin >= end:
         out[...] = 0
         if job.lse is not None:
-            job.lse[tuple(block)] = -np.inf
+            job.lse[tuple(block)][..., None] = lse_of_nothing
         return
+    seen = end - begin
     q = job.queries(block, scratch)
-    k = job.keys(block, 0, seen, scratch)
-    v = job.values(block, 0, seen, scratch)
+    k = job.keys(block, begin, end, scratch)
+    v = job.values(block, begin, end, scratch)
     # The rows of all heads that share keys are one matrix.
     rows = q.reshape(*q.shape[:2], -1, q.shape[4])
     flat = scratch.cut("scores", (math.prod(rows.shape[:3]) * seen,), compute)
     matrix, keys_axis = cut_scores(flat, seen)
     scores = by_head(matrix, keys_axis, rows.shape[:3])
     np.matmul(rows, k.swapaxes(-1, -2), out=scores)
-    mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), 0, seen)
-    row_max, row_sum, empty = to_weights(matrix, keys_axis)
+    mask(job, block, by_head(matrix, keys_axis, q.shape[:4]), begin, end)
+    sink = None if sinks is None else np.broadcast_to(sinks, (*q.shape[:4], 1))
+    row_max, row_sum, empty = to_weights(matrix, keys_axis, sink)
     if out.dtype == compute and 1 in q.shape[2:4]:
         np.matmul(scores, v, out=out[:, :, 0] if q.shape[2] == 1 else out[:, :, :, 0])
     else:
@@ -141,7 +145,7 @@ def attend(job: Pass, scratch: Scratch, block: Block) -> None:
     if empty is not None:
         empty = empty.reshape(row_lse.shape)
         lost = lost_rows(job, block, scratch, empty)
-        for array, nothing in ((out, 0), (row_lse, -np.inf)):
+        for array, nothing in ((out, 0), (row_lse, lse_of_nothing)):
             np.copyto(array, nothing, where=empty)
             np.copyto(array, np.nan, where=lost)
     if job.lse is not None:
@@ -161,10 +165,13 @@ def by_head(matrix: Array, keys_axis: int, rows: tuple[int, ...]) -> Array:
     return by_row.reshape(*rows, -1)
 
 
-def to_weights(scores: Array, keys_axis: int) -> tuple[Array, Array, Array | None]:
+def to_weights(
+    scores: Array, keys_axis: int, sink: Array | None = None
+) -> tuple[Array, Array, Array | None]:
     """Turn a matrix of scores into weights, exp(scores - row maximum) / row sum, in place.
 
     Returns the row maxima; the row sums; and which rows are empty if any are, with 1 for their sum.
+    A sink of each row counts in the maxima and sums.
     """
     # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
     least = lowest(scores.dtype.char)
@@ -176,6 +183,8 @@ def to_weights(scores: Array, keys_axis: int) -> tuple[Array, Array, Array | Non
     if np.count_nonzero(row_sum) < row_sum.size:
         empty = row_sum == 0
         row_sum[empty] = 1
+    if sink is not None:
+        scores *= count_sink(row_max, row_sum, sink.reshape(row_max.shape))
     # A row of one key weighs it with 1, as p / p is.
     scores /= row_sum
     return row_max, row_sum, empty

@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host.crew import Stop
-from cupy_flash.host.passes import SHRINK, Block, Pass, Scratch, lost_rows, lowest, mask, ones
+from cupy_flash.host.passes import (
+    SHRINK,
+    Block,
+    Pass,
+    Scratch,
+    count_sink,
+    lost_rows,
+    lowest,
+    mask,
+    ones,
+)
 
 Array = NDArray[Any]
 
@@ -39,6 +49,7 @@ class _Tile:
 
     def __init__(self, job: Pass, scratch: Scratch, block: Block, *, shrink: bool = False) -> None:
         self.job, self.scratch, self.block, self.shrink = job, scratch, block, shrink
+        self.begin, self.end = job.keys_seen(block)
         self.q = job.queries(block, scratch)
         rows = self.q.shape[:4]
         self.acc = self._cut("acc", (*rows, job.v.shape[3]))
@@ -50,16 +61,15 @@ class _Tile:
 
     def take_all(self, stop: Stop) -> bool:
         """Take up all keys that a row sees; False if stopped on the way."""
-        end = self.job.visible.seen(self.block.rows.stop - 1)
-        for start in range(0, end, self.job.cut.Bc):
+        for start in range(self.begin, self.end, self.job.cut.Bc):
             if stop.requested:
                 return False
-            self._take(start, min(start + self.job.cut.Bc, end))
+            self._take(start, min(start + self.job.cut.Bc, self.end))
         return True
 
     def _take(self, start: int, stop: int) -> None:
         """Take up some keys; the first ones write what others add to."""
-        job, scratch = self.job, self.scratch
+        job, scratch, is_first = self.job, self.scratch, start == self.begin
         k = job.keys(self.block, start, stop, scratch)
         v = job.values(self.block, start, stop, scratch)
         if self.shrink:
@@ -73,11 +83,11 @@ class _Tile:
         scores = self._cut("scores", (*q.shape[:-1], count))
         np.matmul(q, k.swapaxes(-1, -2), out=scores)
         mask(job, self.block, scores.reshape(*self.q.shape[:4], count), start, stop)
-        new_max = row_max if start == 0 else self._cut("new_max", row_max.shape)
+        new_max = row_max if is_first else self._cut("new_max", row_max.shape)
         # -inf - -inf would be NaN; subtracting the lowest number leaves exp(-inf) = 0.
         lowest_score = lowest(job.compute.char)
         np.maximum.reduce(scores, axis=-1, keepdims=True, initial=lowest_score, out=new_max)
-        if start:
+        if not is_first:
             np.maximum(new_max, row_max, out=new_max)
             # The maxima seldom move after the first tiles; comparing them is cheap.
             if not np.array_equal(new_max, row_max):
@@ -90,7 +100,7 @@ class _Tile:
         np.exp(scores, out=scores)
         # A product with ones sums rows three times as fast as add.reduce.
         column = ones(count, job.compute.char)
-        if start == 0:
+        if is_first:
             np.matmul(scores.reshape(-1, count), column, out=row_sum.reshape(-1))
             np.matmul(scores, v, out=acc)
             return
@@ -116,11 +126,12 @@ class _Tile:
         """Write the output and the lse."""
         job, acc, row_sum = self.job, self.acc, self.row_sum
         # 0 only where no score is above -inf: the largest term is exp(0), or bounded from below.
-        if not row_sum.all():
-            empty = row_sum == 0
+        empty = None if row_sum.all() else row_sum == 0
+        sinks = self._count_sinks()
+        if empty is not None:
             row_sum[empty] = 1
             np.copyto(acc, 0, where=empty)
-            self.row_max[empty] = -np.inf
+            np.copyto(self.row_max, -np.inf if sinks is None else sinks, where=empty)
             lost = lost_rows(job, self.block, self.scratch, empty)
             np.copyto(acc, np.nan, where=lost)
             self.row_max[lost] = np.nan
@@ -136,8 +147,15 @@ class _Tile:
             row_sum += self.row_max
             job.lse[where] = row_sum[..., 0]
 
+    def _count_sinks(self) -> Array | None:
+        sinks = self.job.sinks_of(self.block)
+        if sinks is not None:
+            self.acc *= count_sink(self.row_max, self.row_sum, sinks)
+        return sinks
+
     def finish_shrunk(self, rows: Array) -> None:
         """Write the output of some rows, whose values were shrunk."""
+        self._count_sinks()
         self.acc /= self.row_sum
         self.acc /= self.job.compute.type(SHRINK)
         np.copyto(self.job.out[tuple(self.block)], self.acc, casting="same_kind", where=rows)

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.mods.keywords import FURTHEST
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
@@ -32,6 +35,9 @@ SHRINK = 2.0**-32
 # 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
 # 7.7, 7.6.
 ELEMENTS_AT_ONCE = 1 << 19
+
+#: The first pair of a call.
+FIRST = Pairs(b=0, h=0, row=0, j=0)
 
 
 @functools.cache
@@ -92,7 +98,9 @@ class Pass(NamedTuple):
     v: Array | PagedRows  # (batch, seqlen_k, heads_kv, head_dim_v)
     out: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
     lse: Array | None  # (batch, heads_kv, group, seqlen_q)
-    visible: Mask
+    visible: Mask  # but for what modifications say of each sequence: see `mask_of`
+    modified: Modified | None
+    first: Pairs  # of the call, with which the pass begins
     softmax_scale: float
     compute: np.dtype[Any]
     cut: Cut
@@ -111,6 +119,8 @@ class Pass(NamedTuple):
         q_offset: int,
         softmax_scale: float,
         tile: Tile,
+        modified: Modified | None = None,
+        first: Pairs = FIRST,
     ) -> Pass:
         """A pass over what `forward` is given."""
         batch, seqlen_q, heads_q, head_dim = q.shape
@@ -121,6 +131,13 @@ class Pass(NamedTuple):
         cut = Cut.make(
             batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, head_dim_v, copies, tile
         )
+        # Further out makes no difference, and would not fit the index arithmetic.
+        nearest, furthest = -seqlen_q, seqlen_k
+        if modified is not None:
+            nearest, furthest = -FURTHEST, FURTHEST
+            if modified.prefix_lens is not None or modified.seqlens_k is not None:
+                # Each sequence has a mask of its own.
+                cut = cut._replace(batch=1)
         worker_bytes = cut.elements * compute.itemsize
         if worker_bytes > SCRATCH_LIMIT:
             raise ValueError(
@@ -134,8 +151,9 @@ class Pass(NamedTuple):
             v=v,
             out=out.reshape(*split, head_dim_v).transpose(0, 2, 3, 1, 4),
             lse=None if lse is None else lse.reshape(batch, heads_kv, group, seqlen_q),
-            # Further out makes no difference, and would not fit the index arithmetic.
-            visible=Mask(seqlen_q, seqlen_k, causal, min(max(q_offset, -seqlen_q), seqlen_k)),
+            visible=Mask(seqlen_q, seqlen_k, causal, min(max(q_offset, nearest), furthest)),
+            modified=modified,
+            first=first,
             softmax_scale=softmax_scale,
             compute=compute,
             cut=cut,
@@ -158,6 +176,38 @@ class Pass(NamedTuple):
                 for kv_heads in _slices(heads_kv, cut.kv_heads):
                     for heads in _slices(group, cut.heads_per_tile):
                         yield Block(sequences, kv_heads, heads, rows)
+
+    def mask_of(self, block: Block) -> Mask:
+        """What the rows of a block's sequences see by their positions."""
+        if self.modified is None:
+            return self.visible
+        return self.modified.of_mask(self.visible, self.first.b + block.batch.start)
+
+    def keys_seen(self, block: Block) -> tuple[int, int]:
+        """The keys that rows of a block see: from the first on, and behind the last."""
+        visible = self.mask_of(block)
+        return visible.begin(block.rows.start), visible.end(block.rows.stop - 1)
+
+    def pairs_of(self, block: Block, start: int, stop: int) -> Pairs:
+        """Pairs of a block's rows and some keys, as (sequences, kv heads, heads, rows, keys)."""
+        return self.first._replace(
+            b=self.first.b + _integers(block.batch)[:, None, None, None, None],
+            h=self._heads_of(block)[..., None, None],
+            row=_integers(block.rows)[:, None],
+            j=_integers(slice(start, stop)),
+            q_offset=self.visible.q_offset,
+        )
+
+    def sinks_of(self, block: Block) -> Array | None:
+        """The sinks of a block's heads, if there are any: (kv heads, heads, 1, 1)."""
+        if self.modified is None or self.modified.sinks is None:
+            return None
+        sinks: Array = self.modified.sinks[self._heads_of(block)].astype(self.compute)
+        return sinks[..., None, None]
+
+    def _heads_of(self, block: Block) -> Array:
+        heads = _integers(slice(0, self.q.shape[1] * self.q.shape[2]))
+        return heads.reshape(self.q.shape[1:3])[block.kv_heads, block.heads]
 
     def queries(self, block: Block, scratch: Scratch) -> Array:
         """Scaled queries, (sequences, kv heads, heads, rows, head_dim)."""
@@ -206,6 +256,10 @@ def _is_operand(x: Array | PagedRows, compute: np.dtype[Any]) -> bool:
 def _slices(count: int, size: int) -> Iterator[slice]:
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
+
+
+def _integers(span: slice) -> Array:
+    return np.arange(span.start, span.stop, dtype=np.int32)
 
 
 def _even_share(count: int, most: int) -> int:
@@ -264,31 +318,65 @@ class Scratch:
 
 
 def mask(job: Pass, block: Block, scores: Array, start: int, stop: int) -> None:
-    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see."""
-    rows = block.rows
-    # From here on, keys are not seen by all.
-    first = max(job.visible.seen(rows.start), start)
-    if first < stop:
-        unseen = job.visible.unseen(rows.start, rows.stop, first, stop)
-        np.copyto(scores[..., first - start :], -np.inf, where=unseen)
+    """Set to -inf the scores, (..., rows, keys), of keys that a row does not see.
+
+    Before, a modified call's become what its modifications make of them.
+    """
+    if job.modified is not None:
+        change(scores, job.modified, job.pairs_of(block, start, stop))
+    rows, visible = block.rows, job.mask_of(block)
+    for first, end in visible.edges(rows.start, rows.stop, start, stop):
+        hidden = visible.hidden(rows.start, rows.stop, first, end)
+        np.copyto(scores[..., first - start : end - start], -np.inf, where=hidden)
+
+
+def change(scores: Array, modified: Modified, at: Pairs) -> None:
+    """Put in the place of scores what the modifications make of them."""
+    if not modified.scores.changes_nothing:
+        np.copyto(scores, modified.scores.apply(scores, at), casting="same_kind")
+
+
+def count_sink(row_max: Array, row_sum: Array, sink: Array) -> Array:
+    """Add a sink to row sums of exp(score - row_max), in place.
+
+    Returns what all else that was multiplied by these weights is to be multiplied by. What comes of
+    rows without a score above -inf is of no use.
+    """
+    new_max = np.maximum(row_max, sink)
+    factor: Array = np.exp(row_max - new_max)
+    row_sum *= factor
+    row_sum += np.exp(sink - new_max)
+    row_max[...] = new_max
+    return factor
 
 
 def lost_rows(job: Pass, block: Block, scratch: Scratch, empty: Array) -> Array:
     """Which rows without a score above -inf have finite queries and see finite keys, but some.
 
-    The formula then gives NaN, not 0: such scores are too large for the dtype.
+    The formula then gives NaN, not 0: such scores are too large for the dtype. But where scores are
+    modified, that may have made them -inf.
     """
-    source = job.q[tuple(block)]
-    seen = job.visible.seen_by(np.arange(block.rows.start, block.rows.stop))
-    lost: Array = empty & (seen > 0)[:, None]
+    if job.modified is not None and not job.modified.scores.changes_nothing:
+        return np.zeros_like(empty)
+    source, visible = job.q[tuple(block)], job.mask_of(block)
+    rows = np.arange(block.rows.start, block.rows.stop)
+    begins, ends = visible.begins(rows), visible.ends(rows)
+    lost: Array = empty & (begins < ends)[:, None]
     if not lost.any():
         return lost
     lost &= np.isfinite(source).all(axis=-1, keepdims=True)
-    tiles = ((start, min(start + job.cut.Bc, seen[-1])) for start in range(0, seen[-1], job.cut.Bc))
+    tiles = ((start, min(start + job.cut.Bc, ends[-1])) for start in range(0, ends[-1], job.cut.Bc))
     keys = (job.keys(block, start, stop, scratch) for start, stop in tiles)
     finite = np.concatenate([np.isfinite(k).all(axis=-1) for k in keys], axis=-1)
-    finite = np.logical_and.accumulate(finite, axis=-1)[:, :, np.maximum(seen - 1, 0)]
-    return lost & finite[:, :, None, :, None]
+    return lost & all_between(finite, begins, ends)[:, :, None, :, None]
+
+
+def all_between(flags: Array, begins: Array, ends: Array) -> Array:
+    """Whether all of flags[..., begin:end] are set, of each row: (..., rows)."""
+    missing = np.zeros((*flags.shape[:-1], flags.shape[-1] + 1), np.int32)
+    np.cumsum(~flags, axis=-1, out=missing[..., 1:])
+    all_set: Array = missing[..., np.minimum(begins, ends)] == missing[..., ends]
+    return all_set
 
 
 @functools.cache

@@ -13,14 +13,16 @@ keys that is also the fastest way.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupy_flash.host.passes import SHRINK, compute_dtype
+from cupy_flash.host.passes import SHRINK, all_between, change, compute_dtype, count_sink
 from cupy_flash.host.sequence_places import Keys, read
-from cupy_flash.problem.mask import Mask, unseen
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.problem.mask import Mask, before, unseen
 
 Array = NDArray[Any]
 
@@ -36,10 +38,12 @@ def forward(
     lse: Array | None,
     *,
     keys: Keys,
+    first: Pairs,
     causal: bool,
     q_offset: int,
     softmax_scale: float,
     Bc: int,
+    modified: Modified | None = None,
 ) -> None:
     """Attention of one sequence into ``out``, and its log-sum-exp into ``lse``.
 
@@ -55,14 +59,18 @@ def forward(
     lse : numpy.ndarray, (heads_q, seqlen_q), or None
     keys : Keys
         Where those of the sequence lie in k and v.
+    first : Pairs
+        The sequence, and the first row and head of it that are here.
     causal : bool
-        Query ``i`` sees only the keys ``j <= i + q_offset``.
+        Query ``i`` of the sequence sees only the keys ``j <= i + q_offset``.
     q_offset : int
-        Absolute position of the first query.
+        Absolute position of the sequence's first query.
     softmax_scale : float
         Factor on the scores.
     Bc : int
         Keys of a tile; the bits depend on it.
+    modified : Modified, optional
+        As in `cupy_flash.host.batches.varlen_forward`.
     """
     seqlen_q, heads_q, head_dim = q.shape
     heads_kv, head_dim_v = v.shape[2:]
@@ -73,21 +81,37 @@ def forward(
     by_kv_head = q.reshape(seqlen_q, heads_kv, group, head_dim).swapaxes(0, 1)
     rows = by_kv_head.astype(compute).reshape(heads_kv, m, 1, head_dim)
     rows *= compute.type(softmax_scale)
-    visible = Mask(seqlen_q, keys.seqlen, causal, q_offset)
-    seen = np.repeat(visible.seen_by(np.arange(seqlen_q)), group)
-    acc, row_max = _take_all(rows, k, v, keys, seen, Bc)
+    queries = np.arange(first.row, first.row + seqlen_q)
+    visible = Mask(first.row + seqlen_q, keys.seqlen, causal, q_offset)
+    modification = None
+    if modified is not None:
+        visible = modified.of_mask(visible, first.b)
+        heads = np.arange(first.h, first.h + heads_q, dtype=np.int32).reshape(heads_kv, 1, group)
+        at = first._replace(
+            h=np.repeat(heads, seqlen_q, axis=1).reshape(heads_kv, m, 1, 1),
+            row=np.repeat(queries, group).astype(np.int32)[:, None, None],
+            q_offset=q_offset,
+        )
+        begins = np.repeat(visible.begins(queries), group)
+        modification = _Change(modified, at, begins, keys.seqlen - 1)
+    seen = np.repeat(visible.ends(queries), group)
+    acc, row_max = _take_all(rows, k, v, keys, seen, Bc, modification)
     row_sum, result = _finished(acc)
     if not np.isfinite(result).all():
         # A sum of weighted values has left the numbers, though they may not have. Row by row, as
         # all else.
-        acc, _ = _take_all(rows, k, v, keys, seen, Bc, compute.type(SHRINK))
+        acc, _ = _take_all(rows, k, v, keys, seen, Bc, modification, compute.type(SHRINK))
         _, shrunk = _finished(acc)
         result = np.where(np.isfinite(result), result, shrunk / compute.type(SHRINK))
-    row_lse = row_max + np.log(row_sum)
     empty = row_sum == 0
+    sinks = None if modification is None else modification.sinks
+    if sinks is not None:
+        sum_of_keys = row_sum.copy()
+        result *= sum_of_keys * count_sink(row_max, row_sum, sinks.astype(compute)) / row_sum
+    row_lse = row_max + np.log(row_sum)
     if empty.any():
-        lost = empty & _overflown(rows, k, keys, seen)
-        for array, of_empty in ((result, 0), (row_lse, -np.inf)):
+        lost = empty & _overflown(rows, k, keys, seen, modification)
+        for array, of_empty in ((result, 0), (row_lse, -np.inf if sinks is None else sinks)):
             np.copyto(array, of_empty, where=empty)
             np.copyto(array, np.nan, where=lost)
     result = result.reshape(heads_kv, seqlen_q, group, head_dim_v).swapaxes(0, 1)
@@ -95,6 +119,29 @@ def forward(
     if lse is not None:
         by_head = row_lse.reshape(heads_kv, seqlen_q, group).swapaxes(1, 2)
         np.copyto(lse, by_head.reshape(lse.shape), casting="same_kind")
+
+
+class _Change(NamedTuple):
+    """What modifications do to the scores of rows."""
+
+    modified: Modified
+    at: Pairs  # but for the keys; each broadcasts to (heads_kv, m, 1, keys)
+    begins: Array  # the first key that each row sees: (m,)
+    last_key: int
+
+    def apply(self, scores: Array, start: int) -> None:
+        """Change scores, (heads_kv, m, 1, keys), from a key on; hide those before `begins`."""
+        stop = start + scores.shape[-1]
+        # Of all keys of a tile, for the bits: what lies behind the last is hidden later.
+        j = np.minimum(np.arange(start, stop, dtype=np.int32), np.int32(self.last_key))
+        change(scores, self.modified, self.at._replace(j=j))
+        if start < self.begins[-1]:
+            np.copyto(scores, -np.inf, where=before(self.begins, start, stop)[:, None])
+
+    @property
+    def sinks(self) -> Array | None:
+        """The sink of each row, if there are any: (heads_kv, m, 1, 1)."""
+        return None if self.modified.sinks is None else self.modified.sinks[self.at.h]
 
 
 def _finished(acc: Array) -> tuple[Array, Array]:
@@ -105,7 +152,14 @@ def _finished(acc: Array) -> tuple[Array, Array]:
 
 
 def _take_all(
-    rows: Array, k: Array, v: Array, keys: Keys, seen: Array, Bc: int, factor: Any = 1
+    rows: Array,
+    k: Array,
+    v: Array,
+    keys: Keys,
+    seen: Array,
+    Bc: int,
+    modification: _Change | None,
+    factor: Any = 1,
 ) -> tuple[Array, Array]:
     """Sums of weighted values, with the weights' own as a last column, and the rows' maxima.
 
@@ -114,6 +168,7 @@ def _take_all(
     heads_kv, m, _, head_dim = rows.shape
     head_dim_v, compute = v.shape[3], rows.dtype
     seen_by_all, seen_by_any = int(seen.min()), int(seen.max())
+    begin = 0 if modification is None else int(modification.begins[0]) // Bc * Bc
     k_tile = np.zeros((heads_kv, Bc, head_dim), compute)
     # A last column of ones adds up the row sums.
     v_tile = np.zeros((heads_kv, Bc, head_dim_v + 1), compute)
@@ -121,7 +176,7 @@ def _take_all(
     scores = np.empty((heads_kv, m, 1, Bc), compute)
     acc = np.zeros((heads_kv, m, 1, head_dim_v + 1), compute)
     row_max = np.full((heads_kv, m, 1, 1), -np.inf, compute)
-    for start in range(0, seen_by_any, Bc):
+    for start in range(begin, seen_by_any, Bc):
         stop = min(start + Bc, seen_by_any)
         count = stop - start
         k_tile[:, :count] = read(k, keys, start, stop).swapaxes(0, 1)
@@ -131,6 +186,8 @@ def _take_all(
         k_tile[:, count:] = 0
         v_tile[:, count:, :-1] = 0
         np.matmul(rows, k_tile.swapaxes(1, 2)[:, None], out=scores)
+        if modification is not None:
+            modification.apply(scores, start)
         if start + Bc > seen_by_all:
             np.copyto(scores, -np.inf, where=unseen(seen, start, start + Bc)[:, None])
         new_max = np.maximum(scores.max(axis=-1, keepdims=True), row_max)
@@ -145,11 +202,14 @@ def _take_all(
     return acc, row_max
 
 
-def _overflown(rows: Array, k: Array, keys: Keys, seen: Array) -> Array:
+def _overflown(
+    rows: Array, k: Array, keys: Keys, seen: Array, modification: _Change | None
+) -> Array:
     """Which rows see keys and, as these, are finite: as `cupy_flash.host.passes.lost_rows`."""
-    finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1)
-    if not finite.size:
+    begins: Any = 0 if modification is None else modification.begins
+    if modification is not None and not modification.modified.scores.changes_nothing:
         return np.zeros((*rows.shape[:3], 1), bool)
-    finite = np.logical_and.accumulate(finite)[np.maximum(seen - 1, 0)].T
-    lost: Array = (seen > 0) & finite & np.isfinite(rows[:, :, 0]).all(axis=-1)
+    finite = np.isfinite(read(k, keys, 0, int(seen.max()))).all(axis=-1).T
+    lost: Array = (begins < seen) & all_between(finite, begins, seen)
+    lost &= np.isfinite(rows[:, :, 0]).all(axis=-1)
     return lost[:, :, None, None]

@@ -17,7 +17,8 @@ class Layout:
     kind
         "equal": q, k and v are batches of equal lengths. "packed": q and out are (total_q, heads,
         dim), their sequences told apart by cu_seqlens_q, and, where they are not paged, k and v
-        likewise. "cached": q is a batch of equal lengths, k and v are a cache.
+        likewise. "cached": q is a batch of equal lengths, k and v are a cache. "padded": as
+        "equal", but that the keys of each sequence end sooner.
     total_q, total_k
         Rows of packed arrays; 0 where they are not packed.
     caches

@@ -13,6 +13,7 @@ import numpy as np
 
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.mask import Mask
+from cupy_flash.problem.score import ScoreSpec
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -132,8 +133,8 @@ class Problem:
     causal
         Whether query i sees only the keys j <= i + q_offset.
     q_offset
-        Position of the first query among the keys, kept within [-seqlen_q, seqlen_k], beyond
-        which it changes nothing. 0 when not causal.
+        Position of the first query among the keys, of equal lengths. Without modifications kept
+        within [-seqlen_q, seqlen_k], beyond which it changes nothing, and 0 when not causal.
     softmax_scale
         Factor on the scores.
     tensors
@@ -142,6 +143,8 @@ class Problem:
     layout
         How the sequences lie. Where their lengths are not equal, seqlen_q and seqlen_k are the most
         that one may have, and each has a causal mask of its own, aligned at the bottom right.
+    score
+        What is done to scores besides; None for nothing.
     """
 
     dtype: str
@@ -157,6 +160,7 @@ class Problem:
     softmax_scale: float
     tensors: Tensors
     layout: Layout
+    score: ScoreSpec | None = None
 
     @property
     def alignment(self) -> int:
@@ -228,7 +232,10 @@ class Problem:
     @property
     def mask(self) -> Mask:
         """Which query sees which key; of sequences, of one that has all that any may have."""
-        return Mask(self.seqlen_q, self.seqlen_k, self.causal, self.q_offset)
+        mask = Mask(self.seqlen_q, self.seqlen_k, self.causal, self.q_offset)
+        if self.score is None:
+            return mask
+        return mask._replace(left=self.score.left, right=self.score.right)
 
     @property
     def is_empty(self) -> bool:
@@ -264,6 +271,7 @@ def make_problem(
     new_keys: int = 0,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    score: ScoreSpec | None = None,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
@@ -293,6 +301,8 @@ def make_problem(
         Rows to be appended to each sequence of a cache.
     num_splits, batch_invariant
         As in `cupy_flash.flash_attention_with_kvcache`.
+    score
+        Modifications.
 
     Raises
     ------
@@ -301,7 +311,7 @@ def make_problem(
     ValueError
         For shapes that do not go together, or values out of range.
     """
-    is_equal, is_packed = kind == "equal", kind == "packed"
+    is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
     names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
     _check_dtypes(q, k, v, names)
     if is_equal:
@@ -323,8 +333,8 @@ def make_problem(
     elif is_packed:
         keys = "total length of k" if block_table is None else "capacity of a row of block_table"
         _check_seqlens((("total length of q", seqlen_q), (keys, capacity)))
-        seqlen_q = min(seqlen_q, _count("max_seqlen_q", max_seqlen_q))
-        seqlen_k = min(capacity, _count("max_seqlen_k", max_seqlen_k))
+        seqlen_q = min(seqlen_q, count("max_seqlen_q", max_seqlen_q))
+        seqlen_k = min(capacity, count("max_seqlen_k", max_seqlen_k))
     else:
         _check_seqlens((("seqlen of q", seqlen_q), ("capacity of a cache", capacity)))
         if block_table is None and not chosen_caches and k.shape[0] < sequences:
@@ -338,7 +348,7 @@ def make_problem(
             )
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q if is_equal else 0
-    elif not causal:
+    elif not causal and score is None:
         raise ValueError("q_offset places a causal mask; pass causal=True or leave q_offset out")
     out_shape = (*q.shape[:3], v.shape[3])
     if out is None:
@@ -357,7 +367,7 @@ def make_problem(
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         causal=bool(causal),
-        q_offset=max(-seqlen_q, min(integer("q_offset", q_offset), seqlen_k)) if causal else 0,
+        q_offset=_offset(integer("q_offset", q_offset), seqlen_q, seqlen_k, causal, score),
         softmax_scale=_scale(softmax_scale, q.dtype),
         tensors=Tensors(
             q=_tensor(q, is_packed=is_packed),
@@ -378,7 +388,18 @@ def make_problem(
             num_splits=_splits(num_splits, batch_invariant),
             batch_invariant=bool(batch_invariant),
         ),
+        score=score,
     )
+
+
+def _offset(
+    q_offset: int, seqlen_q: int, seqlen_k: int, causal: bool, score: ScoreSpec | None
+) -> int:
+    if score is None:
+        return max(-seqlen_q, min(q_offset, seqlen_k)) if causal else 0
+    if abs(q_offset) > MAX_SEQLEN:
+        raise ValueError(f"q_offset is {q_offset}; expected -{MAX_SEQLEN} to {MAX_SEQLEN}")
+    return q_offset
 
 
 def make_contiguous_problem(
@@ -426,7 +447,8 @@ def _splits(num_splits: int, batch_invariant: bool) -> int | None:
     return 1
 
 
-def _count(name: str, value: int | None) -> int:
+def count(name: str, value: int | None) -> int:
+    """An integer that is not negative; TypeError or ValueError, naming the option, for others."""
     if value is None:
         raise TypeError(f"{name} is None; expected an integer")
     number = integer(name, value)

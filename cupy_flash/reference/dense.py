@@ -12,13 +12,21 @@ and then give the same kind.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module
-from cupy_flash.problem.mask import Mask, unseen
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.problem.mask import Mask, before, unseen
+from cupy_flash.reference.modifications import read_modifications
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
 
 #: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
 #: of scores, if that alone is more).
@@ -29,6 +37,12 @@ CHUNK_BYTES = 128 << 20
 #: power of two; the rest is for sums taken in another order, which matters where the naive result
 #: happens to be exact.
 BOUND_ULPS = 4
+
+# Offsets beyond all sequences, for which NumPy's integers are enough.
+FURTHEST = 2**30
+
+#: The first sequence of a batch that is not packed.
+WHOLE_BATCH = Pairs(b=0, h=0, row=0, j=0)
 
 
 def attention_reference(
@@ -41,6 +55,7 @@ def attention_reference(
     q_offset: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
 
@@ -62,12 +77,13 @@ def attention_reference(
     softmax_scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
     q_offset : int, optional
-        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given. Used only if
-        ``causal``.
+        Absolute position of the first query; ``seqlen_k - seqlen_q`` if not given.
     layout : {"bshd", "bhsd"}
         "bhsd" reads and returns (batch, heads, seqlen, head_dim).
     return_lse : bool
         Also return the log-sum-exp of the scaled scores.
+    **modifications
+        Masks, and what becomes of scores: see `cupy_flash.Modifications`.
 
     Returns
     -------
@@ -93,34 +109,67 @@ def attention_reference(
     """
     convert = way_back("q", q)
     q, k, v = _as_bhsd(q, k, v, layout)
+    out, lse = formula(
+        *(q, k, v),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        modified=read_modifications(modifications),
+    )
+    if layout == "bshd":
+        out = array_module(q).ascontiguousarray(out.swapaxes(1, 2))
+    return (convert(out), convert(lse)) if return_lse else convert(out)
+
+
+def formula(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: int | None = None,
+    modified: Modified,
+    sequence: Pairs = WHOLE_BATCH,
+) -> tuple[Any, Any]:
+    """`attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
+
+    Parameters
+    ----------
+    sequence
+        Number of the first sequence, and where it begins in packed arrays.
+    """
     xp = array_module(q)
-    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, _ = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
+    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
+    sinks = _sinks(xp, modified, heads_q, np.float64)
     out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), np.float64)
-    lse = xp.full((batch, heads_q, seqlen_q), -np.inf, np.float64)
+    lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
+    lse[...] = sinks[:, None]
     chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
     for b in range(batch):
+        mask = modified.of_mask(visible, sequence.b + b)
         for head in range(heads_q):
             kv_head = head // (heads_q // heads_kv)
             k_head, v_head = (x[b, kv_head].astype(np.float64) for x in (k, v))
             for row in range(0, seqlen_q, chunk):
                 rows = slice(row, min(row + chunk, seqlen_q))
-                seen = visible.seen(rows.stop - 1)
-                if seen == 0:
+                end = mask.end(rows.stop - 1)
+                if end == 0:
                     continue
+                at = _pairs(xp, sequence, mask, rows, end)._replace(b=sequence.b + b, h=head)
                 with np.errstate(all="ignore"):
                     q_rows = q[b, head, rows].astype(np.float64)
-                    scores = xp.matmul(q_rows, k_head[:seen].T)
+                    scores = xp.matmul(q_rows, k_head[:end].T)
                     scores *= scale
-                    _hide(xp, scores, visible, row)
-                    row_lse, row_sum = _softmax_terms(xp, scores)
-                    out[b, head, rows] = xp.matmul(scores, v_head[:seen]) / row_sum
+                    scores = modified.scores.apply(scores, at, xp)
+                    _hide(xp, scores, mask, row)
+                    row_lse, row_sum, empty = _softmax_terms(xp, scores, sinks[head])
+                    out[b, head, rows] = xp.matmul(scores, v_head[:end]) / row_sum
                 lse[b, head, rows] = row_lse
-                out[b, head, rows][row_lse == -np.inf] = 0
-    if layout == "bshd":
-        out = xp.ascontiguousarray(out.swapaxes(1, 2))
-    return (convert(out), convert(lse)) if return_lse else convert(out)
+                out[b, head, rows][empty] = 0
+    return out, lse
 
 
 def attention_naive(
@@ -133,6 +182,7 @@ def attention_naive(
     q_offset: int | None = None,
     layout: str = "bshd",
     dtype: Any = None,
+    **modifications: Unpack[Modifications],
 ) -> Any:
     """Attention as one writes it without a fused kernel, the whole score matrix in memory.
 
@@ -142,7 +192,7 @@ def attention_naive(
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout
+    q, k, v, causal, softmax_scale, q_offset, layout, **modifications
         As in :func:`attention_reference`.
     dtype : dtype, optional
         Of the probabilities and of the result; the dtype of ``q`` if not given.
@@ -158,31 +208,59 @@ def attention_naive(
     """
     convert = way_back("q", q)
     q, k, v = _as_bhsd(q, k, v, layout)
+    out = naive_formula(
+        *(q, k, v),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        dtype=np.dtype(q.dtype if dtype is None else dtype),
+        modified=read_modifications(modifications),
+    )
+    return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
+
+
+def naive_formula(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: int | None = None,
+    dtype: np.dtype[Any],
+    modified: Modified,
+    sequence: Pairs = WHOLE_BATCH,
+) -> Any:
+    """`attention_naive` of (batch, heads, seqlen, dim) arrays; parameters as of `formula`."""
     xp = array_module(q)
-    dtype = np.dtype(q.dtype if dtype is None else dtype)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
     scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     if batch * heads_q * seqlen_q * seqlen_k == 0:
-        out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), dtype)
-    else:
-        # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that
-        # share them.
-        grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
-        with np.errstate(all="ignore"):
-            q = (q * compute.type(scale)).reshape(*grouped, head_dim)
-            scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
-            _hide(xp, scores, visible, 0)
-            row_lse, row_sum = _softmax_terms(xp, scores)
-            scores /= row_sum
-            if dtype != compute:
-                scores = scores.astype(dtype).astype(compute)
-            out = xp.matmul(scores, v[:, :, None])
-            out[row_lse == -np.inf] = 0
-            out = out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
-    return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
+        return xp.zeros((batch, heads_q, seqlen_q, head_dim_v), dtype)
+    # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that share
+    # them.
+    grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
+    sinks = _sinks(xp, modified, heads_q, compute).reshape(*grouped[1:3], 1, 1)
+    h = xp.arange(heads_q).reshape(*grouped[1:3], 1, 1)
+    with np.errstate(all="ignore"):
+        q = (q * compute.type(scale)).reshape(*grouped, head_dim)
+        scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
+        for b in range(batch):
+            mask = modified.of_mask(visible, sequence.b + b)
+            at = _pairs(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
+            at = at._replace(b=sequence.b + b, h=h)
+            scores[b] = modified.scores.apply(scores[b], at, xp)
+            _hide(xp, scores[b], mask, 0)
+        _, row_sum, empty = _softmax_terms(xp, scores, sinks)
+        scores /= row_sum
+        if dtype != compute:
+            scores = scores.astype(dtype).astype(compute)
+        out = xp.matmul(scores, v[:, :, None])
+        out[empty] = 0
+        return out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
 
 
 def max_error(out: Any, reference: Any) -> float:
@@ -267,29 +345,56 @@ def _resolve(
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
     offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
-    return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -seqlen_q), seqlen_k))
+    return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -FURTHEST), FURTHEST))
 
 
-def _hide(xp: Any, scores: Any, visible: Mask, first_row: int) -> None:
-    """Set to -inf what a query does not see.
+def _pairs(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pairs:
+    """Pairs of rows and the first keys, but for their sequence and head: (rows, keys)."""
+    return sequence._replace(
+        row=xp.arange(rows.start, rows.stop, dtype=np.int32)[:, None],
+        j=xp.arange(keys, dtype=np.int32),
+        q_offset=mask.q_offset,
+    )
+
+
+def _sinks(xp: Any, modified: Modified, heads_q: int, dtype: Any) -> Any:
+    """Of each head; -inf, which adds nothing, where there are none."""
+    if modified.sinks is None:
+        return xp.full(heads_q, -np.inf, dtype)
+    return modified.sinks.astype(dtype)
+
+
+def _hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
+    """Set to -inf what a query does not see by its position.
 
     ``scores`` is (..., rows from ``first_row`` on, keys).
     """
-    if visible.causal:
-        rows, keys = scores.shape[-2:]
-        seen = visible.seen_by(xp.arange(first_row, first_row + rows), xp)
-        xp.copyto(scores, -np.inf, where=unseen(seen, 0, keys, xp))
+    rows, keys = scores.shape[-2:]
+    if mask.is_full and keys <= mask.seqlen_k:
+        return
+    positions = xp.arange(first_row, first_row + rows)
+    hidden = unseen(mask.ends(positions, xp), 0, keys, xp)
+    hidden |= before(mask.begins(positions, xp), 0, keys, xp)
+    xp.copyto(scores, -np.inf, where=hidden)
 
 
-def _softmax_terms(xp: Any, scores: Any) -> tuple[Any, Any]:
-    """Turn ``scores`` into exp(scores - row maximum) in place; return lse and row sums.
+def _softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """Turn ``scores`` into exp(scores - row maximum) in place.
 
-    The lse is (..., rows). The sums keep the axis of keys, to be divided by, and are 1 where
-    nothing is seen.
+    Returns
+    -------
+    lse : array, (..., rows)
+    sums : array, (..., rows, 1)
+        To be divided by: 1 where nothing is seen.
+    empty : bool array, (..., rows)
+        Rows with no score above -inf.
     """
     row_max = scores.max(axis=-1, keepdims=True)
-    scores -= xp.where(row_max == -np.inf, 0, row_max)
+    empty = (row_max == -np.inf)[..., 0]
+    row_max = xp.maximum(row_max, sink)
+    base = xp.where(row_max == -np.inf, 0, row_max)
+    scores -= base
     xp.exp(scores, out=scores)
-    row_sum = scores.sum(axis=-1, keepdims=True)
+    row_sum = scores.sum(axis=-1, keepdims=True) + xp.exp(sink - base)
     row_lse = (row_max + xp.log(row_sum))[..., 0]
-    return row_lse, xp.where(row_sum == 0, 1, row_sum)
+    return row_lse, xp.where(row_sum == 0, 1, row_sum), empty

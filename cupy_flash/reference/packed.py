@@ -7,16 +7,24 @@ kinds of array that it takes.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
-from cupy_flash.arrays.strided import array_module, is_cupy
+from cupy_flash.arrays.strided import array_module
 from cupy_flash.host import sequence_places
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import find_cached_keys, find_packed_keys, find_queries, longer
-from cupy_flash.reference.dense import attention_reference
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.reference.dense import WHOLE_BATCH, formula
+from cupy_flash.reference.modifications import integers, read_modifications
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
 
 
 class KVCacheResult(NamedTuple):
@@ -49,6 +57,7 @@ def attention_varlen_reference(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    **modifications: Unpack[Modifications],
 ) -> tuple[Any, Any]:
     """Attention of sequences packed one behind the other, in float64 by the plain formula.
 
@@ -76,6 +85,8 @@ def attention_varlen_reference(
         The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
     block_table : integer array, (batch, max_pages), optional
         The pages of each sequence in order.
+    **modifications
+        As of :func:`~cupy_flash.reference.attention_reference`; without seqlens_k.
 
     Returns
     -------
@@ -95,31 +106,28 @@ def attention_varlen_reference(
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     xp = array_module(q)
-    cu_seqlens_q = _on_host(cu_seqlens_q)
+    cu_seqlens_q = integers(cu_seqlens_q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
     paged = block_table is not None
     k_blocks, v_blocks = (k, v) if paged else (k[None], v[None])
     places = find_packed_keys(
-        None if cu_seqlens_k is None else _on_host(cu_seqlens_k),
+        None if cu_seqlens_k is None else integers(cu_seqlens_k),
         max_seqlen_k,
         batch=len(cu_seqlens_q) - 1,
         total_k=0 if paged else len(k),
         page_size=k.shape[1] if paged else 0,
-        seqused_k=None if seqused_k is None else _on_host(seqused_k),
-        block_table=_on_host(block_table) if paged else None,
+        seqused_k=None if seqused_k is None else integers(seqused_k),
+        block_table=integers(block_table) if paged else None,
     )
     queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
-    for rows, keys in zip((found.rows for found in queries), places, strict=True):
-        one_out, one_lse = attention_reference(
-            q[rows][None],
-            sequence_places.read(k_blocks, keys)[None],
-            sequence_places.read(v_blocks, keys)[None],
-            causal=causal,
-            softmax_scale=softmax_scale,
-            return_lse=True,
-        )
-        out[rows], lse[:, rows] = one_out[0], one_lse[0]
+    modified = read_modifications(modifications, packed=True)
+    for b, (found, keys) in enumerate(zip(queries, places, strict=True)):
+        k_start = 0 if paged else keys.first
+        rows, at = found.rows, WHOLE_BATCH._replace(b=b, q_start=found.first, k_start=k_start)
+        one = (q[rows], sequence_places.read(k_blocks, keys), sequence_places.read(v_blocks, keys))
+        one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
+        out[rows], lse[:, rows] = one_out, one_lse
     return convert(out), convert(lse)
 
 
@@ -138,6 +146,7 @@ def attention_with_kvcache_reference(
     rotary_interleaved: bool = True,
     causal: bool = False,
     softmax_scale: float | None = None,
+    **modifications: Unpack[Modifications],
 ) -> KVCacheResult:
     """Attention over a cache after appending to it, in float64 by the plain formula.
 
@@ -169,6 +178,8 @@ def attention_with_kvcache_reference(
         after the append.
     softmax_scale : float, optional
         Factor on the scores; ``1 / sqrt(head_dim)`` if not given.
+    **modifications
+        As of :func:`~cupy_flash.reference.attention_reference`; without seqlens_k.
 
     Returns
     -------
@@ -198,13 +209,13 @@ def attention_with_kvcache_reference(
     )
     xp = array_module(q)
     batch, seqlen_q, heads_q, _ = q.shape
-    lengths = np.broadcast_to(_on_host(cache_seqlens), (batch,))
+    lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
     before = list(
         find_cached_keys(
             lengths,
             cache_shape=k_cache.shape,
-            cache_batch_idx=None if cache_batch_idx is None else _on_host(cache_batch_idx),
-            block_table=None if block_table is None else _on_host(block_table),
+            cache_batch_idx=None if cache_batch_idx is None else integers(cache_batch_idx),
+            block_table=None if block_table is None else integers(block_table),
         )
     )
     if rotary_cos is not None:
@@ -225,21 +236,30 @@ def attention_with_kvcache_reference(
             sequence_places.append(v_cache, keys, v[b])
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
+    modified = read_modifications(modifications)
     for b, keys in enumerate(before):
         after = longer(keys, 0 if k is None else k.shape[1])
-        one_out, one_lse = attention_reference(
-            q[b : b + 1],
-            sequence_places.read(k_cache, after)[None],
-            sequence_places.read(v_cache, after)[None],
-            causal=causal,
-            softmax_scale=softmax_scale,
-            return_lse=True,
-        )
-        out[b], lse[b] = one_out[0], one_lse[0]
+        one = (q[b], sequence_places.read(k_cache, after), sequence_places.read(v_cache, after))
+        at = WHOLE_BATCH._replace(b=b)
+        out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)))
 
 
-def _on_host(integers: Any) -> Any:
-    if hasattr(integers, "__dlpack_device__"):
-        integers = read("an array of integers", integers)
-    return integers.get() if is_cupy(integers) else np.asarray(integers)
+def _of_sequence(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    modified: Modified,
+    at: Pairs,
+) -> tuple[Any, Any]:
+    """Output and lse of one sequence, whose arrays are (seqlen, heads, dim)."""
+    out, lse = formula(
+        *(x[None].swapaxes(1, 2) for x in (q, k, v)),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        modified=modified,
+        sequence=at,
+    )
+    return out[0].swapaxes(0, 1), lse[0]

@@ -45,7 +45,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
     } else {
-      constexpr bool may_see_nothing = Config::causal || Config::split_keys;
+      constexpr bool may_see_nothing = Config::causal || Config::split_keys || Config::modified;
       if (may_see_nothing && threadIdx.x / 32 == 1) {
         HopperFinder<Config> finder{cta};
         finder.write_unseeing_tiles();

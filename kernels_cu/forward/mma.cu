@@ -10,6 +10,7 @@
 #include "params.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "score/warp_softmax.cuh"
 #include "tile/access.cuh"
 #include "tile/copy.cuh"
@@ -35,8 +36,19 @@ struct ProductsOf<float> {
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
+// What modifications need to know of a block all the time. Nothing needs no member, see simt.
+template <class Config, bool Modified = Config::modified>
+struct MmaWork {
+  __device__ explicit MmaWork(const Work&) {}
+};
 template <class Config>
-struct MmaForward {
+struct MmaWork<Config, true> {
+  const Work work;
+  __device__ explicit MmaWork(const Work& work) : work(work) {}
+};
+
+template <class Config>
+struct MmaForward : MmaWork<Config> {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
@@ -68,7 +80,7 @@ struct MmaForward {
 
   const Params& p;
   const Place<Config>* place;  // of a sequence, else null
-  const Mask<Config::causal, Config::group> mask;
+  const Mask<Config, Config::group> mask;
   const KeyTiles tiles;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -86,9 +98,10 @@ struct MmaForward {
 
   __device__ MmaForward(const Params& params, const Work& work, unsigned shared,
                         const Place<Config>* place = nullptr)
-      : p(params),
+      : MmaWork<Config>(work),
+        p(params),
         place(place),
-        mask(params),
+        mask(params, work.batch),
         tiles(find_key_tiles<Bc, Config::split_keys>(mask, work.q_begin,
                                                      min(work.q_begin + Br, params.seqlen_q),
                                                      work.split, params.num_splits)),
@@ -101,7 +114,7 @@ struct MmaForward {
         next_values(ValueCopy::source(params.v.head<const Element>(work.batch, work.head_kv) +
                                           int64(tiles.end - 1) * Bc * params.v.row_stride,
                                       params.v.row_stride)),
-        scale_log2(scale_to_log2<float>(params.softmax_scale)) {
+        scale_log2(exponent_scale<Config, float>(params)) {
     if constexpr (Config::group > 1) {
       QueryCopy::gather(q_shared, [&](int row) { return place->query(work.q_begin + row); });
       return;
@@ -125,9 +138,22 @@ struct MmaForward {
     reset();
     int tile = last;
     for (; tile >= tiles.full_end; --tile) visit<true>(tile);
-    for (; tile >= tiles.begin; --tile) visit<false>(tile);
+    for (; tile >= first_full_tile(); --tile) visit<false>(tile);
+    if constexpr (Config::window_left) {
+      for (; tile >= tiles.begin; --tile) visit<true>(tile);
+    }
     ptx::cp_async_wait_group<0>();
     finish();
+  }
+
+  // The tiles before have keys that a window hides from some row.
+  __device__ int first_full_tile() const {
+    if constexpr (Config::window_left) {
+      const int last_row = min(this->work.q_begin + Br, p.seqlen_q) - 1;
+      return max(tiles.begin, mask.template first_full_tile<Bc>(last_row));
+    } else {
+      return tiles.begin;
+    }
   }
 
   __device__ void reset() {
@@ -206,6 +232,7 @@ struct MmaForward {
     products.multiply_queries_keys(scores, warp_queries(), k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
     softmax.template apply_factor<Config>(scores);
+    modify_scores(tile * Bc);
     if (Edge) apply_mask(tile * Bc);
     softmax.update_maxima(scores, out, scale_log2);
 
@@ -228,12 +255,31 @@ struct MmaForward {
     return first_row + 16 * i + 8 * half;
   }
 
+  __device__ void modify_scores(int key_begin) {
+    if constexpr (Config::modified) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const ScoreRow at = score_row(p, this->work, place, row_of(first_row, i, half));
+          modify_fragment_row<Config, Bc / 8>(p, at, key_begin + lane % 4 * 2,
+                                              scores[i][0] + 2 * half);
+        }
+      }
+    }
+  }
+
   __device__ void apply_mask(int key_begin) {
     const auto tile_mask = mask.counted_from(key_begin + lane % 4 * 2);
     // Else the rows' queries would be found ahead of the loop and kept.
     const int first_row = Config::group > 1 ? ptx::opaque(this->first_row) : this->first_row;
     softmax.mask(
         scores, [&](int i, int half) { return tile_mask.visible_end(row_of(first_row, i, half)); });
+    if constexpr (Config::window_left) {
+      softmax.mask_before(scores, [&](int i, int half) {
+        return mask.visible_begin(row_of(first_row, i, half)) - key_begin - lane % 4 * 2;
+      });
+    }
   }
 
   // Divides by the row sums and writes the output and the log-sum-exp.
@@ -252,7 +298,7 @@ struct MmaForward {
 
   // Asked first: with 512 keys, finding the work anew takes a block 1 to 2% of its time.
   __device__ bool sees_few() const {
-    return mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
+    return !Config::modified && mask.visible_end(first_row - lane / 4) <= few_keys<Element>;
   }
 
   __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
@@ -270,12 +316,19 @@ struct MmaForward {
         const float normalizer = state.normalizer();
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
         const int row = row_of(first_row_of(work), i, half);
+        if constexpr (Config::modified) {
+          finish_modified(p, score_row(p, work, place, row).head, state, out[i][0] + 2 * half);
+        }
         if (lane % 4 == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
           if (Config::split_keys) {
             *partials.lse_row(work.split, index) = log_sum_exp(state);
           } else if (p.lse != nullptr) {
-            static_cast<float*>(p.lse)[index] = log_sum_exp(state);
+            float lse = log_sum_exp(state);
+            if constexpr (Config::sinks) {
+              take_sink<Config>(p, score_row(p, work, place, row).head, lse);
+            }
+            static_cast<float*>(p.lse)[index] = lse;
           }
         }
       }
@@ -289,6 +342,17 @@ struct MmaForward {
 
   __device__ float log_sum_exp(const SoftmaxRow<float>& state) const {
     return state.template log_sum_exp<Softmax::factor>(scale_log2);
+  }
+
+  // A row of the output is what a sink leaves of it; where keys are split, merging takes that in.
+  // One without a key holds 0 times the values that others of its tile see.
+  __device__ void finish_modified(const Params& p, int head, const SoftmaxRow<float>& state,
+                                  float* row) const {
+    if constexpr (Config::sinks && !Config::split_keys) {
+      float lse = log_sum_exp(state);
+      scale_row<Products::columns_v / 8>(row, take_sink<Config>(p, head, lse));
+    }
+    if (state.saw_nothing()) fill_row_from<Products::columns_v / 8>(row, 0, 0);
   }
 
   __device__ void write_partial(const Partials<Config>& partials, const Params& p,

@@ -3,6 +3,7 @@
 // products go by 32 x 32 tiles in shared memory, one thread for each element of the result.
 #include "params.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "grid/schedule.cuh"
@@ -68,8 +69,13 @@ __device__ void scores(const Params& p) {
     __syncthreads();
   }
   if (at.row() >= p.seqlen_q || at.column() >= p.seqlen_k) return;
-  if constexpr (score_factor<Config> != 1) sum *= score_factor<Config>;
-  const bool seen = at.column() < Mask<Config::causal>(p).visible_end(at.row());
+  if constexpr (prior_factor<Config> != 1) sum *= prior_factor<Config>;
+  modify_row<Config, 1>(
+      p, {batch, head, at.row(), p.q_offset, 0, 0}, at.column(), T(0), true,
+      [&](int) -> T& { return sum; }, [](int) { return 0; });
+  const Mask<Config> mask(p, batch);
+  bool seen = at.column() < mask.visible_end(at.row());
+  if constexpr (Config::window_left) seen &= at.column() >= mask.visible_begin(at.row());
   score_row<T>(p, at.batch_head, at.row())[at.column()] = seen ? sum : -SoftmaxMath<T>::infinity();
 }
 
@@ -82,7 +88,7 @@ __device__ void softmax(const Params& p) {
   if (index >= int64(p.batch) * p.heads_q * p.seqlen_q) return;
 
   T* row = static_cast<T*>(p.workspace) + index * p.seqlen_k;
-  const T scale_log2 = scale_to_log2<T>(p.softmax_scale);
+  const T scale_log2 = exponent_scale<Config, T>(p);
   T max = -SoftmaxMath<T>::infinity();
   for (int key = lane; key < p.seqlen_k; key += 32) max = fmax(max, row[key]);
 #pragma unroll
@@ -101,9 +107,18 @@ __device__ void softmax(const Params& p) {
   for (int bit = 1; bit < 32; bit *= 2) {
     state.sum += __shfl_xor_sync(0xffffffffu, state.sum, bit);
   }
-  const T normalizer = state.normalizer();
+  const int head = index / p.seqlen_q % p.heads_q;
+  T normalizer = state.normalizer();
+  if constexpr (Config::sinks) {
+    T lse = state.log_sum_exp(scale_log2);
+    normalizer *= take_sink<Config>(p, head, lse);
+  }
   for (int key = lane; key < p.seqlen_k; key += 32) row[key] *= normalizer;
-  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = state.log_sum_exp(scale_log2);
+  if (lane == 0 && p.lse != nullptr) {
+    T lse = state.log_sum_exp(scale_log2);
+    take_sink<Config>(p, head, lse);
+    static_cast<T*>(p.lse)[index] = lse;
+  }
 }
 
 // O = P V.
@@ -121,6 +136,7 @@ __device__ void output(const Params& p) {
   const Element* v = p.v.head<const Element>(batch, kv_head(p, head)) + at.column();
 
   T sum = 0;
+  T weight = 0;  // of all keys
   for (int begin = 0; begin < p.seqlen_k; begin += tile) {
     const int p_key = begin + at.x;
     const int v_key = begin + at.y;
@@ -129,12 +145,16 @@ __device__ void output(const Params& p) {
         v_key < p.seqlen_k && at.column() < dim ? widen(v[v_key * p.v.row_stride]) : T(0);
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < tile; ++i) sum = fma(p_tile[at.y][i], v_tile[i][at.x], sum);
+    for (int i = 0; i < tile; ++i) {
+      sum = fma(p_tile[at.y][i], v_tile[i][at.x], sum);
+      if constexpr (Config::modified) weight += p_tile[at.y][i];
+    }
     __syncthreads();
   }
   if (at.row() >= p.seqlen_q || at.column() >= dim) return;
   Element* out = p.out.head<Element>(batch, head) + at.row() * p.out.row_stride;
-  const bool sees_keys = Mask<Config::causal>(p).visible_end(at.row()) > 0;
+  const bool sees_keys =
+      Config::modified ? weight != 0 : Mask<Config>(p, batch).visible_end(at.row()) > 0;
   out[at.column()] = narrow<Element>(sees_keys ? sum : T(0));
 }
 

@@ -6,6 +6,7 @@
 #include "params.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "grid/place.cuh"
@@ -15,7 +16,7 @@ namespace simt {
 
 template <class Config>
 __device__ void write(const Params& p, const Work& work, const Place<Config>* place,
-                      const Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
+                      Rows<Config>& rows, typename Layout<Config>::T scale_log2) {
   using L = Layout<Config>;
   using Element = typename L::Element;
   using T = typename L::T;
@@ -26,6 +27,19 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
     if (row >= p.seqlen_q) continue;
     const int64 index = index_of(p, work, place, row);
     T* lse = static_cast<T*>(p.lse) + index;
+    // Where keys are split, merging takes the sink in.
+    const auto log_sum_exp = [&](T& factor) {
+      T found = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
+      if constexpr (Config::sinks && !Config::split_keys) {
+        factor = take_sink<Config>(p, score_row(p, work, place, row).head, found);
+      }
+      return found;
+    };
+    T factor = 1;
+    if constexpr (Config::sinks && !Config::split_keys) {
+      log_sum_exp(factor);
+      rows.scale(i, factor);
+    }
     if constexpr (Config::split_keys) {
       constexpr int unit = dim % L::width == 0 ? L::width : 1;
       const auto partials = partials_of(p, place);
@@ -38,7 +52,7 @@ __device__ void write(const Params& p, const Work& work, const Place<Config>* pl
       rows.template store<unit>(out_row(head, p, place, row), i);
     }
     if (L::position() == 0 && (Config::split_keys || p.lse != nullptr)) {
-      *lse = rows.softmax[i].template log_sum_exp<L::headroom>(scale_log2);
+      *lse = log_sum_exp(factor);
     }
   }
 }
@@ -135,7 +149,11 @@ struct Kernel : InPlace<Config> {
     __syncthreads();
     if (!Config::share_kv) load_v(tile);
     rows.multiply_keys(q, k);
-    if (tile >= tiles.full_end) rows.mask(mask, work.q_begin, tile * Config::Bc);
+    const auto at = [&](int row) { return score_row(p, work, place, work.q_begin + row); };
+    rows.modify(p, at, tile * Config::Bc);
+    const bool is_left =
+        Config::window_left && tile < mask.template first_full_tile<Config::Bc>(last_row());
+    if (tile >= tiles.full_end || is_left) rows.mask(mask, work.q_begin, tile * Config::Bc);
     rows.exponentiate(probabilities, scale_log2);
     if (Config::share_kv) {
       __syncthreads();
@@ -151,12 +169,14 @@ struct Kernel : InPlace<Config> {
     }
   }
 
+  __device__ int last_row() const { return min(work.q_begin + Config::Br, p.seqlen_q) - 1; }
+
   __device__ void run() {
-    const typename Rows<Config>::KeyMask mask(p);
-    const int q_end = min(work.q_begin + Config::Br, p.seqlen_q);
+    const typename Rows<Config>::KeyMask mask(p, work.batch);
+    const int q_end = last_row() + 1;
     const KeyTiles tiles = find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end,
                                                                           work.split, p.num_splits);
-    const T scale_log2 = scale_to_log2<T>(p.softmax_scale);
+    const T scale_log2 = exponent_scale<Config, T>(p);
     rows.reset();
     if (tiles.begin < tiles.end) {
       load_q();
@@ -167,6 +187,7 @@ struct Kernel : InPlace<Config> {
     }
     rows.finish();
     write<Config>(p, work, place, rows, scale_log2);
+    if (Config::modified) return;
     if (mask.visible_end(work.q_begin + first_of_warp()) > few_keys<Element>) return;
     // Found anew, as what is kept for the end changes the loops: 2.5% in causal calls of head_dim
     // 256.

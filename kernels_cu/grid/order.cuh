@@ -150,7 +150,7 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
 }
 
 // Takes the next visit of all; all lanes of a warp together, of which one writes it.
-template <int Br, int Bc, bool Causal>
+template <class Config>
 __device__ void take_visit(const Params& p, const SequenceOrder& order, int section_keys,
                            Visit<true>& visit, bool writes) {
   const unsigned tile = order.take();
@@ -161,11 +161,12 @@ __device__ void take_visit(const Params& p, const SequenceOrder& order, int sect
   const int place = order.place_of(tile / p.heads_q);
   const int batch = order.sequence[place];
   const Sequence sequence = find_sequence<0>(p, batch);
-  const Work work = find_work<Br>(p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
-                                  find_section_heads<Causal>(p, sequence.seqlen_k, section_keys));
-  const Mask<Causal> mask(sequence.seqlen_k, sequence.q_offset());
-  const int q_end = min(work.q_begin + Br, sequence.seqlen_q);
+  const Work work = find_work<Config::Br>(
+      p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
+      find_section_heads<Config::causal>(p, sequence.seqlen_k, section_keys));
+  const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p), {p, batch});
+  const int q_end = min(work.q_begin + Config::Br, sequence.seqlen_q);
   if (writes) {
-    visit = {{sequence}, work, find_key_tiles<Bc, false>(mask, work.q_begin, q_end, 0, 1)};
+    visit = {{sequence}, work, find_key_tiles<Config::Bc, false>(mask, work.q_begin, q_end, 0, 1)};
   }
 }

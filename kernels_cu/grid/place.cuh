@@ -5,6 +5,7 @@
 
 #include "score/few_seen.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "grid/pages.cuh"
 #include "params.cuh"
 #include "grid/schedule.cuh"
@@ -40,7 +41,7 @@ struct Place {
     own.v = tensor_of(p.v, page_size > 0 ? 0 : at.k_batch, at.k_first);
     own.seqlen_q = rows();
     own.seqlen_k = at.seqlen_k;
-    own.q_offset = at.q_offset();
+    own.q_offset = at.template q_offset<Config>(p);
     return own;
   }
 
@@ -99,6 +100,18 @@ __device__ int64 index_of(const Params& p, const Work& work, const Place<Config>
   }
 }
 
+// A row of a tile as modifications know it.
+template <class Config>
+__device__ ScoreRow score_row(const Params& p, const Work& work, const Place<Config>* place,
+                              int row) {
+  if constexpr (Config::sequences) {
+    return {work.batch, work.head + row % Config::group, row / Config::group, p.q_offset,
+            place->at.q_first, place->at.k_first};
+  } else {
+    return {work.batch, work.head, row, p.q_offset, 0, 0};
+  }
+}
+
 // The value of the first key, for the heads of a tile.
 template <class Config>
 __device__ Row<typename Config::Element> first_value(const Params& p, const Work& work,
@@ -129,7 +142,7 @@ __device__ void settle_few_seen(const Params& p, const Work& work, const Place<C
   // Without a mask there are no such rows, or they are right as they are.
   constexpr bool may_be_few = Config::causal || !quotient_is_exact<Element>;
   if constexpr (!Config::split_keys && may_be_few) {
-    const Mask<Config::causal, Config::group> mask(p);
+    const Mask<Config, Config::group> mask(p, work.batch);
     Element* head = p.out.head<Element>(work.batch, work.head);
     settle_few_seen<Config::head_dim_v, Element>(
         first, end, [&](int row) { return mask.visible_end(row); },

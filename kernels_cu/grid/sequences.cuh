@@ -18,8 +18,12 @@ struct Sequence {
   int k_first;
   int seqlen_k;
 
-  // When causal, query i sees the keys j <= i + q_offset: the last query sees all.
-  __device__ int q_offset() const { return seqlen_k - seqlen_q; }
+  // Position of the first query among the keys: the last query stands at the last key, unless keys
+  // are padded, and positions are those of the whole arrays.
+  template <class Config>
+  __device__ int q_offset(const Params& p) const {
+    return Config::padded ? p.q_offset : seqlen_k - seqlen_q;
+  }
 };
 
 // PageSize is 0 where k and v are not paged. A cache, and the queries beside it, are never packed.

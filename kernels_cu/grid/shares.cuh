@@ -15,6 +15,7 @@
 #include "params.cuh"
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
+#include "score/mask.cuh"
 
 // A part of an item's keys.
 struct Part {
@@ -135,9 +136,22 @@ struct Shares {
     }
   }
 
+  // The unit with the first key that a row of the sequence sees: those before are nobody's.
+  __device__ int first_unit(const Sequence& sequence, int batch) const {
+    if constexpr (Config::window_left) {
+      const Mask<Config> mask(sequence.seqlen_k, q_offset_of(sequence), {p, batch});
+      return mask.visible_begin(0) / unit_keys;
+    } else {
+      return 0;
+    }
+  }
+  __device__ int q_offset_of(const Sequence& sequence) const {
+    return Config::sequences ? sequence.template q_offset<Config>(p) : p.q_offset;
+  }
+
   // A sequence without keys has a unit too: someone must write that its rows see nothing.
-  __device__ static int units_of(const Sequence& sequence) {
-    return max(1, ceil_div(sequence.seqlen_k, unit_keys));
+  __device__ int units_of(const Sequence& sequence, int batch) const {
+    return max(1, ceil_div(sequence.seqlen_k, unit_keys) - first_unit(sequence, batch));
   }
 
   __device__ bool next_of_splits(Part& part) {
@@ -148,15 +162,16 @@ struct Shares {
       const Sequence sequence = sequence_of(batch);
       const int row_tile = item % row_tiles;
       if (row_tile * Config::Br >= sequence.seqlen_q * group) continue;
-      const int units = units_of(sequence);
+      const int units = units_of(sequence, batch);
+      const int first = first_unit(sequence, batch);
       const int most = ceil_div(units, p.num_splits);
       const int begin = min(units, split * most);
       part.batch = batch;
       part.head_kv = item % items / row_tiles;
       part.row_tile = row_tile;
       part.sequence = sequence;
-      part.begin = begin;
-      part.end = min(units, begin + most);
+      part.begin = first + begin;
+      part.end = first + min(units, begin + most);
       part.number = 0;
       part.count = 1;
       part.place = 0;
@@ -179,7 +194,7 @@ struct Shares {
         (p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
-      const int units = units_of(sequence_of(0));
+      const int units = units_of(sequence_of(0), 0);
       cut_line(taken, p.batch * units);
       taken.batch = p.batch == 1 ? 0 : taken.next / units;
       taken.sequence_begin = taken.batch * units;
@@ -207,7 +222,7 @@ struct Shares {
   // Of the sequence at first + lane.
   __device__ int units_at(int first) const {
     const int batch = first + threadIdx.x % 32;
-    return batch < p.batch ? units_of(sequence_of(batch)) : 0;
+    return batch < p.batch ? units_of(sequence_of(batch), batch) : 0;
   }
 
   __device__ static int sum_of_warp(int x) {
@@ -245,7 +260,7 @@ struct Shares {
     const unsigned next = share.next;
     const unsigned begin = share.sequence_begin;
     if (next >= share.end) return false;
-    const unsigned sequence_end = begin + units_of(share.sequence);
+    const unsigned sequence_end = begin + units_of(share.sequence, share.batch);
     const unsigned part_end = min(sequence_end, share.end);
     const unsigned first_place = begin / share.units;
     const unsigned last_place = (sequence_end - 1) / share.units;
@@ -257,8 +272,9 @@ struct Shares {
     part.head_kv = blockIdx.y;
     part.row_tile = blockIdx.x;
     part.sequence = share.sequence;
-    part.begin = next - begin;
-    part.end = part_end - begin;
+    const int first = first_unit(share.sequence, share.batch);
+    part.begin = first + (next - begin);
+    part.end = first + (part_end - begin);
     part.number = blockIdx.z - first_here;
     part.count = last_here - first_here + 1;
     part.place = first_here % cluster;

@@ -8,6 +8,7 @@
 #include "score/few_seen.cuh"
 #include "score/lse_merge.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "grid/pages.cuh"
@@ -79,7 +80,7 @@ __device__ inline int64 row_of_warp() {
 // where it goes; not asked sooner, so that the first reads need not wait for it.
 template <class Config, class FindOut>
 __device__ void combine_row(const Params& p, const Partials<Config>& partials, int64 index,
-                            int visible,
+                            int head, int visible,
                             const Row<typename Config::Element>& first_value, FindOut find_out) {
   using T = typename Partials<Config>::T;
   using Math = SoftmaxMath<T>;
@@ -89,7 +90,11 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   for (int s = 0; s < p.num_splits; ++s) max = fmax(max, *partials.lse_row(s, index));
   LseMerge<T> merge = {max == -Math::infinity() ? T(0) : max};
   for (int s = 0; s < p.num_splits; ++s) merge.sum += merge.share_of(*partials.lse_row(s, index));
-  const T normalizer = merge.normalizer();
+  T normalizer = merge.normalizer();
+  if constexpr (Config::sinks) {
+    T lse = merge.lse();
+    normalizer *= take_sink<Config>(p, head, lse);
+  }
 
   Element* out = find_out();
   for (int column = lane; column < Config::head_dim_v; column += 32) {
@@ -101,9 +106,15 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
       const T part = lse == -Math::infinity() ? T(0) : partials.out_row(s, index)[column];
       merged = fma(weight, part, merged);
     }
-    out[column] = settled(visible, narrow<Element>(merged), first_value, column);
+    out[column] = Config::modified
+                      ? narrow<Element>(merged)
+                      : settled(visible, narrow<Element>(merged), first_value, column);
   }
-  if (lane == 0 && p.lse != nullptr) static_cast<T*>(p.lse)[index] = merge.lse();
+  if (lane == 0 && p.lse != nullptr) {
+    T lse = merge.lse();
+    take_sink<Config>(p, head, lse);
+    static_cast<T*>(p.lse)[index] = lse;
+  }
 }
 
 // Rows that belong to no sequence are left alone.
@@ -121,15 +132,16 @@ __device__ void combine(const Params& p) {
   if constexpr (Config::sequences) {
     const Sequence at = find_sequence<Config::page_size>(p, batch);
     if (row >= at.seqlen_q) return;
-    const Mask<Config::causal> mask(at.seqlen_k, at.q_offset());
-    combine_row(p, partials, partials.row_index(p, at, batch, head, row), mask.visible_end(row),
+    const Mask<Config> mask(at.seqlen_k, at.template q_offset<Config>(p), {p, batch});
+    combine_row(p, partials, partials.row_index(p, at, batch, head, row), head,
+                mask.visible_end(row),
                 first_value_of<Config>(p, at, batch, head_kv), [&] {
                   return p.out.head<Element>(at.q_batch, head) +
                          (at.q_first + row) * p.out.row_stride;
                 });
   } else {
     const Row<Element> first_value = {p.v.head<const Element>(batch, head_kv), true};
-    combine_row(p, partials, warp, Mask<Config::causal>(p).visible_end(row), first_value,
+    combine_row(p, partials, warp, head, Mask<Config>(p, batch).visible_end(row), first_value,
                 [&] { return p.out.head<Element>(batch, head) + row * p.out.row_stride; });
   }
 }

@@ -40,13 +40,13 @@ struct Visit : VisitPlace<Found> {
   }
 
   // The queries of a sequence that was found are aligned with the last of its keys.
-  template <bool Causal>
-  __device__ Mask<Causal> mask(const Params& p) const {
+  template <class Config>
+  __device__ Mask<Config> mask(const Params& p) const {
     if constexpr (Found) {
       const Sequence& it = sequence(p);
-      return {it.seqlen_k, it.q_offset()};
+      return {it.seqlen_k, it.template q_offset<Config>(p), {p, work.batch}};
     } else {
-      return Mask<Causal>(p);
+      return Mask<Config>(p, work.batch);
     }
   }
 };

@@ -1,44 +1,108 @@
-// Which (query, key) pairs are seen, which tiles of keys a query tile visits, and which of those
-// need a mask at all; and the transpose, which query tiles see a tile of keys. Nothing else
-// compares a query with a key. cupy_flash/problem/mask.py is the same on the host.
+// Which (query, key) pairs are seen by their places alone, which tiles of keys a query tile visits,
+// and which of those need a mask at all; and the transpose, which query tiles see a tile of keys.
+// Nothing else compares a query with a key. cupy_flash/problem/mask.py is the same on the host.
 #pragma once
 
 #include "params.cuh"
 #include "grid/schedule.cuh"
 
+// What bounds the keys of a row beside Config::causal: a window, and a prefix that is seen in spite
+// of causality. Nothing where Config has neither.
+template <class Config,
+          bool Bounded = Config::window_left || Config::window_right || Config::prefix>
+struct Band {
+  __device__ Band() {}
+  __device__ Band(const Params&, int) {}
+  __device__ Band counted_from(int) const { return {}; }
+};
+template <class Config>
+struct Band<Config, true> {
+  int left;
+  int right;
+  int prefix;
+
+  __device__ Band(int left, int right, int prefix) : left(left), right(right), prefix(prefix) {}
+
+  // A template, as only units with modifications have the members.
+  template <class AnyParams>
+  __device__ Band(const AnyParams& p, int batch) {
+    if constexpr (Config::window_left) left = p.mods.window_left;
+    if constexpr (Config::window_right) right = p.mods.window_right;
+    if constexpr (Config::prefix) prefix = p.mods.prefix_lens.at(batch);
+  }
+
+  __device__ Band counted_from(int key) const { return {left, right, prefix - key}; }
+};
+
 // Of a query tile whose rows are those of Group query heads in turns, see find_work().
-template <bool Causal, int Group = 1>
-struct Mask {
+template <class Config, int Group = 1>
+struct Mask : Band<Config> {
   int seqlen_k;
   int q_offset;
 
-  __device__ explicit Mask(const Params& p) : seqlen_k(p.seqlen_k), q_offset(p.q_offset) {}
+  __device__ explicit Mask(const Params& p, int batch)
+      : Band<Config>(p, batch), seqlen_k(p.seqlen_k), q_offset(p.q_offset) {}
 
-  __device__ Mask(int seqlen_k, int q_offset) : seqlen_k(seqlen_k), q_offset(q_offset) {}
+  __device__ Mask(int seqlen_k, int q_offset, const Band<Config>& band)
+      : Band<Config>(band), seqlen_k(seqlen_k), q_offset(q_offset) {}
 
   // The same mask with keys counted from `key` on. (Subtracting `key` from each row's end instead
   // would leave those ends loop-invariant, and the compiler would keep them all in registers.)
-  __device__ Mask counted_from(int key) const { return {seqlen_k - key, q_offset - key}; }
-
-  // Query row sees the keys [0, visible_end(row)).
-  __device__ int visible_end(int row) const {
-    return Causal ? max(0, min(seqlen_k, row / Group + q_offset + 1)) : seqlen_k;
+  __device__ Mask counted_from(int key) const {
+    return {seqlen_k - key, q_offset - key, Band<Config>::counted_from(key)};
   }
 
-  // Of the tiles of Bc keys, how many it sees whole.
+  // Query row sees the keys [visible_begin(row), visible_end(row)).
+  __device__ int visible_end(int row) const {
+    if constexpr (!Config::causal && !Config::window_right) return seqlen_k;
+    const int behind = row / Group + q_offset + 1;
+    int end = Config::causal ? behind : seqlen_k;
+    if constexpr (Config::prefix) end = max(end, this->prefix);
+    if constexpr (Config::window_right) end = min(end, behind + this->right);
+    return max(0, min(seqlen_k, end));
+  }
+  __device__ int visible_begin(int row) const {
+    if constexpr (Config::window_left) {
+      return max(0, min(seqlen_k, row / Group + q_offset - this->left));
+    } else {
+      return 0;
+    }
+  }
+
+  // Of the tiles of Bc keys, how many end before a key that it does not see any more.
   template <int Bc>
   __device__ int full_tiles(int row) const {
     return visible_end(row) / Bc;
   }
+  // And the first that begins with a key that it sees.
+  template <int Bc>
+  __device__ int first_full_tile(int row) const {
+    return Config::window_left ? ceil_div(visible_begin(row), Bc) : 0;
+  }
 
-  // The transpose: of `rows` rows, those from this one on see the key.
+  // The transpose: of `rows` rows, those from first_row() to last_row() - 1 see the key.
   __device__ int first_row(int key, int rows) const {
-    return Causal ? max(0, min(rows / Group, key - q_offset)) * Group : 0;
+    int first = 0;
+    if constexpr (Config::prefix) {
+      if (key >= this->prefix) first = key - q_offset;
+    } else if constexpr (Config::causal) {
+      first = key - q_offset;
+    }
+    if constexpr (Config::window_right) first = max(first, key - q_offset - this->right);
+    return max(0, min(rows / Group, first)) * Group;
+  }
+  __device__ int last_row(int key, int rows) const {
+    if constexpr (Config::window_left) {
+      return max(0, min(rows / Group, key + this->left - q_offset + 1)) * Group;
+    } else {
+      return rows;
+    }
   }
 };
 
 // The tiles of Bc keys that one thread block visits, from end - 1 down to begin. Those in
-// [full_end, end) need a mask or reach past the last key; those in [begin, full_end) do not.
+// [full_end, end) need a mask or reach past the last key; those before do not, unless a window
+// hides some of their keys (first_full_tile).
 struct KeyTiles {
   int begin;
   int full_end;
@@ -46,31 +110,38 @@ struct KeyTiles {
 };
 
 // For the rows [q_begin, q_end) of one head; with Split, the split-th of num_splits shares.
-template <int Bc, bool Split, bool Causal, int Group>
-__device__ KeyTiles find_key_tiles(const Mask<Causal, Group>& mask, int q_begin, int q_end,
+template <int Bc, bool Split, class Config, int Group>
+__device__ KeyTiles find_key_tiles(const Mask<Config, Group>& mask, int q_begin, int q_end,
                                    int split, int num_splits) {
   const int seen = ceil_div(mask.visible_end(q_end - 1), Bc);
   const int full = mask.template full_tiles<Bc>(q_begin);
-  if constexpr (!Split) return {0, min(full, seen), seen};
-  const int share = ceil_div(seen, num_splits);
-  const int begin = min(seen, split * share);
+  const int first = Config::window_left ? min(seen, mask.visible_begin(q_begin) / Bc) : 0;
+  if constexpr (!Split) {
+    return {first, Config::window_left ? max(first, min(full, seen)) : min(full, seen), seen};
+  }
+  const int share = ceil_div(seen - first, num_splits);
+  const int begin = min(seen, first + split * share);
   const int end = min(seen, begin + share);
   return {begin, max(begin, min(full, end)), end};
 }
 
 // The tiles of Br query rows that a tile of keys is visited by, from begin to end - 1. Those in
-// [begin, full_begin) need a mask; those from full_begin on do not.
+// [full_begin, full_end) need no mask.
 struct QueryTiles {
   int begin;
   int full_begin;
+  int full_end;
   int end;
 };
 
 // For the keys [k_begin, k_end), not none of them, and `rows` rows in all.
-template <int Br, bool Causal, int Group>
-__device__ QueryTiles find_query_tiles(const Mask<Causal, Group>& mask, int k_begin, int k_end,
+template <int Br, class Config, int Group>
+__device__ QueryTiles find_query_tiles(const Mask<Config, Group>& mask, int k_begin, int k_end,
                                        int rows) {
-  const int end = ceil_div(rows, Br);
-  const int seeing = mask.first_row(k_begin, rows);
-  return {seeing < rows ? seeing / Br : end, ceil_div(mask.first_row(k_end - 1, rows), Br), end};
+  const int end = ceil_div(mask.last_row(k_end - 1, rows), Br);
+  const int begin = min(end, mask.first_row(k_begin, rows) / Br);
+  const int full_begin = max(begin, min(end, ceil_div(mask.first_row(k_end - 1, rows), Br)));
+  const int last = mask.last_row(k_begin, rows);
+  const int full_end = last == rows ? end : min(end, last / Br);
+  return {begin, full_begin, max(full_begin, full_end), end};
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ptx/base.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/fragments.cuh"
 
@@ -34,13 +35,13 @@ struct WarpSoftmax {
 
   template <class Config>
   __device__ static void apply_factor(Scores& scores) {
-    if constexpr (score_factor<Config> != 1) {
+    if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
 #pragma unroll
-          for (int c = 0; c < 4; ++c) scores[i][j][c] *= score_factor<Config>;
+          for (int c = 0; c < 4; ++c) scores[i][j][c] *= prior_factor<Config>;
         }
       }
     }
@@ -56,6 +57,19 @@ struct WarpSoftmax {
       for (int half = 0; half < 2; ++half) {
         fill_row_from<Bc / 8>(scores[i][0] + 2 * half, visible_end(i, half),
                               -SoftmaxMath<float>::infinity());
+      }
+    }
+  }
+
+  // And those before visible_begin(i, half).
+  template <class VisibleBegin>
+  __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        fill_row_before<Bc / 8>(scores[i][0] + 2 * half, visible_begin(i, half),
+                                -SoftmaxMath<float>::infinity());
       }
     }
   }

@@ -49,6 +49,18 @@ __device__ void fill_row_from(float* row, int first, float value) {
   }
 }
 
+// And those before `first`.
+template <int column_tiles>
+__device__ void fill_row_before(float* row, int first, float value) {
+#pragma unroll
+  for (int j = 0; j < column_tiles; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (8 * j + c < first) row[4 * j + c] = value;
+    }
+  }
+}
+
 // Writes the lane's part of a row of Dim columns; [4 j + c] is column(j, c).
 template <int column_tiles, int Dim, class Column>
 __device__ void write_row(float* target, const float* row, Column column) {

@@ -267,7 +267,10 @@ def test_planning_does_not_look_at_the_values(rng):
 def test_what_is_seen_of_the_package_is_what_it_promises():
     assert set(cupy_flash.__all__) == {
         "CompileError",
+        "MaskMod",
+        "Modifications",
         "Plan",
+        "ScoreMod",
         "Tile",
         "UnsupportedError",
         "attention_reference",

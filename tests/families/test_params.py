@@ -5,6 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, layout_assertions
+from cupy_flash.problem.problem import make_contiguous_problem
+
+PROBLEM = make_contiguous_problem(
+    dtype="float16",
+    batch=1,
+    seqlen_q=1,
+    seqlen_k=1,
+    heads_q=1,
+    heads_kv=1,
+    head_dim=8,
+    head_dim_v=8,
+)
 
 
 def test_fields_lie_as_a_c_compiler_aligns_them():
@@ -17,6 +29,6 @@ def test_fields_lie_as_a_c_compiler_aligns_them():
 
 def test_every_member_of_the_struct_is_asserted_in_the_unit():
     members = [name for name in PARAMS_DTYPE.names if name != "_"]
-    text = layout_assertions()
+    text = layout_assertions(PROBLEM)
     assert text.count("static_assert") == 2 + len(TENSOR_DTYPE.names) + len(members)
     assert f"sizeof(Params) == {PARAMS_DTYPE.itemsize}" in text

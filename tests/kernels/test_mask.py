@@ -25,12 +25,16 @@ def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
     seqlen_q, seqlen_k = map(int, rng.integers(1, 130, 2))
     q_offset = int(rng.integers(-140, 140))
     mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
+    if rng.integers(2):
+        left, right = (None if rng.integers(3) == 0 else int(rng.integers(140)) for _ in range(2))
+        prefix = int(rng.integers(140)) if mask.causal and rng.integers(2) else 0
+        mask = mask._replace(left=left, right=right, prefix=prefix)
     return int(rng.choice([1, 3])), mask, int(rng.integers(1, 5))
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory):
-    """Of each problem: what the rows see, and the tiles of keys and of rows, three numbers each."""
+    """Of each problem: what the rows see, and the tiles of keys and of rows, in numbers."""
     program = tmp_path_factory.mktemp("host") / "seen_tiles"
     options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
     options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
@@ -39,15 +43,16 @@ def answers(tmp_path_factory: pytest.TempPathFactory):
 
     def run(problems: list[tuple[int, Mask, int]]) -> list[list[list[int]]]:
         lines = "".join(
-            f"{int(m.causal)} {group} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {splits}\n"
+            f"{int(m.causal)} {group} {m.seqlen_q} {m.seqlen_k} {m.q_offset} {splits} "
+            f"{-1 if m.left is None else m.left} {-1 if m.right is None else m.right} {m.prefix}\n"
             for group, m, splits in problems
         )
         done = subprocess.run(
             [str(program)], input=lines, capture_output=True, text=True, check=True
         )
         numbers = [list(map(int, line.split())) for line in done.stdout.splitlines()]
-        assert len(numbers) == 3 * len(problems)
-        return [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
+        assert len(numbers) == 4 * len(problems)
+        return [numbers[i : i + 4] for i in range(0, len(numbers), 4)]
 
     return run
 
@@ -56,23 +61,33 @@ def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_
     rng = np.random.default_rng(15)
     problems = [random_problem(rng) for _ in range(300)]
     for (group, mask, splits), answer in zip(problems, answers(problems), strict=True):
-        ends, key_tiles, query_tiles = answer
+        bounds, key_tiles, first_full, query_tiles = answer
         # A row of the kernel is one of the group's heads at a query.
         rows = group * mask.seqlen_q
-        assert ends == [mask.seen(row // group) for row in range(rows)]
+        assert bounds[0::2] == [mask.begin(row // group) for row in range(rows)]
+        assert bounds[1::2] == [mask.end(row // group) for row in range(rows)]
+        begins, ends = (np.asarray(bounds[i::2])[:, None] for i in (0, 1))
         shares = np.reshape(key_tiles, (-1, splits, 3))
         for i, share in enumerate(shares.tolist()):
             first, last = i * BR // group, (min(i * BR + BR, rows) - 1) // group
-            whole, some = mask.blocks_of_keys(first, last + 1, BC)
+            begin, full_begin, full_end, end = mask.blocks_of_keys(first, last + 1, BC)
             tiles = [tile for begin, _, end in share for tile in range(begin, end)]
-            assert tiles == list(range(some))
-            unmasked = [tile for begin, full, _ in share for tile in range(begin, full)]
-            assert unmasked == list(range(whole))
-        for i, (begin, full, end) in enumerate(np.reshape(query_tiles, (-1, 3)).tolist()):
+            assert tiles == list(range(begin, end))
+            unmasked = [
+                tile
+                for begin, full, _ in share
+                for tile in range(max(begin, first_full[i]), full)
+            ]
+            assert unmasked == list(range(full_begin, full_end))
+        for i, tiles in enumerate(np.reshape(query_tiles, (-1, 4)).tolist()):
             keys = (i * BC, min(i * BC + BC, mask.seqlen_k))
-            assert end == -(-rows // BR)
             if group == 1:
-                assert (begin, full) == mask.tiles_of_rows(*keys, BR)
-            seen = np.asarray(ends)[:, None] > np.arange(*keys)
-            assert begin == next((row // BR for row in range(rows) if seen[row].any()), end)
-            assert full == next(t for t in range(end + 1) if seen[t * BR :].all())
+                assert tuple(tiles) == mask.tiles_of_rows(*keys, BR)
+            begin, full_begin, full_end, end = tiles
+            columns = np.arange(*keys)
+            seen = (ends > columns) & (begins <= columns)
+            by_tile = [seen[row : row + BR] for row in range(0, rows, BR)]
+            some = [t for t, tile in enumerate(by_tile) if tile.any()]
+            assert set(some) <= set(range(begin, end))
+            full = [t for t, tile in enumerate(by_tile) if tile.all()]
+            assert full == list(range(full_begin, full_end))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.families.contract import KERNEL_DIR, score_config
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.families.schedule import EVEN, Schedule, Split
 from cupy_flash.problem.device import device_for_arch
@@ -277,7 +277,8 @@ def configs() -> str:
     for index, kind in enumerate(KINDS):
         problem = problem_of(kind, batch=2, heads_kv=1, seqlen_q=1, seqlen_k=99)
         split = Split.into(kind.num_splits) if kind.num_splits else EVEN
-        members = decode.config(problem, kind.tile, split)
+        members = decode.config(problem, kind.tile, split) | score_config(problem)
+        members["causal"] = False
         fields = "".join(f"static constexpr int {n} = {int(v)}; " for n, v in members.items())
         lines.append(f"struct Config{index} {{ {fields}}};")
         cases.append(f"case {index}: Call<Config{index}>::print(p); return true;")

@@ -9,22 +9,32 @@ import numpy as np
 import pytest
 
 import cupy_flash
-from cupy_flash.problem.mask import Mask, seen_in_sequences, unseen
+from cupy_flash.problem.mask import Mask, before, seen_in_sequences, unseen
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
 
 def written_out(mask: Mask) -> np.ndarray:
     rows, keys = np.mgrid[: mask.seqlen_q, : mask.seqlen_k]
-    return (keys <= rows + mask.q_offset) | (not mask.causal)
+    distance = keys - rows - mask.q_offset
+    seen = (distance <= 0) | (keys < mask.prefix) | (not mask.causal)
+    if mask.left is not None:
+        seen &= distance >= -mask.left
+    return seen if mask.right is None else seen & (distance <= mask.right)
 
 
 def random_masks(rng: np.random.Generator) -> list[Mask]:
+    """Causal ones and full ones, half of them with windows, some with a prefix."""
     masks = []
-    for _ in range(200):
+    for _ in range(300):
         seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 40, 2))
         offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
-        masks.append(Mask(seqlen_q, seqlen_k, bool(rng.integers(4)), offset))
+        mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(4)), offset)
+        if rng.integers(2):
+            sides = (None if rng.integers(3) == 0 else int(rng.integers(0, 45)) for _ in range(2))
+            prefix = int(rng.integers(45)) if mask.causal and rng.integers(2) else 0
+            mask = Mask(*mask[:4], *sides, prefix)
+        masks.append(mask)
     return masks
 
 
@@ -32,15 +42,23 @@ def test_rows_see_what_a_mask_that_is_written_out_shows(rng) -> None:
     for mask in random_masks(rng):
         matrix = written_out(mask)
         rows = np.arange(mask.seqlen_q)
-        seen = mask.seen_by(rows)
-        np.testing.assert_array_equal(seen, matrix.sum(axis=1))
-        np.testing.assert_array_equal(seen, [mask.seen(int(row)) for row in rows])
-        np.testing.assert_array_equal(unseen(seen, 0, mask.seqlen_k), ~matrix)
+        begins, ends = mask.begins(rows), mask.ends(rows)
+        np.testing.assert_array_equal(ends, [mask.end(int(row)) for row in rows])
+        np.testing.assert_array_equal(begins, [mask.begin(int(row)) for row in rows])
+        hidden = unseen(ends, 0, mask.seqlen_k) | before(begins, 0, mask.seqlen_k)
+        np.testing.assert_array_equal(hidden, ~matrix)
+        assert mask.is_full <= matrix.all()
         first = int(rng.integers(mask.seqlen_q))
         start = int(rng.integers(mask.seqlen_k))
-        if mask.causal:
-            part = mask.unseen(first, mask.seqlen_q, start, mask.seqlen_k)
-            np.testing.assert_array_equal(part, ~matrix[first:, start:])
+        part = (first, mask.seqlen_q, start, mask.seqlen_k)
+        np.testing.assert_array_equal(mask.hidden(*part), ~matrix[first:, start:])
+        assert mask.sees_all(first, mask.seqlen_q) == matrix[first:].all()
+        inside = np.ones(mask.seqlen_k, bool)
+        for left, right in mask.edges(*part):
+            assert start <= left < right <= mask.seqlen_k
+            assert inside[left:right].all()
+            inside[left:right] = False
+        assert matrix[first:, start:][:, inside[start:]].all()
 
 
 def test_blocks_of_keys_and_tiles_of_rows_are_each_others_transpose(rng) -> None:
@@ -49,30 +67,46 @@ def test_blocks_of_keys_and_tiles_of_rows_are_each_others_transpose(rng) -> None
         first, stop = np.sort(rng.choice(mask.seqlen_q + 1, 2, replace=False))
         size = int(rng.integers(1, 12))
         blocks = [matrix[first:stop, k : k + size] for k in range(0, mask.seqlen_k, size)]
-        whole, some = mask.blocks_of_keys(int(first), int(stop), size)
-        assert some == sum(block.any() for block in blocks)
-        full = [block.all() and block.shape[1] == size for block in blocks]
-        assert whole == sum(full)
+        found = mask.blocks_of_keys(int(first), int(stop), size)
+        assert_cover(found, blocks, [block.shape[1] == size for block in blocks])
         first, stop = np.sort(rng.choice(mask.seqlen_k + 1, 2, replace=False))
         tiles = [matrix[r : r + size, first:stop] for r in range(0, mask.seqlen_q, size)]
-        some, whole = mask.tiles_of_rows(int(first), int(stop), size)
-        assert [tile.any() for tile in tiles] == [index >= some for index in range(len(tiles))]
-        assert [tile.all() for tile in tiles] == [index >= whole for index in range(len(tiles))]
+        found = mask.tiles_of_rows(int(first), int(stop), size)
+        assert_cover(found, tiles, [True] * len(tiles))
 
 
-def test_each_key_is_seen_from_its_first_row_on(rng) -> None:
+def assert_cover(found: tuple[int, int, int, int], parts: list, may_be_whole: list[bool]) -> None:
+    """Blocks from begin to end hold all that is seen; exactly the full ones are seen whole."""
+    begin, full_begin, full_end, end = found
+    assert 0 <= begin <= full_begin <= full_end <= end <= len(parts)
+    seen = [index for index, part in enumerate(parts) if part.any()]
+    assert set(seen) <= set(range(begin, end))
+    if seen:
+        # Nothing on either side that holds nothing.
+        assert (begin, end) == (seen[0], seen[-1] + 1)
+    whole = [
+        index
+        for index, part in enumerate(parts)
+        if part.size and part.all() and may_be_whole[index]
+    ]
+    assert whole == list(range(full_begin, full_end))
+
+
+def test_keys_are_seen_by_the_rows_between_the_first_and_the_last(rng) -> None:
     for mask in random_masks(rng):
+        rows = np.arange(mask.seqlen_q)
         for key, column in enumerate(written_out(mask).T):
-            expected = int(column.argmax()) if column.any() else mask.seqlen_q
-            assert mask.first_row(key) == expected
+            between = (rows >= mask.first_row(key)) & (rows < mask.last_row(key))
+            np.testing.assert_array_equal(between, column)
 
 
-def test_pairs_are_those_of_the_mask_less_half_of_each_rows_last(rng) -> None:
+def test_pairs_are_those_of_the_mask_less_half_of_each_rows_last_on_a_diagonal(rng) -> None:
     for mask in random_masks(rng):
         matrix = written_out(mask)
         rows, keys = np.mgrid[: mask.seqlen_q, : mask.seqlen_k]
-        diagonal = matrix & (keys == rows + mask.q_offset) if mask.causal else np.zeros(1)
-        assert mask.pairs() == matrix.sum() - 0.5 * diagonal.sum()
+        diagonal = matrix & (keys == rows + mask.q_offset)
+        is_plain = mask.causal and mask[4:] == (None, None, 0)
+        assert mask.pairs() == matrix.sum() - 0.5 * is_plain * diagonal.sum()
 
 
 def test_rows_of_sequences_are_aligned_at_their_ends() -> None:
@@ -81,7 +115,7 @@ def test_rows_of_sequences_are_aligned_at_their_ends() -> None:
     for row, (seqlen_q, seqlen_k) in zip(seen, zip(q, k, strict=True), strict=True):
         mask = Mask(int(seqlen_q), int(seqlen_k), True, int(seqlen_k - seqlen_q))
         np.testing.assert_array_equal(
-            np.clip(row[:seqlen_q], 0, seqlen_k), mask.seen_by(np.arange(seqlen_q))
+            np.clip(row[:seqlen_q], 0, seqlen_k), mask.ends(np.arange(seqlen_q))
         )
 
 
@@ -106,5 +140,5 @@ MODULES = sorted(
 def test_no_other_module_states_the_rule(module: str) -> None:
     tree = ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
     found = [node.lineno for node in ast.walk(tree) if reckons_with_the_offset(node)]
-    # A piece of a sequence's rows lies so much further behind: its mask is moved, not stated.
-    assert len(found) == (module == str(Path("host", "batches.py")))
+    # Modifications are given positions, which are no rule.
+    assert len(found) == 2 * (module == str(Path("mods", "scores.py")))

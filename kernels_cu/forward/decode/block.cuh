@@ -7,6 +7,7 @@
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "tile/products_16bit.cuh"
 #include "grid/sequences.cuh"
 #include "grid/shares.cuh"
@@ -127,10 +128,20 @@ struct DecodeBlock {
   __device__ int query_of(int row) const { return (first_row() + row) / group; }
   __device__ int head_of(int row) const { return (first_row() + row) % group; }
 
-  __device__ int visible_end(int row) const {
+  __device__ int q_offset() const {
+    return Config::sequences ? part.sequence.template q_offset<Config>(p) : p.q_offset;
+  }
+  __device__ Mask<Config, group> mask() const {
+    return {part.sequence.seqlen_k, q_offset(), {p, part.batch}};
+  }
+  __device__ int visible_end(int row) const { return mask().visible_end(first_row() + row); }
+  __device__ int visible_begin(int row) const { return mask().visible_begin(first_row() + row); }
+
+  // A row as modifications know it.
+  __device__ ScoreRow score_row(int row) const {
     const Sequence& at = part.sequence;
-    const int q_offset = Config::sequences ? at.q_offset() : p.q_offset;
-    return Mask<Config::causal, group>(at.seqlen_k, q_offset).visible_end(first_row() + row);
+    return {part.batch, part.head_kv * group + head_of(row), query_of(row), q_offset(), at.q_first,
+            at.k_first};
   }
 };
 

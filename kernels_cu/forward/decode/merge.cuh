@@ -6,6 +6,7 @@
 #include "forward/decode/block.cuh"
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/memory.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
@@ -118,15 +119,28 @@ struct DecodeMerge {
         if (column == 0) leave_partial((first + row) * record + columns, {{base, sum}}, to, target);
         continue;
       }
-      const float normalizer = sum == 0 ? 0 : 1 / sum;
+      float normalizer = sum == 0 ? 0 : 1 / sum;
+      if constexpr (Config::sinks) {
+        float lse = log_sum_exp(base, sum);
+        normalizer *= take_sink<Config>(block.p, block.score_row(first + row).head, lse);
+      }
 #pragma unroll
       for (int c = 0; c < 4; ++c) merged.at[c] *= normalizer;
       write_output(first + row, column, merged);
       if (column == 0 && block.p.lse != nullptr) {
         const float log_sum = sum == 0 ? -Math::infinity() : base + Math::log2(sum);
-        write_log_sum_exp(first + row, log_sum * Math::ln_2);
+        float lse = log_sum * Math::ln_2;
+        if constexpr (Config::sinks) {
+          take_sink<Config>(block.p, block.score_row(first + row).head, lse);
+        }
+        write_log_sum_exp(first + row, lse);
       }
     }
+  }
+
+  __device__ static float log_sum_exp(float base, float sum) {
+    const float log_sum = sum == 0 ? -Math::infinity() : base + Math::log2(sum);
+    return log_sum * Math::ln_2;
   }
 
   // Four floats of a result that others are merged with.

@@ -32,6 +32,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Block::part;
   using Block::state;
   using Block::tile_rows;
+  using Block::visible_begin;
   using Block::visible_end;
   using Block::warp;
 
@@ -46,7 +47,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ DecodeWarp(const Params& params)
       : Block(params),
         ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
-        scale_log2(scale_to_log2<float>(params.softmax_scale)) {}
+        scale_log2(exponent_scale<Config, float>(params)) {}
 
   __device__ void attend() {
     const int last_seen = visible_end(tile_rows() - 1);
@@ -56,6 +57,8 @@ struct DecodeWarp : DecodeBlock<Config> {
     Rows rows_to_load(p, part, first, state.policy);
     reset();
     const int seen_by_all = visible_end(0);
+    // Those before are hidden from some row by its window.
+    const int seen_from = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
     // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
     // memory too, is there once.
     int load_stage = 0;
@@ -76,7 +79,10 @@ struct DecodeWarp : DecodeBlock<Config> {
         rows_to_load.template start<warps>(target, target + Block::key_bytes, load_tile);
       if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
       ptx::cp_async_commit_group();
-      if (visits) visit(ring + stage * stage_bytes, tile * Bc, (tile + 1) * Bc > seen_by_all);
+      if (visits) {
+        visit(ring + stage * stage_bytes, tile * Bc,
+              (tile + 1) * Bc > seen_by_all || (Config::window_left && tile * Bc < seen_from));
+      }
       load_stage = stage;
     }
     ptx::cp_async_wait_group<0>();
@@ -106,10 +112,16 @@ struct DecodeWarp : DecodeBlock<Config> {
     clear(scores);
     products.multiply_queries_keys(scores, 0, stage);
     Softmax::template apply_factor<Config>(scores);
+    modify_scores(first_key);
     if (needs_mask) {
       Softmax::mask(scores, [&](int i, int half) {
         return visible_end(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;
       });
+      if constexpr (Config::window_left) {
+        Softmax::mask_before(scores, [&](int i, int half) {
+          return visible_begin(row_of(i, half)) - first_key - threadIdx.x % 4 * 2;
+        });
+      }
     }
     softmax.update_maxima(scores, out, scale_log2);
     typename Softmax::PerRow base;
@@ -117,6 +129,19 @@ struct DecodeWarp : DecodeBlock<Config> {
     products.multiply_probabilities_values(
         out, scores, stage + Block::key_bytes,
         [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
+  }
+
+  __device__ void modify_scores(int first_key) {
+    if constexpr (Config::modified) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          modify_fragment_row<Config, Bc / 8>(p, Block::score_row(row_of(i, half)),
+                                              first_key + lane % 4 * 2, scores[i][0] + 2 * half);
+        }
+      }
+    }
   }
 
   // Writes the warp's result to shared memory, in the place of its ring.

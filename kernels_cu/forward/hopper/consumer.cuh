@@ -11,6 +11,7 @@
 #include "forward/hopper/softmax.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 
 #if __CUDA_ARCH__ == 900
 
@@ -62,7 +63,7 @@ struct HopperConsumer {
         if (!enter_tile()) break;
         products.keep_queries();
       } else {
-        --block;
+        block = Cta::block_after(cta.p, cta.visit(visit)->work, block);
       }
       if (Config::turns) take_turn();
       products.start_scores();
@@ -108,7 +109,7 @@ struct HopperConsumer {
     if (next.is_end_of_work()) return false;
     first_row = products.first_row_of(next.work);
     if (Config::sequences) {
-      full_end = next.template mask<Config::causal>(cta.p).template full_tiles<Bc>(first_row);
+      full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
     block = next.keys.end - 1;
     begin = next.keys.begin;
@@ -123,20 +124,74 @@ struct HopperConsumer {
   // base, so that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
     Softmax::apply_factor(products.scores);
+    modify_scores();
     if (block >= first_masked_block()) apply_mask();
+    if constexpr (Config::window_left) {
+      if (block < first_full_block()) mask_before_window();
+    }
     return softmax.exponentiate(products.scores, rescale);
   }
 
   // Of the current tile's, the first with keys that a row of this consumer does not see.
   __device__ int first_masked_block() const {
     return Config::sequences ? full_end
-                             : Mask<Config::causal>(cta.p).template full_tiles<Bc>(first_row);
+                             : Mask<Config>(cta.p, batch()).template full_tiles<Bc>(first_row);
+  }
+
+  // The first of which a window hides no key from any of this consumer's rows.
+  __device__ int first_full_block() const {
+    const Visit& current = *cta.visit(visit);
+    const int last = products.first_row_of(current.work) + 63;
+    return current.template mask<Config>(cta.p).template first_full_tile<Bc>(last);
+  }
+
+  __device__ void mask_before_window() {
+    const Visit& current = *cta.visit(visit);
+    const int first = products.first_row_of(current.work) + Products::lane_row();
+    const Mask<Config> mask = current.template mask<Config>(cta.p);
+    const int lane_begin = block * Bc + threadIdx.x % 4 * 2;
+    Softmax::mask_before(products.scores, [&](int half) {
+      return mask.visible_begin(first + 8 * half) - lane_begin;
+    });
+  }
+
+  // Of the current tile; asked for where the mask depends on it.
+  __device__ int batch() const { return Config::prefix ? cta.visit(visit)->work.batch : 0; }
+
+  // Whether a block map says that no mask hides a pair of the block.
+  template <class AnyParams>
+  __device__ bool is_shown_whole(const AnyParams& p, const Work& work) const {
+    if constexpr (Config::mapped) {
+      return MappedBlocks(p.block_map, work.batch, work.head, work.q_begin / Config::Br)
+          .is_full(block);
+    } else {
+      return false;
+    }
+  }
+
+  __device__ void modify_scores() {
+    if constexpr (Config::modified) {
+      const Visit& current = *cta.visit(visit);
+      const auto& sequence = current.sequence(cta.p);
+      const int q_offset =
+          Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
+      const int first = products.first_row_of(current.work) + Products::lane_row();
+      const bool hides = !is_shown_whole(cta.p, current.work);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const ScoreRow at = {current.work.batch, current.work.head, first + 8 * half,
+                             q_offset,           sequence.q_first,  sequence.k_first};
+        modify_fragment_row<Config, Bc / 8>(cta.p, at, block * Bc + threadIdx.x % 4 * 2,
+                                            products.scores + 2 * half, softmax.rows[half].base,
+                                            hides);
+      }
+    }
   }
 
   __device__ void apply_mask() {
     const Visit& current = *cta.visit(visit);
     const int first = Config::sequences ? products.first_row_of(current.work) : first_row;
-    const Mask<Config::causal> mask = current.template mask<Config::causal>(cta.p);
+    const Mask<Config> mask = current.template mask<Config>(cta.p);
     const auto block_mask = mask.counted_from(block * Bc + threadIdx.x % 4 * 2);
     softmax.mask(products.scores, block == 0, [&](int half) {
       return block_mask.visible_end(first + Products::lane_row() + 8 * half);

@@ -146,8 +146,30 @@ struct HopperCta {
     const int q_end = min(work.q_begin + Br, p.seqlen_q);
     return {{},
             work,
-            find_key_tiles<Bc, Config::split_keys>(Mask<Config::causal>(p), work.q_begin, q_end,
-                                                   work.split, p.num_splits)};
+            mapped(p, work,
+                   find_key_tiles<Bc, Config::split_keys>(Mask<Config>(p, work.batch), work.q_begin,
+                                                          q_end, work.split, p.num_splits))};
+  }
+
+  // The blocks of keys from the first to the last that a block map says are visited.
+  template <class AnyParams>
+  __device__ static KeyTiles mapped(const AnyParams& p, const Work& work, KeyTiles keys) {
+    if constexpr (Config::mapped) {
+      const MappedBlocks blocks(p.block_map, work.batch, work.head, work.q_begin / Br);
+      keys.begin = blocks.first_from(keys.begin, keys.end);
+      if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
+    }
+    return keys;
+  }
+
+  // The block of keys that a query tile visits after another.
+  template <class AnyParams>
+  __device__ static int block_after(const AnyParams& p, const Work& work, int block) {
+    if constexpr (Config::mapped) {
+      return MappedBlocks(p.block_map, work.batch, work.head, work.q_begin / Br).last_before(block);
+    } else {
+      return block - 1;
+    }
   }
 
   // How many blocks before its last the producer asks for the visit after this one, where visits
@@ -185,12 +207,12 @@ struct HopperCta {
 
   // What consumers sum up for a row that sees no key, 0 times the values that others of its tile
   // see, is NaN if one of those is. A helper sets such rows to 0: of sequences, where consumers
-  // then leave them out, or in the end.
+  // then leave them out, or in the end. With modifications only the consumers know.
   __device__ bool sees_nothing(const Visit& visit, int row) const {
-    return visit.template mask<Config::causal>(p).visible_end(row) == 0;
+    return !Config::modified && visit.template mask<Config>(p).visible_end(row) == 0;
   }
   __device__ bool has_rows_to_clear() const {
-    return Config::causal && !Config::sequences && p.q_offset < 0;
+    return Config::causal && !Config::sequences && !Config::modified && p.q_offset < 0;
   }
   __device__ void consumers_have_written() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);

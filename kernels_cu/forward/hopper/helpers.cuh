@@ -4,6 +4,7 @@
 
 #include "forward/hopper/cta.cuh"
 #include "grid/order.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -29,8 +30,7 @@ struct HopperFinder {
     const bool is_first = threadIdx.x % 32 == 0;
     while (true) {
       Visit& next = *cta.visit(visit);
-      take_visit<Config::Br, Config::Bc, Config::causal>(cta.p, order, section_keys, next,
-                                                         is_first);
+      take_visit<Config>(cta.p, order, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         write_nothing_seen(next);
@@ -77,7 +77,9 @@ struct HopperFinder {
     for (int row = work.q_begin; row < q_end; ++row) {
       if (visit.has_keys() && !cta.sees_nothing(visit, row)) return;
       if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
-        cta.write_log_sum_exp(visit, row, -SoftmaxMath<float>::infinity());
+        float lse = -SoftmaxMath<float>::infinity();
+        if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
+        cta.write_log_sum_exp(visit, row, lse);
       }
 #pragma unroll 1
       for (int column = lane; column < Config::head_dim_v; column += 32) {

@@ -48,7 +48,8 @@ struct HopperProducer {
       bool announced =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
       if (announced) announce(next);
-      for (int key = next.keys.end - 1; key >= next.keys.begin; --key) {
+      for (int key = next.keys.end - 1; key >= next.keys.begin;
+           key = Cta::block_after(cta.p, next.work, key)) {
         const Sequence& sequence = next.sequence(cta.p);
         const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
                             sequence.seqlen_k};

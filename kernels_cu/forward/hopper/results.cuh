@@ -6,6 +6,7 @@
 #include "forward/hopper/products.cuh"
 #include "ptx/base.cuh"
 #include "score/lagging_softmax.cuh"
+#include "score/modify.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
@@ -36,6 +37,10 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      if constexpr (Config::sinks && !Config::split_keys) {
+        float lse = state[half].log_sum_exp();
+        normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
+      }
     }
     if (!Config::split_keys && cta.p.lse == nullptr) return;
     const Visit& visit = finished_visit();
@@ -43,7 +48,9 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(visit.work, half);
       if (threadIdx.x % 4 == 0 && row < visit.sequence(cta.p).seqlen_q) {
-        cta.write_log_sum_exp(visit, row, state[half].log_sum_exp());
+        float lse = state[half].log_sum_exp();
+        if constexpr (!Config::split_keys) take_sink<Config>(cta.p, visit.work.head, lse);
+        cta.write_log_sum_exp(visit, row, lse);
       }
     }
   }
@@ -51,6 +58,13 @@ struct HopperResults {
   __device__ void write_output(const float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
     products.scale_output(normalizer);
+    if constexpr (Config::modified) {
+      // A row without a key holds 0 times the values that others of its tile see.
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (normalizer[half] == 0) fill_row_from<columns_v / 8>(products.out + 2 * half, 0, 0);
+      }
+    }
     if constexpr (Config::split_keys) {
       write_partial(visit.work);
     } else {

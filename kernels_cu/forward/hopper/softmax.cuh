@@ -8,6 +8,7 @@
 #include "ptx/base.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/lagging_softmax.cuh"
+#include "score/modify.cuh"
 #include "tile/fragments.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -33,7 +34,7 @@ struct HopperSoftmax {
   typename Order::type least_maximum;
 
   __device__ explicit HopperSoftmax(const Params& p)
-      : scale_log2(scale_to_log2<float>(p.softmax_scale)) {}
+      : scale_log2(exponent_scale<Config, float>(p)) {}
 
   __device__ void reset() {
     rows[0].reset();
@@ -42,9 +43,9 @@ struct HopperSoftmax {
   }
 
   __device__ static void apply_factor(Scores& scores) {
-    if constexpr (score_factor<Config> != 1) {
+    if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
-      for (int i = 0; i < Bc / 2; ++i) scores[i] *= score_factor<Config>;
+      for (int i = 0; i < Bc / 2; ++i) scores[i] *= prior_factor<Config>;
     }
   }
 
@@ -55,10 +56,20 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int visible = visible_end(half);
       // The only key of a row is the first that the first of its lanes holds.
-      if (visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
+      if (!Config::modified && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
         rows[half].see_only(scores[2 * half] * scale_log2);
       }
       fill_row_from<Bc / 8>(scores + 2 * half, visible, -SoftmaxMath<float>::infinity());
+    }
+  }
+
+  // And those before visible_begin(half).
+  template <class VisibleBegin>
+  __device__ static void mask_before(Scores& scores, VisibleBegin visible_begin) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      fill_row_before<Bc / 8>(scores + 2 * half, visible_begin(half),
+                              -SoftmaxMath<float>::infinity());
     }
   }
 
@@ -66,9 +77,11 @@ struct HopperSoftmax {
   // that what was summed up before is to be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, float (&rescale)[2]) {
     // From here on the scores are exponents of two, relative to the base.
+    if constexpr (!Config::Mods::changes_scores) {
 #pragma unroll
-    for (int i = 0; i < Bc / 2; ++i) {
-      scores[i] = fmaf(scores[i], scale_log2, -rows[i / 2 % 2].base);
+      for (int i = 0; i < Bc / 2; ++i) {
+        scores[i] = fmaf(scores[i], scale_log2, -rows[i / 2 % 2].base);
+      }
     }
     // The base seldom changes: the first exponentials are taken on the guess that it does not,
     // while the maxima are still being found.

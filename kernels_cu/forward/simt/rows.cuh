@@ -13,7 +13,9 @@
 #pragma once
 
 #include "forward/simt/layout.cuh"
+#include "params.cuh"
 #include "score/mask.cuh"
+#include "score/modify.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 
@@ -25,7 +27,7 @@ struct Rows {
   using L = Layout<Config>;
   using T = typename L::T;
   using Vec = typename L::Vec;
-  using KeyMask = Mask<Config::causal, Config::group>;
+  using KeyMask = Mask<Config, Config::group>;
 
   T scores[L::rows][L::keys];      // key j is at position + j * row_threads
   T out[L::rows][L::columns];      // vector j is at (position + j * row_threads) * width
@@ -69,11 +71,11 @@ struct Rows {
         }
       }
     }
-    if constexpr (score_factor<Config> != 1) {
+    if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < L::rows; ++i) {
 #pragma unroll
-        for (int j = 0; j < L::keys; ++j) scores[i][j] *= score_factor<Config>;
+        for (int j = 0; j < L::keys; ++j) scores[i][j] *= prior_factor<Config>;
       }
     }
   }
@@ -86,6 +88,26 @@ struct Rows {
 #pragma unroll
       for (int j = 0; j < L::keys; ++j) {
         if (j * L::row_threads >= end) scores[i][j] = -SoftmaxMath<T>::infinity();
+      }
+      if constexpr (Config::window_left) {
+        const int begin = mask.visible_begin(row) - key_begin - L::position();
+#pragma unroll
+        for (int j = 0; j < L::keys; ++j) {
+          if (j * L::row_threads < begin) scores[i][j] = -SoftmaxMath<T>::infinity();
+        }
+      }
+    }
+  }
+
+  // at(row) is a row of the tile as modifications know it.
+  template <class At>
+  __device__ void modify(const Params& p, At at, int key_begin) {
+    if constexpr (Config::modified) {
+#pragma unroll
+      for (int i = 0; i < L::rows; ++i) {
+        modify_row<Config, L::keys>(
+            p, at(first() + i * L::warp_rows), key_begin + L::position(), T(0), true,
+            [&](int j) -> T& { return scores[i][j]; }, [](int j) { return j * L::row_threads; });
       }
     }
   }
@@ -166,8 +188,16 @@ struct Rows {
       }
       const T normalizer = softmax[i].normalizer();
 #pragma unroll
-      for (int j = 0; j < L::columns; ++j) out[i][j] *= normalizer;
+      for (int j = 0; j < L::columns; ++j) {
+        // A row without a key holds 0 times the values that others of its tile see.
+        out[i][j] = Config::modified && softmax[i].saw_nothing() ? T(0) : out[i][j] * normalizer;
+      }
     }
+  }
+
+  __device__ void scale(int i, T factor) {
+#pragma unroll
+    for (int j = 0; j < L::columns; ++j) out[i][j] *= factor;
   }
 
   // Row i's columns of the result, Unit at a time.

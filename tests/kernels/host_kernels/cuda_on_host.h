@@ -112,6 +112,7 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 
 inline int __float_as_int(float x) {
   int result;

@@ -1,7 +1,9 @@
 // Prints what `mask.cuh` says of masks. Of each, standard input has one line of numbers: causal,
-// group (1 or 3), seqlen_q, seqlen_k, q_offset and num_splits. The answer is a line with what each
-// row sees, one with begin, full_end and end of each query tile's keys in each split, and one with
-// begin, full_begin and end of each key tile's query tiles.
+// group (1 or 3), seqlen_q, seqlen_k, q_offset, num_splits, left and right of a window (-1 where it
+// has no bound) and prefix. The answer is a line with what each row sees, from and to; one with
+// begin, full_end and end of each query tile's keys in each split; one with the first tile that each
+// query tile's window hides no key of; and one with begin, full_begin, full_end and end of each key
+// tile's query tiles.
 #include <cstdio>
 
 #include "cuda_on_host.h"
@@ -11,9 +13,16 @@
 constexpr int Br = 16;
 constexpr int Bc = 24;
 
-template <bool Causal, int Group>
-void print(const Mask<Causal, Group>& mask, int rows, int num_splits) {
-  for (int row = 0; row < rows; ++row) std::printf("%d ", mask.visible_end(row));
+template <bool Causal, bool Left, bool Right, bool Prefix>
+struct Config {
+  static constexpr bool causal = Causal, window_left = Left, window_right = Right, prefix = Prefix;
+};
+
+template <class Config, int Group>
+void print(const Mask<Config, Group>& mask, int rows, int num_splits) {
+  for (int row = 0; row < rows; ++row) {
+    std::printf("%d %d ", mask.visible_begin(row), mask.visible_end(row));
+  }
   std::printf("\n");
   for (int begin = 0; begin < rows; begin += Br) {
     for (int split = 0; split < num_splits; ++split) {
@@ -25,29 +34,52 @@ void print(const Mask<Causal, Group>& mask, int rows, int num_splits) {
     }
   }
   std::printf("\n");
+  for (int begin = 0; begin < rows; begin += Br) {
+    std::printf("%d ", mask.template first_full_tile<Bc>(min(begin + Br, rows) - 1));
+  }
+  std::printf("\n");
   for (int begin = 0; begin < mask.seqlen_k; begin += Bc) {
     const int end = min(begin + Bc, mask.seqlen_k);
     const QueryTiles tiles = find_query_tiles<Br>(mask, begin, end, rows);
-    std::printf("%d %d %d ", tiles.begin, tiles.full_begin, tiles.end);
+    std::printf("%d %d %d %d ", tiles.begin, tiles.full_begin, tiles.full_end, tiles.end);
   }
   std::printf("\n");
 }
 
-int main() {
-  int causal;
-  while (std::scanf("%d", &causal) == 1) {
-    const std::vector<int> n = read(5);
-    const int rows = n[1] * n[0], seqlen_k = n[2], q_offset = n[3];
-    if (n[0] == 1) {
-      if (causal)
-        print(Mask<true>(seqlen_k, q_offset), rows, n[4]);
-      else
-        print(Mask<false>(seqlen_k, q_offset), rows, n[4]);
+template <class Config>
+Band<Config> band(const std::vector<int>& n) {
+  if constexpr (Config::window_left || Config::window_right || Config::prefix) {
+    return {n[5], n[6], n[7]};
+  } else {
+    return {};
+  }
+}
+
+template <class Config>
+void print_of(const std::vector<int>& n) {
+  if (n[0] == 1) {
+    print(Mask<Config>(n[2], n[3], band<Config>(n)), n[1], n[4]);
+  } else {
+    print(Mask<Config, 3>(n[2], n[3], band<Config>(n)), 3 * n[1], n[4]);
+  }
+}
+
+// The constants of the config, one after the other, as what has been read says.
+template <bool... Known>
+void print_with(bool causal, const std::vector<int>& n) {
+  if constexpr (sizeof...(Known) == 4) {
+    print_of<Config<Known...>>(n);
+  } else {
+    const bool all[] = {causal, n[5] >= 0, n[6] >= 0, n[7] > 0};
+    if (all[sizeof...(Known)]) {
+      print_with<Known..., true>(causal, n);
     } else {
-      if (causal)
-        print(Mask<true, 3>(seqlen_k, q_offset), rows, n[4]);
-      else
-        print(Mask<false, 3>(seqlen_k, q_offset), rows, n[4]);
+      print_with<Known..., false>(causal, n);
     }
   }
+}
+
+int main() {
+  int causal;
+  while (std::scanf("%d", &causal) == 1) print_with<>(causal, read(8));
 }

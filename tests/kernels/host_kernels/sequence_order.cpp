@@ -1,4 +1,4 @@
-// Prints the visits of batches of sequences in the order in which `sequence_order.cuh` hands them
+// Prints the visits of batches of sequences in the order in which `grid/order.cuh` hands them
 // out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
 // seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, and then
 // cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head, head_kv,
@@ -12,19 +12,23 @@
 
 #include "read_numbers.h"
 
-constexpr int Br = 64;
-constexpr int Bc = 32;
+template <bool Causal>
+struct Config {
+  static constexpr int Br = 64, Bc = 32;
+  static constexpr bool causal = Causal, padded = false;
+  static constexpr bool window_left = false, window_right = false, prefix = false;
+};
 
 template <bool Causal>
 void print_visits(const Params& p, int threads, int section_keys) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
-  run_block(threads, [&] { SequenceOrder(p).make<Br>(p, scratch.data()); });
+  run_block(threads, [&] { SequenceOrder(p).make<Config<Causal>::Br>(p, scratch.data()); });
   run_block(32, [&] {
     const SequenceOrder order(p);
     static Visit<true> next;
     const bool is_first = threadIdx.x == 0;
     while (true) {
-      take_visit<Br, Bc, Causal>(p, order, section_keys, next, is_first);
+      take_visit<Config<Causal>>(p, order, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
         std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,

@@ -1,0 +1,104 @@
+"""Block maps of a user's mask: its device text and captures, and the maps that it keeps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import address_of
+from cupy_flash.families import FORWARD
+from cupy_flash.gpu.block_maps import MapSpec, MaskText, ReadyMap, ready_map
+from cupy_flash.mods.arguments import pack_arguments, real_type
+from cupy_flash.mods.bounds import HEADERS as BOUNDS_HEADERS
+from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
+from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.emit import HEADERS, emit
+from cupy_flash.mods.expression import B, H, Node, postorder
+from cupy_flash.mods.modification import MaskMod
+from cupy_flash.planning.planner import Plan
+
+
+def map_of_mask(
+    mod: MaskMod,
+    spec: MapSpec,
+    dtype: str,
+    captures: Callable[[], Mapping[str, Any]] | None = None,
+) -> ReadyMap:
+    """The map of a mask on the current device, ready for what is launched next.
+
+    Maps are kept by the object, whatever others are equal to it, until `MaskMod.refresh`.
+
+    Parameters
+    ----------
+    mod
+        The mask.
+    spec
+        Sizes, tile and band.
+    dtype
+        Of queries and keys, on which depends how captured reals are read.
+    captures
+        Gives what it reads, arrays of CuPy's on the device; by default what it captured. Asked
+        where there is no map yet.
+
+    Raises
+    ------
+    CompileError
+        If the kernel does not compile.
+    UnsupportedError
+        For too many blocks.
+    """
+
+    def source() -> tuple[MaskText, np.ndarray]:
+        values = mod.captures if captures is None else captures()
+        arrays = [name for name, s in mod.specs.items() if s.rank is not None]
+        addresses = {name: address_of(values[name]) for name in arrays}
+        mods = pack_arguments(mod.specs, values, addresses, real_type(dtype))
+        return mask_text(mod, dtype), mods
+
+    return ready_map(mod.kept_maps(), dtype, spec, source)
+
+
+def map_spec(plan: Plan) -> MapSpec | None:
+    """What the map depends on that a plan's kernels read; None where they read none."""
+    problem, score = plan.problem, plan.problem.score
+    if score is None or plan.unit is None or not FORWARD[plan.family].is_mapped(problem):
+        return None
+    return MapSpec(
+        plan.tile.Br,
+        plan.tile.Bc,
+        problem.batch,
+        problem.heads_q,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.q_offset,
+        # With prefixes more is seen.
+        problem.causal and not score.prefix,
+        score.left,
+        score.right,
+    )
+
+
+def mask_text(mod: MaskMod, dtype: str) -> MaskText:
+    """The device text of a mask; of equal ones the same."""
+    return _mask_text(mod.expression, tuple(mod.specs.items()), dtype)
+
+
+# Not by the mask, which would keep what it captured and its maps.
+@functools.lru_cache(maxsize=256)
+def _mask_text(
+    expression: Node, captures: tuple[tuple[str, CaptureSpec], ...], dtype: str
+) -> MaskText:
+    specs = dict(captures)
+    bounds = emit_bounds(expression, specs, dtype=dtype)
+    named = set(postorder(expression))
+    return MaskText(
+        text=emit(None, expression, specs, dtype=dtype) + "\n" + bounds.text,
+        headers=(*HEADERS, *BOUNDS_HEADERS),
+        row_ranges=bounds.row_ranges * RANGE_BYTES,
+        key_ranges=bounds.key_ranges * RANGE_BYTES,
+        of_batch=B in named,
+        of_head=H in named,
+    )

@@ -1,0 +1,426 @@
+"""Block maps: which blocks of the score matrix a mask hides or shows wholly, found on the GPU.
+
+The host's side of `kernels_cu/blocks/block_map.cu`. Nothing here waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    TranslationUnit,
+    ceil_div,
+    round_up,
+    source_digest,
+)
+from cupy_flash.families.params import BLOCK_MAP_DTYPE, assertions
+from cupy_flash.gpu.by_value import ByValue
+from cupy_flash.gpu.compiler import kernel_cache
+from cupy_flash.gpu.environment import cupy_module
+
+SOURCE = "blocks/block_map.cu"
+FIND_RANGES, BUILD = "find_ranges", "build_block_map"
+# What a band without a bound is bounded by: more than any distance.
+UNBOUNDED = 2**30
+
+# As in block_map.cu.
+_THREADS, _WARPS = 256, 8
+# Key blocks of a word, and its bytes.
+_BITS, _WORD = 32, 4
+# Parts of one allocation begin as allocations do.
+_ALIGNMENT = 512
+# CUDA's handles of the legacy default stream, which cannot be captured, and must not be asked.
+_LEGACY_STREAMS = (0, 1)
+
+
+def params_dtype(mods: np.dtype) -> np.dtype:
+    """The argument struct of block_map.cu, at whose end is what the mask reads."""
+    numbers = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset", "Br", "Bc", "row_tiles")
+    fields: list[tuple[str, Any]] = [
+        ("map", BLOCK_MAP_DTYPE),
+        ("row_ranges", np.uint64),
+        ("key_ranges", np.uint64),
+        *((name, np.int32) for name in (*numbers, "left", "right")),
+    ]
+    head = np.dtype(fields)
+    names, formats = zip(*fields, strict=True)
+    assert head.fields is not None
+    offsets = [head.fields[name][1] for name in names]
+    layout: Any = {
+        "names": [*names, "mods"],
+        "formats": [*formats, mods],
+        "offsets": [*offsets, head.itemsize],
+        "itemsize": head.itemsize + round_up(mods.itemsize, 8),
+    }
+    return np.dtype(layout)
+
+
+@dataclass(frozen=True)
+class MaskText:
+    """A mask as device text.
+
+    Attributes
+    ----------
+    text
+        C++ of ``ModArguments``, ``Mods`` and ``MaskBounds``.
+    headers
+        What that is to stand behind.
+    row_ranges, key_ranges
+        Bytes, or more, of what the bounds keep of a row tile and of a key block.
+    of_batch, of_head
+        Whether it is another one for each sequence, and for each query head.
+    """
+
+    text: str
+    headers: tuple[str, ...]
+    row_ranges: int
+    key_ranges: int
+    of_batch: bool
+    of_head: bool
+
+
+@dataclass(frozen=True)
+class MapSpec:
+    """What a map of a given mask depends on, besides the device and what the mask captures.
+
+    Attributes
+    ----------
+    Br, Bc
+        Rows of a row tile, of one sequence and head, and keys of a key block.
+    batch, heads_q, seqlen_q, seqlen_k
+        Sizes of the call; none is 0.
+    q_offset
+        Position of the first query among the keys.
+    causal, left, right
+        The band: a query sees no key behind its position, none more than `left` before it, none
+        more than `right` behind it; None has no bound.
+    """
+
+    Br: int
+    Bc: int
+    batch: int
+    heads_q: int
+    seqlen_q: int
+    seqlen_k: int
+    q_offset: int = 0
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def row_tiles(self) -> int:
+        """Of a sequence."""
+        return ceil_div(self.seqlen_q, self.Br)
+
+    @property
+    def key_blocks(self) -> int:
+        """Of a sequence."""
+        return ceil_div(self.seqlen_k, self.Bc)
+
+    @property
+    def words(self) -> int:
+        """Of a row tile, in each of the two bit arrays."""
+        return ceil_div(self.key_blocks, _BITS)
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """Distances to the first and to the last key that a query sees."""
+        left, right = (
+            UNBOUNDED if bound is None else min(bound, UNBOUNDED)
+            for bound in (self.left, self.right)
+        )
+        return left, min(right, 0) if self.causal else right
+
+    def maps(self, mask: MaskText) -> tuple[int, int]:
+        """Sequences and heads that have maps of their own."""
+        return self.batch if mask.of_batch else 1, self.heads_q if mask.of_head else 1
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Where a map lies, for kernels (`BlockMap` in `kernels_cu/blocks/map.cuh`).
+
+    Attributes
+    ----------
+    visited, full, counts
+        Addresses.
+    words, key_blocks
+        Of a row tile.
+    batch_stride, head_stride
+        In row tiles; 0 where all sequences, or heads, share one.
+    bytes
+        Of its memory.
+    memory
+        Keeps it.
+    """
+
+    visited: int
+    full: int
+    counts: int
+    words: int
+    key_blocks: int
+    batch_stride: int
+    head_stride: int
+    bytes: int
+    memory: Any
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """In the order of `BLOCK_MAP_DTYPE`."""
+        strides = self.batch_stride, self.head_stride
+        return self.visited, self.full, self.counts, *strides, self.words, self.key_blocks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parts of a map, and the ranges that it is built with, lie in their memory.
+
+    Attributes
+    ----------
+    full, counts, bytes
+        Where they begin, and the end of the map; `visited` lies first.
+    key_ranges, scratch
+        Where those of keys begin behind those of rows, and bytes of both.
+    """
+
+    full: int
+    counts: int
+    bytes: int
+    key_ranges: int
+    scratch: int
+
+    @classmethod
+    def of(cls, spec: MapSpec, mask: MaskText) -> Layout:
+        """The layout of a map."""
+        batches, heads = spec.maps(mask)
+        row_tiles = batches * heads * spec.row_tiles
+        bits = round_up(row_tiles * spec.words * _WORD, _ALIGNMENT)
+        key_ranges = round_up(row_tiles * mask.row_ranges, _ALIGNMENT)
+        of_keys = batches * heads * spec.key_blocks * mask.key_ranges
+        return cls(bits, 2 * bits, 2 * bits + row_tiles * _WORD, key_ranges, key_ranges + of_keys)
+
+
+def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
+    """The translation unit that builds a mask's maps, for all sizes and tiles.
+
+    Parameters
+    ----------
+    mask
+        The mask.
+    mods
+        Layout of its ``ModArguments``.
+    """
+    entries = (FIND_RANGES, BUILD) if mask.row_ranges or mask.key_ranges else (BUILD,)
+    functions = {FIND_RANGES: "find_ranges", BUILD: "build"}
+    structs = ("BlockMap", BLOCK_MAP_DTYPE), ("BlockMapParams", params_dtype(mods))
+    lines = [
+        f"// cupy_flash block map, sources {source_digest(SOURCE)}",
+        *(f'#include "{header}"' for header in mask.headers),
+        mask.text,
+        f'#include "{SOURCE}"',
+        assertions(*structs, ("ModArguments", mods)),
+        f"static_assert(block_map::threads == {_THREADS});",
+    ]
+    for ranges, struct in ((mask.row_ranges, "Rows"), (mask.key_ranges, "Keys")):
+        if ranges:
+            lines.append(f"static_assert(sizeof(MaskBounds::{struct}) <= {ranges});")
+    for entry in entries:
+        lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS})')
+        lines.append(
+            f"{entry}(const __grid_constant__ BlockMapParams params) "
+            f"{{ block_map::{functions[entry]}(params); }}"
+        )
+    return TranslationUnit("\n".join(lines) + "\n", entries, "block map of a mask")
+
+
+class _Stream:
+    """The stream that a device's maps are built on, and given back on.
+
+    Their memory is used again in its order alone, and it waits for all launches that read a map:
+    so a map may be forgotten while kernels of any stream still read it.
+    """
+
+    def __init__(self) -> None:
+        cuda = cupy_module().cuda
+        self.stream = cuda.Stream(non_blocking=True)
+        self._event = cuda.Event(disable_timing=True)
+        self._lock = threading.Lock()
+
+    def wait_for_current(self) -> None:
+        """Order what comes behind all that was launched on the current stream."""
+        cuda = cupy_module().cuda
+        # Else another thread might record the event anew in between.
+        with self._lock:
+            cuda.runtime.eventRecord(self._event.ptr, cuda.get_current_stream().ptr)
+            cuda.runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
+
+
+_streams: dict[int, _Stream] = {}
+_lock = threading.Lock()
+
+
+def _stream_of_maps() -> _Stream:
+    """The current device's."""
+    device = cupy_module().cuda.runtime.getDevice()
+    stream = _streams.get(device)
+    if stream is None:
+        with _lock:
+            stream = _streams.get(device) or _streams.setdefault(device, _Stream())
+    return stream
+
+
+class ReadyMap:
+    """A map that kernels launched next on the current stream may read.
+
+    Attributes
+    ----------
+    map
+        The map.
+    """
+
+    def __init__(self, map: BlockMap, of_maps: _Stream | None = None) -> None:
+        self.map = map
+        self._of_maps = of_maps
+
+    def launched(self) -> None:
+        """To be called on the same stream when the kernels that read it are enqueued."""
+        if self._of_maps is not None:
+            self._of_maps.wait_for_current()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A map, and the event behind the kernels that build it."""
+
+    map: BlockMap
+    built: Any
+
+
+# What maps are kept under in a mask.
+Kept = MutableMapping[Any, _Kept]
+
+
+def ready_map(
+    kept: Kept, key: Any, spec: MapSpec, source: Callable[[], tuple[MaskText, np.ndarray]]
+) -> ReadyMap:
+    """A mask's map, from those that are kept, or built.
+
+    While the current stream is being captured the map is built in the graph, from what the captured
+    arrays hold at each launch, and not kept; its memory is the current pool's, as a call's
+    workspace is.
+
+    Parameters
+    ----------
+    kept
+        Maps of this mask.
+    key
+        What the mask's text depends on besides the mask.
+    spec
+        Of which sizes and tile.
+    source
+        Gives its text, and its ``ModArguments`` filled in; asked where the map is built.
+
+    Raises
+    ------
+    CompileError
+        If the kernel does not compile.
+    UnsupportedError
+        For more blocks than a grid has.
+    """
+    cuda = cupy_module().cuda
+    current = cuda.get_current_stream().ptr
+    if current not in _LEGACY_STREAMS and cuda.runtime.streamIsCapturing(current):
+        return ReadyMap(_build(spec, *source()))
+    of_maps = _stream_of_maps()
+    whole_key = (cuda.runtime.getDevice(), key, spec)
+    found = kept.get(whole_key)
+    if found is None:
+        # What the captured arrays hold may still be on its way.
+        of_maps.wait_for_current()
+        with of_maps.stream:
+            found = _Kept(_build(spec, *source()), cuda.Event(disable_timing=True))
+            cuda.runtime.eventRecord(found.built.ptr, of_maps.stream.ptr)
+        kept[whole_key] = found
+    cuda.runtime.streamWaitEvent(current, found.built.ptr)
+    return ReadyMap(found.map, of_maps)
+
+
+@functools.lru_cache(maxsize=256)
+def _unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
+    return block_map_unit(mask, mods)
+
+
+def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
+    """Enqueue the kernels on the current stream."""
+    cuda = cupy_module().cuda
+    unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
+    batches, heads = spec.maps(mask)
+    thread_blocks = batches * heads * spec.row_tiles * spec.words
+    if thread_blocks > MAX_GRID:
+        raise UnsupportedError(
+            f"the block map of a mask of {batches} sequences, {heads} heads, {spec.seqlen_q} "
+            f"queries and {spec.seqlen_k} keys takes {thread_blocks} thread blocks; a grid has at "
+            f"most {MAX_GRID}"
+        )
+    kernels = kernel_cache.get(unit, dict.fromkeys(unit.entries, 0))
+    memory = cuda.alloc(layout.bytes)
+    # Named until the launches are made: then the pool may hand it on, to what runs later.
+    scratch = cuda.alloc(layout.scratch) if layout.scratch else None
+    built = BlockMap(
+        visited=memory.ptr,
+        full=memory.ptr + layout.full,
+        counts=memory.ptr + layout.counts,
+        words=spec.words,
+        key_blocks=spec.key_blocks,
+        batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
+        head_stride=spec.row_tiles if mask.of_head else 0,
+        bytes=layout.bytes,
+        memory=memory,
+    )
+    ranges = 0 if scratch is None else scratch.ptr
+    given = ByValue(packed_params(spec, mask, mods, built, ranges))
+    stream = cuda.get_current_stream().ptr
+    cuda.runtime.memsetAsync(built.counts, 0, layout.bytes - layout.counts, stream)
+    if FIND_RANGES in kernels:
+        of_rows = spec.row_tiles if mask.row_ranges else 0
+        of_keys = spec.key_blocks if mask.key_ranges else 0
+        warps = batches * heads * (of_rows + of_keys)
+        kernels[FIND_RANGES]((ceil_div(warps, _WARPS), 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    kernels[BUILD]((thread_blocks, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    return built
+
+
+def packed_params(
+    spec: MapSpec, mask: MaskText, mods: np.ndarray, map: BlockMap, ranges: int
+) -> bytearray:
+    """The argument struct of the kernels, of a map that is to be built.
+
+    Parameters
+    ----------
+    spec, mask, mods
+        Of which sizes and tile, and what `ready_map` is given of the mask.
+    map
+        Where it is to lie.
+    ranges
+        Address of the scratch memory; 0 where there is none.
+    """
+    batches, heads = spec.maps(mask)
+    left, right = spec.band
+    record = np.zeros((), params_dtype(mods.dtype))
+    record["map"] = map.fields
+    record["row_ranges"] = ranges
+    record["key_ranges"] = ranges + Layout.of(spec, mask).key_ranges
+    record["batches"], record["heads"] = batches, heads
+    for name in ("seqlen_q", "seqlen_k", "q_offset", "Br", "Bc", "row_tiles"):
+        record[name] = getattr(spec, name)
+    record["left"], record["right"] = left, right
+    record["mods"] = mods
+    return bytearray(record.tobytes())

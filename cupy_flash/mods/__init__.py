@@ -1,0 +1,1 @@
+"""Modifications of scores and masks: Python functions, traced into device text."""

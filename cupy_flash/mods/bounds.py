@@ -1,0 +1,336 @@
+"""Device text that bounds a mask over ranges of positions: the struct ``MaskBounds``.
+
+Which blocks of the score matrix a mask hides or shows wholly is found by it, without looking at
+pairs, by interval arithmetic (`kernels_cu/blocks/bounds.cuh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from cupy_flash.mods.analysis import Analysis
+from cupy_flash.mods.arguments import Captures, real_type
+from cupy_flash.mods.expression import (
+    ARRAY,
+    BOOL,
+    COMPARISONS,
+    INT,
+    REAL,
+    UINT64,
+    Node,
+    postorder,
+)
+from cupy_flash.mods.lower import lower
+from cupy_flash.mods.members import Members
+from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
+
+# What a unit includes ahead of the text, beside the headers of `cupy_flash.mods.emit`.
+HEADERS = ("blocks/bounds.cuh",)
+# A range takes no more: two doubles and a bool.
+RANGE_BYTES = 24
+
+_TYPES = {BOOL: "Truth", INT: "Ints", UINT64: "Words", REAL: "Reals"}
+_CASTS = {INT: "ints_of", UINT64: "words_of", REAL: "reals_of<Real>"}
+_BITS = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"}
+# Operations of ranges, by the type of the result; those of comparisons are of all types.
+_COVERED = {
+    BOOL: frozenset({"and", "or", "xor", "not"}),
+    INT: frozenset(
+        {"add", "sub", "neg", "mul", "abs", "sign", "min", "max", "floordiv", "mod", "shl", "shr"}
+    )
+    | _BITS.keys(),
+    UINT64: frozenset({"min", "max", "and", "shr"}),
+    REAL: frozenset(
+        {"add", "sub", "neg", "mul", "div", "reciprocal", "abs", "min", "max", "floor", "ceil"}
+        | {"trunc", "rint", "exp", "exp2", "expm1", "sqrt", "log2", "log1p"}
+        | {"tanh", "tanh_approx", "logistic"}
+    ),
+}
+# Sums of so many terms with such factors do not leave 64 bits.
+_MOST_TERMS, _LARGEST_FACTOR = 8, 1 << 20
+
+_POSITIONS = "const ModArguments& a, int b, int h, int {}, int q_start, int k_start"
+
+
+class Bounds(NamedTuple):
+    """The text, and how much it keeps of ranges of positions.
+
+    Attributes
+    ----------
+    text
+        To stand behind the headers and behind ``ModArguments``.
+    row_ranges, key_ranges
+        Members of ``MaskBounds::Rows`` and ``MaskBounds::Keys``, each of at most `RANGE_BYTES`.
+    """
+
+    text: str
+    row_ranges: int
+    key_ranges: int
+
+
+def emit_bounds(seen: Node, captures: Captures, *, dtype: str = "float32") -> Bounds:
+    """C++ of the struct ``MaskBounds``, of these functions.
+
+    - ``Seen classify(a, b, h, i_low, i_high, j_low, j_high, q_start, k_start, rows, keys)``: over
+      all pairs of the two ranges, ends included: ``Seen::all`` only if every pair is seen,
+      ``Seen::none`` only if none is, else ``Seen::some``.
+    - ``Rows rows_at(a, b, h, i, q_start, k_start)``, ``Keys keys_at(a, b, h, j, ...)``: ranges of
+      what is read of captured arrays by one position alone, at one position;
+      ``join(x, y)`` adds those of another, and ``classify`` takes them joined over its ranges.
+    - ``each(x, f)`` calls f with every range.
+
+    Parameters
+    ----------
+    seen
+        The mask's expression.
+    captures
+        Specs of the arrays and numbers that it names.
+    dtype
+        As of `cupy_flash.mods.emit.emit`: what is bounded is what its text computes.
+    """
+    return _Emission(captures, dtype).bounds(seen)
+
+
+class _Facts(NamedTuple):
+    """What a value depends on, and whether it is the same wherever it is computed.
+
+    Attributes
+    ----------
+    positions
+        Those of i and j that it depends on.
+    reads
+        Whether it reads an array.
+    is_plain
+        Whether the printer of rows can print it, and no arithmetic of reals is in it, which the
+        kernel may round in another way.
+    """
+
+    positions: frozenset[str]
+    reads: bool
+    is_plain: bool
+
+
+class _Sum(NamedTuple):
+    """An integer as a sum of multiples and a constant."""
+
+    terms: dict[Node, int]
+    offset: int
+
+    def plus(self, other: _Sum, factor: int) -> _Sum:
+        terms = dict(self.terms)
+        for node, count in other.terms.items():
+            terms[node] = terms.get(node, 0) + factor * count
+        kept = {node: count for node, count in terms.items() if count}
+        return _Sum(kept, self.offset + factor * other.offset)
+
+    @property
+    def fits(self) -> bool:
+        """Whether its bounds can be computed in 64 bits."""
+        factors = [*self.terms.values(), self.offset >> 31]
+        return len(self.terms) <= _MOST_TERMS and all(abs(n) <= _LARGEST_FACTOR for n in factors)
+
+
+class _Emission:
+    def __init__(self, captures: Captures, dtype: str) -> None:
+        self._captures, self._dtype, self._real = captures, dtype, real_type(dtype)
+        self._analysis = Analysis()
+        self._facts: dict[Node, _Facts] = {}
+        self._sums: dict[Node, _Sum] = {}
+        self._known: dict[Node, str] = {}
+        self._locals: list[str] = []
+        # Positions whose range is asked for.
+        self._named_ends: set[str] = set()
+        # Values of the head alone; of a row; of a key.
+        self._points: dict[Node, str] = {}
+        self._rows: dict[Node, str] = {}
+        self._keys: dict[Node, str] = {}
+
+    def bounds(self, seen: Node) -> Bounds:
+        fast, fast_tanh = self._dtype in ("float16", "bfloat16"), self._dtype == "bfloat16"
+        root = lower(seen, self._analysis, fast=fast, fast_tanh=fast_tanh)
+        for node in postorder(root):
+            self._facts[node] = self._find_facts(node)
+        result = unwrapped(self._text(root))
+        points = self._printed(
+            self._points, lambda node, name: f"const {_TYPES[node.type]} {name} = "
+        )
+        classify = [
+            *(f"const Ints {x} = {{{x}_low, {x}_high}};" for x in "ij" if x in self._named_ends),
+            *points,
+            *self._locals,
+            f"return seen_of({result});",
+        ]
+        ranges = "int i_low, int i_high, int j_low, int j_high"
+        given = _POSITIONS.replace("int {}", ranges) + ", const Rows& rows, const Keys& keys"
+        lines = [
+            f"using Real = {self._real};",
+            "using Reals = RealRange<Real>;",
+            f"static constexpr int row_ranges = {len(self._rows)};",
+            f"static constexpr int key_ranges = {len(self._keys)};",
+            *self._of_positions("Rows", "rows", "i", self._rows),
+            *self._of_positions("Keys", "keys", "j", self._keys),
+            *_function(f"Seen classify({given})", classify),
+        ]
+        text = "\n".join(["struct MaskBounds {", *(f"  {line}" for line in lines), "};"]) + "\n"
+        return Bounds(text, len(self._rows), len(self._keys))
+
+    def _find_facts(self, node: Node) -> _Facts:
+        of_args = [self._facts[x] for x in node.args]
+        positions = frozenset[str]().union(*(facts.positions for facts in of_args))
+        is_plain = all(facts.is_plain for facts in of_args)
+        if node.op == "symbol":
+            # A kernel's row is not among what bounds are given.
+            is_known = node.value not in ("row", "score")
+            return _Facts(positions | ({node.value} & {"i", "j"}), False, is_known)
+        if node.op == "cuda":
+            # Nothing is known of its text, not even whether it reads the arrays.
+            return _Facts(positions, True, False)
+        is_load = node.op == "load"
+        of_reals = any(x.type == REAL for x in (node, *node.args))
+        is_leaf = not node.args
+        return _Facts(
+            positions,
+            is_load or any(facts.reads for facts in of_args),
+            is_plain and (is_leaf or is_load or node.type == ARRAY or not of_reals),
+        )
+
+    def _text(self, node: Node) -> str:
+        """A value's range as C++."""
+        known = self._known.get(node)
+        if known is None:
+            known = self._known[node] = self._find_text(node)
+        return known
+
+    def _find_text(self, node: Node) -> str:
+        if node.is_constant:
+            return f"range_at({literal(node.value, node.type, self._real)})"
+        facts = self._facts[node]
+        if facts.is_plain:
+            if not facts.positions:
+                return self._points.setdefault(node, f"p{len(self._points)}")
+            if facts.reads and facts.positions == {"i"}:
+                return "rows." + self._rows.setdefault(node, f"v{len(self._rows)}")
+            if facts.reads and facts.positions == {"j"}:
+                return "keys." + self._keys.setdefault(node, f"v{len(self._keys)}")
+            if node.op == "symbol":
+                self._named_ends.add(node.value)
+                return str(node.value)
+        return self._named(node, self._operation(node))
+
+    def _named(self, node: Node, text: str) -> str:
+        name = f"t{len(self._locals)}"
+        self._locals.append(f"const {_TYPES[node.type]} {name} = {text};")
+        return name
+
+    def _operation(self, node: Node) -> str:
+        op, kind = node.op, node.type
+        if op in COMPARISONS:
+            return self._comparison(node)
+        if op == "cast":
+            return self._call(_CASTS[kind], *node.args)
+        if op == "where":
+            return self._call("range_where", *node.args)
+        if op not in _COVERED[kind]:
+            return f"{_TYPES[kind]}::any()"
+        if kind == INT:
+            total = self._sum(node)
+            if node not in total.terms and total.fits:
+                low, high = self._ends(total)
+                return f"range_of({low}, {high})"
+        name = _BITS.get(op, op) if kind in (INT, UINT64) else op
+        return self._call(f"range_{name}", *node.args)
+
+    def _call(self, name: str, *args: Node) -> str:
+        return f"{name}({', '.join(map(self._text, args))})"
+
+    def _comparison(self, node: Node) -> str:
+        left, right = node.args
+        if left is right:
+            # Only NaN differs from itself.
+            is_nan = self._call("range_is_nan", left)
+            texts = {"lt": "range_at(false)", "ne": is_nan}
+            return texts.get(node.op, f"range_not({is_nan})")
+        if left.type == INT:
+            x, y = self._sum(left), self._sum(right)
+            difference = x.plus(y, -1)
+            if not x.terms.keys().isdisjoint(y.terms) and difference.fits:
+                low, high = self._ends(difference)
+                return f"range_{node.op}(Ints{{{low}, {high}}}, range_at(0))"
+        return self._call(f"range_{node.op}", left, right)
+
+    def _sum(self, node: Node) -> _Sum:
+        known = self._sums.get(node)
+        if known is None:
+            known = self._sums[node] = self._find_sum(node)
+        return known
+
+    def _find_sum(self, node: Node) -> _Sum:
+        if node.is_constant:
+            return _Sum({}, node.value)
+        facts = self._facts[node]
+        # What is looked up is one term.
+        is_looked_up = facts.is_plain and (facts.reads or not facts.positions)
+        if not is_looked_up or facts.positions == {"i", "j"}:
+            nothing = _Sum({}, 0)
+            if node.op in ("add", "sub"):
+                left, right = map(self._sum, node.args)
+                return left.plus(right, 1 if node.op == "add" else -1)
+            if node.op == "neg":
+                return nothing.plus(self._sum(node.args[0]), -1)
+            if node.op == "mul" and node.args[1].is_constant:
+                return nothing.plus(self._sum(node.args[0]), node.args[1].value)
+        return _Sum({node: 1}, 0)
+
+    def _ends(self, total: _Sum) -> tuple[str, str]:
+        """The least and the largest value of a sum."""
+        # What is added stands first, as one writes it.
+        terms = sorted(total.terms.items(), key=lambda term: term[1] < 0)
+        ends = []
+        for ends_of_signs in (("high", "low"), ("low", "high")):
+            text = ""
+            for node, factor in terms:
+                size = "" if abs(factor) == 1 else f"{abs(factor)} * "
+                sign = ("-" if factor < 0 else "") if not text else f" {'+-'[factor < 0]} "
+                text += f"{sign}{size}{self._end(node, ends_of_signs[factor > 0])}"
+            if total.offset and text:
+                text += f" {'+-'[total.offset < 0]} {abs(total.offset)}"
+            ends.append(text or str(total.offset))
+        return ends[0], ends[1]
+
+    def _end(self, node: Node, end: str) -> str:
+        return f"{self._text(node)}.{end}"
+
+    def _printed(self, found: dict[Node, str], begin: Callable[[Node, str], str]) -> list[str]:
+        printer = RowPrinter(Members(), self._analysis, self._captures, self._real)
+
+        def lines() -> Iterator[str]:
+            for node, name in found.items():
+                text = unwrapped(printer.text(node))
+                # C++ makes an int of p & q.
+                value = f"bool({text})" if node.type == BOOL else text
+                yield f"{begin(node, name)}range_at({value});"
+
+        return printer.body(lines)
+
+    def _of_positions(
+        self, struct: str, function: str, position: str, found: dict[Node, str]
+    ) -> Iterator[str]:
+        """A struct of ranges, and the functions that fill it in."""
+        yield f"struct {struct} {{"
+        yield from (f"  {_TYPES[node.type]} {name};" for node, name in found.items())
+        yield "};"
+        given = _POSITIONS.format(position)
+        lines = self._printed(found, lambda node, name: f"r.{name} = ")
+        declaration = f"{struct} {function}_at({given})"
+        yield from _function(declaration, [f"{struct} r;", *lines, "return r;"])
+        joined = [f"x.{name} = range_joined(x.{name}, y.{name});" for name in found.values()]
+        yield from _function(f"void join({struct}& x, const {struct}& y)", joined)
+        yield "template <class Visit>"
+        visits = [f"visit(x.{name});" for name in found.values()]
+        yield from _function(f"void each({struct}& x, Visit visit)", visits)
+
+
+def _function(declaration: str, body: list[str]) -> list[str]:
+    head = f"static __device__ __forceinline__ {declaration} {{"
+    return [head, *(f"  {line}" for line in body), "}"]

@@ -1,0 +1,230 @@
+"""Captures: arrays and numbers that a modification is given by name, and reads at run time."""
+
+from __future__ import annotations
+
+import numbers
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.strided import dtype_name, is_aligned, is_cupy
+from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
+from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
+
+MAX_RANK = 4
+# What elements are read as, by the dtype of an array.
+ELEMENT_TYPES = {
+    "bool": BOOL,
+    "uint8": INT,
+    "int32": INT,
+    "int64": INT,
+    "uint64": UINT64,
+    "float16": REAL,
+    "bfloat16": REAL,
+    "float32": REAL,
+    "float64": REAL,
+}
+
+# Names become members of a C++ struct and parameters of a function.
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_CPP_WORDS = frozenset(
+    [
+        "alignas",
+        "alignof",
+        "asm",
+        "auto",
+        "bfloat16_t",
+        "bool",
+        "break",
+        "Capture",
+        "case",
+        "catch",
+        "char",
+        "class",
+        "const",
+        "constexpr",
+        "continue",
+        "decltype",
+        "default",
+        "delete",
+        "do",
+        "double",
+        "else",
+        "enum",
+        "explicit",
+        "extern",
+        "float",
+        "for",
+        "friend",
+        "goto",
+        "half_t",
+        "if",
+        "inline",
+        "int",
+        "long",
+        "mutable",
+        "namespace",
+        "new",
+        "noexcept",
+        "nullptr",
+        "operator",
+        "private",
+        "protected",
+        "public",
+        "register",
+        "return",
+        "Real",
+        "short",
+        "signed",
+        "sizeof",
+        "static",
+        "struct",
+        "switch",
+        "template",
+        "this",
+        "throw",
+        "try",
+        "typedef",
+        "typename",
+        "union",
+        "unsigned",
+        "using",
+        "virtual",
+        "void",
+        "volatile",
+        "while",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """What device text depends on of a capture; neither its values nor its shape.
+
+    Attributes
+    ----------
+    dtype
+        Of an array, one of `ELEMENT_TYPES`; of a number ``"bool"``, ``"int32"`` or ``"real"``.
+    rank
+        How many axes an array has; None of a number.
+    contiguous_last
+        Whether elements along the last axis lie one behind the other.
+    """
+
+    dtype: str
+    rank: int | None = None
+    contiguous_last: bool = True
+
+    @property
+    def type(self) -> str:
+        """Of its elements, or its own, as nodes have it."""
+        return self.dtype if self.rank is None else ELEMENT_TYPES[self.dtype]
+
+    def parameter(self, name: str) -> Symbol | TracedArray:
+        """What a function is traced with."""
+        if self.rank is None:
+            return Symbol(Node("scalar", self.type, (), name))
+        if self.rank == 0:
+            return Symbol(Node("load", self.type, (array_node(name),)))
+        return TracedArray(name, self.rank, self.type)
+
+
+def array_node(name: str) -> Node:
+    """The leaf that stands for a captured array."""
+    return Node("array", ARRAY, (), name)
+
+
+def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
+    """A capture as a NumPy or CuPy array or one of Python's numbers, and its spec.
+
+    Raises
+    ------
+    TypeError
+        For a name that C++ does not take, and for what is no number and no array of a known dtype.
+    ValueError
+        For an array of other than 0 to 4 axes, without elements, or that lies at odd addresses;
+        for an integer that int32 does not hold.
+    """
+    if not _NAME.fullmatch(name) or name in _CPP_WORDS:
+        raise TypeError(f"a capture is called {name!r}, which C++ does not take; choose another")
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value), CaptureSpec("bool")
+    if isinstance(value, numbers.Integral):
+        number = int(value)
+        if not -(2**31) <= number < 2**31:
+            raise ValueError(f"{name} is {number}, which int32 does not hold; pass a float")
+        return number, CaptureSpec("int32")
+    if isinstance(value, numbers.Real):
+        return float(value), CaptureSpec("real")
+    array = read(name, value)
+    dtype = dtype_name(array)
+    if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; expected one of {', '.join(ELEMENT_TYPES)}"
+        )
+    if array.ndim > MAX_RANK:
+        raise ValueError(f"{name} has {array.ndim} axes; expected at most {MAX_RANK}")
+    if array.size == 0:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}, no elements; an index outside of an array "
+            "reads the nearest, so that there has to be one"
+        )
+    size, strides = array.itemsize, array.strides
+    if any(stride % size for stride in strides) or not is_aligned(array):
+        raise ValueError(
+            f"{name} lies at odd addresses (strides {strides} of elements of {size} bytes); pass a "
+            "copy"
+        )
+    contiguous = array.ndim == 0 or array.shape[-1] == 1 or strides[-1] == size
+    return array, CaptureSpec(dtype, array.ndim, contiguous)
+
+
+class HostArray:
+    """A captured array on the host's side of things, which reads as kernels read it.
+
+    An index outside of the array reads the nearest element; elements come as int32 or reals.
+
+    Parameters
+    ----------
+    name
+        Of the capture, for messages.
+    array
+        NumPy or CuPy.
+    xp
+        The module that the indices belong to.
+    dtype
+        Of reals.
+    """
+
+    def __init__(self, name: str, array: Any, xp: Any, dtype: Any) -> None:
+        self._name, self._xp = name, xp
+        types = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: dtype}
+        self._dtype = types[ELEMENT_TYPES[dtype_name(array)]]
+        if xp is np:
+            self._array = array.get() if is_cupy(array) else array
+        else:
+            self._array = xp.asarray(array)
+
+    def __getitem__(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        array, xp = self._array, self._xp
+        require_indices(self._name, array.ndim, indices)
+        inside = [
+            min(max(int(i), 0), n - 1) if isinstance(i, (int, np.integer)) else xp.clip(i, 0, n - 1)
+            for i, n in zip(indices, array.shape, strict=True)
+        ]
+        return array[tuple(inside)].astype(self._dtype)
+
+
+def host_parameter(name: str, value: Any, xp: Any, dtype: Any) -> Any:
+    """What a function is called with on the host: a number, or an array to be indexed."""
+    if isinstance(value, bool):
+        # Python's own has the bits of 0 or 1, so that ~value would be -1 or -2.
+        return np.bool_(value)
+    if isinstance(value, (int, float)):
+        return (np.int32 if isinstance(value, int) else np.dtype(dtype).type)(value)
+    array = HostArray(name, value, xp, dtype)
+    return array[()] if value.ndim == 0 else array

@@ -1,0 +1,108 @@
+"""The options of a call that modify scores, as one expression of a score and one of what is seen.
+
+The same as `cupy_flash.mods.scores.Scores.apply`, for kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.mods.captures import CaptureSpec, array_node
+from cupy_flash.mods.expression import (
+    BOOL,
+    Q_START,
+    REAL,
+    ROW,
+    SCORE,
+    B,
+    H,
+    I,
+    J,
+    Node,
+    operation,
+    substitute,
+)
+from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+from cupy_flash.mods.symbols import Symbol, as_node
+
+
+def prefixed(kind: str, name: str) -> str:
+    """What a capture of a modification is called among all arrays of a call."""
+    return f"{kind}_{name}"
+
+
+def compose(
+    specs: Mapping[str, CaptureSpec],
+    *,
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    sees_no_later_key: bool,
+) -> tuple[Node | None, Node | None]:
+    """What a score becomes, and whether a pair is seen; None where nothing is done.
+
+    Parameters
+    ----------
+    specs
+        Of softcap, alibi_slopes, bias, mask and tree_mask, as far as they are there.
+    score_mod, mask_mod
+        The user's.
+    sees_no_later_key
+        Whether no key behind a query's position is seen, so that distances have one sign.
+    """
+    # Any: operators of symbols are made, not written.
+    x: Any = Symbol(SCORE)
+    position: Any = Symbol(I)
+    row: Any = Symbol(ROW)
+    b, h, j, q_start = (Symbol(node) for node in (B, H, J, Q_START))
+    if "softcap" in specs:
+        cap: Any = specs["softcap"].parameter("softcap")
+        x = cap * np.tanh(x / cap)
+    if score_mod is not None:
+        x = Symbol(substitute(_named(score_mod, "score_mod"), {SCORE: as_node(x)}))
+    if "alibi_slopes" in specs:
+        slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
+        slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
+        x = x - slope * np.abs(position - j)
+    pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
+    if "bias" in specs:
+        bias: Any = specs["bias"].parameter("bias")
+        x = x + bias[pairs[specs["bias"].rank]]
+    seen: Any = None
+    if "mask" in specs:
+        mask: Any = specs["mask"].parameter("mask")
+        seen = mask[pairs[specs["mask"].rank]]
+    if "tree_mask" in specs:
+        bits: Any = specs["tree_mask"].parameter("tree_mask")
+        place = row - position + j
+        bit = np.clip(place, 0, 63).astype(np.uint64)
+        in_tree = ((bits[b, row] >> bit) & np.uint64(1)).astype(np.bool_)
+        in_tree = (place < 0) | ((place < 64) & in_tree)
+        seen = in_tree if seen is None else seen & in_tree
+    if mask_mod is not None:
+        by_mod = Symbol(_named(mask_mod, "mask_mod"))
+        seen = by_mod if seen is None else seen & by_mod
+    node = as_node(x)
+    if sees_no_later_key:
+        # What comes of other pairs is hidden, and a distance without bars grows evenly.
+        distance = operation("sub", I, J)
+        node = substitute(
+            node, {operation("abs", d): distance for d in (distance, operation("sub", J, I))}
+        )
+    assert node.type == REAL
+    assert seen is None or seen.node.type == BOOL
+    return (None if node is SCORE else node), (None if seen is None else seen.node)
+
+
+def _named(mod: Modification, kind: str) -> Node:
+    """The expression with the names that captures have among all arrays of a call."""
+    replacements = {}
+    for name, spec in mod.specs.items():
+        other = prefixed(kind, name)
+        if spec.rank is None:
+            replacements[Node("scalar", spec.type, (), name)] = Node("scalar", spec.type, (), other)
+        else:
+            replacements[array_node(name)] = array_node(other)
+    return substitute(mod.expression, replacements)

@@ -1,0 +1,190 @@
+"""Device text of modifications: the structs ``ModArguments`` and ``Mods``, which a kernel calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from cupy_flash.mods.analysis import Analysis
+from cupy_flash.mods.arguments import (
+    Captures,
+    arguments_struct,
+    capture_type,
+    element_type,
+    real_type,
+)
+from cupy_flash.mods.expression import (
+    REAL,
+    SCORE,
+    TRUE,
+    Node,
+    constant,
+    operation,
+    substitute,
+)
+from cupy_flash.mods.lower import exponent, lower
+from cupy_flash.mods.members import Members
+from cupy_flash.mods.printer import (
+    C_TYPES,
+    KeysPrinter,
+    PairPrinter,
+    Printer,
+    RowPrinter,
+    unwrapped,
+)
+
+PrinterT = TypeVar("PrinterT", bound=Printer)
+
+# What a unit includes ahead of the text.
+HEADERS = ("score/capture.cuh", "score/functions.cuh")
+
+# The capture that scores are scaled by.
+SCALE = "softmax_scale"
+
+_ROW_PARAMETERS = (
+    "const ModArguments& a, int b, int h, int i, int row, int q_start, int k_start, Real base"
+)
+_KEYS_PARAMETERS = "const ModArguments& a, const Row& r, int first_key"
+_PAIR_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int step"
+
+
+def emit(
+    score: Node | None,
+    seen: Node | None,
+    captures: Captures,
+    *,
+    dtype: str = "float32",
+) -> str:
+    """C++ of the structs through which a kernel changes scores and hides pairs.
+
+    ``Mods`` has ``changes_scores`` and ``hides_pairs``, and these functions, of which the first is
+    called for a query row, the second for that row and a run of keys, the others for each pair:
+
+    - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
+    - ``Keys keys(a, row, first_key)``,
+    - ``Real exponent(a, row, keys, step, x)``, which is log2(e) times the new score, less the base,
+      of the key ``first_key + step`` whose product of query and key is x,
+    - ``bool sees(a, row, keys, step)``.
+
+    ``step`` should be a constant after unrolling. Whatever does not change along a row is found in
+    ``row``, and what grows evenly from key to key begins in ``keys``, so that the other two add a
+    constant. It is the same text for equal arguments.
+
+    Parameters
+    ----------
+    score
+        The new score, a real, of the scaled one; None leaves scores as they are. `SCALE` is among
+        the captures then.
+    seen
+        Whether a pair is seen, a bool; None hides nothing.
+    captures
+        Specs of all arrays and numbers that the expressions name.
+    dtype
+        Of queries and keys. The functions of 16-bit ones are made of the hardware's powers of 2,
+        whose error is below theirs, and bfloat16's tanh is the hardware's.
+
+    Returns
+    -------
+    str
+        To stand behind the headers of `HEADERS`.
+    """
+    return _Emission(captures, dtype).text(score, TRUE if seen is None else seen)
+
+
+class _Emission:
+    def __init__(self, captures: Captures, dtype: str) -> None:
+        self._captures, self._dtype, self._real = captures, dtype, real_type(dtype)
+        self._analysis, self._members = Analysis(), Members()
+
+    def text(self, score: Node | None, seen: Node) -> str:
+        members = self._members
+        power = constant(0, REAL)
+        if score is not None:
+            scale = Node("scalar", REAL, (), SCALE)
+            scaled = substitute(score, {SCORE: operation("mul", SCORE, scale)})
+            power = exponent(self._lowered(scaled), self._analysis)
+        # Pairs first: what they ask for is what keys, and then rows, have to find.
+        of_power, of_seen = self._returned(power), self._returned(self._lowered(seen))
+        of_keys, of_row = self._found_for_keys(), self._found_for_row()
+        row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
+        row_fields += [
+            f"const {element_type(self._captures[array])}* {name};"
+            for (array, _), name in members.pointers.items()
+        ]
+        keys_fields = [f"int {name};" for name, _ in members.positions.values()]
+        keys_fields += [f"Real {name};" for name in members.reals.values()]
+        lines = [
+            f"using Real = {self._real};",
+            f"static constexpr bool changes_scores = {_bool(score is not None)};",
+            f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
+            *_struct("Row", row_fields),
+            *_struct("Keys", keys_fields),
+            *self._functions(),
+            *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *of_row, "return r;"]),
+            *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *of_keys, "return k;"]),
+            *_function(f"Real exponent({_PAIR_PARAMETERS}, Real x)", of_power),
+            *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
+        ]
+        struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
+        return f"{arguments_struct(self._captures, self._real)}\n\n{struct}\n"
+
+    def _lowered(self, node: Node) -> Node:
+        fast, fast_tanh = self._dtype in ("float16", "bfloat16"), self._dtype == "bfloat16"
+        return lower(node, self._analysis, fast=fast, fast_tanh=fast_tanh)
+
+    def _printer(self, kind: type[PrinterT]) -> PrinterT:
+        return kind(self._members, self._analysis, self._captures, self._real)
+
+    def _returned(self, node: Node) -> list[str]:
+        printer = self._printer(PairPrinter)
+        return printer.body(lambda: [f"return {unwrapped(printer.text(node))};"])
+
+    def _found_for_keys(self) -> list[str]:
+        printer, members = self._printer(KeysPrinter), self._members
+
+        def lines() -> Iterator[str]:
+            for name, linear in members.positions.values():
+                yield f"k.{name} = {printer.position(linear)};"
+            for node, name in members.reals.items():
+                yield f"k.{name} = {unwrapped(printer.text(node))};"
+
+        return printer.body(lines)
+
+    def _found_for_row(self) -> list[str]:
+        printer, members = self._printer(RowPrinter), self._members
+
+        def lines() -> Iterator[str]:
+            for node, name in members.values.items():
+                yield f"r.{name} = {unwrapped(printer.text(node))};"
+            for (array, indices), name in members.pointers.items():
+                yield f"r.{name} = {printer.element(f'a.{array}.data', array, indices)};"
+
+        return printer.body(lines)
+
+    def _functions(self) -> Iterator[str]:
+        """Those of CUDA text, with the parameters of the Python functions beside them."""
+        for name, node in self._members.functions.values():
+            text, parameters = node.value
+            declared = ", ".join(
+                f"{self._parameter_type(argument)} {parameter}"
+                for parameter, argument in zip(parameters, node.args, strict=True)
+            )
+            yield from _function(f"{C_TYPES[node.type]} {name}({declared})", text.splitlines())
+
+    def _parameter_type(self, argument: Node) -> str:
+        if argument.op != "array":
+            return C_TYPES[argument.type]
+        return f"const {capture_type(self._captures[argument.value], self._real)}&"
+
+
+def _bool(value: bool) -> str:
+    return str(value).lower()
+
+
+def _struct(name: str, fields: list[str]) -> list[str]:
+    return [f"struct {name} {{", *(f"  {field}" for field in fields), "};"]
+
+
+def _function(declaration: str, body: list[str]) -> list[str]:
+    head = f"static __device__ __forceinline__ {declaration} {{"
+    return [head, *(f"  {line}" for line in body), "}"]

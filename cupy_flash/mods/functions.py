@@ -1,0 +1,260 @@
+"""NumPy's functions on nodes: which types they give, and which operations they are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from cupy_flash.mods.expression import (
+    BOOL,
+    INT,
+    REAL,
+    UINT64,
+    Node,
+    cast,
+    constant,
+    logical_not,
+    operation,
+)
+
+# Larger powers are written with np.exp2, which takes as long for any.
+_LARGEST_POWER = 64
+
+
+def promote(*nodes: Node) -> tuple[Node, ...]:
+    """The values converted to the type that NumPy computes them in.
+
+    Raises
+    ------
+    TypeError
+        For uint64 beside int32, of which NumPy makes float64.
+    """
+    types = {node.type for node in nodes}
+    kind = next(t for t in (REAL, UINT64, INT, BOOL) if t in types)
+    if kind == UINT64:
+        for node in nodes:
+            if node.type == INT and not (node.is_constant and node.value >= 0):
+                raise TypeError(
+                    "uint64 beside int32: NumPy would make float64 of both; write "
+                    "x.astype(np.uint64), or x.astype(np.int32), for one of them"
+                )
+    return tuple(cast(node, kind) for node in nodes)
+
+
+def _arithmetic(op: str) -> Callable[[Node, Node], Node]:
+    on_bools = {"add": "or", "mul": "and", "min": "and", "max": "or"}
+
+    def apply(x: Node, y: Node) -> Node:
+        x, y = promote(x, y)
+        if x.type == BOOL and op == "sub":
+            raise TypeError("NumPy subtracts no bools; write p ^ q, or np.logical_xor(p, q)")
+        return operation(on_bools[op] if x.type == BOOL else op, x, y)
+
+    return apply
+
+
+def _comparison(op: str, *, swapped: bool = False) -> Callable[[Node, Node], Node]:
+    def apply(x: Node, y: Node) -> Node:
+        x, y = promote(x, y)
+        if x.type == BOOL:
+            if op in ("eq", "ne"):
+                differ = operation("xor", x, y)
+                return differ if op == "ne" else logical_not(differ)
+            x, y = cast(x, INT), cast(y, INT)
+        return operation(op, y, x) if swapped else operation(op, x, y)
+
+    return apply
+
+
+def _bitwise(op: str) -> Callable[[Node, Node], Node]:
+    def apply(x: Node, y: Node) -> Node:
+        x, y = promote(x, y)
+        _refuse_reals(op, x)
+        return operation(op, x, y)
+
+    return apply
+
+
+def _logical(op: str) -> Callable[[Node, Node], Node]:
+    return lambda x, y: operation(op, cast(x, BOOL), cast(y, BOOL))
+
+
+def _shift(op: str) -> Callable[[Node, Node], Node]:
+    def apply(x: Node, y: Node) -> Node:
+        x, y = _numbers(*promote(x, y))
+        _refuse_reals(op, x)
+        return operation(op, x, y)
+
+    return apply
+
+
+def _refuse_reals(op: str, x: Node) -> None:
+    if x.type == REAL:
+        raise TypeError(
+            f"{op} of reals; bits are those of integers and bools: write x.astype(np.int32), or "
+            "np.logical_and and the like"
+        )
+
+
+def _numbers(*nodes: Node) -> tuple[Node, ...]:
+    return tuple(cast(node, INT) if node.type == BOOL else node for node in nodes)
+
+
+def _on_numbers(op: str) -> Callable[..., Node]:
+    return lambda *args: operation(op, *_numbers(*promote(*args)))
+
+
+def _on_reals(op: str) -> Callable[..., Node]:
+    return lambda *args: operation(op, *(cast(node, REAL) for node in args))
+
+
+def _rounding(op: str) -> Callable[[Node], Node]:
+    return lambda x: operation(op, x) if x.type == REAL else x
+
+
+def negative(x: Node) -> Node:
+    """``-x``."""
+    if x.type == BOOL:
+        raise TypeError("NumPy negates no bools; write ~p, or np.logical_not(p)")
+    return operation("neg", x)
+
+
+def absolute(x: Node) -> Node:
+    """``abs(x)``."""
+    return x if x.type in (BOOL, UINT64) else operation("abs", x)
+
+
+def invert(x: Node) -> Node:
+    """``~x``."""
+    _refuse_reals("not", x)
+    return operation("not", x)
+
+
+def where(condition: Node, x: Node, y: Node) -> Node:
+    """One of two values."""
+    return operation("where", cast(condition, BOOL), *promote(x, y))
+
+
+def clip(x: Node, low: Node | None, high: Node | None) -> Node:
+    """A value moved between bounds; None is none."""
+    for op, bound in (("max", low), ("min", high)):
+        if bound is not None:
+            x = _arithmetic(op)(x, bound)
+    return x
+
+
+def power(x: Node, exponent: Node) -> Node:
+    """``x ** exponent`` of a constant exponent."""
+    if not exponent.is_constant:
+        raise TypeError("the exponent of a power has to be a constant; else write np.exp2(...)")
+    n = exponent.value
+    if exponent.type == REAL:
+        x = cast(x, REAL)
+    if n == 0.5:
+        return operation("sqrt", x)
+    if n != int(n):
+        scaled = operation("mul", operation("log2", x), constant(n, REAL))
+        return operation("exp2", scaled)
+    if abs(n) > _LARGEST_POWER:
+        raise TypeError(
+            f"a power of {n}; expected at most {_LARGEST_POWER}, else write np.exp2(n * np.log2(x))"
+        )
+    (x,) = _numbers(x)
+    if n < 0 and x.type != REAL:
+        raise TypeError(
+            f"an integer to the power of {n}, which NumPy does not compute; write "
+            f"x.astype(np.float32) ** {n}"
+        )
+    result = _whole_power(x, abs(int(n)))
+    return result if n >= 0 else operation("div", constant(1, REAL), result)
+
+
+def _whole_power(x: Node, n: int) -> Node:
+    if n == 0:
+        return constant(1, x.type)
+    half = _whole_power(x, n // 2)
+    square = operation("mul", half, half)
+    return operation("mul", square, x) if n % 2 else square
+
+
+def square(x: Node) -> Node:
+    """``x * x``."""
+    return _arithmetic("mul")(x, x)
+
+
+def reciprocal(x: Node) -> Node:
+    """``1 / x``, of reals."""
+    if x.type != REAL:
+        raise TypeError("NumPy's reciprocal of integers is their whole quotient; write 1 / x")
+    return operation("div", constant(1, REAL), x)
+
+
+def log10(x: Node) -> Node:
+    """The logarithm to base 10."""
+    return operation("mul", _on_reals("log2")(x), constant(math.log10(2), REAL))
+
+
+def _is_nan(x: Node) -> Node:
+    x = cast(x, REAL)
+    return operation("ne", x, x)
+
+
+def _compared_with_infinity(op: str) -> Callable[[Node], Node]:
+    def apply(x: Node) -> Node:
+        magnitude = operation("abs", cast(x, REAL))
+        return operation(op, magnitude, constant(math.inf, REAL))
+
+    return apply
+
+
+# By the names that NumPy gives them.
+FUNCTIONS: dict[str, Callable[..., Node]] = {
+    "add": _arithmetic("add"),
+    "subtract": _arithmetic("sub"),
+    "multiply": _arithmetic("mul"),
+    "divide": _on_reals("div"),
+    "true_divide": _on_reals("div"),
+    "floor_divide": _on_numbers("floordiv"),
+    "remainder": _on_numbers("mod"),
+    "power": power,
+    "float_power": lambda x, n: power(cast(x, REAL), cast(n, REAL)),
+    "negative": negative,
+    "positive": lambda x: x,
+    "absolute": absolute,
+    "fabs": lambda x: absolute(cast(x, REAL)),
+    "sign": lambda x: x if x.type in (BOOL, UINT64) else operation("sign", x),
+    "square": square,
+    "reciprocal": reciprocal,
+    "minimum": _arithmetic("min"),
+    "maximum": _arithmetic("max"),
+    "clip": clip,
+    "where": where,
+    "floor": _rounding("floor"),
+    "ceil": _rounding("ceil"),
+    "trunc": _rounding("trunc"),
+    "rint": _rounding("rint"),
+    "less": _comparison("lt"),
+    "less_equal": _comparison("le"),
+    "greater": _comparison("lt", swapped=True),
+    "greater_equal": _comparison("le", swapped=True),
+    "equal": _comparison("eq"),
+    "not_equal": _comparison("ne"),
+    "logical_and": _logical("and"),
+    "logical_or": _logical("or"),
+    "logical_xor": _logical("xor"),
+    "logical_not": lambda x: logical_not(cast(x, BOOL)),
+    "bitwise_and": _bitwise("and"),
+    "bitwise_or": _bitwise("or"),
+    "bitwise_xor": _bitwise("xor"),
+    "invert": invert,
+    "left_shift": _shift("shl"),
+    "right_shift": _shift("shr"),
+    "isnan": _is_nan,
+    "isinf": _compared_with_infinity("eq"),
+    "isfinite": _compared_with_infinity("lt"),
+    "log10": log10,
+    **{
+        name: _on_reals(name)
+        for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "sin", "cos")
+    },
+}

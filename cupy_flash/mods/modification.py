@@ -1,0 +1,320 @@
+"""The public modifications: a Python function, what it captures, and what it computes, traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, read_capture
+from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
+from cupy_flash.mods.signature import POSITIONS, check_text, parameters_of
+from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
+
+
+class Modification:
+    """What `ScoreMod` and `MaskMod` share. Immutable; equal where the device text would be.
+
+    Values of captures do not count: neither do they change what is compiled.
+
+    Attributes
+    ----------
+    function
+        The Python function.
+    captures
+        Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
+    specs
+        What device text depends on of each.
+    cuda
+        CUDA text in place of the traced function, or None.
+    expression
+        What a kernel computes.
+    key
+        Hashable: what device text depends on.
+    """
+
+    __slots__ = ("captures", "cuda", "expression", "function", "key", "specs")
+
+    _first: tuple[str, ...] = ()
+    _type = REAL
+
+    function: Callable[..., Any]
+    captures: Mapping[str, Any]
+    specs: Mapping[str, CaptureSpec]
+    cuda: str | None
+    expression: Node
+    key: tuple[Any, ...]
+
+    def __init__(
+        self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
+    ) -> None:
+        read = {name: self._read(name, captures[name]) for name in sorted(captures)}
+        specs = {name: spec for name, (_, spec) in read.items()}
+        names = parameters_of(function, self._first, specs)
+        symbols = {"score": SCORE} | POSITIONS
+        if cuda is None:
+            given = {
+                name: specs[name].parameter(name) if name in specs else Symbol(symbols[name])
+                for name in names
+            }
+            expression = self._traced(function, given)
+        else:
+            check_text(cuda)
+            args = (_argument(name, specs.get(name)) or symbols[name] for name in names)
+            expression = Node("cuda", self._type, tuple(args), (cuda.strip(), names))
+        parts = {
+            "function": function,
+            "captures": MappingProxyType({name: value for name, (value, _) in read.items()}),
+            "specs": MappingProxyType(specs),
+            "cuda": cuda,
+            "expression": expression,
+            "key": (type(self).__name__, expression, tuple(specs.items())),
+        }
+        for name, part in parts.items():
+            object.__setattr__(self, name, part)
+
+    def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
+        if name in POSITIONS or name in ("score", "row"):
+            raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
+        return read_capture(name, value)
+
+    def _traced(self, function: Callable[..., Any], given: Mapping[str, Any]) -> Node:
+        result = function(**given)
+        if isinstance(result, TracedArray):
+            raise result.not_indexed()
+        try:
+            node = as_node(result)
+        except TypeError as error:
+            what = f"{type(self).__name__}'s function gives {result!r}"
+            raise TypeError(f"{what}; expected a value computed from its parameters") from error
+        return self._result(node)
+
+    def _result(self, node: Node) -> Node:
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Modification) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"{type(self).__name__}({', '.join([name, *self.specs])})"
+
+    def _evaluate(self, given: Mapping[str, Any], xp: Any, dtype: Any, result: Any) -> Any:
+        captured = {
+            name: host_parameter(name, value, xp, dtype) for name, value in self.captures.items()
+        }
+        names = parameters_of(self.function, self._first, self.specs)
+        positions = {
+            name: value if name == "score" else xp.asarray(value, np.int32)
+            for name, value in given.items()
+        }
+        everything = {**positions, **captured}
+        # What comes of masked pairs is not looked at.
+        with np.errstate(all="ignore"):
+            value = self.function(**{name: everything[name] for name in names})
+            return xp.asarray(value).astype(result, copy=False)
+
+
+class ScoreMod(Modification):
+    """A change of every score: ``score`` becomes what a function gives.
+
+    The function is called once, when the object is made, with symbols; what it does to them is
+    printed as CUDA. On the host it is called with arrays. So it is written with operators and
+    NumPy's functions, without ``if``, ``and`` and loops that depend on its parameters.
+
+    Parameters
+    ----------
+    function
+        Of ``score`` first, and of those of these that it uses, by name, in any order: ``b``, the
+        sequence; ``h``, the query head; ``i``, the query's position among the keys, which is its
+        row plus ``q_offset``; ``j``, the key's; ``q_start`` and ``k_start``, the rows at which a
+        packed sequence begins in q and in k; and the captures. The score is scaled already.
+        Integers have 32 bits, and what is compared with one another should stay below 2^30.
+    cuda
+        The body of a CUDA C++ function with the same parameters, in place of what would be traced:
+        ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
+        compiled as it stands, so it must come from whom you trust.
+    **captures
+        What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64
+        (read as int32), uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack,
+        with 0 to 4 axes and at least one element. An array is indexed with as many integers as it
+        has axes; an index outside reads the nearest element.
+
+    Raises
+    ------
+    TypeError
+        For a function whose parameters are others, that does what cannot be traced, or that does
+        not give a number; for captures and text that cannot be used.
+    ValueError
+        For captured arrays of a wrong shape, and for integers that int32 does not hold.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash.mods.modification import ScoreMod
+    >>> softcap = ScoreMod(lambda score: 30 * np.tanh(score / 30))
+    >>> slopes = np.array([0.5, 0.25], np.float32)
+    >>> alibi = ScoreMod(
+    ...     lambda score, h, i, j, slope: score - slope[h] * np.abs(i - j), slope=slopes
+    ... )
+    >>> alibi.evaluate(np.float32(3), b=0, h=1, i=6, j=np.arange(4, dtype=np.int32))
+    array([1.5 , 1.75, 2.  , 2.25], dtype=float32)
+    """
+
+    __slots__ = ()
+    _first = ("score",)
+
+    def evaluate(
+        self,
+        score: Any,
+        b: Any,
+        h: Any,
+        i: Any,
+        j: Any,
+        *,
+        q_start: Any = 0,
+        k_start: Any = 0,
+        xp: Any = np,
+    ) -> Any:
+        """The new scores of arrays of pairs.
+
+        Parameters
+        ----------
+        score
+            Scaled scores, float32 or float64, in which reals are computed.
+        b, h, i, j, q_start, k_start
+            Integers, or arrays of them, broadcastable to the scores; taken as int32.
+        xp
+            The module of the arrays, NumPy or CuPy.
+
+        Returns
+        -------
+        array
+            Of the scores' dtype, broadcastable to the shape of all arguments.
+        """
+        dtype = score.dtype
+        given = {"score": score, "b": b, "h": h, "i": i, "j": j}
+        return self._evaluate({**given, "q_start": q_start, "k_start": k_start}, xp, dtype, dtype)
+
+    def _result(self, node: Node) -> Node:
+        return cast(node, REAL)
+
+
+class MaskMod(Modification):
+    """A choice of the pairs that are seen: those for which a function is true.
+
+    Parameters
+    ----------
+    function
+        As of `ScoreMod`, but for ``score``; it gives a bool.
+    cuda
+        As of `ScoreMod`; returns a bool.
+    **captures
+        As of `ScoreMod`.
+
+    Raises
+    ------
+    TypeError
+        As `ScoreMod`; also for a function that does not give a bool.
+    ValueError
+        As `ScoreMod`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash.mods.modification import MaskMod
+    >>> document = np.array([[0, 0, 1, 1]], np.int32)
+    >>> same = MaskMod(
+    ...     lambda b, i, j, document: (document[b, i] == document[b, j]) & (j <= i),
+    ...     document=document,
+    ... )
+    >>> positions = np.arange(4, dtype=np.int32)
+    >>> same.evaluate(b=0, h=0, i=3, j=positions)
+    array([False, False,  True,  True])
+    """
+
+    __slots__ = ("_maps",)
+    _type = BOOL
+
+    # Block maps by what else they depend on: of this object, not of its equals, which may have
+    # captured other values.
+    _maps: dict[Any, Any]
+
+    def __init__(
+        self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
+    ) -> None:
+        super().__init__(function, cuda=cuda, **captures)
+        object.__setattr__(self, "_maps", {})
+
+    def refresh(self) -> None:
+        """Have calls read the captured arrays anew: to be called after writing to one.
+
+        On a GPU it is kept which blocks of the score matrix the mask hides, so that the next call
+        of the same sizes need not find out. Numbers and new arrays take a new `MaskMod`. Nothing
+        waits for the GPU: calls that were made before are not disturbed.
+        """
+        # A new one: what other threads are building still goes into the old one.
+        object.__setattr__(self, "_maps", {})
+
+    def kept_maps(self) -> dict[Any, Any]:
+        """Block maps that calls keep here."""
+        return self._maps
+
+    def evaluate(
+        self,
+        b: Any,
+        h: Any,
+        i: Any,
+        j: Any,
+        *,
+        q_start: Any = 0,
+        k_start: Any = 0,
+        xp: Any = np,
+        dtype: Any = np.float32,
+    ) -> Any:
+        """Whether pairs are seen.
+
+        Parameters
+        ----------
+        b, h, i, j, q_start, k_start
+            Integers, or arrays of them, broadcastable to one another; taken as int32.
+        xp
+            The module of the arrays, NumPy or CuPy.
+        dtype
+            In which captured reals are read.
+
+        Returns
+        -------
+        array
+            Bools, broadcastable to the shape of all arguments.
+        """
+        given = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
+        return self._evaluate(given, xp, dtype, np.bool_)
+
+    def _result(self, node: Node) -> Node:
+        if node.type != BOOL:
+            raise TypeError(
+                f"MaskMod's function gives a value of type {node.type}; expected a bool: compare "
+                "it, as x != 0"
+            )
+        return node
+
+
+def _argument(name: str, spec: CaptureSpec | None) -> Node | None:
+    """What CUDA text is given for a capture; None of what is none."""
+    if spec is None:
+        return None
+    if spec.rank is not None:
+        return array_node(name)
+    return Node("scalar", spec.type, (), name)

@@ -1,0 +1,40 @@
+"""The modifications of a call with their arrays, as the CPU backend and the formula take them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cupy_flash.mods.keywords import Window
+from cupy_flash.mods.scores import Scores
+from cupy_flash.problem.mask import Mask
+
+
+class Modified(NamedTuple):
+    """Modifications of a call.
+
+    Attributes
+    ----------
+    scores
+        What becomes of scores, and what is hidden by more than its position.
+    window
+        Of positions.
+    prefix_lens, seqlens_k : arrays in host memory, (batch,), or None
+        Keys of each sequence that are seen in spite of causality, and keys that there are.
+    sinks : array, (heads_q,), or None
+    """
+
+    scores: Scores = Scores()
+    window: Window = Window()
+    prefix_lens: Any = None
+    seqlens_k: Any = None
+    sinks: Any = None
+
+    def of_mask(self, mask: Mask, b: int) -> Mask:
+        """The mask of a sequence's positions with the window and the prefix."""
+        seqlen_k = mask.seqlen_k
+        if self.seqlens_k is not None:
+            seqlen_k = min(max(int(self.seqlens_k[b]), 0), seqlen_k)
+        prefix = 0 if self.prefix_lens is None else int(self.prefix_lens[b])
+        return mask._replace(
+            seqlen_k=seqlen_k, left=self.window.left, right=self.window.right, prefix=prefix
+        )

@@ -1,0 +1,292 @@
+"""Expressions as C++, in a row's function, in that of a run of keys, and in that of a pair."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from cupy_flash.mods.analysis import Analysis, Linear
+from cupy_flash.mods.arguments import Captures
+from cupy_flash.mods.expression import BOOL, COMPARISONS, INT, REAL, UINT64, Node
+from cupy_flash.mods.members import Indices, Members
+
+C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
+
+_SIGNS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "shl": "<<",
+    "shr": ">>",
+}
+# Text that it costs nothing to use again.
+_PLAIN = re.compile(r"[\w.]+|a\.\w+ != 0")
+_PREFIXES = {"neg": "-", "not": "~"}
+# The same comparison with both sides negated.
+_FLIPPED = {"<": ">", "<=": ">="}
+
+
+class Printer:
+    """Prints a function's values; one that is used more than once becomes a local.
+
+    Parameters
+    ----------
+    members
+        Of ``Row`` and ``Keys``, which grow by what is asked for.
+    analysis
+        Of the nodes.
+    captures
+        Specs by name.
+    real
+        ``"float"`` or ``"double"``.
+    """
+
+    def __init__(self, members: Members, analysis: Analysis, captures: Captures, real: str) -> None:
+        self.members, self.analysis = members, analysis
+        self.captures, self.real = captures, real
+        self._uses: Counter[Node] = Counter()
+        self._known: dict[Node, str] = {}
+        self._locals: list[str] | None = None
+
+    def body(self, print_lines: Callable[[], Iterable[str]]) -> list[str]:
+        """The statements of a function, behind those of the locals that they use.
+
+        Parameters
+        ----------
+        print_lines
+            Prints them with `text`; called twice, first to count what is used how often.
+        """
+        self._uses, self._known, self._locals = Counter(), {}, None
+        list(print_lines())
+        self._known, self._locals = {}, []
+        lines = list(print_lines())
+        return [*self._locals, *lines]
+
+    def text(self, node: Node) -> str:
+        """A value as C++ that can stand in any expression."""
+        known = self._known.get(node)
+        if known is None:
+            known = self._print(node)
+            if self._locals is None:
+                # Only counting, in time that is linear in the nodes.
+                known = "_"
+            elif self._uses[node] > 1 and not _PLAIN.fullmatch(known):
+                name = f"t{len(self._locals)}"
+                self._locals.append(f"const {C_TYPES[node.type]} {name} = {unwrapped(known)};")
+                known = name
+            self._known[node] = known
+        if self._locals is None:
+            self._uses[node] += 1
+        return known
+
+    def _print(self, node: Node) -> str:
+        if node.is_constant:
+            return literal(node.value, node.type, self.real)
+        if node.op == "array":
+            return f"a.{node.value}"
+        if node.op == "scalar":
+            return f"(a.{node.value} != 0)" if node.type == BOOL else f"a.{node.value}"
+        return self._print_value(node)
+
+    def _print_value(self, node: Node) -> str:
+        """A value that is no literal and no argument of the launch."""
+        return self._print_operation(node)
+
+    def _print_operation(self, node: Node) -> str:
+        op, of_ints = node.op, node.type == INT
+        if op == "load":
+            return self._print_load(node)
+        if op in ("floordiv", "mod") and of_ints and self._rounds_down(node):
+            x, y = map(self.text, node.args)
+            return f"int(unsigned({unwrapped(x)}) {'/' if op == 'floordiv' else '%'} {y}u)"
+        if op in ("shl", "shr") and not _is_small_shift(node):
+            return _call(op, map(self.text, node.args))
+        args = [self.text(argument) for argument in node.args]
+        if op == "shl" and of_ints:
+            return f"int(unsigned({unwrapped(args[0])}) << {args[1]})"
+        if op in _SIGNS:
+            sign = "!=" if op == "xor" and node.type == BOOL else _SIGNS[op]
+            return f"({args[0]} {sign} {args[1]})"
+        if op in _PREFIXES:
+            return f"({'!' if node.type == BOOL else _PREFIXES[op]}{args[0]})"
+        if op == "where":
+            return f"({args[0]} ? {args[1]} : {args[2]})"
+        if op == "cast":
+            return f"{_CASTS[node.type]}({unwrapped(args[0])})"
+        if op == "cuda":
+            return f"{self.members.function(node)}({', '.join(map(unwrapped, args))})"
+        return _call(op, args)
+
+    def _rounds_down(self, node: Node) -> bool:
+        """Whether C++'s quotient, of positive integers, is NumPy's."""
+        x, y = node.args
+        return y.is_constant and y.value > 0 and self.analysis.is_not_negative(x)
+
+    def _print_load(self, node: Node) -> str:
+        array, *indices = node.args
+        text = ", ".join(unwrapped(self.text(index)) for index in indices)
+        return self.as_real(node, f"a.{array.value}.at({text})")
+
+    def as_real(self, load: Node, text: str) -> str:
+        """What is read of an array, converted where reals are of another type."""
+        is_double = self.captures[load.args[0].value].dtype == "float64"
+        needed = load.type == REAL and is_double != (self.real == "double")
+        return f"Real({text})" if needed else text
+
+    def element(self, begin: str, array: str, indices: Indices) -> str:
+        """Where an element lies, behind one that other indices lead to."""
+        offsets = ""
+        for axis, index in indices:
+            kind = "offset_from_0" if self.analysis.is_not_negative(index) else "offset"
+            offsets += f" + a.{array}.{kind}<{axis}>({unwrapped(self.text(index))})"
+        return begin + offsets
+
+
+class RowPrinter(Printer):
+    """Where the symbols are the function's parameters."""
+
+    def _print_value(self, node: Node) -> str:
+        return str(node.value) if node.op == "symbol" else self._print_operation(node)
+
+
+class KeysPrinter(Printer):
+    """Where the key is the first one, and what a row has is in ``r``."""
+
+    def _print_value(self, node: Node) -> str:
+        if self.analysis.is_of_row(node):
+            return self.members.value(node)
+        linear = self.analysis.linear(node)
+        if linear is not None:
+            position = self.position(linear)
+            return f"({position} + {linear.offset})" if linear.offset else f"({position})"
+        return self._print_operation(node)
+
+    def position(self, linear: Linear) -> str:
+        """A position at the first key, without offset."""
+        count = "first_key" if abs(linear.key) == 1 else f"{abs(linear.key)} * first_key"
+        signed = count if linear.key > 0 else f"-{count}"
+        if not linear.terms:
+            return signed
+        if all(factor < 0 for _, factor in linear.terms):
+            # Of i - j and of j - i the row has i.
+            return f"{signed} - {self.text(linear.times(-1).of_row())}"
+        return f"{self.text(linear.of_row())} {'+' if linear.key > 0 else '-'} {count}"
+
+
+class PairPrinter(Printer):
+    """Where the key is ``first_key + step``, and what grows evenly begins in ``k``."""
+
+    def _print_value(self, node: Node) -> str:
+        if self.analysis.is_of_row(node):
+            return self.members.value(node)
+        if node.op == "symbol" and node.value == "score":
+            return "x"
+        linear = self.analysis.linear(node)
+        if linear is not None:
+            return self._at_step(self.members.position(linear), linear)
+        if node.type == REAL:
+            slope = self.analysis.slope(node)
+            if slope is not None:
+                return f"({self.members.real(node)} {self._growth(slope)})"
+        if node.op in COMPARISONS and node.args[0].type == INT:
+            return self._print_comparison(node)
+        return self._print_operation(node)
+
+    def _at_step(self, position: str, linear: Linear) -> str:
+        if linear.key == -1 and not linear.offset:
+            return f"({position} - step)"
+        steps = steps_text(linear.key, linear.offset)
+        return f"({position} + ({steps}))" if " " in steps else f"({position} + {steps})"
+
+    def _growth(self, slope: Node) -> str:
+        """What a real has grown by, as text behind it."""
+        if slope.is_constant and math.isfinite(slope.value) and slope.value == int(slope.value):
+            sign = "-" if slope.value < 0 else "+"
+            return f"{sign} Real({steps_text(abs(int(slope.value)), 0)})"
+        if slope.op == "neg":
+            return f"- {self.text(slope.args[0])} * Real(step)"
+        return f"+ {self.text(slope)} * Real(step)"
+
+    def _print_comparison(self, node: Node) -> str:
+        """A comparison that is linear in the key: the step with what the row allows."""
+        left, right = (self.analysis.linear(x) for x in node.args)
+        if left is None or right is None or left.key == right.key:
+            return self._print_operation(node)
+        difference, sign = left.plus(right, -1), _SIGNS[node.op]
+        if difference.key < 0:
+            difference, sign = difference.times(-1), _FLIPPED.get(sign, sign)
+        limit = self.members.position(difference.times(-1))
+        return f"({steps_text(difference.key, difference.offset)} {sign} {limit})"
+
+    def _print_load(self, node: Node) -> str:
+        array, *indices = node.args
+        axes = list(enumerate(indices))
+        of_row = tuple((axis, x) for axis, x in axes if self.analysis.is_of_row(x))
+        others = tuple((axis, x) for axis, x in axes if not self.analysis.is_of_row(x))
+        name = array.value
+        begin = self.members.pointer(name, of_row) if of_row else f"a.{name}.data"
+        return self.as_real(node, f"read_capture({self.element(begin, name, others)})")
+
+
+_CASTS = {INT: "int", UINT64: "(unsigned long long)", REAL: "Real"}
+
+
+def literal(value: bool | int | float, type: str, real: str) -> str:
+    """A constant as C++."""
+    if type == BOOL:
+        return str(value).lower()
+    if type == UINT64:
+        return f"{value}ull"
+    if type == INT:
+        # C++ has no literal of the least integer.
+        lowest = f"({value + 1} - 1)" if value == -(2**31) else f"({value})"
+        return str(value) if value >= 0 else lowest
+    with np.errstate(over="ignore"):
+        number = np.float32(value) if real == "float" else np.float64(value)
+    if np.isnan(number):
+        return "(0 * mod_infinity<Real>())"
+    if np.isinf(number):
+        return "mod_infinity<Real>()" if number > 0 else "(-mod_infinity<Real>())"
+    text = f"{number!s}f" if real == "float" else str(number)
+    return text if not text.startswith("-") else f"({text})"
+
+
+def steps_text(key: int, offset: int) -> str:
+    """``key * step + offset``, a constant where the step is one."""
+    steps = "step" if key == 1 else f"{key} * step"
+    if not offset:
+        return steps
+    return f"{steps} {'+' if offset > 0 else '-'} {abs(offset)}"
+
+
+def unwrapped(text: str) -> str:
+    """An expression without parentheses around all of it."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[1:-1] if place == len(text) - 1 else text
+    return text
+
+
+def _call(op: str, args: Iterable[str]) -> str:
+    return f"mod_{op}({', '.join(map(unwrapped, args))})"
+
+
+def _is_small_shift(node: Node) -> bool:
+    x, count = node.args
+    return count.is_constant and 0 <= count.value < (32 if x.type == INT else 64)

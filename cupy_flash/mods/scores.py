@@ -1,0 +1,118 @@
+"""What becomes of a score between the product and the softmax, on arrays of NumPy or CuPy.
+
+The order is that of docs/masks.md: scale, softcap, score_mod, ALiBi, bias, and then what is hidden.
+Which keys a row sees by its position alone is for `cupy_flash.problem.mask`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cupy_flash.mods.modification import MaskMod, ScoreMod
+
+
+class Pairs(NamedTuple):
+    """Which pairs scores are of: integers, or integer arrays that broadcast to the scores.
+
+    Attributes
+    ----------
+    b, h
+        Sequence and query head.
+    row, j
+        Of the query and of the key in their sequence.
+    q_offset
+        Position of the sequence's first query among its keys.
+    q_start, k_start
+        Where a packed sequence begins in q and in k; 0 of others.
+    """
+
+    b: Any
+    h: Any
+    row: Any
+    j: Any
+    q_offset: Any = 0
+    q_start: Any = 0
+    k_start: Any = 0
+
+
+class Scores(NamedTuple):
+    """How a call changes scores and hides them, with its arrays.
+
+    Attributes
+    ----------
+    softcap
+        Scores are softcap * tanh(score / softcap).
+    score_mod, mask_mod
+        The user's functions.
+    alibi_slopes : array, (heads_q,) or (batch, heads_q)
+    bias, mask : arrays that broadcast to (batch, heads_q, seqlen_q, seqlen_k)
+        Of packed sequences to (heads_q, total_q, max_seqlen_k).
+    tree_mask : uint64 array, (batch, seqlen_q)
+        Bit k of a row: whether it sees the key at the position of query k.
+    """
+
+    softcap: float | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    alibi_slopes: Any = None
+    bias: Any = None
+    mask: Any = None
+    tree_mask: Any = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether scores stay what they are."""
+        return all(field is None for field in self)
+
+    def apply(self, x: Any, at: Pairs, xp: Any = np) -> Any:
+        """The scores that the softmax takes, -inf where hidden.
+
+        Parameters
+        ----------
+        x : array of float32 or float64
+            Scaled scores.
+        at
+            Their pairs.
+        xp
+            NumPy or CuPy.
+        """
+        real = x.dtype.type
+        position = at.row + at.q_offset
+        coordinates = (at.b, at.h, position, at.j)
+        starts = {"q_start": at.q_start, "k_start": at.k_start, "xp": xp}
+        if self.softcap is not None:
+            x = real(self.softcap) * xp.tanh(x / real(self.softcap))
+        if self.score_mod is not None:
+            x = self.score_mod.evaluate(x, *coordinates, **starts)
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes
+            slope = slopes[at.h] if slopes.ndim == 1 else slopes[at.b, at.h]
+            x = x - slope.astype(real) * abs(position - at.j).astype(real)
+        if self.bias is not None:
+            x = x + _of_pairs(self.bias, at).astype(real)
+        hidden = real(-np.inf)
+        if self.mask is not None:
+            x = xp.where(_of_pairs(self.mask, at), x, hidden)
+        if self.tree_mask is not None:
+            x = xp.where(self._seen_in_tree(at, xp), x, hidden)
+        if self.mask_mod is not None:
+            x = xp.where(self.mask_mod.evaluate(*coordinates, **starts, dtype=real), x, hidden)
+        return x
+
+    def _seen_in_tree(self, at: Pairs, xp: Any) -> Any:
+        place = at.j - at.q_offset
+        bit = xp.clip(place, 0, 63).astype(np.uint64)
+        bits = self.tree_mask[at.b, at.row]
+        seen = ((bits >> bit) & np.uint64(1)).astype(bool)
+        return (place < 0) | ((place < 64) & seen)
+
+
+def _of_pairs(array: Any, at: Pairs) -> Any:
+    """The elements of a bias or mask of some pairs."""
+    of_packed = (at.h, at.q_start + at.row, at.j)
+    indices = of_packed if array.ndim == 3 else (at.b, at.h, at.row, at.j)
+    # An axis of one serves all.
+    return array[tuple(i if n > 1 else 0 * i for i, n in zip(indices, array.shape, strict=True))]

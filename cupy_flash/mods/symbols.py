@@ -1,0 +1,293 @@
+"""What a traced function is called with: symbols that compute nodes, and arrays to be indexed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, cast, constant
+from cupy_flash.mods.functions import FUNCTIONS
+
+_TYPES = {"b": BOOL, "i": INT, "f": REAL}
+
+
+class Symbol:
+    """A value of a traced function. Operators and NumPy's functions give further symbols."""
+
+    __slots__ = ("node",)
+
+    # A comparison gives a symbol.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return f"Symbol({self.node!r})"
+
+    def astype(self, dtype: Any) -> Symbol:
+        """The value converted, as arrays are: to bool, int32, uint64 or a real.
+
+        All signed integers are int32 here, and all reals those of the kernel.
+        """
+        kind = np.dtype(dtype)
+        type = UINT64 if kind == np.uint64 else _TYPES.get(kind.kind)
+        if type is None or (kind.itemsize < 4 and type != BOOL):
+            raise TypeError(
+                f"astype({kind}) in a traced function; expected bool, int32, uint64 or float32"
+            )
+        return Symbol(cast(self.node, type))
+
+    def clip(self, min: Any = None, max: Any = None) -> Symbol:
+        """``np.clip(self, min, max)``."""
+        return apply("clip", self, min, max)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Symbol:
+        if method != "__call__" or options:
+            asked = "".join(f", {name}=" for name in options)
+            what = ufunc.__name__ + ("" if method == "__call__" else f".{method}")
+            raise TypeError(
+                f"np.{what}(...{asked}) cannot be traced: a traced function is given one pair (i, "
+                "j) at a time, and its functions take values only"
+            )
+        return apply(ufunc.__name__, *inputs)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Symbol:
+        if function is np.clip:
+            return apply("clip", *_clip_arguments(*args, **options))
+        if function is np.where and len(args) == 3 and not options:
+            return apply("where", *args)
+        _cannot_trace(function.__name__)
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            "a traced value is neither true nor false yet. In place of `if` write "
+            "np.where(condition, x, y); of `and`, `or`, `not` and `a < b < c` write p & q, p | q, "
+            "~p and (a < b) & (b < c); of min() and max() np.minimum and np.maximum"
+        )
+
+    def __int__(self) -> NoReturn:
+        raise TypeError("int() of a traced value; write x.astype(np.int32), or np.floor(x)")
+
+    def __float__(self) -> NoReturn:
+        raise TypeError(
+            "a traced value is no number yet: write x.astype(np.float32) for float(x), and NumPy's "
+            "functions for those of math, as np.tanh(x) for math.tanh(x)"
+        )
+
+    def __complex__(self) -> NoReturn:
+        raise TypeError("a traced value is no complex number; write np.tanh(x) for cmath.tanh(x)")
+
+    def __index__(self) -> NoReturn:
+        self.__array__()
+
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError(
+            "a traced value cannot index a list or an array of the program, nor count a loop; give "
+            "the array to the modification by name, as table=table, and index the function's "
+            "parameter of that name: table[h, i - j]"
+        )
+
+    def __len__(self) -> NoReturn:
+        raise TypeError("len() of a traced value, which is one number")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a traced value is one number: nothing to iterate over or to unpack")
+
+    def __contains__(self, value: Any) -> NoReturn:
+        raise TypeError("`in` a traced value, which is one number; compare it: x == value")
+
+    def __round__(self, digits: Any = None) -> NoReturn:
+        raise TypeError("round() of a traced value; write np.rint(x), or np.floor(x + 0.5)")
+
+    def __divmod__(self, other: Any) -> NoReturn:
+        raise TypeError("divmod() of a traced value; write x // y and x % y")
+
+    __rdivmod__ = __divmod__
+
+    def __getitem__(self, index: Any) -> Symbol:
+        # As NumPy's scalars take it: what a capture without axes is on the host.
+        if isinstance(index, tuple) and not index:
+            return self
+        raise TypeError(f"[{index!r}] of a traced value, which is one number; index a capture")
+
+
+class TracedArray:
+    """A captured array in a traced function: ``table[h, i - j]`` is the element as a symbol.
+
+    Parameters
+    ----------
+    name
+        Of the capture.
+    rank
+        How many axes it has, at least one.
+    type
+        Of its elements, as nodes have it.
+    """
+
+    __slots__ = ("_name", "_rank", "_type")
+
+    def __init__(self, name: str, rank: int, type: str) -> None:
+        self._name, self._rank, self._type = name, rank, type
+
+    def __getitem__(self, index: Any) -> Symbol:
+        indices = index if isinstance(index, tuple) else (index,)
+        require_indices(self._name, self._rank, indices)
+        nodes = [as_node(index) for index in indices]
+        for node in nodes:
+            if node.type != INT:
+                raise TypeError(
+                    f"{self._name} is indexed with a value of type {node.type}; write "
+                    "x.astype(np.int32)"
+                )
+        array = Node("array", ARRAY, (), self._name)
+        return Symbol(Node("load", self._type, (array, *nodes)))
+
+    def not_indexed(self) -> TypeError:
+        """The error for the array in place of an element."""
+        some = ", ".join("bhij"[: self._rank])
+        return TypeError(
+            f"{self._name} is an array with {self._rank} axes, of which a traced function reads "
+            f"one element at a time; index it, as {self._name}[{some}]"
+        )
+
+    @property
+    def shape(self) -> NoReturn:
+        """Not known: kernels serve all shapes."""
+        raise TypeError(
+            f"{self._name}.shape is not known when a function is traced; give the size to the "
+            f"modification as a number of its own, as size={self._name}.shape[0]"
+        )
+
+    def _refuse(self, *args: Any, **options: Any) -> NoReturn:
+        raise self.not_indexed()
+
+    __array_ufunc__ = __array_function__ = __array__ = _refuse
+    __len__ = __iter__ = __bool__ = __float__ = __int__ = __index__ = _refuse
+
+
+def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:
+    """Raise TypeError unless an element of a capture is asked for."""
+    others = [i for i in indices if i is None or i is Ellipsis or isinstance(i, (slice, bool))]
+    if others or len(indices) != rank:
+        what = f"{others[0]!r} among its indices" if others else f"{len(indices)} indices"
+        raise TypeError(
+            f"{name} has {rank} axes and is given {what}; expected {rank} integers, which name one "
+            "element"
+        )
+
+
+def _add_operators() -> None:
+    """Python's operators, each one of NumPy's functions."""
+    binary = {
+        "add": "add",
+        "sub": "subtract",
+        "mul": "multiply",
+        "truediv": "divide",
+        "floordiv": "floor_divide",
+        "mod": "remainder",
+        "pow": "power",
+        "and": "bitwise_and",
+        "or": "bitwise_or",
+        "xor": "bitwise_xor",
+        "lshift": "left_shift",
+        "rshift": "right_shift",
+    }
+    compared = {
+        "lt": "less",
+        "le": "less_equal",
+        "gt": "greater",
+        "ge": "greater_equal",
+        "eq": "equal",
+        "ne": "not_equal",
+    }
+    unary = {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}
+
+    def method(function: str, swapped: bool) -> Callable[..., Symbol]:
+        def call(self: Symbol, *other: Any) -> Symbol:
+            return apply(function, *other, self) if swapped else apply(function, self, *other)
+
+        return call
+
+    for name, function in (binary | compared | unary).items():
+        setattr(Symbol, f"__{name}__", method(function, False))
+        setattr(TracedArray, f"__{name}__", TracedArray._refuse)
+    for name, function in binary.items():
+        setattr(Symbol, f"__r{name}__", method(function, True))
+        setattr(TracedArray, f"__r{name}__", TracedArray._refuse)
+
+
+_add_operators()
+
+
+def _clip_arguments(
+    x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None
+) -> tuple[Any, Any, Any]:
+    low, high = (a_min if min is None else min), (a_max if max is None else max)
+    if low is None and high is None:
+        raise TypeError("np.clip without bounds")
+    return x, low, high
+
+
+def _cannot_trace(name: str) -> NoReturn:
+    known = ", ".join(sorted(FUNCTIONS))
+    raise TypeError(
+        f"np.{name} cannot be traced: a traced function is given one pair (i, j) at a time. "
+        f"Write it with operators and these functions of NumPy: {known}"
+    )
+
+
+def apply(name: str, *values: Any) -> Symbol:
+    """One of NumPy's functions on symbols and numbers.
+
+    Raises
+    ------
+    TypeError
+        For a function that is not known, and for values that are no numbers.
+    """
+    function = FUNCTIONS.get(name)
+    if function is None:
+        _cannot_trace(name)
+    nodes = [None if value is None and name == "clip" else as_node(value) for value in values]
+    return Symbol(function(*nodes))
+
+
+def as_node(value: Any) -> Node:
+    """The node of a symbol, or of a number as a literal.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    if isinstance(value, Symbol):
+        return value.node
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        # What NumPy makes of its scalars ahead of a function.
+        value = value[()]
+    if isinstance(value, (bool, np.bool_)):
+        return constant(bool(value), BOOL)
+    if isinstance(value, (int, np.integer)):
+        number = operator.index(value)
+        is_unsigned = isinstance(value, np.uint64) or number > np.iinfo(np.int32).max
+        try:
+            return constant(number, UINT64 if is_unsigned else INT)
+        except OverflowError as error:
+            raise TypeError(f"{error}, as integers are here; write {number}.0 for a real") from None
+    if isinstance(value, (float, np.floating)):
+        return constant(float(value), REAL)
+    if isinstance(value, TracedArray):
+        raise value.not_indexed()
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        raise TypeError(
+            "an array of the program in a traced function; give it to the modification by name, as "
+            "table=table, and index the function's parameter of that name: table[h, i - j]"
+        )
+    raise TypeError(
+        f"{value!r} in a traced function; expected numbers, and np.where in place of None"
+    )

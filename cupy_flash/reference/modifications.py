@@ -1,0 +1,52 @@
+"""Keyword arguments that modify attention, read for the formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.strided import is_cupy
+from cupy_flash.mods.keywords import checked_softcap, given, window_of
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Scores
+
+
+def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False) -> Modified:
+    """What the keyword arguments of a public function ask for."""
+    found = given(modifications)
+    if not found:
+        return Modified()
+    arrays = {
+        name: read(name, found[name])
+        for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
+        if name in found
+    }
+    for name in ("bias", "mask"):
+        if name in arrays and not packed:
+            array = arrays[name]
+            arrays[name] = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    softcap = found.get("softcap")
+    return Modified(
+        Scores(
+            None if softcap is None else checked_softcap(softcap),
+            found.get("score_mod"),
+            found.get("mask_mod"),
+            *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
+        ),
+        window_of(found.get("window_size", (None, None))),
+        integers(found.get("prefix_lens")),
+        integers(found.get("seqlens_k")),
+        arrays.get("sinks"),
+    )
+
+
+def integers(array: Any) -> Any:
+    """Integers of any kind in host memory; None stays."""
+    if array is None:
+        return None
+    if hasattr(array, "__dlpack_device__"):
+        array = read("an array of integers", array)
+    return array.get() if is_cupy(array) else np.asarray(array)

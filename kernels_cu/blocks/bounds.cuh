@@ -1,0 +1,396 @@
+// Interval arithmetic: what a value can be where its positions lie in ranges. The functions that
+// cupy_flash/mods/bounds.py writes for a mask are made of these. A range may be too wide, never too
+// narrow; what is not known, or could wrap or be NaN, is anything of its type.
+#pragma once
+
+#include "score/functions.cuh"
+
+// Whether pairs are seen: none of them, all, or else some, or nobody knows.
+enum class Seen { none, some, all };
+
+struct Truth {
+  bool may_be_true;
+  bool may_be_false;
+
+  __device__ static Truth any() { return {true, true}; }
+};
+
+// 32-bit integers, in 64 bits, so that their sums and products do not wrap.
+struct Ints {
+  long long low;
+  long long high;
+
+  static constexpr long long lowest = -(1LL << 31);
+  static constexpr long long highest = (1LL << 31) - 1;
+
+  __device__ static Ints any() { return {lowest, highest}; }
+};
+
+struct Words {
+  unsigned long long low;
+  unsigned long long high;
+
+  __device__ static Words any() { return {0, ~0ull}; }
+};
+
+template <class Real>
+struct RealRange {
+  Real low;
+  Real high;
+  bool may_be_nan;
+
+  __device__ static RealRange any() {
+    return {-mod_infinity<Real>(), mod_infinity<Real>(), true};
+  }
+};
+
+__device__ inline Seen seen_of(Truth x) {
+  return !x.may_be_true ? Seen::none : x.may_be_false ? Seen::some : Seen::all;
+}
+
+// ---- Of one value
+
+__device__ inline Truth range_at(bool x) { return {x, !x}; }
+__device__ inline Ints range_at(int x) { return {x, x}; }
+__device__ inline Words range_at(unsigned long long x) { return {x, x}; }
+template <class Real>
+__device__ RealRange<Real> real_at(Real x) {
+  return x != x ? RealRange<Real>::any() : RealRange<Real>{x, x, false};
+}
+__device__ inline RealRange<float> range_at(float x) { return real_at(x); }
+__device__ inline RealRange<double> range_at(double x) { return real_at(x); }
+
+// ---- Of one of several
+
+__device__ inline Truth range_joined(Truth x, Truth y) {
+  return {x.may_be_true || y.may_be_true, x.may_be_false || y.may_be_false};
+}
+__device__ inline Ints range_joined(Ints x, Ints y) {
+  return {min(x.low, y.low), max(x.high, y.high)};
+}
+__device__ inline Words range_joined(Words x, Words y) {
+  return {min(x.low, y.low), max(x.high, y.high)};
+}
+template <class Real>
+__device__ RealRange<Real> range_joined(RealRange<Real> x, RealRange<Real> y) {
+  return {x.low < y.low ? x.low : y.low, x.high > y.high ? x.high : y.high,
+          x.may_be_nan || y.may_be_nan};
+}
+
+template <class Range>
+__device__ Range range_where(Truth condition, Range x, Range y) {
+  return !condition.may_be_false ? x : !condition.may_be_true ? y : range_joined(x, y);
+}
+
+// ---- Bools
+
+__device__ inline Truth range_and(Truth x, Truth y) {
+  return {x.may_be_true && y.may_be_true, x.may_be_false || y.may_be_false};
+}
+__device__ inline Truth range_or(Truth x, Truth y) {
+  return {x.may_be_true || y.may_be_true, x.may_be_false && y.may_be_false};
+}
+__device__ inline Truth range_not(Truth x) { return {x.may_be_false, x.may_be_true}; }
+__device__ inline Truth range_xor(Truth x, Truth y) {
+  return {(x.may_be_true && y.may_be_false) || (x.may_be_false && y.may_be_true),
+          (x.may_be_true && y.may_be_true) || (x.may_be_false && y.may_be_false)};
+}
+
+// ---- Comparisons
+
+__device__ inline bool may_be_nan(Ints) { return false; }
+__device__ inline bool may_be_nan(Words) { return false; }
+template <class Real>
+__device__ bool may_be_nan(RealRange<Real> x) {
+  return x.may_be_nan;
+}
+
+// NaN is not below, not above and not equal to anything.
+template <class Range>
+__device__ Truth range_lt(Range x, Range y) {
+  return {x.low < y.high, x.high >= y.low || may_be_nan(x) || may_be_nan(y)};
+}
+template <class Range>
+__device__ Truth range_le(Range x, Range y) {
+  return {x.low <= y.high, x.high > y.low || may_be_nan(x) || may_be_nan(y)};
+}
+template <class Range>
+__device__ Truth range_eq(Range x, Range y) {
+  const bool is_one_value = x.low == x.high && y.low == y.high && x.low == y.low;
+  return {x.low <= y.high && y.low <= x.high, !is_one_value || may_be_nan(x) || may_be_nan(y)};
+}
+template <class Range>
+__device__ Truth range_ne(Range x, Range y) {
+  return range_not(range_eq(x, y));
+}
+template <class Range>
+__device__ Truth range_is_nan(Range x) {
+  return {may_be_nan(x), true};
+}
+
+// ---- Integers
+
+// Bounds of a sum or a product; one that int does not hold wraps to anything.
+__device__ inline Ints range_of(long long low, long long high) {
+  return low < Ints::lowest || high > Ints::highest ? Ints::any() : Ints{low, high};
+}
+
+__device__ inline Ints range_add(Ints x, Ints y) { return range_of(x.low + y.low, x.high + y.high); }
+__device__ inline Ints range_sub(Ints x, Ints y) { return range_of(x.low - y.high, x.high - y.low); }
+__device__ inline Ints range_neg(Ints x) { return range_of(-x.high, -x.low); }
+
+__device__ inline Ints range_mul(Ints x, Ints y) {
+  const long long a = x.low * y.low, b = x.low * y.high, c = x.high * y.low, d = x.high * y.high;
+  return range_of(min(min(a, b), min(c, d)), max(max(a, b), max(c, d)));
+}
+
+__device__ inline Ints range_abs(Ints x) {
+  const long long low = x.low > 0 ? x.low : x.high < 0 ? -x.high : 0;
+  return range_of(low, max(-x.low, x.high));
+}
+__device__ inline Ints range_sign(Ints x) {
+  return {(x.low > 0) - (x.low < 0), (x.high > 0) - (x.high < 0)};
+}
+__device__ inline Ints range_min(Ints x, Ints y) { return {min(x.low, y.low), min(x.high, y.high)}; }
+__device__ inline Ints range_max(Ints x, Ints y) { return {max(x.low, y.low), max(x.high, y.high)}; }
+
+// Of a divisor that is one value the compiler makes half of this, of a literal less.
+__device__ inline Ints range_floordiv(Ints x, Ints y) {
+  if (y.low <= 0 && y.high >= 0) return y.low == y.high ? Ints{0, 0} : Ints::any();
+  const auto quotient = [](long long n, long long by) -> long long {
+    return by == -1 ? -n : mod_floordiv(static_cast<int>(n), static_cast<int>(by));
+  };
+  const long long a = quotient(x.low, y.low), b = quotient(x.high, y.low);
+  const long long c = quotient(x.low, y.high), d = quotient(x.high, y.high);
+  return range_of(min(min(a, b), min(c, d)), max(max(a, b), max(c, d)));
+}
+
+__device__ inline Ints range_mod(Ints x, Ints y) {
+  if (y.low == y.high && y.low != 0 && y.low != -1) {
+    const int by = static_cast<int>(y.low);
+    const int first = mod_floordiv(static_cast<int>(x.low), by);
+    if (first == mod_floordiv(static_cast<int>(x.high), by)) {
+      const long long whole = static_cast<long long>(first) * by;
+      return {x.low - whole, x.high - whole};
+    }
+  }
+  return {min(y.low + 1, 0LL), max(y.high - 1, 0LL)};
+}
+
+// The lowest power of 2 above, less 1: all that has no more bits.
+__device__ inline long long all_bits(long long x) {
+  for (int shift = 1; shift < 32; shift *= 2) x |= x >> shift;
+  return x;
+}
+
+__device__ inline bool is_one(Ints x) { return x.low == x.high; }
+
+__device__ inline Ints range_bit_and(Ints x, Ints y) {
+  if (is_one(x) && is_one(y)) return {x.low & y.low, x.low & y.low};
+  // The remainder of a power of 2.
+  if (is_one(y) && y.low >= 0 && y.low == all_bits(y.low) &&
+      (x.low & ~y.low) == (x.high & ~y.low)) {
+    return {x.low & y.low, x.high & y.low};
+  }
+  if (x.low < 0 && y.low < 0) return Ints::any();
+  return {0, x.low < 0 ? y.high : y.low < 0 ? x.high : min(x.high, y.high)};
+}
+__device__ inline Ints range_bit_or(Ints x, Ints y) {
+  if (is_one(x) && is_one(y)) return {x.low | y.low, x.low | y.low};
+  if (x.low < 0 || y.low < 0) return Ints::any();
+  return {max(x.low, y.low), all_bits(x.high | y.high)};
+}
+__device__ inline Ints range_bit_xor(Ints x, Ints y) {
+  if (is_one(x) && is_one(y)) return {x.low ^ y.low, x.low ^ y.low};
+  if (x.low < 0 || y.low < 0) return Ints::any();
+  return {0, all_bits(x.high | y.high)};
+}
+__device__ inline Ints range_bit_not(Ints x) { return {~x.high, ~x.low}; }
+
+__device__ inline Ints range_shl(Ints x, Ints count) {
+  if (!is_one(count) || count.low < 0 || count.low > 31) return Ints::any();
+  const long long factor = 1LL << count.low;
+  return range_of(x.low * factor, x.high * factor);
+}
+__device__ inline Ints range_shr(Ints x, Ints count) {
+  if (is_one(count) && count.low >= 0 && count.low < 32) {
+    return {x.low >> count.low, x.high >> count.low};
+  }
+  // Towards 0 or -1.
+  return {min(x.low, 0LL), max(x.high, -1LL)};
+}
+
+__device__ inline Ints ints_of(Truth x) { return {!x.may_be_false, x.may_be_true}; }
+__device__ inline Ints ints_of(Words x) {
+  return x.high > static_cast<unsigned long long>(Ints::highest)
+             ? Ints::any()
+             : Ints{static_cast<long long>(x.low), static_cast<long long>(x.high)};
+}
+template <class Real>
+__device__ Ints ints_of(RealRange<Real> x) {
+  // Also false for infinities.
+  const bool fits = x.low > Real(-2147483648.0) && x.high < Real(2147483648.0);
+  if (!fits || x.may_be_nan) return Ints::any();
+  return {static_cast<long long>(x.low), static_cast<long long>(x.high)};
+}
+
+// ---- 64-bit words
+
+__device__ inline Words range_min(Words x, Words y) {
+  return {min(x.low, y.low), min(x.high, y.high)};
+}
+__device__ inline Words range_max(Words x, Words y) {
+  return {max(x.low, y.low), max(x.high, y.high)};
+}
+__device__ inline Words range_bit_and(Words x, Words y) {
+  if (x.low == x.high && y.low == y.high) return {x.low & y.low, x.low & y.low};
+  return {0, min(x.high, y.high)};
+}
+__device__ inline Words range_shr(Words x, Words count) {
+  return {mod_shr(x.low, count.high), mod_shr(x.high, count.low)};
+}
+__device__ inline Words words_of(Truth x) { return {!x.may_be_false, x.may_be_true}; }
+__device__ inline Words words_of(Ints x) {
+  if (x.low < 0) return Words::any();
+  return {static_cast<unsigned long long>(x.low), static_cast<unsigned long long>(x.high)};
+}
+
+// ---- Reals
+
+// Bounds as computed, moved apart by more than what rounds, and may round another way where the
+// kernel fuses or adds up otherwise; functions that are approximated are to 2^-20 (float) too. Of
+// inf - inf and the like nothing is known.
+template <class Real>
+__device__ RealRange<Real> range_of_rounded(Real low, Real high, bool may_be_nan) {
+  if (!(low <= high)) return RealRange<Real>::any();
+  const bool in_float = sizeof(Real) == 4;
+  const Real size = mod_max(mod_abs(low), mod_abs(high));
+  const Real apart = size * (in_float ? Real(9.5e-7) : Real(7e-15)) + Real(1.2e-38);
+  if (size == mod_infinity<Real>()) return {-size, size, may_be_nan};
+  return {low - apart, high + apart, may_be_nan};
+}
+
+template <class Real>
+__device__ bool has_infinity(RealRange<Real> x) {
+  return x.low == -mod_infinity<Real>() || x.high == mod_infinity<Real>();
+}
+template <class Real>
+__device__ bool has_zero(RealRange<Real> x) {
+  // Numbers that are flushed to zero are as small.
+  return x.low <= Real(1.2e-38) && x.high >= Real(-1.2e-38);
+}
+
+template <class Real>
+__device__ RealRange<Real> range_add(RealRange<Real> x, RealRange<Real> y) {
+  const bool is_nan = has_infinity(x) && has_infinity(y);
+  return range_of_rounded(x.low + y.low, x.high + y.high, x.may_be_nan || y.may_be_nan || is_nan);
+}
+template <class Real>
+__device__ RealRange<Real> range_neg(RealRange<Real> x) {
+  return {-x.high, -x.low, x.may_be_nan};
+}
+template <class Real>
+__device__ RealRange<Real> range_sub(RealRange<Real> x, RealRange<Real> y) {
+  return range_add(x, range_neg(y));
+}
+template <class Real>
+__device__ RealRange<Real> range_mul(RealRange<Real> x, RealRange<Real> y) {
+  if ((has_infinity(x) && has_zero(y)) || (has_zero(x) && has_infinity(y))) {
+    return RealRange<Real>::any();
+  }
+  const Real a = x.low * y.low, b = x.low * y.high, c = x.high * y.low, d = x.high * y.high;
+  return range_of_rounded(mod_min(mod_min(a, b), mod_min(c, d)),
+                          mod_max(mod_max(a, b), mod_max(c, d)), x.may_be_nan || y.may_be_nan);
+}
+template <class Real>
+__device__ RealRange<Real> range_reciprocal(RealRange<Real> x) {
+  if (has_zero(x)) return RealRange<Real>::any();
+  return range_of_rounded(1 / x.high, 1 / x.low, x.may_be_nan);
+}
+template <class Real>
+__device__ RealRange<Real> range_div(RealRange<Real> x, RealRange<Real> y) {
+  return range_mul(x, range_reciprocal(y));
+}
+template <class Real>
+__device__ RealRange<Real> range_abs(RealRange<Real> x) {
+  const Real low = x.low > 0 ? x.low : x.high < 0 ? -x.high : Real(0);
+  return {low, mod_max(-x.low, x.high), x.may_be_nan};
+}
+template <class Real>
+__device__ RealRange<Real> range_min(RealRange<Real> x, RealRange<Real> y) {
+  return {mod_min(x.low, y.low), mod_min(x.high, y.high), x.may_be_nan || y.may_be_nan};
+}
+template <class Real>
+__device__ RealRange<Real> range_max(RealRange<Real> x, RealRange<Real> y) {
+  return {mod_max(x.low, y.low), mod_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
+}
+
+// Functions that never fall: range_floor(x) and so on.
+#define RISING(name)                                                                    \
+  template <class Real>                                                                 \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                          \
+    return range_of_rounded(mod_##name(x.low), mod_##name(x.high), x.may_be_nan);       \
+  }
+RISING(exp2)
+RISING(exp)
+RISING(expm1)
+#undef RISING
+
+// Those that are exact.
+#define STEPS(name)                                              \
+  template <class Real>                                          \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {   \
+    return {mod_##name(x.low), mod_##name(x.high), x.may_be_nan}; \
+  }
+STEPS(floor)
+STEPS(ceil)
+STEPS(trunc)
+STEPS(rint)
+#undef STEPS
+
+// Those that are NaN below a bound.
+#define RISING_FROM(name, least)                                                      \
+  template <class Real>                                                               \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                        \
+    if (!(x.low >= Real(least))) return RealRange<Real>::any();                       \
+    return range_of_rounded(mod_##name(x.low), mod_##name(x.high), x.may_be_nan);     \
+  }
+RISING_FROM(sqrt, 0)
+RISING_FROM(log2, 0)
+RISING_FROM(log1p, -1)
+#undef RISING_FROM
+
+// With an error that is no share of the result.
+template <class Real>
+__device__ RealRange<Real> range_with_error(Real low, Real high, bool may_be_nan, Real error) {
+  return {low - error, high + error, may_be_nan};
+}
+template <class Real>
+__device__ RealRange<Real> range_tanh(RealRange<Real> x) {
+  const Real error = sizeof(Real) == 4 ? Real(1e-6) : Real(1e-15);
+  return range_with_error(mod_tanh(x.low), mod_tanh(x.high), x.may_be_nan, error);
+}
+template <class Real>
+__device__ RealRange<Real> range_tanh_approx(RealRange<Real> x) {
+  return range_with_error(mod_tanh(x.low), mod_tanh(x.high), x.may_be_nan, Real(0.002));
+}
+template <class Real>
+__device__ RealRange<Real> range_logistic(RealRange<Real> x) {
+  return range_with_error(mod_logistic(x.high), mod_logistic(x.low), x.may_be_nan, Real(1e-6));
+}
+
+// Integers of more bits than a real has are rounded.
+template <class Real>
+__device__ RealRange<Real> reals_of(Ints x) {
+  const Real low = Real(x.low), high = Real(x.high);
+  const bool is_exact = sizeof(Real) == 8 || (x.low >= -(1 << 24) && x.high <= 1 << 24);
+  return is_exact ? RealRange<Real>{low, high, false} : range_of_rounded(low, high, false);
+}
+template <class Real>
+__device__ RealRange<Real> reals_of(Words x) {
+  return range_of_rounded(Real(x.low), Real(x.high), false);
+}
+template <class Real>
+__device__ RealRange<Real> reals_of(Truth x) {
+  return {Real(!x.may_be_false), Real(x.may_be_true), false};
+}

@@ -1,0 +1,87 @@
+// An array that a modification of scores reads, whatever index it computes: one outside of the
+// array reads the nearest element. cupy_flash/mods/arguments.py lays the same struct out.
+#pragma once
+
+#include "tile/element.cuh"
+
+// An element as device text computes with it: 64-bit integers become int, 16-bit types float.
+template <class Element>
+__device__ inline Element read_capture(const Element* element) {
+  return __ldg(element);
+}
+__device__ inline bool read_capture(const bool* element) {
+  return __ldg(reinterpret_cast<const unsigned char*>(element)) != 0;
+}
+__device__ inline int read_capture(const unsigned char* element) { return __ldg(element); }
+__device__ inline int read_capture(const long long* element) {
+  return static_cast<int>(__ldg(element));
+}
+__device__ inline float read_capture(const half_t* element) {
+  return widen(half_t{__ldg(reinterpret_cast<const unsigned short*>(element))});
+}
+__device__ inline float read_capture(const bfloat16_t* element) {
+  return widen(bfloat16_t{__ldg(reinterpret_cast<const unsigned short*>(element))});
+}
+
+template <class Element, int Rank, int Strides>
+struct CaptureFields {
+  const Element* data;
+  int shape[Rank];
+  long long strides[Strides];  // in elements; the last is left out where it is 1
+};
+template <class Element, int Rank>
+struct CaptureFields<Element, Rank, 0> {
+  const Element* data;
+  int shape[Rank];
+};
+template <class Element>
+struct CaptureFields<Element, 0, 0> {
+  const Element* data;
+};
+
+template <class Element, int Rank, bool ContiguousLast>
+struct Capture : CaptureFields<Element, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
+  // Elements from the first of an axis to the nearest that there is to an index.
+  template <int Axis>
+  __device__ long long offset(int index) const {
+    return step<Axis>(max(0, min(index, this->shape[Axis] - 1)));
+  }
+
+  // The same of an index that is not negative.
+  template <int Axis>
+  __device__ long long offset_from_0(int index) const {
+    return step<Axis>(min(index, this->shape[Axis] - 1));
+  }
+
+  template <class... Indices>
+  __device__ auto at(Indices... indices) const {
+    static_assert(sizeof...(Indices) == Rank, "as many indices as the array has axes");
+    return read_capture(this->data + place<0>(indices...));
+  }
+
+  // How CUDA text of the user's reads it.
+  template <class... Indices>
+  __device__ auto operator()(Indices... indices) const {
+    return at(indices...);
+  }
+
+ private:
+  // Unsigned, as an address then takes one multiply-add.
+  template <int Axis>
+  __device__ long long step(unsigned index) const {
+    if constexpr (ContiguousLast && Axis == Rank - 1) {
+      return index;
+    } else {
+      return index * this->strides[Axis];
+    }
+  }
+
+  template <int Axis>
+  __device__ long long place() const {
+    return 0;
+  }
+  template <int Axis, class... Indices>
+  __device__ long long place(int index, Indices... indices) const {
+    return offset<Axis>(index) + place<Axis + 1>(indices...);
+  }
+};

@@ -1,0 +1,29 @@
+// Enough of CUDA to run the functions of a modification on the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+
+#define __device__
+#define __host__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+
+template <class To, class From>
+To bits_as(From x) {
+  To result;
+  std::memcpy(&result, &x, sizeof result);
+  return result;
+}
+inline float __int_as_float(int x) { return bits_as<float>(x); }
+inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
+inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return bits_as<double>(x); }
+
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}

@@ -1,0 +1,95 @@
+"""Device text compiled for GPUs, with none there."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.device_text import Text
+
+from cupy_flash.families.contract import TranslationUnit
+from cupy_flash.families.params import assertions
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
+from cupy_flash.mods.emit import HEADERS
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.problem.device import device_for_arch
+
+# Scores of a lane, fewer of what takes long to compile, and threads of a block.
+KEYS, THREADS = 16, 128
+FEW = {"everything": 2, "everything_in_double": 1}
+
+SOFTCAP = ScoreMod(lambda score, cap: cap * np.tanh(score / cap), cap=30.0)
+ALIBI = ScoreMod(
+    lambda score, h, i, j, slope: score - slope[h] * np.abs(i - j), slope=np.ones(4, np.float32)
+)
+DOCUMENTS = MaskMod(
+    lambda b, i, j, doc: (doc[b, i] == doc[b, j]) & (j <= i), doc=np.zeros((2, 9), np.int64)[:, ::2]
+)
+EVERYTHING = ScoreMod(
+    lambda score, b, h, i, j, x, y, z, flags, bytes, words, on: np.where(
+        on & flags[j],
+        np.exp(score) + np.log(x[b, h, i, j]) + np.sin(y[i, j]) + np.minimum(z[j], i // (j + 1)),
+        np.log1p(score % 0.75) + np.expm1(score // 2) + (bytes[j] >> (i & 3)) + words[i] % 5,
+    ),
+    x=np.ones((2, 2, 2, 2), np.float16),
+    y=np.ones((2, 2), ml_dtypes.bfloat16),
+    z=np.ones(3),
+    flags=np.ones(3, bool),
+    bytes=np.ones(3, np.uint8),
+    words=np.ones(3, np.uint64),
+    on=True,
+)
+OWN_TEXT = ScoreMod(
+    lambda score, i, j, table: score + table[i - j],
+    table=np.ones(9, np.float32),
+    cuda="return score + table(i - j);",
+)
+TEXTS = {
+    "softcap_of_documents": Text(SOFTCAP, DOCUMENTS),
+    "fast_softcap": Text(SOFTCAP, inputs="bfloat16"),
+    "alibi": Text(ALIBI),
+    "everything": Text(EVERYTHING),
+    "everything_in_double": Text(EVERYTHING, DOCUMENTS, inputs="float64"),
+    "own_text": Text(OWN_TEXT),
+    "nothing": Text(),
+}
+
+_KERNEL = """
+namespace {name} {{
+{text}
+extern "C" __global__ void __launch_bounds__({threads})
+{name}_kernel(const __grid_constant__ ModArguments a, Mods::Real* scores, int first_key) {{
+  const Mods::Row r = Mods::row(a, blockIdx.y, blockIdx.z, threadIdx.x + 5, threadIdx.x, 7, 8, 0);
+  const Mods::Keys k = Mods::keys(a, r, first_key);
+#pragma unroll
+  for (int step = 0; step < {keys}; ++step) {{
+    Mods::Real& score = scores[step * {threads} + threadIdx.x];
+    if (Mods::sees(a, r, k, step)) score = Mods::exponent(a, r, k, step, score);
+  }}
+}}
+}}
+"""
+
+
+def unit(texts: dict[str, Text]) -> TranslationUnit:
+    lines = [f'#include "{header}"' for header in HEADERS]
+    for name, text in texts.items():
+        options = {"keys": FEW.get(name, KEYS), "threads": THREADS}
+        lines.append(_KERNEL.format(name=name, text=text.emitted(), **options))
+        lines.append(assertions((f"{name}::ModArguments", text.dtype())))
+    entries = tuple(f"{name}_kernel" for name in texts)
+    return TranslationUnit("\n".join(lines), entries, "modifications")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_device_text_compiles_without_warnings_and_its_struct_lies_as_numpy_packs_it(arch) -> None:
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+    if arch not in known_architectures():
+        pytest.skip(f"this NVRTC does not know sm_{arch}")
+    texts = TEXTS if arch == 90 else {name: TEXTS[name] for name in TEXTS if name not in FEW}
+    cubin = compile_cubin(unit(texts), device_for_arch(arch))
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == {f"{name}_kernel" for name in texts}
+    for name in texts.keys() - FEW.keys():
+        assert cubin.resources[f"{name}_kernel"].spill_bytes == 0

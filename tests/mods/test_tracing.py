@@ -1,0 +1,278 @@
+"""What a traced function may do, what it is told otherwise, and what makes keys equal."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupy_flash.mods.expression import (
+    INT,
+    REAL,
+    SCORE,
+    TRUE,
+    I,
+    J,
+    Node,
+    constant,
+    fold,
+    operation,
+    postorder,
+    substitute,
+    symbol,
+)
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+
+TABLE = np.ones((4, 8), np.float32)
+WORDS = np.ones(4, np.uint64)
+
+
+def score_if(score: Any, i: Any, j: Any) -> Any:
+    if i > j:
+        return score
+    return score - 1
+
+
+def score_loop(score: Any, j: Any) -> Any:
+    for _ in range(j):
+        score = score + 1
+    return score
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (score_if, "In place of `if` write np.where"),
+        (lambda score, i, j: score if i > j else 0, "np.where"),
+        (lambda score, i, j: np.where(i > j and j > 3, score, 0), "`and`.* p & q"),
+        (lambda score, i, j: np.where(i > j or j > 3, score, 0), "p | q"),
+        (lambda score, i, j: np.where(not i > j, score, 0), "~p"),
+        (lambda score, i, j: np.where(0 < i - j < 3, score, 0), r"\(a < b\) & \(b < c\)"),
+        (lambda score, i, j: score + max(i, j), "np.maximum"),
+        (lambda score, i, j: bool(score), "np.where"),
+        (score_loop, "nor count a loop"),
+        (lambda score: math.tanh(score), "np.tanh"),
+        (lambda score: float(score), r"astype\(np.float32\)"),
+        (lambda score: int(score), r"astype\(np.int32\)"),
+        (lambda score: complex(score), "no complex number"),
+        (lambda score: len(score), "one number"),
+        (lambda score: sum(score), "iterate"),
+        (lambda score: 3 in score, "compare it"),
+        (lambda score: round(score), "np.rint"),
+        (lambda score: divmod(score, 2)[0], "x // y"),
+        (lambda score: np.sum(score), "cannot be traced: .* one pair"),
+        (lambda score: np.arctan(score), "np.arctan cannot be traced.*tanh"),
+        (lambda score: np.linalg.norm(score), "cannot be traced"),
+        (lambda score: np.add.reduce(score), "cannot be traced"),
+        (lambda score: np.add(score, 1, dtype=np.float64), "np.add.*dtype=.* cannot be traced"),
+        (lambda score: np.where(score > 0), "cannot be traced"),
+        (lambda score, j: score + np.arange(3)[j], "by name, as table=table"),
+        (lambda score, j: score + [1, 2][j], "by name, as table=table"),
+        (lambda score: score + np.ones(3), "by name, as table=table"),
+        (lambda score: score + "1", "expected numbers"),
+        (lambda score: score[0], "index a capture"),
+        (lambda score, j: score & j, "bits are those of integers"),
+        (lambda score, j: score - ((j > 2) - (j > 5)), "p \\^ q"),
+        (lambda score, j: score + -(j > 2), "~p"),
+        (lambda score, j: score**j, "np.exp2"),
+        (lambda score, j: j**-2, r"astype\(np.float32\)"),
+        (lambda score: score**1000, "np.exp2"),
+        (lambda score, j: np.reciprocal(j), "1 / x"),
+        (lambda score, j: score + (j + 2**40), r"astype\(np.uint64\)"),
+        (lambda score, j: score + (j + -(2**40)), "does not fit int32"),
+        (lambda score, j: score.astype(np.float16), "expected bool, int32, uint64 or float32"),
+        (lambda score: None, "gives None; expected a value"),
+        (lambda score: "text", "expected a value"),
+    ],
+)
+def test_what_cannot_be_traced_raises_with_what_to_write_instead(function, advice) -> None:
+    with pytest.raises(TypeError, match=advice) as caught:
+        ScoreMod(function)
+    assert type(caught.value) is TypeError
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (lambda score, h, table: score + table[h], "2 axes and is given 1 indices; expected 2"),
+        (lambda score, h, table: score + table[h, 0, 0], "given 3 indices"),
+        (lambda score, h, table: score + table[h, :], "slice.*name one element"),
+        (lambda score, h, table: score + table[h, ...], "Ellipsis"),
+        (lambda score, h, table: score + table[h, None], "None"),
+        (lambda score, h, table: score + table[score, h], r"astype\(np.int32\)"),
+        (lambda score, h, table: score + table[h, h / 2], "type real"),
+        (lambda score, h, table: score + table, r"index it, as table\[b, h\]"),
+        (lambda score, h, table: table * 2, "index it"),
+        (lambda score, h, table: np.exp(table), "index it"),
+        (lambda score, h, table: np.where(table, score, 0), "index it"),
+        (lambda score, h, table: table, "index it"),
+        (lambda score, h, table: score + len(table), "index it"),
+        (lambda score, h, table: score * table.shape[0], r"size=table.shape\[0\]"),
+    ],
+)
+def test_a_captured_array_is_indexed_by_as_many_integers_as_it_has_axes(function, advice) -> None:
+    with pytest.raises(TypeError, match=advice):
+        ScoreMod(function, table=TABLE)
+
+
+def test_the_host_refuses_the_same_indices() -> None:
+    mod = ScoreMod(
+        lambda score, h, table: score + table[h], table=TABLE, cuda="return score + table(h, 0);"
+    )
+    with pytest.raises(TypeError, match="2 axes and is given 1 indices"):
+        mod.evaluate(np.float32(1), 0, 0, 0, 0)
+
+
+def test_unsigned_words_are_not_mixed_with_positions() -> None:
+    with pytest.raises(TypeError, match=r"write x.astype\(np.uint64\)"):
+        MaskMod(lambda i, j, words: words[i] >> j & 1 != 0, words=WORDS)
+
+
+@pytest.mark.parametrize(
+    ("function", "captures", "message"),
+    [
+        (lambda score, k: score, {}, "takes 'k', which is neither one of score, b, h, i, j"),
+        (lambda score: score, {"table": TABLE}, "does not take 'table'"),
+        (lambda b, score: score, {}, "expected 'score' first"),
+        (lambda b: b, {}, "expected 'score' first"),
+        (lambda score, row: score, {}, "takes 'row'"),
+        (lambda score, *rest: score, {}, r"takes \*rest; expected parameters with names"),
+        (lambda score, **rest: score, {}, "expected parameters with names"),
+        (lambda score, i: score, {"i": 3}, "as what a kernel gives"),
+        (lambda score, row: score, {"row": 3}, "as what a kernel gives"),
+        (3, {}, "does not tell its parameters"),
+    ],
+)
+def test_names_of_parameters_are_those_of_positions_and_captures(
+    function, captures, message
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        ScoreMod(function, **captures)
+
+
+def test_a_mask_takes_no_score_and_gives_a_bool() -> None:
+    with pytest.raises(TypeError, match="takes 'score'"):
+        MaskMod(lambda score: score > 0)
+    with pytest.raises(TypeError, match="type int32; expected a bool: compare it"):
+        MaskMod(lambda i, j: i - j)
+
+
+def test_names_come_in_any_order_and_defaults_are_constants() -> None:
+    mod = ScoreMod(lambda score, table, j, *, h, w=3: score + table[h, j] * w, table=TABLE)
+    assert mod.evaluate(np.float32(1), 0, 0, 0, 0) == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#include <x>\nreturn score;",
+        'asm("trap;"); return score;',
+        "__asm__(); return score;",
+        "__shared__ int x; return score;",
+        "return score; } int x() { return 1;",
+        "return score; }",
+        "score;",
+        "a\\\nsm(); return score;",
+        3,
+    ],
+)
+def test_cuda_text_is_the_body_of_a_function_and_no_more(text) -> None:
+    with pytest.raises(TypeError, match="cuda"):
+        ScoreMod(lambda score: score, cuda=text)
+
+
+def test_cuda_text_takes_what_cannot_be_traced() -> None:
+    mod = ScoreMod(lambda score: np.arctan(score), cuda="return atanf(score);")
+    assert mod.evaluate(np.float32(1), 0, 0, 0, 0) == np.float32(math.pi / 4)
+
+
+def test_equal_functions_give_equal_keys_whatever_their_captures_hold() -> None:
+    def make(values: np.ndarray, n: int) -> ScoreMod:
+        return ScoreMod(lambda score, h, x, n: score + x[h] * n, x=values, n=n)
+
+    first, second = make(np.ones(3), 1), make(np.zeros(5), 2)
+    other = ScoreMod(lambda score, h, n, x: score + x[h] * n, n=1, x=np.ones(2))
+    assert first == second == other
+    assert len({first, second, other}) == 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.ones(3, np.float32), np.ones(6)[::2], np.ones(())],
+    ids=["dtype", "contiguity", "rank"],
+)
+def test_keys_differ_where_device_text_does(values) -> None:
+    def make(values: np.ndarray) -> ScoreMod:
+        return ScoreMod(lambda score, h, x: score + (x[h] if values.ndim else x), x=values)
+
+    assert make(np.ones(3)) != make(values)
+    assert ScoreMod(lambda score: score + 1) != ScoreMod(lambda score: score + 2)
+    plain = ScoreMod(lambda score: score + 1)
+    assert plain != ScoreMod(lambda score: score + 1, cuda="return score + 1;")
+
+
+def test_modifications_are_immutable() -> None:
+    mod = ScoreMod(lambda score: score * 2)
+    with pytest.raises(AttributeError, match="immutable"):
+        mod.cuda = "return 1;"
+    with pytest.raises(TypeError):
+        mod.captures["x"] = 1  # type: ignore[index]
+    with pytest.raises(AttributeError, match="immutable"):
+        mod.expression.op = "neg"
+
+
+def test_equal_subexpressions_are_one_node() -> None:
+    mod = ScoreMod(lambda score, i, j: np.abs(i - j) * np.abs(i - j) + score)
+    product = mod.expression.args[0].args[0]
+    assert product.op == "mul"
+    assert product.args[0] is product.args[1]
+    assert constant(0.0, REAL) is not constant(-0.0, REAL)
+    assert constant(math.nan, REAL) is constant(math.nan, REAL)
+    assert constant(1, INT) is not constant(1.0, REAL)
+    for copied in (pickle.loads(pickle.dumps(mod.expression)), copy.deepcopy(mod.expression)):
+        assert copied is mod.expression
+
+
+def test_constants_are_folded_and_neutral_elements_left_out() -> None:
+    expected = ScoreMod(lambda score, j: score + j)
+    mod = ScoreMod(lambda score, j: np.where(np.bool_(True), score * 1 + (j + 0) * 1, -5))
+    assert mod.expression is expected.expression
+    assert operation("mul", constant(2**30, INT), constant(4, INT)).op == "mul"
+    assert MaskMod(lambda i, j: (i > j) & True).expression.op == "lt"
+    assert MaskMod(lambda i, j: i - j <= i - j).expression is TRUE
+
+
+def test_walkers_visit_each_node_once_behind_its_arguments() -> None:
+    x = SCORE
+    for _ in range(200):
+        x = operation("add", x, x)
+    nodes = list(postorder(x))
+    assert len(nodes) == 201
+    assert fold(x, lambda node, results: sum(results) or 1) == 2**200
+
+
+@given(st.integers(-100, 100), st.integers(-100, 100))
+def test_substitution_computes_what_the_parts_do(i: int, j: int) -> None:
+    root = MaskMod(lambda i, j: (i - j) // 3 * 2 + 1 <= j).expression
+    given = {I: constant(i, INT), J: constant(j, INT)}
+    replaced = substitute(root, given)
+    assert not any(node.op == "symbol" for node in postorder(replaced))
+    renamed = substitute(root, {I: symbol("row")})
+    assert any(node.value == "row" for node in postorder(renamed))
+    assert isinstance(renamed, Node)
+
+
+def test_positions_broadcast_and_results_have_the_dtype_of_scores() -> None:
+    mod = ScoreMod(lambda score, i, j: score + i * 0.5 - j)
+    scores = np.zeros((2, 3, 4, 5), np.float32)
+    i, j = np.arange(4)[:, None], np.arange(5)
+    new = mod.evaluate(scores, np.arange(2)[:, None, None, None], 0, i, j)
+    assert (new.shape, new.dtype) == (scores.shape, np.float32)
+    assert mod.evaluate(scores.astype(np.float64), 0, 0, i, j).dtype == np.float64
+    assert ScoreMod(lambda score: 1).evaluate(scores, 0, 0, i, j).dtype == np.float32

@@ -1,0 +1,40 @@
+"""Masks and changes of scores on a GPU, in combinations drawn at random, against the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.modified_calls import DTYPES, KINDS, ModifiedCall, random_call
+
+from cupy_flash import UnsupportedError
+from cupy_flash.families import FORWARD
+
+pytestmark = pytest.mark.gpu
+
+# Ten calls to a test: a test for each would take longer to list than to run.
+TESTS, CALLS = 200, 10
+
+
+def draw(seed: int) -> tuple[ModifiedCall, str | None]:
+    """A call, and the family that is asked for."""
+    rng = np.random.default_rng(seed)
+    family = str(rng.choice(["any", *FORWARD]))
+    dtypes = ["float16", "bfloat16"] if family in ("hopper", "decode") else list(DTYPES)
+    kinds = ["equal", *KINDS] if family != "naive" else ["equal"]
+    few_rows = family == "decode" or rng.integers(4) == 0
+    call = random_call(rng, str(rng.choice(dtypes)), str(rng.choice(kinds)), few_rows=few_rows)
+    return call, None if family == "any" else family
+
+
+@pytest.mark.parametrize("test", range(TESTS))
+def test_random_combinations_are_right_in_every_family(test: int) -> None:
+    import cupy
+
+    for seed in range(test * CALLS, (test + 1) * CALLS):
+        call, family = draw(seed)
+        try:
+            call.check(cupy, family=family)
+        except UnsupportedError:
+            # What a family does not serve, another does.
+            assert family is not None
+            call.check(cupy)

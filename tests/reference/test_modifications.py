@@ -1,0 +1,267 @@
+"""The oracle's modifications, against each pair of query and key taken by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from cupy_flash.mods.keywords import NAMES
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.reference.dense import attention_naive, attention_reference
+from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
+
+SEQLEN_Q, SEQLEN_K, HEADS, DIM = 7, 11, (4, 2), 6
+SCALE = -0.4
+
+
+def seen(p, j, row, h, b, length, causal, given):
+    """Whether a pair is seen, by each rule in turn."""
+    if j >= length:
+        return False
+    if causal and not (j <= p or j < given.get("prefix_lens", [0] * (b + 1))[b]):
+        return False
+    left, right = given.get("window_size", (None, None))
+    if left not in (None, -1) and j < p - left:
+        return False
+    if right not in (None, -1) and j > p + right:
+        return False
+    if "tree_mask" in given:
+        first = p - row
+        bits = int(given["tree_mask"][b, row])
+        if j >= first and (j - first >= 64 or not bits >> (j - first) & 1):
+            return False
+    if "mask" in given and not given["mask"][b, h, row, j]:
+        return False
+    return "mask_mod" not in given or bool((p + 2 * j + h + b) % 3)
+
+
+def score(x, p, j, row, h, b, given):
+    """What becomes of a scaled score, in the order of docs/masks.md."""
+    if "softcap" in given:
+        x = given["softcap"] * math.tanh(x / given["softcap"])
+    if "score_mod" in given:
+        x = 0.5 * x + 0.1 * (p - j) + 0.3 * h - 0.2 * b
+    if "alibi_slopes" in given:
+        slopes = given["alibi_slopes"]
+        x -= float(slopes[h] if slopes.ndim == 1 else slopes[b, h]) * abs(p - j)
+    if "bias" in given:
+        x += float(given["bias"][b, h, row, j])
+    return x
+
+
+def by_pairs(q, k, v, *, causal, q_offset, given, first=0):
+    """(out, lse) of (batch, seqlen, heads, dim) arrays, over Python's exact sums.
+
+    `first` is the number of the first sequence.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    group = heads_q // k.shape[2]
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.zeros((batch, heads_q, seqlen_q))
+    for index, row, h in np.ndindex(batch, seqlen_q, heads_q):
+        b, p = first + index, row + int(q_offset)
+        length = int(given["seqlens_k"][b]) if "seqlens_k" in given else k.shape[1]
+        keys = [j for j in range(k.shape[1]) if seen(p, j, row, h, b, length, causal, given)]
+        products = [math.fsum(q[index, row, h] * k[index, j, h // group]) for j in keys]
+        scores = [
+            score(SCALE * x, p, j, row, h, b, given) for j, x in zip(keys, products, strict=True)
+        ]
+        sink = float(given["sinks"][h]) if "sinks" in given else -math.inf
+        total = math.fsum(math.exp(x) for x in [*scores, sink])
+        lse[index, h, row] = math.log(total) if total else -math.inf
+        for j, x in zip(keys, scores, strict=True):
+            out[index, row, h] += math.exp(x) / total * v[index, j, h // group]
+    return out, lse
+
+
+def drawn(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
+    """Each modification."""
+    table = batch, HEADS[0], seqlen_q, seqlen_k
+    mask = rng.random(table) < 0.6
+    mask[:, 1, -1] = False
+    return {
+        "window_size": (4, 2),
+        "softcap": 1.5,
+        "alibi_slopes": rng.random((batch, HEADS[0])).astype(np.float32),
+        "sinks": np.array([-1.0, 0.5, -np.inf, 3.0]),
+        "bias": rng.standard_normal(table).astype(np.float32),
+        "mask": mask,
+        "prefix_lens": np.arange(3, 3 + batch),
+        "tree_mask": rng.integers(0, 2**64, (batch, seqlen_q), np.uint64),
+        "score_mod": ScoreMod(
+            lambda score, b, h, i, j: 0.5 * score + 0.1 * (i - j) + 0.3 * h - 0.2 * b
+        ),
+        "mask_mod": MaskMod(lambda b, h, i, j: (i + 2 * j + h + b) % 3 != 0),
+        "seqlens_k": np.array([seqlen_k - 3, 5]),
+    }
+
+
+def random_qkv(rng, batch=2, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K):
+    shapes = [(batch, seqlen_q, HEADS[0], DIM), (batch, seqlen_k, HEADS[1], DIM)]
+    return [rng.standard_normal(shape) for shape in (*shapes, (*shapes[1][:-1], 3))]
+
+
+def check(q, k, v, given, *, causal, q_offset):
+    options = {"causal": causal, "q_offset": q_offset, "softmax_scale": SCALE, **given}
+    out, lse = attention_reference(q, k, v, return_lse=True, **options)
+    expected, expected_lse = by_pairs(q, k, v, causal=causal, q_offset=q_offset, given=given)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(attention_naive(q, k, v, **options), expected, rtol=0, atol=1e-13)
+    return out, lse
+
+
+def test_every_modification_is_checked(rng):
+    assert drawn(rng).keys() == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_each_modification_equals_the_formula_pair_by_pair(name, rng):
+    q, k, v = random_qkv(rng)
+    given = {name: drawn(rng)[name]}
+    largest_change = 0.0
+    for causal, q_offset in ((True, SEQLEN_K - SEQLEN_Q), (False, 2), (True, -3), (True, 9)):
+        modified, _ = check(q, k, v, given, causal=causal, q_offset=q_offset)
+        plain, _ = by_pairs(q, k, v, causal=causal, q_offset=q_offset, given={})
+        largest_change = max(largest_change, float(np.abs(modified - plain).max()))
+    assert largest_change > 0.01
+
+
+def test_modifications_together_come_in_their_order(rng):
+    q, k, v = random_qkv(rng)
+    everything = drawn(rng)
+    check(q, k, v, everything, causal=True, q_offset=4)
+    for left_out in everything:
+        given = {name: value for name, value in everything.items() if name != left_out}
+        check(q, k, v, given, causal=False, q_offset=1)
+
+
+def test_causality_and_windows_meet_at_every_distance(rng):
+    q, k, v = random_qkv(rng, batch=1)
+    for window in itertools.product((None, 0, 1, 5, 100), repeat=2):
+        check(q, k, v, {"window_size": window}, causal=True, q_offset=3)
+        check(q, k, v, {"window_size": window}, causal=False, q_offset=3)
+
+
+def test_arrays_of_fewer_axes_and_of_axes_of_one_serve_all(rng):
+    q, k, v = random_qkv(rng)
+    for shape in ((11,), (7, 11), (4, 1, 11), (2, 1, 7, 11), (1, 4, 1, 1), (2, 4, 7, 1)):
+        bias = rng.standard_normal(shape)
+        for name, table in (("bias", bias), ("mask", bias < 0.5)):
+            short = attention_reference(q, k, v, **{name: table})
+            whole = attention_reference(q, k, v, **{name: np.broadcast_to(table, (2, 4, 7, 11))})
+            np.testing.assert_array_equal(short, whole)
+
+
+def test_slopes_of_heads_serve_all_sequences(rng):
+    q, k, v = random_qkv(rng)
+    slopes = rng.random(HEADS[0])
+    np.testing.assert_array_equal(
+        attention_reference(q, k, v, alibi_slopes=slopes),
+        attention_reference(q, k, v, alibi_slopes=np.tile(slopes, (2, 1))),
+    )
+
+
+def test_packed_sequences_count_from_their_own_beginning(rng):
+    lengths_q, lengths_k = (5, 0, 3), (9, 4, 2)
+    starts_q, starts_k = (np.concatenate([[0], np.cumsum(n)]) for n in (lengths_q, lengths_k))
+    q, k, v = (x[0] for x in random_qkv(rng, 1, starts_q[-1], starts_k[-1]))
+    table = rng.standard_normal((HEADS[0], starts_q[-1], 10))
+    given = drawn(rng, batch=3, seqlen_q=5)
+    del given["seqlens_k"]
+    per_row, per_key = rng.standard_normal(starts_q[-1]), rng.standard_normal(starts_k[-1])
+    offsets = np.subtract(lengths_k, lengths_q)
+    product = ScoreMod(
+        lambda score, b, i, j, offsets, q_start, k_start, per_row, per_key: (
+            score + per_row[q_start + i - offsets[b]] * per_key[k_start + j]
+        ),
+        offsets=offsets,
+        per_row=per_row,
+        per_key=per_key,
+    )
+    for mod in (given["score_mod"], product):
+        packed = given | {"bias": table, "mask": table < 0.8, "score_mod": mod}
+        out, lse = attention_varlen_reference(
+            *(q, k, v, starts_q, starts_k, 5, 10), causal=True, softmax_scale=SCALE, **packed
+        )
+        for b in (0, 2):
+            rows, keys = (slice(x[b], x[b + 1]) for x in (starts_q, starts_k))
+            # Of this sequence, at its number.
+            bias = np.repeat(table[None, :, rows, : lengths_k[b]], 3, axis=0)
+            own = given | {"bias": bias, "mask": bias < 0.8}
+            if mod is product:
+                # Only ALiBi stands between it and the bias.
+                del own["score_mod"]
+                own["bias"] = bias + np.outer(per_row[rows], per_key[keys])
+            expected, expected_lse = by_pairs(
+                *(x[None, part] for x, part in ((q, rows), (k, keys), (v, keys))),
+                causal=True,
+                q_offset=offsets[b],
+                given=own,
+                first=b,
+            )
+            np.testing.assert_allclose(out[rows], expected[0], rtol=0, atol=1e-13)
+            np.testing.assert_allclose(lse[:, rows], expected_lse[0], rtol=0, atol=1e-13)
+
+
+def test_a_cache_has_tables_of_its_capacity(rng):
+    q, k, v = random_qkv(rng, batch=3, seqlen_q=2, seqlen_k=12)
+    lengths = np.array([12, 1, 5])
+    given = drawn(rng, batch=3, seqlen_q=2, seqlen_k=12)
+    del given["seqlens_k"]
+    cached = attention_with_kvcache_reference(
+        q, k, v, cache_seqlens=lengths, causal=True, softmax_scale=SCALE, **given
+    )
+    for b, length in enumerate(lengths):
+        expected, expected_lse = by_pairs(
+            *(q[b : b + 1], k[b : b + 1, :length], v[b : b + 1, :length]),
+            causal=True,
+            q_offset=length - 2,
+            given=given,
+            first=b,
+        )
+        np.testing.assert_allclose(cached.out[b], expected[0], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(cached.lse[b], expected_lse[0], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_masks_select_after_all_arithmetic(poison, rng):
+    q, k, v = random_qkv(rng)
+    mask = np.ones((1, 1, 1, SEQLEN_K), bool)
+    mask[..., 4:6] = False
+    given = drawn(rng) | {"mask": mask}
+    clean = attention_reference(q, k, v, return_lse=True, **given)
+    k[:, 4] = poison
+    given["bias"][..., 5] = poison
+    for one, other in zip(
+        clean, attention_reference(q, k, v, return_lse=True, **given), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_nan_that_a_function_makes_of_a_seen_pair_stays(rng):
+    q, k, v = random_qkv(rng)
+    mod = ScoreMod(lambda score, b, h, i, j: np.where((b + h == 0) & (i == j), np.nan, score))
+    out, lse = attention_reference(q, k, v, score_mod=mod, q_offset=0, return_lse=True)
+    assert np.isnan(out[0, :, 0]).all()
+    assert np.isnan(lse[0, 0]).all()
+    assert np.isnan(lse).sum() == SEQLEN_Q
+
+
+def test_a_row_without_keys_is_zero_and_its_lse_the_sink(rng):
+    q, k, v = random_qkv(rng)
+    v[...] = np.nan
+    sinks = np.array([-np.inf, -1e4, 0.0, 7.0])
+    for hidden in (
+        {"mask": np.zeros((1, 1), bool)},
+        {"bias": np.full((1, 1), -np.inf)},
+        {"window_size": (0, 0), "q_offset": 50},
+        {"seqlens_k": [0, 0]},
+        {"mask_mod": MaskMod(lambda i, j: i < 0)},
+    ):
+        out, lse = attention_reference(q, k, v, return_lse=True, sinks=sinks, **hidden)
+        assert not out.any()
+        np.testing.assert_array_equal(lse, np.broadcast_to(sinks[:, None], lse.shape))
+        assert not attention_naive(q, k, v, sinks=sinks, **hidden).any()

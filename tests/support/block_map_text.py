@@ -1,0 +1,239 @@
+"""Bounds and block maps of masks: their device code run on the host, and the same by NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.gpu.block_maps import (
+    BlockMap,
+    Layout,
+    MapSpec,
+    MaskText,
+    packed_params,
+)
+from cupy_flash.mods.arguments import pack_arguments, real_type
+from cupy_flash.mods.modification import MaskMod
+from support.device_text import COMPILER, FOLDER
+
+HOST_KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "host_kernels"
+NONE, SOME, ALL = range(3)
+
+# What the block's code needs besides what others that run on the host do.
+_BLOCK = """
+#include "cuda_on_host.h"
+#define __shared__ static
+#define __launch_bounds__(threads)
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+template <class T>
+T atomicOr(T* address, T value) { return __atomic_fetch_or(address, value, __ATOMIC_RELAXED); }
+"""
+
+# What the code needs that reads maps, where the block's is not there.
+_READING = """
+#define __device__
+#include <algorithm>
+using std::min;
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+"""
+
+_BOUNDS = """
+namespace mask{number} {{
+{text}
+extern "C" void classify{number}(const ModArguments* a, int b, int h, int count, const int* ends,
+                                 int* seen) {{
+  for (; count > 0; --count, ends += 4) {{
+    MaskBounds::Rows rows = MaskBounds::rows_at(*a, b, h, ends[0], 0, 0);
+    for (int i = ends[0] + 1; i <= ends[1]; ++i) {{
+      MaskBounds::join(rows, MaskBounds::rows_at(*a, b, h, i, 0, 0));
+    }}
+    MaskBounds::Keys keys = MaskBounds::keys_at(*a, b, h, ends[2], 0, 0);
+    for (int j = ends[2] + 1; j <= ends[3]; ++j) {{
+      MaskBounds::join(keys, MaskBounds::keys_at(*a, b, h, j, 0, 0));
+    }}
+    *seen++ = int(MaskBounds::classify(*a, b, h, ends[0], ends[1], ends[2], ends[3], 0, 0, rows,
+                                       keys));
+  }}
+}}
+}}
+"""
+
+_BUILDER = """
+namespace mask{number} {{
+#include "blocks/block_map.cu"
+
+extern "C" void read{number}(const BlockMap* map, int batch, int head, int tile, int* answers) {{
+  const MappedBlocks blocks(*map, batch, head, tile);
+  *answers++ = blocks.count;
+  for (int k = 0; k < map->key_blocks; ++k) {{
+    *answers++ = blocks.is_visited(k);
+    *answers++ = blocks.is_full(k);
+    *answers++ = blocks.last_before(k + 1);
+  }}
+  *answers = blocks.last_before(0);
+}}
+
+extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thread_blocks) {{
+  for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
+    run_block(256, [&] {{ blockIdx.x = block; block_map::find_ranges(*p); }});
+  }}
+  for (int block = 0; block < thread_blocks; ++block) {{
+    run_block(256, [&] {{ blockIdx.x = block; block_map::build(*p); }});
+  }}
+}}
+}}
+"""
+
+
+class HostMask(NamedTuple):
+    """A mask's device code, on the host.
+
+    Attributes
+    ----------
+    classify
+        Of b, h and an (n, 4) array of i_low, i_high, j_low and j_high: what bounds say of each.
+    build
+        Of a `MapSpec`: visited, full and counts.
+    read
+        What a kernel is told of a row tile of such a map: of `BLOCK_MAP_DTYPE`, batch, head, tile.
+    """
+
+    classify: Callable[[int, int, np.ndarray], np.ndarray]
+    build: Callable[[MapSpec], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    read: Callable[[np.ndarray, int, int, int], np.ndarray]
+
+
+def compiled_masks(
+    folder: Path, mods: Sequence[MaskMod], dtype: str = "float32", *, builds: bool = False
+) -> list[HostMask]:
+    """Compiles the code of masks together, with or without that which builds maps."""
+    if COMPILER is None:
+        pytest.skip("no g++ to compile device text with")
+    texts = [mask_text(mod, dtype) for mod in mods]
+    headers = ["cuda.h", *texts[0].headers, "blocks/map.cuh"]
+    unit = _BOUNDS + _BUILDER * builds
+    source, library = folder / "masks.cpp", folder / "masks.so"
+    units = [unit.format(number=n, text=text.text) for n, text in enumerate(texts)]
+    includes = "".join(f'#include "{header}"\n' for header in headers)
+    first = _BLOCK if builds else _READING
+    source.write_text(first + includes + "".join(units), encoding="utf-8")
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
+    options += [f"-I{path}" for path in (FOLDER, HOST_KERNELS, KERNEL_DIR)]
+    command = [COMPILER, *options, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    return [
+        _host_mask(
+            mod,
+            text,
+            dtype,
+            getattr(loaded, f"classify{n}"),
+            *(getattr(loaded, f"{name}{n}") if builds else None for name in ("build", "read")),
+        )
+        for n, (mod, text) in enumerate(zip(mods, texts, strict=True))
+    ]
+
+
+def _host_mask(
+    mod: MaskMod, text: MaskText, dtype: str, classify: Any, build: Any, read: Any
+) -> HostMask:
+    def packed() -> np.ndarray:
+        addresses = {
+            name: mod.captures[name].ctypes.data
+            for name, s in mod.specs.items()
+            if s.rank is not None
+        }
+        return pack_arguments(mod.specs, mod.captures, addresses, real_type(dtype))
+
+    def classified(b: int, h: int, ends: np.ndarray) -> np.ndarray:
+        ends, seen = np.ascontiguousarray(ends, np.int32), np.empty(len(ends), np.int32)
+        classify(pointer(packed()), b, h, len(ends), pointer(ends), pointer(seen))
+        return seen
+
+    def built(spec: MapSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
+        # Nothing in it that has not been written, but the counts.
+        memory = np.full(layout.bytes, 0xA5, np.uint8)
+        memory[layout.counts :] = 0
+        scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
+        address = memory.ctypes.data
+        map = BlockMap(
+            visited=address,
+            full=address + layout.full,
+            counts=address + layout.counts,
+            words=spec.words,
+            key_blocks=spec.key_blocks,
+            batch_stride=0,
+            head_stride=0,
+            bytes=layout.bytes,
+            memory=memory,
+        )
+        params = np.frombuffer(
+            packed_params(spec, text, packed(), map, scratch.ctypes.data), np.uint8
+        )
+        of_rows = spec.row_tiles if text.row_ranges else 0
+        of_keys = spec.key_blocks if text.key_ranges else 0
+        thread_blocks = batches * heads * spec.row_tiles * spec.words
+        build(pointer(params), batches * heads * (of_rows + of_keys), thread_blocks)
+        return read_map(spec, (batches, heads), memory, layout)
+
+    def told(map: np.ndarray, batch: int, head: int, tile: int) -> np.ndarray:
+        answers = np.empty(2 + 3 * int(map["key_blocks"]), np.int32)
+        read(pointer(map), batch, head, tile, pointer(answers))
+        return answers
+
+    return HostMask(classified, built, told)
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def read_map(
+    spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A map's bytes as bools (batches, heads, row tiles, key blocks), twice, and as counts."""
+    shape = (*maps, spec.row_tiles)
+    size = int(np.prod(shape)) * spec.words * 4
+    bits = []
+    for begin in (0, layout.full):
+        words = memory[begin : begin + size].reshape(*shape, spec.words * 4)
+        # No bit is set behind the last block.
+        blocks = np.unpackbits(words, axis=-1, bitorder="little").astype(bool)
+        assert not blocks[..., spec.key_blocks :].any()
+        bits.append(blocks[..., : spec.key_blocks])
+    counts = memory[layout.counts : layout.bytes].view(np.int32).reshape(shape)
+    return bits[0], bits[1], counts
+
+
+def expected_map(
+    mod: MaskMod, spec: MapSpec, maps: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same, pair by pair."""
+    left, right = spec.band
+    i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
+    j = np.arange(spec.seqlen_k, dtype=np.int32)
+    inside = (j >= i - left) & (j <= i + right)
+    b = np.arange(maps[0], dtype=np.int32)[:, None, None, None]
+    h = np.arange(maps[1], dtype=np.int32)[:, None, None]
+    seen = np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape))
+    some_seen = of_blocks(seen & inside, spec)
+    visited, full = some_seen, some_seen & ~of_blocks(~seen & inside, spec)
+    return visited, full, visited.sum(-1, dtype=np.int32)
+
+
+def of_blocks(pairs: np.ndarray, spec: MapSpec) -> np.ndarray:
+    """Whether any pair of each block is true."""
+    rows = np.arange(0, spec.seqlen_q, spec.Br)
+    keys = np.arange(0, spec.seqlen_k, spec.Bc)
+    return np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, -2), keys, -1)

@@ -1,0 +1,137 @@
+"""Device text of modifications: as emitted, and compiled for the host and called with arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
+from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.emit import HEADERS, SCALE, emit
+from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+
+FOLDER = Path(__file__).resolve().parents[1] / "mods" / "on_host"
+COMPILER = shutil.which("g++")
+# What a kernel gives for each pair, in this order.
+COLUMNS = ("b", "h", "i", "row", "q_start", "k_start", "first_key", "step")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Device text of a score's change and of a mask, either of which may be missing."""
+
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    inputs: str = "float32"  # dtype of queries and keys
+
+    @classmethod
+    def of(cls, mod: Modification, inputs: str = "float32") -> Text:
+        return cls(mod, None, inputs) if isinstance(mod, ScoreMod) else cls(None, mod, inputs)
+
+    @property
+    def real(self) -> str:
+        return real_type(self.inputs)
+
+    @property
+    def mods(self) -> list[Modification]:
+        return [mod for mod in (self.score_mod, self.mask_mod) if mod is not None]
+
+    @property
+    def captures(self) -> dict[str, CaptureSpec]:
+        specs = {name: spec for mod in self.mods for name, spec in mod.specs.items()}
+        return specs | {SCALE: CaptureSpec("real")}
+
+    def emitted(self) -> str:
+        score = self.score_mod and self.score_mod.expression
+        seen = self.mask_mod and self.mask_mod.expression
+        return emit(score, seen, self.captures, dtype=self.inputs)
+
+    def dtype(self) -> np.dtype:
+        return arguments_dtype(self.captures, self.real)
+
+    def arguments(self) -> np.ndarray:
+        values = {name: value for mod in self.mods for name, value in mod.captures.items()}
+        values[SCALE] = 1.0
+        addresses = {
+            name: value.ctypes.data
+            for name, value in values.items()
+            if isinstance(value, np.ndarray)
+        }
+        return pack_arguments(self.captures, values, addresses, self.real)
+
+
+Run = Callable[..., tuple[np.ndarray, np.ndarray]]
+
+_UNIT = """
+namespace mod{number} {{
+{text}
+static_assert(sizeof(ModArguments) == {size});
+extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns,
+                            const Mods::Real* x, Mods::Real* scores, bool* seen) {{
+  for (int pair = 0; pair < pairs; ++pair, columns += {columns}) {{
+    const Mods::Row r = Mods::row(*a, columns[0], columns[1], columns[2], columns[3], columns[4],
+                                  columns[5], 0);
+    const Mods::Keys k = Mods::keys(*a, r, columns[6]);
+    scores[pair] = x[pair];
+    if (Mods::changes_scores) {{
+      scores[pair] = Mods::exponent(*a, r, k, columns[7], x[pair]) * 0.6931471805599453;
+    }}
+    seen[pair] = Mods::sees(*a, r, k, columns[7]);
+  }}
+}}
+}}
+"""
+
+
+def compiled_for_host(folder: Path, texts: Sequence[Text]) -> list[Run]:
+    """Compiles texts together; of each, a function of a pair's columns and scores."""
+    if COMPILER is None:
+        pytest.skip("no g++ to compile device text with")
+    includes = "".join(f'#include "{header}"\n' for header in ("cuda.h", *HEADERS))
+    units = [
+        _UNIT.format(
+            number=number,
+            text=text.emitted(),
+            size=text.dtype().itemsize,
+            columns=len(COLUMNS),
+        )
+        for number, text in enumerate(texts)
+    ]
+    source, library = folder / "mods.cpp", folder / "mods.so"
+    source.write_text(includes + "".join(units), encoding="utf-8")
+    # The stand-ins come first; sums of integers wrap, as they do in NumPy and on a GPU.
+    options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
+    options += [f"-I{FOLDER}", f"-I{KERNEL_DIR}"]
+    command = [COMPILER, *options, str(source), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    return [_run(text, getattr(loaded, f"run{n}")) for n, text in enumerate(texts)]
+
+
+def _run(text: Text, function: Any) -> Run:
+    dtype = np.float32 if text.real == "float" else np.float64
+
+    def run(scores: np.ndarray, **columns: Any) -> tuple[np.ndarray, np.ndarray]:
+        """New scores, and whether pairs are seen, of arrays of one axis."""
+        scores = np.ascontiguousarray(scores, dtype)
+        table = np.zeros((len(scores), len(COLUMNS)), np.int32)
+        for place, name in enumerate(COLUMNS):
+            table[:, place] = columns.get(name, 0)
+        new, seen = np.empty_like(scores), np.empty(len(scores), bool)
+        arguments = text.arguments()
+        arrays = (table, scores, new, seen)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+        function(ctypes.c_void_p(arguments.ctypes.data), len(scores), *pointers)
+        return new, seen
+
+    return run

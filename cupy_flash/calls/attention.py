@@ -152,7 +152,10 @@ class Call:
         elif self.is_cleared:
             as_cupy(out).fill(0)
             if lse is not None:
+                sinks = getattr(arguments, "sinks", None)
                 as_cupy(lse).fill(-math.inf)
+                if sinks is not None:
+                    as_cupy(lse)[...] = as_cupy(sinks)[:, None]
         if ready is not None:
             ready.launched()
         if stream is not None:

@@ -122,7 +122,19 @@ class Plan:
 
 
 def _mask_text(problem: Problem) -> str:
-    return f", causal (q_offset {problem.q_offset})" if problem.causal else ""
+    text = f", causal (q_offset {problem.q_offset})" if problem.causal else ""
+    score = problem.score
+    if score is None:
+        return text
+    bounds = [name for name in ("left", "right") if getattr(score, name) is not None]
+    bounds += ["prefix"] * score.prefix
+    said = {
+        "bounded by " + ", ".join(bounds): bounds,
+        "scores changed": score.changes_scores,
+        "pairs hidden": score.hides_pairs,
+        "sinks": score.sinks,
+    }
+    return text + "".join(f", {name}" for name, applies in said.items() if applies)
 
 
 def _grid_text(launch: Launch) -> str:
@@ -238,7 +250,9 @@ def _choose_tile(
 ) -> tuple[Tile, str]:
     if request is not None:
         return _requested_tile(family, problem, device, request), "tile asked for"
-    entry = tuning.lookup(device, family.name, family.digest(), problem)
+    # Tables are of problems without modifications.
+    is_plain = problem.score is None
+    entry = tuning.lookup(device, family.name, family.digest(), problem) if is_plain else None
     if entry is not None:
         tile = tuned_tile(family.tile_type, entry.tile)
         if tile is not None and family.why_not_tile(problem, device, tile) is None:

@@ -74,9 +74,7 @@ def test_kernels_and_library_agree_which_keys_a_row_sees_and_which_tiles_need_a_
             tiles = [tile for begin, _, end in share for tile in range(begin, end)]
             assert tiles == list(range(begin, end))
             unmasked = [
-                tile
-                for begin, full, _ in share
-                for tile in range(max(begin, first_full[i]), full)
+                tile for begin, full, _ in share for tile in range(max(begin, first_full[i]), full)
             ]
             assert unmasked == list(range(full_begin, full_end))
         for i, tiles in enumerate(np.reshape(query_tiles, (-1, 4)).tolist()):

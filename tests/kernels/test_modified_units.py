@@ -1,0 +1,76 @@
+"""Kernels with modifications compile for every kind of architecture, within what may be spilled."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import MaskMod, ScoreMod, plan
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures
+from cupy_flash.problem.device import device_for_arch
+
+SEQLEN, HEADS = 2048, 4
+DTYPES = {"bfloat16": ml_dtypes.bfloat16}
+
+
+def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    # What it holds is not looked at, and takes no memory.
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+DOCUMENTS = MaskMod(
+    lambda b, i, j, doc: doc[b, i] == doc[b, j], doc=np.zeros((1, SEQLEN), np.int32)
+)
+TABLE = ScoreMod(
+    lambda score, h, i, j, table: score + table[h, np.clip(i - j, -64, 64) + 64],
+    table=np.zeros((HEADS, 129), np.float32),
+)
+# Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
+UNITS = [
+    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 0, {"window_size": (1023, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"alibi_slopes": array(HEADS)}),
+    # Loads for each pair leave no registers: see docs/masks.md.
+    ("hopper", "sm_90", "float16", 64, SEQLEN, 64, {"mask_mod": DOCUMENTS, "causal": True}),
+    ("mma", "sm_80", "float16", 64, SEQLEN, 64, {"score_mod": TABLE, "sinks": array(HEADS)}),
+    ("mma", "sm_120", "float32", 64, SEQLEN, 0, {"window_size": (64, 64), "softcap": 30.0}),
+    ("decode", "sm_89", "bfloat16", 128, 1, 0, {"window_size": (1023, 0), "score_mod": TABLE}),
+    ("decode", "sm_100", "float16", 64, 4, 0, {"tree_mask": array(1, 4, dtype=np.uint64)}),
+    ("simt", "sm_75", "float32", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "softcap": 30.0}),
+    ("simt", "sm_90", "float64", 64, SEQLEN, 0, {"alibi_slopes": array(HEADS, dtype=np.float64)}),
+    ("naive", "sm_86", "float32", 64, SEQLEN, 0, {"bias": array(HEADS, SEQLEN, SEQLEN)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "dtype", "head_dim", "seqlen_q", "spilled", "modifications"),
+    UNITS,
+    ids=[f"{unit[0]} {unit[1]} {'+'.join(unit[-1])}" for unit in UNITS],
+)
+def test_a_unit_with_modifications_compiles(
+    compile_pool: ProcessPoolExecutor,
+    family: str,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    seqlen_q: int,
+    spilled: int,
+    modifications: dict[str, Any],
+) -> None:
+    device = device_for_arch(arch)
+    if device.arch not in known_architectures():
+        pytest.skip(f"this NVRTC does not know {arch}")
+    kind = DTYPES.get(dtype, dtype)
+    q = array(1, seqlen_q, HEADS, head_dim, dtype=kind)
+    k = array(1, SEQLEN, HEADS, head_dim, dtype=kind)
+    arrays = (np.ascontiguousarray(x) for x in (q, k, k))
+    made = plan(*arrays, arch=arch, family=family, **modifications)
+    assert made.unit is not None
+    cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == {launch.entry for launch in made.launches}
+    main = cubin.resources[made.unit.main_entry]
+    assert main.spill_bytes <= spilled

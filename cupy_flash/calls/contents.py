@@ -65,6 +65,11 @@ def check_contents(
     """
     if options.kind == "packed":
         _check_packed(arguments, options, problem)
+    padded = getattr(arguments, "seqlens_k", None)
+    if padded is not None:
+        most = LengthLimit(problem.seqlen_k, f"k and v have {problem.seqlen_k} rows")
+        for b, length in enumerate(padded.tolist()):
+            require_length(f"seqlens_k[{b}]", length, (most,))
     if options.kind != "cached":
         return None
     limits = length_limits(arguments, problem)

@@ -150,6 +150,11 @@ def score_spec(
 ) -> ScoreSpec:
     """What a kernel is made for, of canonical arrays."""
     specs = _capture_specs(modifiers, arrays, 1.0)
+    if "prefix_lens" in specs and not causal:
+        raise ValueError(
+            "prefix_lens are keys that are seen in spite of a causal mask; pass causal=True or "
+            "leave them out"
+        )
     window = modifiers.window
     score, seen = compose(
         specs,
@@ -160,7 +165,7 @@ def score_spec(
     return ScoreSpec(
         window.left,
         window.right,
-        "prefix_lens" in specs and causal,
+        "prefix_lens" in specs,
         "sinks" in specs,
         score is not None,
         seen is not None,

@@ -18,6 +18,8 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module
+from cupy_flash.host.passes import FIRST
+from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.problem.mask import Mask, before, unseen
@@ -37,12 +39,6 @@ CHUNK_BYTES = 128 << 20
 #: power of two; the rest is for sums taken in another order, which matters where the naive result
 #: happens to be exact.
 BOUND_ULPS = 4
-
-# Offsets beyond all sequences, for which NumPy's integers are enough.
-FURTHEST = 2**30
-
-#: The first sequence of a batch that is not packed.
-WHOLE_BATCH = Pairs(b=0, h=0, row=0, j=0)
 
 
 def attention_reference(
@@ -130,7 +126,7 @@ def formula(
     softmax_scale: float | None,
     q_offset: int | None = None,
     modified: Modified,
-    sequence: Pairs = WHOLE_BATCH,
+    sequence: Pairs = FIRST,
 ) -> tuple[Any, Any]:
     """`attention_reference` of (batch, heads, seqlen, dim) arrays, read and checked.
 
@@ -229,7 +225,7 @@ def naive_formula(
     q_offset: int | None = None,
     dtype: np.dtype[Any],
     modified: Modified,
-    sequence: Pairs = WHOLE_BATCH,
+    sequence: Pairs = FIRST,
 ) -> Any:
     """`attention_naive` of (batch, heads, seqlen, dim) arrays; parameters as of `formula`."""
     xp = array_module(q)

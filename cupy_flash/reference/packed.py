@@ -14,11 +14,12 @@ import numpy as np
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.host import sequence_places
+from cupy_flash.host.passes import FIRST
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import find_cached_keys, find_packed_keys, find_queries, longer
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
-from cupy_flash.reference.dense import WHOLE_BATCH, formula
+from cupy_flash.reference.dense import formula
 from cupy_flash.reference.modifications import integers, read_modifications
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def attention_varlen_reference(
     modified = read_modifications(modifications, packed=True)
     for b, (found, keys) in enumerate(zip(queries, places, strict=True)):
         k_start = 0 if paged else keys.first
-        rows, at = found.rows, WHOLE_BATCH._replace(b=b, q_start=found.first, k_start=k_start)
+        rows, at = found.rows, FIRST._replace(b=b, q_start=found.first, k_start=k_start)
         one = (q[rows], sequence_places.read(k_blocks, keys), sequence_places.read(v_blocks, keys))
         one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
         out[rows], lse[:, rows] = one_out, one_lse
@@ -240,7 +241,7 @@ def attention_with_kvcache_reference(
     for b, keys in enumerate(before):
         after = longer(keys, 0 if k is None else k.shape[1])
         one = (q[b], sequence_places.read(k_cache, after), sequence_places.read(v_cache, after))
-        at = WHOLE_BATCH._replace(b=b)
+        at = FIRST._replace(b=b)
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)))
 

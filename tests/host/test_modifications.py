@@ -11,13 +11,12 @@ import pytest
 from support.gpu_support import DTYPES, lse_bound
 
 from cupy_flash.host import batches, cpu
-from cupy_flash.host.passes import compute_dtype
+from cupy_flash.host.passes import FIRST, compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.modified import Modified
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import (
-    WHOLE_BATCH,
     attention_reference,
     error_bound,
     formula,
@@ -181,7 +180,7 @@ class Call:
         exact, exact_lse = self.truth()
         modified = self.modified or Modified()
         for b in range(self.batch):
-            rows, lse_rows, start = b, b, WHOLE_BATCH._replace(b=b)
+            rows, lse_rows, start = b, b, FIRST._replace(b=b)
             if self.kind == "packed":
                 first = int(self.starts_q[b])
                 rows = slice(first, first + self.lengths_q[b])

@@ -2,13 +2,15 @@
 
 Blocks as in Llama [1]_: normalize, attend, add; normalize, two gated layers (SwiGLU [2]_), add.
 Query heads share key/value heads in groups [3]_, and positions enter as rotations of q and k [4]_.
-The weights are random, from a seed.
+If the configuration says so, attention is as in gpt-oss [5]_: every other layer sees a window of
+the last tokens only, and each query head has a sink. The weights are random, from a seed.
 
 .. [1] Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv:2302.13971.
 .. [2] Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 .. [3] Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
    Checkpoints", arXiv:2305.13245.
 .. [4] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864.
+.. [5] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
 """
 
 from __future__ import annotations
@@ -35,10 +37,16 @@ class Config(NamedTuple):
     heads_kv: int = 2
     head_dim: int = 32
     hidden: int = 384  # of the gated layers
+    window: int | None = None  # tokens that layers 0, 2, ... see, the query's own among them
+    has_sinks: bool = False
+
+    def window_size(self, layer: int) -> tuple[int, int] | None:
+        """(left, right) of a layer, as attention takes it; None sees all tokens."""
+        return None if self.window is None or layer % 2 else (self.window - 1, 0)
 
 
 class Block(NamedTuple):
-    """Weights of a block, each (features_in, features_out)."""
+    """Weights of a block, each (features_in, features_out), and its sinks (heads_q,), if any."""
 
     q: Array
     k: Array
@@ -47,6 +55,7 @@ class Block(NamedTuple):
     gate: Array
     widen: Array
     narrow: Array
+    sinks: Array | None
 
 
 def normalized(x: Array) -> Array:
@@ -92,6 +101,7 @@ class Decoder:
                 gate=random(width, hidden),
                 widen=random(width, hidden),
                 narrow=random(hidden, width),
+                sinks=random(1, config.heads_q)[0] if config.has_sinks else None,
             )
             for _ in range(config.layers)
         ]

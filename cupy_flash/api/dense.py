@@ -107,7 +107,7 @@ def flash_attention(
     options = Options(
         "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(Arguments(q, k, v, out), options, backend, modifications=modifications)
+    return run.attention(Arguments(q, k, v, out), options, backend, 0, modifications)
 
 
 def flash_attention_qkvpacked(
@@ -148,9 +148,8 @@ def flash_attention_qkvpacked(
     options = Options(
         "qkvpacked", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(
-        Arguments(None, None, None, out, qkv), options, backend, modifications=modifications
-    )
+    arguments = Arguments(None, None, None, out, qkv)
+    return run.attention(arguments, options, backend, 0, modifications)
 
 
 def plan(

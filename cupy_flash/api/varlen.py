@@ -167,7 +167,8 @@ def flash_attention_varlen(
             max_seqlen_k,
         ),
         backend,
-        modifications=modifications,
+        0,
+        modifications,
     )
 
 

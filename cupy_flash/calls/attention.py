@@ -19,19 +19,18 @@ from cupy_flash.arrays.strided import (
 from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
 from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
-from cupy_flash.calls.modifiers import canonical, packed_arguments
+from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec, empty
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
-from cupy_flash.gpu.block_maps import MapSpec, ReadyMap
+from cupy_flash.gpu.block_maps import MapSpec
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
-from cupy_flash.mods.compose import prefixed
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_ALIGNMENT, Problem
@@ -43,7 +42,7 @@ _SCRATCH_ALIGNMENT = 512
 # arguments: where results and scratch lie, and numbers.
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
-_PARTS_OF_MAP = ("visited", "full", "counts")
+_PARTS_OF_MAP = ("visited", "full", "tiles")
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Call:
     block_map: tuple[MapSpec, str] | None = None
 
     def run(
-        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, options: Options | None
+        self, arguments: Arguments, addresses: tuple[int, ...], keys: int, functions: Functions
     ) -> tuple[Any, Any | None]:
         """Enqueue the launches for arrays at these addresses; out and lse."""
         if not 0 <= keys <= self.most_keys:
@@ -134,8 +133,9 @@ class Call:
             values += (first, first + step, first + 2 * step)
         ready = None
         if self.block_map is not None:
-            ready = _map_of(self.block_map, arguments, options)
-            values += (ready.map.visited, ready.map.full, ready.map.counts)
+            assert functions.mask_mod is not None
+            ready = map_of_mask(functions.mask_mod, *self.block_map, arguments)
+            values += ready.addresses
         if self.append is not None:
             self.append.run(values)
         if self.kernels:
@@ -178,7 +178,14 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     return arguments._replace(**copied)
 
 
-def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch: bool) -> Call:
+def prepare(
+    arguments: Arguments,
+    options: Options,
+    device: Device,
+    functions: Functions,
+    *,
+    of_torch: bool,
+) -> Call:
     """Check, plan, compile and load what calls with CuPy arrays like these, or tensors, need."""
     fields, given = arguments.names_of_kind(options.kind), arguments.of_kind(options.kind)
     arguments, qkv = arguments.parts_of_qkv(options.layout), arguments.qkv
@@ -211,7 +218,9 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     if spec is not None:
-        fixed["block_map"] = _map_of((spec, problem.dtype), arguments, options).map.fields
+        assert functions.mask_mod is not None
+        ready = map_of_mask(functions.mask_mod, spec, problem.dtype, arguments)
+        fixed["block_map"] = ready.map.fields
         sources |= {f"block_map.{name}": name for name in _PARTS_OF_MAP}
     return Call(
         out=((*q.shape[:-1], problem.head_dim_v), q.dtype),
@@ -219,7 +228,7 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         of_torch=of_torch,
         apart=apart,
         params=PackedStruct(params_dtype(problem), fixed, sources, names),
-        tensor_maps=TensorMaps({sources[n]: maps[n] for n in maps}, names) if maps else None,
+        tensor_maps=TensorMaps({sources.get(n, n): maps[n] for n in maps}, names) if maps else None,
         counters=plan.schedule.counters,
         scratch=scratch,
         kernels=() if has_no_keys else loaded_launches(plan),
@@ -234,19 +243,6 @@ def prepare(arguments: Arguments, options: Options, device: Device, *, of_torch:
         limits=limits,
         block_map=(spec, problem.dtype) if spec else None,
     )
-
-
-def _map_of(wanted: tuple[MapSpec, str], arguments: Arguments, options: Options | None) -> ReadyMap:
-    """The map of this call's mask, not of one that is equal but for what it captured."""
-    mod = options.modifiers.mask_mod if options and options.modifiers else None
-    assert mod is not None
-
-    def captures() -> dict[str, Any]:
-        arrays = (name for name, s in mod.specs.items() if s.rank is not None)
-        given = {name: as_cupy(getattr(arguments, prefixed("mask_mod", name))) for name in arrays}
-        return dict(mod.captures) | given
-
-    return map_of_mask(mod, *wanted, captures)
 
 
 def _fixed(plan: Plan) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of
+from cupy_flash.arrays.strided import address_of, as_cupy
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapSpec, MaskText, ReadyMap, ready_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
@@ -17,7 +16,7 @@ from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
 from cupy_flash.mods.captures import CaptureSpec
 from cupy_flash.mods.emit import HEADERS, emit
 from cupy_flash.mods.expression import B, H, Node, postorder
-from cupy_flash.mods.modification import MaskMod
+from cupy_flash.mods.modification import MaskMod, prefixed
 from cupy_flash.planning.planner import Plan
 
 
@@ -25,7 +24,7 @@ def map_of_mask(
     mod: MaskMod,
     spec: MapSpec,
     dtype: str,
-    captures: Callable[[], Mapping[str, Any]] | None = None,
+    arguments: Arguments | None = None,
 ) -> ReadyMap:
     """The map of a mask on the current device, ready for what is launched next.
 
@@ -34,14 +33,13 @@ def map_of_mask(
     Parameters
     ----------
     mod
-        The mask.
+        The mask: this call's, not one that is equal but for what it captured.
     spec
         Sizes, tile and band.
     dtype
         Of queries and keys, on which depends how captured reals are read.
-    captures
-        Gives what it reads, arrays of CuPy's on the device; by default what it captured. Asked
-        where there is no map yet.
+    arguments
+        With the arrays that it reads; by default those that it captured.
 
     Raises
     ------
@@ -52,8 +50,11 @@ def map_of_mask(
     """
 
     def source() -> tuple[MaskText, np.ndarray]:
-        values = mod.captures if captures is None else captures()
+        values = dict(mod.captures)
         arrays = [name for name, s in mod.specs.items() if s.rank is not None]
+        if arguments is not None:
+            given = {name: getattr(arguments, prefixed("mask_mod", name)) for name in arrays}
+            values |= {name: as_cupy(array) for name, array in given.items()}
         addresses = {name: address_of(values[name]) for name in arrays}
         mods = pack_arguments(mod.specs, values, addresses, real_type(dtype))
         return mask_text(mod, dtype), mods
@@ -64,7 +65,8 @@ def map_of_mask(
 def map_spec(plan: Plan) -> MapSpec | None:
     """What the map depends on that a plan's kernels read; None where they read none."""
     problem, score = plan.problem, plan.problem.score
-    if score is None or plan.unit is None or not FORWARD[plan.family].is_mapped(problem):
+    family = FORWARD.get(plan.family)
+    if score is None or family is None or not family.is_mapped(problem):
         return None
     return MapSpec(
         plan.tile.Br,
@@ -78,6 +80,7 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.causal and not score.prefix,
         score.left,
         score.right,
+        family.map_parts(plan.tile),
     )
 
 

@@ -32,7 +32,7 @@ def length_limits(arguments: Arguments, problem: Problem) -> tuple[LengthLimit, 
 
 
 def require_length(name: str, length: int, limits: tuple[LengthLimit, ...]) -> None:
-    """Raise ValueError for a length of a cache that is negative or beyond a limit."""
+    """Raise ValueError for a length that is negative or beyond a limit."""
     if length < 0:
         raise ValueError(f"{name} is {length}; expected at least 0")
     for most, reason in limits:
@@ -70,6 +70,10 @@ def check_contents(
         most = LengthLimit(problem.seqlen_k, f"k and v have {problem.seqlen_k} rows")
         for b, length in enumerate(padded.tolist()):
             require_length(f"seqlens_k[{b}]", length, (most,))
+    prefixes = getattr(arguments, "prefix_lens", None)
+    if prefixes is not None:
+        for b, length in enumerate(prefixes.tolist()):
+            require_length(f"prefix_lens[{b}]", length, ())
     if options.kind != "cached":
         return None
     limits = length_limits(arguments, problem)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.strided import array_module, dtype_name, require_shape
+from cupy_flash.arrays.strided import address_of, array_module, dtype_name, require_shape
+from cupy_flash.mods.analysis import Analysis
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.captures import CaptureSpec, read_capture
-from cupy_flash.mods.compose import compose, prefixed
+from cupy_flash.mods.compose import compose
 from cupy_flash.mods.emit import SCALE, emit
-from cupy_flash.mods.keywords import ARRAYS, Window, checked_softcap, given, window_of
-from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.expression import postorder
+from cupy_flash.mods.keywords import (
+    ARRAYS,
+    Window,
+    checked_softcap,
+    require_known,
+    require_mod,
+    window_of,
+)
+from cupy_flash.mods.modification import MaskMod, ScoreMod, Traced
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
-from cupy_flash.problem.score import ScoreSpec
+from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.score import BiasSpec, ScoreSpec
 
 MAX_TREE_QUERIES = 64
 
@@ -28,56 +40,81 @@ class Modifiers(NamedTuple):
     ----------
     names
         Of their arrays, which stand behind the others of a call in this order.
+    score_mod, mask_mod
+        What was traced of the user's functions, see `Functions`.
     numbers
-        That modifications capture, by the names that they have among all captures.
+        That those capture, by the names that they have among all captures.
     """
 
     names: tuple[str, ...]
     window: Window = Window()
     softcap: float | None = None
-    score_mod: ScoreMod | None = None
-    mask_mod: MaskMod | None = None
+    score_mod: Traced | None = None
+    mask_mod: Traced | None = None
     numbers: tuple[tuple[str, bool | int | float], ...] = ()
 
 
-def read_modifiers(modifications: Mapping[str, Any]) -> tuple[Modifiers, tuple[Any, ...]] | None:
-    """What keyword arguments ask for, and their arrays; None for nothing.
+class Functions(NamedTuple):
+    """The user's functions with what they captured: no part of a key, which would keep that."""
+
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+
+
+NO_FUNCTIONS = Functions()
+_NO_WINDOW = Window()
+_NOTHING = Modifiers(())
+
+
+def read_modifiers(
+    modifications: Mapping[str, Any],
+) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
+    """What keyword arguments ask for, their arrays, and functions; None for nothing.
 
     Raises
     ------
     TypeError, ValueError
         For an argument of no such name, of a wrong kind, or out of range.
     """
-    found = given(modifications)
-    if not found:
-        return None
-    arrays = {name: found[name] for name in ARRAYS if name in found}
-    numbers = []
-    mods: dict[str, Any] = {}
-    for name, kind in (("score_mod", ScoreMod), ("mask_mod", MaskMod)):
-        mod = mods[name] = found.get(name)
-        if mod is None:
-            continue
-        if not isinstance(mod, kind):
-            raise TypeError(
-                f"{name} is {type(mod).__name__}; expected a {kind.__name__}, as "
-                f"{kind.__name__}(function)"
-            )
-        for capture, value in mod.captures.items():
-            if mod.specs[capture].rank is None:
-                numbers.append((prefixed(name, capture), value))
+    names: tuple[str, ...] = ()
+    arrays: tuple[Any, ...] = ()
+    numbers: tuple[tuple[str, bool | int | float], ...] = ()
+    window, softcap = _NO_WINDOW, None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
+    # One loop, as every call comes by; what is rarer is found in the last branch.
+    for name, value in modifications.items():
+        if value is None:
+            require_known(name)
+        elif name in ARRAYS:
+            names += (name,)
+            arrays += (value,)
+        elif name == "window_size":
+            window = window_of(value)
+        elif name == "softcap":
+            softcap = checked_softcap(value)
+        else:
+            require_known(name)
+            require_mod(name, value)
+            if name == "score_mod":
+                score_mod = value
             else:
-                arrays[prefixed(name, capture)] = value
-    window, softcap = found.get("window_size"), found.get("softcap")
+                mask_mod = value
+            names += value.array_names
+            arrays += value.arrays
+            numbers += value.numbers
+    has_none = score_mod is None and mask_mod is None
     modifiers = Modifiers(
-        tuple(arrays),
-        Window() if window is None else window_of(window),
-        None if softcap is None else checked_softcap(softcap),
-        mods["score_mod"],
-        mods["mask_mod"],
-        tuple(numbers),
+        names,
+        window,
+        softcap,
+        None if score_mod is None else score_mod.traced,
+        None if mask_mod is None else mask_mod.traced,
+        numbers,
     )
-    return modifiers, tuple(arrays.values())
+    if modifiers == _NOTHING:
+        return None
+    return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
 
 
 class Sizes(NamedTuple):
@@ -102,32 +139,33 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
     batch, heads_q = sizes.batch, sizes.heads_q
     accumulator = "float64" if sizes.dtype == "float64" else "float32"
     reals = tuple(dict.fromkeys((accumulator, sizes.dtype)))
-    packed = (heads_q, sizes.total_q, sizes.seqlen_k)
-    pairs = (batch, heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    scores = pairs if sizes.total_q is None else packed
+    scores: tuple[int, ...] = (batch, heads_q, sizes.seqlen_q, sizes.seqlen_k)
+    if sizes.total_q is not None:
+        scores = (heads_q, sizes.total_q, sizes.seqlen_k)
     found = dict(zip(modifiers.names, arrays, strict=True))
-    checks: dict[str, tuple[tuple[str, ...], Any]] = {
-        "alibi_slopes": ((accumulator,), None),
-        "sinks": (reals, (heads_q,)),
-        "bias": (reals, scores),
-        "mask": (("bool",), scores),
-        "prefix_lens": (("int32",), (batch,)),
-        "tree_mask": (("uint64",), (batch, sizes.seqlen_q)),
-        "seqlens_k": (("int32",), (batch,)),
+    of_sequences = ((batch,), "one for each sequence")
+    checks: dict[str, tuple[tuple[str, ...], tuple[int, ...], str]] = {
+        "alibi_slopes": ((accumulator,), (heads_q,), "one for each query head"),
+        "sinks": (reals, (heads_q,), "one for each query head"),
+        "bias": (reals, scores, ""),
+        "mask": (("bool",), scores, ""),
+        "prefix_lens": (("int32",), *of_sequences),
+        "tree_mask": (("uint64",), (batch, sizes.seqlen_q), "64 bits for each query"),
+        "seqlens_k": (("int32",), *of_sequences),
     }
-    for name, (dtypes, shape) in checks.items():
+    for name, (dtypes, shape, meaning) in checks.items():
         array = found.get(name)
         if array is None:
             continue
         if dtype_name(array) not in dtypes or not array.dtype.isnative:
-            raise TypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}")
+            raise _wrong_dtype(name, array, dtypes)
         if name in ("bias", "mask"):
-            found[name] = _broadcast(name, array, shape)
-        elif name == "alibi_slopes":
-            expected = (heads_q,) if array.ndim == 1 else (batch, heads_q)
-            require_shape(name, array, expected, "one slope for each query head")
+            found[name] = _broadcast(name, array, shape, (batch, sizes.seqlen_k))
+        elif name == "alibi_slopes" and array.ndim == 2:
+            expected = "one for each sequence and query head; one for each head is (heads_q,)"
+            require_shape(name, array, (batch, heads_q), expected)
         else:
-            require_shape(name, array, shape, "see cupy_flash.Modifications")
+            require_shape(name, array, shape, meaning)
     if "tree_mask" in found and sizes.seqlen_q > MAX_TREE_QUERIES:
         raise ValueError(
             f"tree_mask is for at most {MAX_TREE_QUERIES} queries of a sequence, and here are "
@@ -136,12 +174,28 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
     return found
 
 
-def _broadcast(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
+    if name == "mask" and "float" in dtype_name(array):
+        instead = "what is added to scores is bias"
+    elif name == "bias" and dtype_name(array) == "bool":
+        instead = "what chooses the pairs that are seen is mask"
+    else:
+        instead = f"pass {name}.astype({dtypes[0]!r})"
+    return TypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}: {instead}")
+
+
+def _broadcast(name: str, array: Any, shape: tuple[int, ...], of_keys: tuple[int, int]) -> Any:
     try:
         return array_module(array).broadcast_to(array, shape)
     except ValueError:
+        packed = len(shape) == 3
+        axes = "heads_q, total_q, max_seqlen_k" if packed else "batch, heads_q, seqlen_q, seqlen_k"
+        # As most libraries have it for rows that are padded.
+        is_of_keys = not packed and tuple(array.shape) == of_keys
+        instead = f"; pass {name}[:, None, None]" if is_of_keys else ""
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to {shape}"
+            f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to {shape}, "
+            f"({axes}){instead}"
         ) from None
 
 
@@ -156,24 +210,71 @@ def score_spec(
             "leave them out"
         )
     window = modifiers.window
-    score, seen = compose(
-        specs,
-        score_mod=modifiers.score_mod,
-        mask_mod=modifiers.mask_mod,
-        sees_no_later_key=(causal and "prefix_lens" not in specs) or window.right == 0,
+    text = _device_text(
+        modifiers.score_mod,
+        modifiers.mask_mod,
+        tuple(specs.items()),
+        (causal and "prefix_lens" not in specs) or window.right == 0,
+        sizes.dtype,
     )
     return ScoreSpec(
         window.left,
         window.right,
         "prefix_lens" in specs,
         "sinks" in specs,
-        score is not None,
-        seen is not None,
-        emit(score, seen, specs, dtype=sizes.dtype),
-        arguments_dtype(specs, real_type(sizes.dtype)),
+        text.changes_scores,
+        text.hides_pairs,
+        text.text,
+        text.dtype,
         # Of the user's mask alone.
-        modifiers.mask_mod is not None and not {"mask", "tree_mask"} & set(specs),
+        may_be_mapped=modifiers.mask_mod is not None and not {"mask", "tree_mask"} & set(specs),
+        reads_pairs=text.reads_pairs,
+        bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
     )
+
+
+def _bias_spec(bias: Any, spec: CaptureSpec) -> BiasSpec | None:
+    if spec.rank != 4 or not spec.contiguous_last or not bias.size:
+        return None
+    strides = tuple(
+        stride if length > 1 else 0
+        for stride, length in zip(bias.strides[:3], bias.shape, strict=False)
+    )
+    alignment = math.gcd(MAX_ALIGNMENT, address_of(bias), *strides)
+    batch, head, row = (stride // bias.itemsize for stride in strides)
+    return BiasSpec(spec.dtype, (batch, head, row), alignment)
+
+
+class _Text(NamedTuple):
+    """Of `ScoreSpec`."""
+
+    changes_scores: bool
+    hides_pairs: bool
+    text: str
+    dtype: np.dtype
+    reads_pairs: bool
+
+
+# Numbers and lengths change more often than texts, which take 0.1 to 1.2 ms.
+@functools.lru_cache(maxsize=256)
+def _device_text(
+    score_mod: Traced | None,
+    mask_mod: Traced | None,
+    captures: tuple[tuple[str, CaptureSpec], ...],
+    sees_no_later_key: bool,
+    dtype: str,
+) -> _Text:
+    specs = dict(captures)
+    score, seen = compose(
+        specs, score_mod=score_mod, mask_mod=mask_mod, sees_no_later_key=sees_no_later_key
+    )
+    text = emit(score, seen, specs, dtype=dtype, pairwise=frozenset({"bias"} & set(specs)))
+    arguments = arguments_dtype(specs, real_type(dtype))
+    analysis = Analysis()
+    reads_pairs = score is not None and any(
+        node.op == "load" and not analysis.is_of_row(node) for node in postorder(score)
+    )
+    return _Text(score is not None, seen is not None, text, arguments, reads_pairs)
 
 
 def packed_arguments(
@@ -215,13 +316,12 @@ def _capture_specs(
     }
 
 
-def on_host(modifiers: Modifiers, arrays: Mapping[str, Any]) -> Modified:
+def on_host(modifiers: Modifiers, functions: Functions, arrays: Mapping[str, Any]) -> Modified:
     """The same for the CPU backend, of canonical arrays."""
     return Modified(
         Scores(
             modifiers.softcap,
-            modifiers.score_mod,
-            modifiers.mask_mod,
+            *functions,
             *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
         ),
         modifiers.window,

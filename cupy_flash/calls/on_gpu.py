@@ -8,6 +8,7 @@ from typing import Any
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
 from cupy_flash.calls import attention, merge
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
 from cupy_flash.gpu.environment import cupy_module, device_for_id
@@ -20,7 +21,13 @@ _MAX_CALLS = 4096
 _calls: dict[tuple[Any, ...], Any] = {}
 
 
-def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = False) -> Any:
+def run(
+    arrays: Any,
+    options: Options | None,
+    keys: int = 0,
+    only_cupy: bool = False,
+    functions: Functions = NO_FUNCTIONS,
+) -> Any:
     """Attention of CuPy arrays, or the merge of partial results, on the current device and stream.
 
     Parameters
@@ -34,6 +41,8 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
         Length of every cache before the append, where no array says it; else 0.
     only_cupy
         Whether to do nothing, and return None, unless all arrays are CuPy's.
+    functions
+        The user's, that the options name.
 
     Returns
     -------
@@ -56,17 +65,17 @@ def run(arrays: Any, options: Options | None, keys: int = 0, only_cupy: bool = F
             merge.readable(arrays) if options is None else attention.readable(arrays, options)
         )
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-            return run(readable, options, keys)
+            return run(readable, options, keys, False, functions)
         plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
         if options is None:
             call = merge.prepare(plain, device)
         else:
             of_torch = is_tensor(arrays.q if arrays.qkv is None else arrays.qkv)
-            call = attention.prepare(plain, options, device, of_torch=of_torch)
+            call = attention.prepare(plain, options, device, functions, of_torch=of_torch)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
-    return call.run(arrays, addresses, keys, options)
+    return call.run(arrays, addresses, keys, functions)
 
 
 def facts_of(

@@ -12,7 +12,7 @@ from cupy_flash.calls import on_gpu
 from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
-from cupy_flash.calls.modifiers import canonical
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu.environment import cupy_module, current_device
@@ -24,11 +24,15 @@ from cupy_flash.problem.tile import Tile
 
 
 def forward(
-    arguments: Arguments, options: Options, keys: int, backend: str
+    arguments: Arguments,
+    options: Options,
+    keys: int,
+    backend: str,
+    functions: Functions = NO_FUNCTIONS,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention of NumPy arrays, and the append before it; see `on_gpu.run`."""
     call = _known(arguments, options, backend)
-    problem, goes_to_gpu, tile = call
+    problem, goes_to_gpu, _ = call
     new_keys = problem.layout.new_keys
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
@@ -43,9 +47,9 @@ def forward(
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
-        return _on_gpu(arguments, out, options)
+        return _on_gpu(arguments, out, options, functions)
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if options.return_lse else None
-    _on_cpu(arguments, out, lse, options, problem, tile)
+    _on_cpu(arguments, out, lse, options, functions, call)
     return out, lse
 
 
@@ -129,7 +133,7 @@ def upload_order(options: Options) -> Literal["K", "C"]:
 
 
 def _on_gpu(
-    arguments: Arguments, out: np.ndarray, options: Options
+    arguments: Arguments, out: np.ndarray, options: Options, functions: Functions
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention on copies of the arrays."""
     cupy = cupy_module()
@@ -138,7 +142,7 @@ def _on_gpu(
         arguments = arguments._replace(out=None)
     order = upload_order(options)
     uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
-    result, lse = on_gpu.run(type(arguments)(*uploaded), options)
+    result, lse = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
 
@@ -148,13 +152,14 @@ def _on_cpu(
     out: np.ndarray,
     lse: np.ndarray | None,
     options: Options,
-    problem: Problem,
-    tile: Tile | None,
+    functions: Functions,
+    call: _Known,
 ) -> None:
+    problem, _, tile = call
     modified = None
     if options.modifiers is not None:
         arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem))
-        modified = modifiers_on_host(options.modifiers, arrays_of)
+        modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     if options.kind == "equal":
         if tile is None:
             # Padded sequences are no sequences of their own to the CPU backend.

@@ -45,6 +45,11 @@ _VISIT_BYTES = 32
 # What a visit holds besides of a packed or cached sequence, and what is noted of its last values.
 _PLACE_BYTES = 24
 _TAIL_BYTES = 8
+_NOTE_BYTES = 8
+# Tiles of a bias in shared memory.
+_BIAS_STAGES = 2
+# Whose tiles are interleaved at most, where that is for more than their keys' sake.
+_MOST_HEADS = 64
 
 _PREPARE = "prepare"
 _PREPARE_THREADS = 1024
@@ -96,9 +101,19 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
     is_mapped = problem.score is not None and problem.score.may_be_mapped
     if problem.seqlen_q > 64 and widest <= 128 and is_mapped and not few:
-        # 12 documents in 2 x 8192, ms of an H200, by blocks of 128, 80 and 64 keys (the first of
-        # 128 rows at head_dim 128): head_dim 64 0.663, 0.540, 0.561; 128 0.465, 0.421, 0.384.
-        return [_tile(192, 80, 2) if widest <= 64 else _tile(192, 64, 2, 2)]
+        # 12 documents in 2 x 8192, ms of an H200: head_dim 64 192x80 0.385, 192x96 0.400, 192x64
+        # 0.401, 128x96 0.432; 128 128x96 0.274, 128x128 0.275, 192x64 0.278, 192x80 0.288.
+        return [_tile(192, 80, 2) if widest <= 64 else _tile(128, 96, 2, 2)]
+    if problem.seqlen_q > 64 and widest <= 128 and _streams_bias(problem):
+        # A bias of (1, heads, 8192, 8192) and 2 x 8192, ms of an H200: head_dim 64 192x96 2.82,
+        # 192x80 3.17, 192x64 3.32, 128x128 3.85; 128 128x128 1.99, 192x64 2.03, 128x96 2.27.
+        return [_tile(192, 96, 2) if widest <= 64 and not few else _tile(128, 128, 1)]
+    reads_pairs = problem.score is not None and problem.score.reads_pairs
+    if problem.seqlen_q > 64 and widest <= 128 and reads_pairs:
+        # What is loaded for each score takes registers. A table by distance, 2 x 8192, ms of an
+        # H200: head_dim 64 192x64 3.97, 192x80 3.99, 128x128 4.14, 192x128 7.32; 128 192x64 2.67,
+        # 128x128 2.67, 192x80 4.12.
+        return [_tile(128 if few else 192, 64, 2)]
     if problem.seqlen_q <= 64:
         return [_tile(64, 128, 2) if widest <= 128 else _tile(64, 64, 1, guesses=4)]
     if widest <= 64:
@@ -125,7 +140,7 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
         if problem.causal and short:
             return [_tile(128, 128, 2, 2)]
         long = problem.seqlen_k >= (8192 if problem.causal else 4096)
-        if problem.causal and problem.score is not None:
+        if problem.causal and problem.score is not None and not problem.score.only_sinks:
             # 2 x 8192, 16 heads, ms of an H200, 192x80, 128x128 with all of Q in registers and with
             # a quarter: ALiBi 0.855, 0.840, 0.817; a window of 1024 0.257, 0.234, 0.243. Softcap,
             # not causal: 1.80, 1.97, 1.94.
@@ -286,7 +301,8 @@ class HopperFamily(Family[HopperTile]):
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
         output = round_up(problem.head_dim_v, 16) // 2
-        return tile.Bc // 2 + tile.Bc // 4 + output + 4 * tile.q_steps + _STATE_REGISTERS
+        scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else 1)
+        return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
         tile = self._first_legal(problem, device)
@@ -324,6 +340,11 @@ class HopperFamily(Family[HopperTile]):
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
             + visits
         )
+        if _is_noted(problem, tile):
+            total += tile.stages * _NOTE_BYTES
+        if _streams_bias(problem):
+            bias = tile.Br * round_up(tile.Bc, 32) * problem.itemsize
+            total += _BIAS_STAGES * (bias + 2 * _BARRIER_BYTES)
         if problem.layout.is_equal:
             return total
         # Two visits more, all with their places, and two barriers for them; a note and a barrier
@@ -335,6 +356,9 @@ class HopperFamily(Family[HopperTile]):
             + 2 * _BARRIER_BYTES
             + (tile.stages + 1) * (_BARRIER_BYTES + _TAIL_BYTES)
         )
+
+    def map_parts(self, tile: HopperTile) -> int:
+        return tile.Br // _LOWEST
 
     def threads(self, tile: HopperTile) -> int:
         return _WARPGROUP * (tile.Br // 64 + 1)
@@ -369,11 +393,17 @@ class HopperFamily(Family[HopperTile]):
             (main, *split.combine_launches(problem, cut)),
             cut,
             workspace=split.workspace(problem, cut),
-            section_heads=persistent.section_heads(
-                problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc
-            ),
+            section_heads=self._section_heads(problem, device, tile),
             tensor_maps=maps,
         )
+
+    def _section_heads(self, problem: Problem, device: Device, tile: HopperTile) -> int:
+        # With a block map tiles come by their size: the more of a size, the evener the shares. A
+        # bias that heads share stays in L2 while they work on the same rows.
+        shares_bias = _streams_bias(problem) and not _bias_strides(problem)[2]
+        if self.is_mapped(problem) or shares_bias:
+            return min(problem.batch * problem.heads_q, _MOST_HEADS)
+        return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
 
     def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
         return Launch(
@@ -383,7 +413,7 @@ class HopperFamily(Family[HopperTile]):
             self.threads(tile),
             self.shared_memory(problem, tile),
             min_blocks=1,
-            arguments=("maps", "params"),
+            arguments=("biased_maps" if _streams_bias(problem) else "maps", "params"),
         )
 
     def _tiles(self, problem: Problem, tile: HopperTile) -> int:
@@ -400,11 +430,16 @@ class HopperFamily(Family[HopperTile]):
                 rows_k, batch_k = p.layout.total_k, 1
             else:
                 batch_k = p.layout.caches
-        return {
+        maps = {
             "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
             "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
             "v": _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc),
         }
+        if _streams_bias(p):
+            scores = (p.seqlen_k, p.seqlen_q, p.heads_q, p.batch)
+            box = (_slab_columns(tile.Bc), tile.Br)
+            maps["bias"] = _map_spec(p, scores, _bias_strides(p), box)
+        return maps
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer_registers, consumer_registers = _REGISTERS[tile.Br // 64]
@@ -419,18 +454,66 @@ class HopperFamily(Family[HopperTile]):
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
             "sequences": not problem.layout.is_equal,
+            "noted": _is_noted(problem, tile),
+            "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
         }
 
 
+def _streams_bias(problem: Problem) -> bool:
+    """Whether the copy engine brings a bias beside the keys."""
+    score = problem.score
+    bias = score.bias if score is not None else None
+    if bias is None or bias.dtype != problem.dtype or bias.alignment < STRIDE_UNIT:
+        return False
+    if not problem.layout.is_equal or problem.seqlen_k == 0 or _has_edges(problem):
+        return False
+    most = MAX_STRIDE // problem.itemsize
+    return all(0 <= stride < most for stride in bias.strides)
+
+
+def _has_edges(problem: Problem) -> bool:
+    """Whether tiles of keys are left out on both sides, by a window or a block map."""
+    score = problem.score
+    if score is None:
+        return False
+    is_mapped = score.may_be_mapped and problem.layout.is_equal and problem.seqlen_k > 0
+    return score.left is not None or score.right is not None or is_mapped
+
+
+def _is_noted(problem: Problem, tile: HopperTile) -> bool:
+    """Whether consumers leave out blocks of which their own 64 rows see nothing.
+
+    It takes 2% of a window's time, and blocks no smaller than the tile leave nothing out. With
+    causality alone it loses 1 to 3%, as those are two blocks of a query tile at most.
+    """
+    score = problem.score
+    if score is None or not _has_edges(problem):
+        return False
+    return score.may_be_mapped or tile.Br > max(_LOWEST, tile.Bc)
+
+
+def _bias_strides(problem: Problem) -> tuple[int, int, int]:
+    """Of batch, row and head of a bias that there is, in elements."""
+    score = problem.score
+    assert score is not None
+    assert score.bias is not None
+    batch, head, row = score.bias.strides
+    return batch, row, head
+
+
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    tensor = problem.tensors[name]
-    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in tensor.strides)
+    return _map_spec(problem, shape, problem.tensors[name].strides, (_slab_columns(shape[0]), rows))
+
+
+def _map_spec(
+    problem: Problem, shape: Shape, strides: tuple[int, int, int], box: tuple[int, int]
+) -> TensorMapSpec:
+    """Of an array of the problem's dtype, with strides of batch, row and head in elements."""
+    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
     steps = (row_stride, head_stride, batch_stride)
     # Where there is nothing to step to, any stride that the driver takes will do.
     row, head, batch = (
         step if length > 1 else STRIDE_UNIT for length, step in zip(shape[1:], steps, strict=True)
     )
-    return TensorMapSpec(
-        tensor.dtype, shape, (row, head, batch), box=(_slab_columns(shape[0]), rows)
-    )
+    return TensorMapSpec(problem.dtype, shape, (row, head, batch), box)

@@ -58,7 +58,7 @@ BLOCK_MAP_DTYPE = np.dtype(
     [
         ("visited", np.uint64),
         ("full", np.uint64),
-        ("counts", np.uint64),
+        ("tiles", np.uint64),
         ("batch_stride", np.int64),
         ("head_stride", np.int64),
         ("words", np.int32),

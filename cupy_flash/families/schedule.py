@@ -14,7 +14,7 @@ STRIDE_UNIT = 16
 MAX_STRIDE = 2**40
 
 # C++ types of what kernels are given, by the names that `Launch.arguments` has.
-_TYPES = {"params": "Params", "maps": "TensorMaps"}
+_TYPES = {"params": "Params", "maps": "TensorMaps", "biased_maps": "BiasedTensorMaps"}
 
 
 def main_of(entries: tuple[str, ...]) -> str:
@@ -74,7 +74,8 @@ class Launch:
     cluster
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
-        What the kernel is given, in order: "params" (`params.py`), "maps" (the tensor maps).
+        What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
+        a bias behind the others, if any, and "params" (`params.py`).
     """
 
     entry: str
@@ -87,7 +88,12 @@ class Launch:
     arguments: tuple[str, ...] = ("params",)
 
     def __post_init__(self) -> None:
-        assert self.arguments in (("params",), ("maps", "params")), "what launches hand over"
+        assert self.arguments[-1] == "params", "what launches hand over"
+
+    @property
+    def takes_maps(self) -> bool:
+        """Whether the kernel is given tensor maps."""
+        return len(self.arguments) > 1
 
     def definition(self) -> str:
         """C++ of the entry."""

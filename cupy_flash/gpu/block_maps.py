@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.environment import cupy_module
 
 SOURCE = "blocks/block_map.cu"
-FIND_RANGES, BUILD = "find_ranges", "build_block_map"
+FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
 # What a band without a bound is bounded by: more than any distance.
 UNBOUNDED = 2**30
 
@@ -35,6 +35,8 @@ UNBOUNDED = 2**30
 _THREADS, _WARPS = 256, 8
 # Key blocks of a word, and its bytes.
 _BITS, _WORD = 32, 4
+# `MappedTile` of map.cuh.
+_TILE = 16
 # Parts of one allocation begin as allocations do.
 _ALIGNMENT = 512
 # CUDA's handles of the legacy default stream, which cannot be captured, and must not be asked.
@@ -43,7 +45,10 @@ _LEGACY_STREAMS = (0, 1)
 
 def params_dtype(mods: np.dtype) -> np.dtype:
     """The argument struct of block_map.cu, at whose end is what the mask reads."""
-    numbers = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset", "Br", "Bc", "row_tiles")
+    numbers = (
+        *("batches", "heads", "seqlen_q", "seqlen_k", "q_offset"),
+        *("part_rows", "Bc", "row_tiles", "parts"),
+    )
     fields: list[tuple[str, Any]] = [
         ("map", BLOCK_MAP_DTYPE),
         ("row_ranges", np.uint64),
@@ -54,11 +59,12 @@ def params_dtype(mods: np.dtype) -> np.dtype:
     names, formats = zip(*fields, strict=True)
     assert head.fields is not None
     offsets = [head.fields[name][1] for name in names]
+    at_mods = round_up(head.itemsize, 8)
     layout: Any = {
         "names": [*names, "mods"],
         "formats": [*formats, mods],
-        "offsets": [*offsets, head.itemsize],
-        "itemsize": head.itemsize + round_up(mods.itemsize, 8),
+        "offsets": [*offsets, at_mods],
+        "itemsize": at_mods + round_up(mods.itemsize, 8),
     }
     return np.dtype(layout)
 
@@ -74,7 +80,7 @@ class MaskText:
     headers
         What that is to stand behind.
     row_ranges, key_ranges
-        Bytes, or more, of what the bounds keep of a row tile and of a key block.
+        Bytes, or more, of what the bounds keep of a part of a row tile and of a key block.
     of_batch, of_head
         Whether it is another one for each sequence, and for each query head.
     """
@@ -87,14 +93,15 @@ class MaskText:
     of_head: bool
 
 
-@dataclass(frozen=True)
-class MapSpec:
+class MapSpec(NamedTuple):
     """What a map of a given mask depends on, besides the device and what the mask captures.
 
     Attributes
     ----------
     Br, Bc
         Rows of a row tile, of one sequence and head, and keys of a key block.
+    parts
+        Of a row tile, in equal shares of its rows, each of which visits blocks of its own.
     batch, heads_q, seqlen_q, seqlen_k
         Sizes of the call; none is 0.
     q_offset
@@ -114,6 +121,7 @@ class MapSpec:
     causal: bool = False
     left: int | None = None
     right: int | None = None
+    parts: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -127,7 +135,7 @@ class MapSpec:
 
     @property
     def words(self) -> int:
-        """Of a row tile, in each of the two bit arrays."""
+        """Of a part of a row tile, in each of the two bit arrays."""
         return ceil_div(self.key_blocks, _BITS)
 
     @property
@@ -150,10 +158,10 @@ class BlockMap:
 
     Attributes
     ----------
-    visited, full, counts
+    visited, full, tiles
         Addresses.
     words, key_blocks
-        Of a row tile.
+        Of a part of a row tile.
     batch_stride, head_stride
         In row tiles; 0 where all sequences, or heads, share one.
     bytes
@@ -164,7 +172,7 @@ class BlockMap:
 
     visited: int
     full: int
-    counts: int
+    tiles: int
     words: int
     key_blocks: int
     batch_stride: int
@@ -176,7 +184,7 @@ class BlockMap:
     def fields(self) -> tuple[int, ...]:
         """In the order of `BLOCK_MAP_DTYPE`."""
         strides = self.batch_stride, self.head_stride
-        return self.visited, self.full, self.counts, *strides, self.words, self.key_blocks
+        return self.visited, self.full, self.tiles, *strides, self.words, self.key_blocks
 
 
 @dataclass(frozen=True)
@@ -185,14 +193,14 @@ class Layout:
 
     Attributes
     ----------
-    full, counts, bytes
+    full, tiles, bytes
         Where they begin, and the end of the map; `visited` lies first.
     key_ranges, scratch
         Where those of keys begin behind those of rows, and bytes of both.
     """
 
     full: int
-    counts: int
+    tiles: int
     bytes: int
     key_ranges: int
     scratch: int
@@ -202,10 +210,11 @@ class Layout:
         """The layout of a map."""
         batches, heads = spec.maps(mask)
         row_tiles = batches * heads * spec.row_tiles
-        bits = round_up(row_tiles * spec.words * _WORD, _ALIGNMENT)
-        key_ranges = round_up(row_tiles * mask.row_ranges, _ALIGNMENT)
+        parts = row_tiles * spec.parts
+        bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
+        key_ranges = round_up(parts * mask.row_ranges, _ALIGNMENT)
         of_keys = batches * heads * spec.key_blocks * mask.key_ranges
-        return cls(bits, 2 * bits, 2 * bits + row_tiles * _WORD, key_ranges, key_ranges + of_keys)
+        return cls(bits, 2 * bits, 2 * bits + row_tiles * _TILE, key_ranges, key_ranges + of_keys)
 
 
 def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
@@ -218,8 +227,8 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
     mods
         Layout of its ``ModArguments``.
     """
-    entries = (FIND_RANGES, BUILD) if mask.row_ranges or mask.key_ranges else (BUILD,)
-    functions = {FIND_RANGES: "find_ranges", BUILD: "build"}
+    entries = (FIND_RANGES,) * bool(mask.row_ranges or mask.key_ranges) + (BUILD, ORDER)
+    functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
     structs = ("BlockMap", BLOCK_MAP_DTYPE), ("BlockMapParams", params_dtype(mods))
     lines = [
         f"// cupy_flash block map, sources {source_digest(SOURCE)}",
@@ -253,23 +262,36 @@ class _Stream:
         self.stream = cuda.Stream(non_blocking=True)
         self._event = cuda.Event(disable_timing=True)
         self._lock = threading.Lock()
+        self._has_legacy_readers = False
 
-    def wait_for_current(self) -> None:
-        """Order what comes behind all that was launched on the current stream."""
-        cuda = cupy_module().cuda
+    def before_build(self, current: int) -> None:
+        """Order what comes behind what the current stream does, and behind readers of old maps."""
+        self._wait_for(current)
+        if self._has_legacy_readers and current not in _LEGACY_STREAMS:
+            self._wait_for(_LEGACY_STREAMS[0])
+
+    def after_reading(self) -> None:
+        """Order builds behind all that was launched on the current stream."""
+        current = cupy_module().cuda.get_current_stream().ptr
+        if current in _LEGACY_STREAMS:
+            # It is never destroyed: the next build asks it, and calls save 1 us.
+            self._has_legacy_readers = True
+        else:
+            self._wait_for(current)
+
+    def _wait_for(self, stream: int) -> None:
+        runtime = cupy_module().cuda.runtime
         # Else another thread might record the event anew in between.
         with self._lock:
-            cuda.runtime.eventRecord(self._event.ptr, cuda.get_current_stream().ptr)
-            cuda.runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
+            runtime.eventRecord(self._event.ptr, stream)
+            runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
 
 
 _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
 
 
-def _stream_of_maps() -> _Stream:
-    """The current device's."""
-    device = cupy_module().cuda.runtime.getDevice()
+def _stream_of_maps(device: int) -> _Stream:
     stream = _streams.get(device)
     if stream is None:
         with _lock:
@@ -284,28 +306,36 @@ class ReadyMap:
     ----------
     map
         The map.
+    addresses
+        Of its parts, see `BlockMap`.
     """
 
-    def __init__(self, map: BlockMap, of_maps: _Stream | None = None) -> None:
+    def __init__(
+        self, map: BlockMap, of_maps: _Stream | None = None, built: Any | None = None
+    ) -> None:
         self.map = map
-        self._of_maps = of_maps
+        self.addresses = map.visited, map.full, map.tiles
+        self._of_maps, self._built = of_maps, built
+        self._legacy_has_waited = False
+
+    def wait(self, current: int) -> None:
+        """Have the current stream wait for the kernels that build it."""
+        assert self._built is not None
+        is_legacy = current in _LEGACY_STREAMS
+        # It is never destroyed, so that once is enough.
+        if is_legacy and self._legacy_has_waited:
+            return
+        cupy_module().cuda.runtime.streamWaitEvent(current, self._built.ptr)
+        self._legacy_has_waited = self._legacy_has_waited or is_legacy
 
     def launched(self) -> None:
         """To be called on the same stream when the kernels that read it are enqueued."""
         if self._of_maps is not None:
-            self._of_maps.wait_for_current()
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A map, and the event behind the kernels that build it."""
-
-    map: BlockMap
-    built: Any
+            self._of_maps.after_reading()
 
 
 # What maps are kept under in a mask.
-Kept = MutableMapping[Any, _Kept]
+Kept = MutableMapping[Any, ReadyMap]
 
 
 def ready_map(
@@ -339,18 +369,19 @@ def ready_map(
     current = cuda.get_current_stream().ptr
     if current not in _LEGACY_STREAMS and cuda.runtime.streamIsCapturing(current):
         return ReadyMap(_build(spec, *source()))
-    of_maps = _stream_of_maps()
-    whole_key = (cuda.runtime.getDevice(), key, spec)
+    device = cuda.runtime.getDevice()
+    whole_key = (device, key, spec)
     found = kept.get(whole_key)
     if found is None:
+        of_maps, built = _stream_of_maps(device), cuda.Event(disable_timing=True)
         # What the captured arrays hold may still be on its way.
-        of_maps.wait_for_current()
+        of_maps.before_build(current)
         with of_maps.stream:
-            found = _Kept(_build(spec, *source()), cuda.Event(disable_timing=True))
-            cuda.runtime.eventRecord(found.built.ptr, of_maps.stream.ptr)
+            found = ReadyMap(_build(spec, *source()), of_maps, built)
+            cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
         kept[whole_key] = found
-    cuda.runtime.streamWaitEvent(current, found.built.ptr)
-    return ReadyMap(found.map, of_maps)
+    found.wait(current)
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -363,7 +394,8 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
     cuda = cupy_module().cuda
     unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
-    thread_blocks = batches * heads * spec.row_tiles * spec.words
+    parts = spec.row_tiles * spec.parts
+    thread_blocks = ceil_div(batches * heads * parts * spec.words, _WARPS)
     if thread_blocks > MAX_GRID:
         raise UnsupportedError(
             f"the block map of a mask of {batches} sequences, {heads} heads, {spec.seqlen_q} "
@@ -377,7 +409,7 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
     built = BlockMap(
         visited=memory.ptr,
         full=memory.ptr + layout.full,
-        counts=memory.ptr + layout.counts,
+        tiles=memory.ptr + layout.tiles,
         words=spec.words,
         key_blocks=spec.key_blocks,
         batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
@@ -387,14 +419,13 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
     )
     ranges = 0 if scratch is None else scratch.ptr
     given = ByValue(packed_params(spec, mask, mods, built, ranges))
-    stream = cuda.get_current_stream().ptr
-    cuda.runtime.memsetAsync(built.counts, 0, layout.bytes - layout.counts, stream)
     if FIND_RANGES in kernels:
-        of_rows = spec.row_tiles if mask.row_ranges else 0
+        of_rows = parts if mask.row_ranges else 0
         of_keys = spec.key_blocks if mask.key_ranges else 0
         warps = batches * heads * (of_rows + of_keys)
         kernels[FIND_RANGES]((ceil_div(warps, _WARPS), 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     kernels[BUILD]((thread_blocks, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
+    kernels[ORDER]((batches * heads, 1, 1), (_THREADS, 1, 1), (given.pointer,), 0)
     return built
 
 
@@ -419,8 +450,9 @@ def packed_params(
     record["row_ranges"] = ranges
     record["key_ranges"] = ranges + Layout.of(spec, mask).key_ranges
     record["batches"], record["heads"] = batches, heads
-    for name in ("seqlen_q", "seqlen_k", "q_offset", "Br", "Bc", "row_tiles"):
+    for name in ("seqlen_q", "seqlen_k", "q_offset", "Bc", "row_tiles", "parts"):
         record[name] = getattr(spec, name)
+    record["part_rows"] = spec.Br // spec.parts
     record["left"], record["right"] = left, right
     record["mods"] = mods
     return bytearray(record.tobytes())

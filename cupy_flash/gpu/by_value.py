@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import threading
 
-# Bytes kept for a struct, more than any has.
-_BYTES = 512
+# Bytes kept for a struct: the most that a kernel takes.
+MAX_BYTES = 32764
 
 
 class ByValue:
@@ -43,5 +43,5 @@ def thread_arguments() -> ByValue:
     """Memory of this thread's for the struct of its next launch."""
     arguments = _of_thread.arguments
     if arguments is None:
-        arguments = _of_thread.arguments = ByValue(bytearray(_BYTES))
+        arguments = _of_thread.arguments = ByValue(bytearray(MAX_BYTES))
     return arguments

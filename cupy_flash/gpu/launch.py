@@ -24,8 +24,6 @@ def loaded_launches(plan: Plan) -> tuple[LoadedLaunch, ...]:
         return ()
     kernels = kernel_cache.get(plan.unit, {e.entry: e.shared_memory for e in plan.launches})
     return tuple(
-        LoadedLaunch(
-            kernels[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory, "maps" in e.arguments
-        )
+        LoadedLaunch(kernels[e.entry], e.grid, (e.threads, 1, 1), e.shared_memory, e.takes_maps)
         for e in plan.launches
     )

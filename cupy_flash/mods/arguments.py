@@ -51,7 +51,12 @@ def capture_type(spec: CaptureSpec, real: str) -> str:
     if spec.rank is None:
         return real if spec.dtype == "real" else "int"
     contiguous = str(spec.contiguous_last).lower()
-    return f"Capture<{element_type(spec)}, {spec.rank}, {contiguous}>"
+    return f"Capture<{element_type(spec)}, {offset_type(spec)}, {spec.rank}, {contiguous}>"
+
+
+def offset_type(spec: CaptureSpec) -> str:
+    """What C++ calls the type of an array's offsets."""
+    return "long long" if spec.is_wide else "int"
 
 
 def element_type(spec: CaptureSpec) -> str:
@@ -63,7 +68,8 @@ def arguments_dtype(captures: Captures, real: str) -> np.dtype:
     """``ModArguments`` as a NumPy dtype.
 
     Fields are named as the captures. An array's has fields of its own: ``data``, the address;
-    ``shape``, int32; ``strides``, int64 in elements, without the last if that axis is contiguous.
+    ``shape``, int32; ``strides``, int32 or int64 in elements, without the last if that axis is
+    contiguous.
     """
     names = _ordered(captures) or [_NOTHING]
     number = {"real": np.float32 if real == "float" else np.float64}
@@ -86,7 +92,7 @@ def _array_dtype(spec: CaptureSpec) -> np.dtype:
     if spec.rank:
         formats["shape"] = (np.int32, (spec.rank,))
     if strides := max(0, spec.rank - spec.contiguous_last):
-        formats["strides"] = (np.int64, (strides,))
+        formats["strides"] = (np.int64 if spec.is_wide else np.int32, (strides,))
     return _struct(list(formats), list(formats.values()))
 
 

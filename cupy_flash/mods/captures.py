@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import dtype_name, is_aligned, is_cupy
+from cupy_flash.arrays.strided import dtype_name, is_aligned, is_cupy, kind_of
 from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
 
@@ -112,11 +112,14 @@ class CaptureSpec:
         How many axes an array has; None of a number.
     contiguous_last
         Whether elements along the last axis lie one behind the other.
+    is_wide
+        Whether int32 does not hold the distance of any two elements, counted in elements.
     """
 
     dtype: str
     rank: int | None = None
     contiguous_last: bool = True
+    is_wide: bool = False
 
     @property
     def type(self) -> str:
@@ -159,6 +162,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         return number, CaptureSpec("int32")
     if isinstance(value, numbers.Real):
         return float(value), CaptureSpec("real")
+    if isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} is {kind_of(value)}; expected an array: pass np.array({name})")
     array = read(name, value)
     dtype = dtype_name(array)
     if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
@@ -179,7 +184,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
             "copy"
         )
     contiguous = array.ndim == 0 or array.shape[-1] == 1 or strides[-1] == size
-    return array, CaptureSpec(dtype, array.ndim, contiguous)
+    extent = sum(abs(s) // size * (n - 1) for n, s in zip(array.shape, strides, strict=True))
+    return array, CaptureSpec(dtype, array.ndim, contiguous, extent >= 2**31)
 
 
 class HostArray:

@@ -25,20 +25,15 @@ from cupy_flash.mods.expression import (
     operation,
     substitute,
 )
-from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
+from cupy_flash.mods.modification import Traced, prefixed
 from cupy_flash.mods.symbols import Symbol, as_node
-
-
-def prefixed(kind: str, name: str) -> str:
-    """What a capture of a modification is called among all arrays of a call."""
-    return f"{kind}_{name}"
 
 
 def compose(
     specs: Mapping[str, CaptureSpec],
     *,
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
+    score_mod: Traced | None,
+    mask_mod: Traced | None,
     sees_no_later_key: bool,
 ) -> tuple[Node | None, Node | None]:
     """What a score becomes, and whether a pair is seen; None where nothing is done.
@@ -96,7 +91,7 @@ def compose(
     return (None if node is SCORE else node), (None if seen is None else seen.node)
 
 
-def _named(mod: Modification, kind: str) -> Node:
+def _named(mod: Traced, kind: str) -> Node:
     """The expression with the names that captures have among all arrays of a call."""
     replacements = {}
     for name, spec in mod.specs.items():

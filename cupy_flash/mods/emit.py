@@ -10,7 +10,7 @@ from cupy_flash.mods.arguments import (
     Captures,
     arguments_struct,
     capture_type,
-    element_type,
+    offset_type,
     real_type,
 )
 from cupy_flash.mods.expression import (
@@ -54,6 +54,7 @@ def emit(
     captures: Captures,
     *,
     dtype: str = "float32",
+    pairwise: frozenset[str] = frozenset(),
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
@@ -62,8 +63,8 @@ def emit(
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
-    - ``Real exponent(a, row, keys, step, x)``, which is log2(e) times the new score, less the base,
-      of the key ``first_key + step`` whose product of query and key is x,
+    - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, less
+      the base, of the key ``first_key + step`` whose product of query and key is x,
     - ``bool sees(a, row, keys, step)``.
 
     ``step`` should be a constant after unrolling. Whatever does not change along a row is found in
@@ -82,18 +83,22 @@ def emit(
     dtype
         Of queries and keys. The functions of 16-bit ones are made of the hardware's powers of 2,
         whose error is below theirs, and bfloat16's tanh is the hardware's.
+    pairwise
+        Captures with one element for each score, which the kernel may have at hand: the element of
+        a step is what ``pairs.name(step, load)`` gives, by default what ``load()`` reads.
 
     Returns
     -------
     str
         To stand behind the headers of `HEADERS`.
     """
-    return _Emission(captures, dtype).text(score, TRUE if seen is None else seen)
+    return _Emission(captures, dtype, pairwise).text(score, TRUE if seen is None else seen)
 
 
 class _Emission:
-    def __init__(self, captures: Captures, dtype: str) -> None:
+    def __init__(self, captures: Captures, dtype: str, pairwise: frozenset[str]) -> None:
         self._captures, self._dtype, self._real = captures, dtype, real_type(dtype)
+        self._pairwise = pairwise
         self._analysis, self._members = Analysis(), Members()
 
     def text(self, score: Node | None, seen: Node) -> str:
@@ -104,12 +109,13 @@ class _Emission:
             scaled = substitute(score, {SCORE: operation("mul", SCORE, scale)})
             power = exponent(self._lowered(scaled), self._analysis)
         # Pairs first: what they ask for is what keys, and then rows, have to find.
-        of_power, of_seen = self._returned(power), self._returned(self._lowered(seen))
+        of_power = self._returned(power, self._pairwise)
+        of_seen = self._returned(self._lowered(seen), frozenset())
         of_keys, of_row = self._found_for_keys(), self._found_for_row()
         row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
         row_fields += [
-            f"const {element_type(self._captures[array])}* {name};"
-            for (array, _), name in members.pointers.items()
+            f"{offset_type(self._captures[array])} {name};"
+            for (array, _), name in members.places.items()
         ]
         keys_fields = [f"int {name};" for name, _ in members.positions.values()]
         keys_fields += [f"Real {name};" for name in members.reals.values()]
@@ -122,7 +128,10 @@ class _Emission:
             *self._functions(),
             *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *of_row, "return r;"]),
             *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *of_keys, "return k;"]),
-            *_function(f"Real exponent({_PAIR_PARAMETERS}, Real x)", of_power),
+            "template <class Pairs = FromMemory>",
+            *_function(
+                f"Real exponent({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})", of_power
+            ),
             *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
@@ -135,8 +144,9 @@ class _Emission:
     def _printer(self, kind: type[PrinterT]) -> PrinterT:
         return kind(self._members, self._analysis, self._captures, self._real)
 
-    def _returned(self, node: Node) -> list[str]:
+    def _returned(self, node: Node, pairwise: frozenset[str]) -> list[str]:
         printer = self._printer(PairPrinter)
+        printer.pairwise = pairwise
         return printer.body(lambda: [f"return {unwrapped(printer.text(node))};"])
 
     def _found_for_keys(self) -> list[str]:
@@ -156,8 +166,8 @@ class _Emission:
         def lines() -> Iterator[str]:
             for node, name in members.values.items():
                 yield f"r.{name} = {unwrapped(printer.text(node))};"
-            for (array, indices), name in members.pointers.items():
-                yield f"r.{name} = {printer.element(f'a.{array}.data', array, indices)};"
+            for (array, indices), name in members.places.items():
+                yield f"r.{name} = {printer.place(array, indices)};"
 
         return printer.body(lines)
 

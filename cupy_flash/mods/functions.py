@@ -146,7 +146,10 @@ def clip(x: Node, low: Node | None, high: Node | None) -> Node:
 def power(x: Node, exponent: Node) -> Node:
     """``x ** exponent`` of a constant exponent."""
     if not exponent.is_constant:
-        raise TypeError("the exponent of a power has to be a constant; else write np.exp2(...)")
+        raise TypeError(
+            "the exponent of a power has to be a constant; else write np.exp2(y) for 2 ** y, and "
+            "np.exp2(y * np.log2(x)) for x ** y"
+        )
     n = exponent.value
     if exponent.type == REAL:
         x = cast(x, REAL)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
-if TYPE_CHECKING:
-    from cupy_flash.mods.modification import MaskMod, ScoreMod
+import numpy as np
+
+from cupy_flash.arrays.strided import kind_of
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.problem.problem import finite
 
 
 class Modifications(TypedDict, total=False):
@@ -16,7 +18,7 @@ class Modifications(TypedDict, total=False):
 
     With x = softmax_scale * q k^T, and p = i + q_offset the position of query i among the keys, the
     order is: softcap, score_mod, ALiBi, bias; then what any mask hides; then the softmax, with the
-    sink. The kind of all arrays is that of q.
+    sink. The kind of all arrays is that of q. What is float32 here is float64 where q is.
 
     Parameters
     ----------
@@ -24,7 +26,7 @@ class Modifications(TypedDict, total=False):
         (left, right): query i sees only the keys p - left <= j <= p + right. None or -1 has no
         bound. A model's window of W tokens, the query itself among them, is (W - 1, 0).
     softcap : float
-        Positive: scores become softcap * tanh(x / softcap).
+        From 1e-30 to 1e30: scores become softcap * tanh(x / softcap).
     alibi_slopes : float32 array, (heads_q,) or (batch, heads_q)
         slope * abs(p - j) is subtracted from the scores.
     sinks : array of float32 or q's dtype, (heads_q,)
@@ -64,6 +66,7 @@ class Modifications(TypedDict, total=False):
 # Those that are arrays, in the order that a call has them.
 ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "tree_mask", "seqlens_k")
 NAMES = frozenset(Modifications.__annotations__)
+_MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 class Window(NamedTuple):
@@ -79,12 +82,32 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     TypeError
-        For an argument of no such name.
+        For an argument of no such name, and for a function that is no modification.
     """
     for name in modifications:
-        if name not in NAMES:
-            raise TypeError(f"unexpected keyword argument {name!r}")
-    return {name: value for name, value in modifications.items() if value is not None}
+        require_known(name)
+    found = {name: value for name, value in modifications.items() if value is not None}
+    for name in _MODS.keys() & found.keys():
+        require_mod(name, found[name])
+    return found
+
+
+def require_known(name: str) -> None:
+    """Raise TypeError unless there is a keyword argument of this name."""
+    if name not in NAMES:
+        raise TypeError(
+            f"unexpected keyword argument {name!r}; those that modify attention are "
+            f"{', '.join(Modifications.__annotations__)}"
+        )
+
+
+def require_mod(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is what score_mod, or mask_mod, is to be."""
+    kind = _MODS[name]
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} is {kind_of(value)}; expected a {kind.__name__}, as {kind.__name__}(function)"
+        )
 
 
 def window_of(window_size: Any) -> Window:
@@ -97,35 +120,48 @@ def window_of(window_size: Any) -> Window:
     ValueError
         For a bound below -1.
     """
-    if isinstance(window_size, int):
+    is_sequence = isinstance(window_size, (tuple, list))
+    if not is_sequence and (number := _integer(window_size)) is not None:
+        example = f": ({number - 1}, 0)" if number > 0 else ""
         raise TypeError(
-            f"window_size is {window_size}, one integer; expected (left, right). A window of W "
-            f"tokens with the query among them is (W - 1, 0): ({window_size - 1}, 0)"
+            f"window_size is {number}, one integer; expected (left, right). A window of W "
+            f"tokens with the query among them is (W - 1, 0){example}"
         )
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    if not is_sequence or len(window_size) != 2:
         raise TypeError(f"window_size is {window_size!r}; expected a pair (left, right)")
-    bounds: list[int | None] = []
-    for bound in window_size:
-        if bound is None:
-            bounds.append(None)
-            continue
-        try:
-            number = operator.index(bound)
-        except TypeError:
-            number = None
-        if number is None or isinstance(bound, bool):
-            raise TypeError(f"window_size is {window_size!r}; expected integers, or None")
-        if number < -1:
-            raise ValueError(
-                f"window_size is {window_size!r}; expected distances of 0 or more, or -1 or None "
-                "where there is no bound"
-            )
-        # Further than the longest sequence makes no difference, and would not fit int32.
-        bounds.append(None if number == -1 else min(number, FURTHEST))
-    return Window(*bounds)
+    left, right = window_size
+    return Window(_bound(left, window_size), _bound(right, window_size))
+
+
+def _bound(bound: Any, window_size: Any) -> int | None:
+    # As most are, in a third of the time.
+    if bound is None or (bound.__class__ is int and 0 <= bound <= FURTHEST):
+        return bound
+    number = _integer(bound)
+    if number is None:
+        raise TypeError(f"window_size is {window_size!r}; expected integers, or None")
+    if number < -1:
+        raise ValueError(
+            f"window_size is {window_size!r}; expected distances of 0 or more, or -1 or None "
+            "where there is no bound"
+        )
+    # Further than the longest sequence makes no difference, and would not fit int32.
+    return None if number == -1 else min(number, FURTHEST)
+
+
+def _integer(value: Any) -> int | None:
+    """The integer that a value is; None for any other."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 FURTHEST = 2**30
+# Scores divided by such a cap, and the cap times anything near 1, are numbers in float32.
+SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
 
 
 def checked_softcap(softcap: Any) -> float:
@@ -136,14 +172,12 @@ def checked_softcap(softcap: Any) -> float:
     TypeError
         For what is no number.
     ValueError
-        For a number that is not positive and finite.
+        For a number out of range.
     """
-    try:
-        number = float(softcap)
-    except (TypeError, ValueError):
-        raise TypeError(f"softcap is {softcap!r}; expected a number or None") from None
-    if not (math.isfinite(number) and number > 0):
+    number = finite("softcap", softcap)
+    if not SMALLEST_CAP <= number <= LARGEST_CAP:
         raise ValueError(
-            f"softcap is {number:g}; expected a positive, finite number, or None for none"
+            f"softcap is {number:g}; expected a number from {SMALLEST_CAP:g} to {LARGEST_CAP:g}, "
+            "or None for no cap"
         )
     return number

@@ -19,8 +19,8 @@ class Members:
     ----------
     values
         Of ``Row``: what does not change along a row.
-    pointers
-        Of ``Row``: to the element of an array that the row's indices lead to, the others being 0.
+    places
+        Of ``Row``: how far the row's indices lead into an array, the others being 0.
     positions
         Of ``Keys``: integers that are linear in the key, at the first one, without offset.
     reals
@@ -31,7 +31,7 @@ class Members:
     """
 
     values: dict[Node, str] = field(default_factory=dict)
-    pointers: dict[tuple[str, Indices], str] = field(default_factory=dict)
+    places: dict[tuple[str, Indices], str] = field(default_factory=dict)
     positions: dict[tuple[int, frozenset[tuple[Node, int]]], tuple[str, Linear]] = field(
         default_factory=dict
     )
@@ -44,9 +44,9 @@ class Members:
         fresh = str(node.value) if is_symbol else f"v{len(self.values)}"
         return "r." + self.values.setdefault(node, fresh)
 
-    def pointer(self, array: str, indices: Indices) -> str:
+    def place(self, array: str, indices: Indices) -> str:
         """Where in an array a row reads."""
-        return "r." + self.pointers.setdefault((array, indices), f"p{len(self.pointers)}")
+        return "r." + self.places.setdefault((array, indices), f"p{len(self.places)}")
 
     def position(self, linear: Linear) -> str:
         """A position at the first key."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,44 @@ from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, re
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
 from cupy_flash.mods.signature import POSITIONS, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
+
+
+def prefixed(kind: str, name: str) -> str:
+    """What a capture of a modification is called among all arrays of a call."""
+    return f"{kind}_{name}"
+
+
+class Traced:
+    """What device text depends on of a modification: the same object for the same parts.
+
+    So it is hashed and compared by its identity. It holds nothing that was captured.
+
+    Attributes
+    ----------
+    expression
+        What a kernel computes.
+    specs
+        Of captures, by name.
+    """
+
+    __slots__ = ("__weakref__", "expression", "specs")
+
+    expression: Node
+    specs: Mapping[str, CaptureSpec]
+
+    def __new__(cls, expression: Node, specs: Mapping[str, CaptureSpec]) -> Traced:
+        """The object of these parts, a new one only where there is none."""
+        key = expression, tuple(specs.items())
+        with _lock:
+            traced = _known.get(key)
+            if traced is None:
+                traced = _known[key] = object.__new__(cls)
+                traced.expression, traced.specs = expression, MappingProxyType(dict(specs))
+        return traced
+
+
+_known: weakref.WeakValueDictionary[Any, Traced] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
 
 
 class Modification:
@@ -25,27 +65,39 @@ class Modification:
         The Python function.
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
-    specs
-        What device text depends on of each.
     cuda
         CUDA text in place of the traced function, or None.
-    expression
-        What a kernel computes.
-    key
-        Hashable: what device text depends on.
+    traced
+        What device text depends on.
+    array_names, arrays
+        Captured arrays, and what they are called among all arrays of a call.
+    numbers
+        Captured numbers with such names.
     """
 
-    __slots__ = ("captures", "cuda", "expression", "function", "key", "specs")
+    __slots__ = ("array_names", "arrays", "captures", "cuda", "function", "numbers", "traced")
 
+    _keyword = ""
     _first: tuple[str, ...] = ()
     _type = REAL
 
     function: Callable[..., Any]
     captures: Mapping[str, Any]
-    specs: Mapping[str, CaptureSpec]
     cuda: str | None
-    expression: Node
-    key: tuple[Any, ...]
+    traced: Traced
+    array_names: tuple[str, ...]
+    arrays: tuple[Any, ...]
+    numbers: tuple[tuple[str, bool | int | float], ...]
+
+    @property
+    def specs(self) -> Mapping[str, CaptureSpec]:
+        """What device text depends on of each capture."""
+        return self.traced.specs
+
+    @property
+    def expression(self) -> Node:
+        """What a kernel computes."""
+        return self.traced.expression
 
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
@@ -64,13 +116,19 @@ class Modification:
             check_text(cuda)
             args = (_argument(name, specs.get(name)) or symbols[name] for name in names)
             expression = Node("cuda", self._type, tuple(args), (cuda.strip(), names))
+        arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
             "function": function,
             "captures": MappingProxyType({name: value for name, (value, _) in read.items()}),
-            "specs": MappingProxyType(specs),
             "cuda": cuda,
-            "expression": expression,
-            "key": (type(self).__name__, expression, tuple(specs.items())),
+            "traced": Traced(expression, specs),
+            "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
+            "arrays": tuple(arrays.values()),
+            "numbers": tuple(
+                (prefixed(self._keyword, name), value)
+                for name, (value, _) in read.items()
+                if name not in arrays
+            ),
         }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
@@ -101,10 +159,10 @@ class Modification:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Modification) and self.key == other.key
+        return type(other) is type(self) and self.traced is other.traced
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return hash(self.traced)
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
@@ -173,6 +231,7 @@ class ScoreMod(Modification):
     """
 
     __slots__ = ()
+    _keyword = "score_mod"
     _first = ("score",)
 
     def evaluate(
@@ -245,6 +304,7 @@ class MaskMod(Modification):
     """
 
     __slots__ = ("_maps",)
+    _keyword = "mask_mod"
     _type = BOOL
 
     # Block maps by what else they depend on: of this object, not of its equals, which may have

@@ -145,13 +145,18 @@ class Printer:
         needed = load.type == REAL and is_double != (self.real == "double")
         return f"Real({text})" if needed else text
 
-    def element(self, begin: str, array: str, indices: Indices) -> str:
-        """Where an element lies, behind one that other indices lead to."""
-        offsets = ""
+    def offsets(self, array: str, indices: Indices) -> list[str]:
+        """How far indices lead behind the first element of an array."""
+        found = []
         for axis, index in indices:
             kind = "offset_from_0" if self.analysis.is_not_negative(index) else "offset"
-            offsets += f" + a.{array}.{kind}<{axis}>({unwrapped(self.text(index))})"
-        return begin + offsets
+            found.append(f"a.{array}.{kind}<{axis}>({unwrapped(self.text(index))})")
+        return found
+
+    def place(self, array: str, indices: Indices) -> str:
+        """What a row has of where it reads in an array."""
+        # Offsets are added up before they become an address: of ints that is one instruction.
+        return " + ".join(self.offsets(array, indices))
 
 
 class RowPrinter(Printer):
@@ -187,6 +192,9 @@ class KeysPrinter(Printer):
 
 class PairPrinter(Printer):
     """Where the key is ``first_key + step``, and what grows evenly begins in ``k``."""
+
+    # Captures that are asked for by their step.
+    pairwise: frozenset[str] = frozenset()
 
     def _print_value(self, node: Node) -> str:
         if self.analysis.is_of_row(node):
@@ -236,8 +244,12 @@ class PairPrinter(Printer):
         of_row = tuple((axis, x) for axis, x in axes if self.analysis.is_of_row(x))
         others = tuple((axis, x) for axis, x in axes if not self.analysis.is_of_row(x))
         name = array.value
-        begin = self.members.pointer(name, of_row) if of_row else f"a.{name}.data"
-        return self.as_real(node, f"read_capture({self.element(begin, name, others)})")
+        offsets = [self.members.place(name, of_row)] if of_row else []
+        place = " + ".join(offsets + self.offsets(name, others))
+        read = f"read_capture(a.{name}.data + ({place}))"
+        if name in self.pairwise:
+            read = f"pairs.{name}(step, [&] {{ return {read}; }})"
+        return self.as_real(node, read)
 
 
 _CASTS = {INT: "int", UINT64: "(unsigned long long)", REAL: "Real"}

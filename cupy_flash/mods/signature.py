@@ -41,7 +41,8 @@ def parameters_of(
         elif parameter.default is parameter.empty:
             known = ", ".join([*first, *POSITIONS])
             raise TypeError(
-                f"the function takes {name!r}, which is neither one of {known} nor a capture; pass "
+                f"the function takes {name!r}, which is neither one of {known} nor a capture; "
+                "rename it, as i for the query's position and j for the key's, or pass "
                 f"{name}=... beside the function"
             )
     if missing := [name for name in captures if name not in names]:

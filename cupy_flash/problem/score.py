@@ -8,6 +8,25 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class BiasSpec:
+    """How a bias lies whose elements along the keys lie one behind the other.
+
+    Attributes
+    ----------
+    dtype
+        Of its elements.
+    strides
+        Of batch, head and row, in elements; 0 where it is the same for all.
+    alignment
+        Bytes (a power of two, at most 16) that every row starts at a multiple of.
+    """
+
+    dtype: str
+    strides: tuple[int, int, int]
+    alignment: int
+
+
+@dataclass(frozen=True)
 class ScoreSpec:
     """Modifications of a call: the text that a unit has for them, and what planning looks at.
 
@@ -27,6 +46,10 @@ class ScoreSpec:
         Of ``ModArguments``.
     may_be_mapped
         Whether all that the text hides a block map can tell (`cupy_flash.calls.block_maps`).
+    reads_pairs
+        Whether the text reads an element of an array for each pair to change its score.
+    bias
+        The bias, where each sequence has its own rows and they are contiguous.
     """
 
     left: int | None
@@ -38,3 +61,11 @@ class ScoreSpec:
     text: str
     dtype: np.dtype
     may_be_mapped: bool = False
+    reads_pairs: bool = False
+    bias: BiasSpec | None = None
+
+    @property
+    def only_sinks(self) -> bool:
+        """Whether scores, and which keys are seen, are those of a plain call."""
+        bounds = self.left is not None or self.right is not None or self.prefix
+        return not (bounds or self.changes_scores or self.hides_pairs)

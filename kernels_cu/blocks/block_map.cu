@@ -1,7 +1,8 @@
 // Finds out which blocks of the score matrix a mask hides wholly, shows wholly, or in part. First
-// come ranges of what captured arrays hold for the rows of each row tile and for the keys of each
-// key block; then, for 32 blocks at a time, what those say (bounds.cuh), and of blocks
-// that stay undecided a thread block looks at pairs, until one is seen and one is hidden.
+// come ranges of what captured arrays hold for the rows of each part of a row tile and for the keys
+// of each key block; then, for 32 blocks at a time, what those say (bounds.cuh), and of blocks that
+// stay undecided a thread block looks at pairs, until one is seen and one is hidden; last the order
+// of the row tiles.
 //
 // The unit declares ModArguments, Mods and MaskBounds ahead of this file.
 #include "blocks/bounds.cuh"
@@ -10,20 +11,23 @@
 
 struct BlockMapParams {
   BlockMap map;
-  void* row_ranges;  // MaskBounds::Rows (batches, heads, row tiles)
+  void* row_ranges;  // MaskBounds::Rows (batches, heads, row tiles, parts)
   void* key_ranges;  // MaskBounds::Keys (batches, heads, key blocks)
   int batches;
   int heads;
   int seqlen_q;
   int seqlen_k;
   int q_offset;
-  int Br;
+  int part_rows;
   int Bc;
   int row_tiles;
+  int parts;  // of a row tile
   // Only keys from `left` before a row's position to `right` behind it are looked at.
   int left;
   int right;
   alignas(8) ModArguments mods;
+
+  __device__ int all_parts() const { return row_tiles * parts; }
 };
 
 namespace block_map {
@@ -35,6 +39,8 @@ constexpr unsigned all_lanes = 0xffffffffu;
 // Keys of a row that a lane looks at in one go, and rows between two looks at what others found.
 constexpr int keys_of_lane = 4;
 constexpr int rows_of_turn = 4;
+// Kinds of row tiles by how many blocks they visit.
+constexpr int sizes = threads;
 
 // A mask that stands for all batches, or heads, is asked about the first.
 struct Head {
@@ -49,25 +55,25 @@ struct Head {
 // Of a word among all of the map.
 struct Word {
   int first_block;
-  int tile;
+  int part;
   Head at;
 
   __device__ Word(const BlockMapParams& p, int64 index)
       : first_block(int(index % p.map.words) * 32),
-        tile(int(index / p.map.words % p.row_tiles)),
-        at(p, index / p.map.words / p.row_tiles) {}
+        part(int(index / p.map.words % p.all_parts())),
+        at(p, index / p.map.words / p.all_parts()) {}
 };
 
-// Positions of a row tile, and keys of a block, ends included.
+// Positions of a part of a row tile, and keys of a block, ends included.
 struct Block {
   int i_low;
   int i_high;
   int j_low;
   int j_high;
 
-  __device__ Block(const BlockMapParams& p, int tile, int key_block)
-      : i_low(tile * p.Br + p.q_offset),
-        i_high(min((tile + 1) * p.Br, p.seqlen_q) - 1 + p.q_offset),
+  __device__ Block(const BlockMapParams& p, int part, int key_block)
+      : i_low(part * p.part_rows + p.q_offset),
+        i_high(min((part + 1) * p.part_rows, p.seqlen_q) - 1 + p.q_offset),
         j_low(key_block * p.Bc),
         j_high(min((key_block + 1) * p.Bc, p.seqlen_k) - 1) {}
 
@@ -128,27 +134,28 @@ __device__ auto ranges_between(int first, int last, At at) {
   return ranges;
 }
 
-// A warp for each row tile of each head, if there is anything to be read of rows, and for each key
-// block.
+// A warp for each part of each head, if there is anything to be read of rows, and for each key block.
 __device__ inline void find_ranges(const BlockMapParams& p) {
-  const int row_tiles = MaskBounds::row_ranges > 0 ? p.row_tiles : 0;
+  const int parts = MaskBounds::row_ranges > 0 ? p.all_parts() : 0;
   const int key_blocks = MaskBounds::key_ranges > 0 ? p.map.key_blocks : 0;
   const int64 index = int64(blockIdx.x) * warps + threadIdx.x / lanes;
   // Of a mask without ranges nobody calls it, but the compiler would see a division by 0.
-  const int warps_of_head = max(1, row_tiles + key_blocks);
+  const int warps_of_head = max(1, parts + key_blocks);
   const int64 of_head = index % warps_of_head;
   const Head at(p, index / warps_of_head);
   if (at.index >= int64(p.batches) * p.heads) return;
   const bool is_first_lane = threadIdx.x % lanes == 0;
-  if (of_head < row_tiles) {
+  if (of_head < parts) {
     const Block block(p, int(of_head), 0);
+    // The last tile may have parts without rows.
+    if (block.i_low > block.i_high) return;
     const auto ranges = ranges_between(block.i_low, block.i_high, [&](int i) {
       return MaskBounds::rows_at(p.mods, at.batch, at.head, i, 0, 0);
     });
     auto* to = static_cast<MaskBounds::Rows*>(p.row_ranges);
-    if (is_first_lane) to[at.index * p.row_tiles + of_head] = ranges;
+    if (is_first_lane) to[at.index * parts + of_head] = ranges;
   } else {
-    const int key_block = int(of_head) - row_tiles;
+    const int key_block = int(of_head) - parts;
     const Block block(p, 0, key_block);
     const auto ranges = ranges_between(block.j_low, block.j_high, [&](int j) {
       return MaskBounds::keys_at(p.mods, at.batch, at.head, j, 0, 0);
@@ -165,15 +172,15 @@ struct Found {
   unsigned hidden;
 };
 
-__device__ inline Seen seen_by_bounds(const BlockMapParams& p, const Head& at, int tile,
+__device__ inline Seen seen_by_bounds(const BlockMapParams& p, const Head& at, int part,
                                       int key_block) {
   if (key_block >= p.map.key_blocks) return Seen::none;
-  const Block block = Block(p, tile, key_block).within_band(p);
+  const Block block = Block(p, part, key_block).within_band(p);
   if (block.is_empty()) return Seen::none;
   MaskBounds::Rows rows = {};
   MaskBounds::Keys keys = {};
   if constexpr (MaskBounds::row_ranges > 0) {
-    rows = static_cast<const MaskBounds::Rows*>(p.row_ranges)[at.index * p.row_tiles + tile];
+    rows = static_cast<const MaskBounds::Rows*>(p.row_ranges)[at.index * p.all_parts() + part];
   }
   if constexpr (MaskBounds::key_ranges > 0) {
     keys = static_cast<const MaskBounds::Keys*>(
@@ -222,34 +229,83 @@ __device__ inline void look_at_pairs(const BlockMapParams& p, const Head& at, co
   }
 }
 
-// A thread block for each word of the map.
+// A warp for each word of the map, and all of a thread block for the pairs.
 __device__ inline void build(const BlockMapParams& p) {
-  __shared__ Found found;
-  const int64 index = blockIdx.x;
-  const int lane = threadIdx.x % lanes;
-  if (threadIdx.x < lanes) {
-    const Word word(p, index);
-    const Seen seen = seen_by_bounds(p, word.at, word.tile, word.first_block + lane);
-    const unsigned open = __ballot_sync(all_lanes, seen == Seen::some);
-    const unsigned all = __ballot_sync(all_lanes, seen == Seen::all);
-    if (lane == 0) found = {open, all, 0};
+  __shared__ Found found[warps];
+  const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
+  const int64 words = int64(p.batches) * p.heads * p.all_parts() * p.map.words;
+  const int64 first = int64(blockIdx.x) * warps;
+  Seen seen = Seen::none;
+  if (first + warp < words) {
+    const Word word(p, first + warp);
+    seen = seen_by_bounds(p, word.at, word.part, word.first_block + lane);
   }
+  const unsigned some = __ballot_sync(all_lanes, seen == Seen::some);
+  const unsigned all = __ballot_sync(all_lanes, seen == Seen::all);
+  if (lane == 0) found[warp] = {some, all, 0};
   __syncthreads();
-  const unsigned open = found.open;
-  if (open != 0) {
-    // Not ahead of the barrier, where most warps only wait.
-    const Word word(p, index);
+  for (int n = 0; n < warps; ++n) {
+    const unsigned open = found[n].open;
+    if (open == 0) continue;
+    const Word word(p, first + n);
     for (unsigned left = open; left != 0; left &= left - 1) {
       const int bit = __ffs(left) - 1;
-      const Block block = Block(p, word.tile, word.first_block + bit).within_band(p);
-      look_at_pairs(p, word.at, block, 1u << bit, found);
+      const Block block = Block(p, word.part, word.first_block + bit).within_band(p);
+      look_at_pairs(p, word.at, block, 1u << bit, found[n]);
     }
+  }
+  __syncthreads();
+  if (threadIdx.x < warps && first + threadIdx.x < words) {
+    const Found& known = found[threadIdx.x];
+    p.map.visited[first + threadIdx.x] = known.seen;
+    p.map.full[first + threadIdx.x] = known.seen & ~known.hidden;
+  }
+}
+
+// The blocks that any part of a tile visits.
+struct Extent {
+  int begin = 0;
+  int end = 0;
+  int count = 0;
+
+  __device__ Extent(const BlockMapParams& p, int64 tile) {
+    const unsigned* visited = p.map.visited + tile * p.parts * p.map.words;
+    for (int word = 0; word < p.map.words; ++word) {
+      unsigned any = 0;
+      for (int part = 0; part < p.parts; ++part) any |= visited[part * p.map.words + word];
+      if (any == 0) continue;
+      if (count == 0) begin = word * 32 + __ffs(any) - 1;
+      end = word * 32 + 32 - __clz(any);
+      count += __popc(any);
+    }
+  }
+
+  // From 0, that of a tile that visits all blocks, to sizes - 1.
+  __device__ int size(const BlockMapParams& p) const {
+    return int(int64(p.map.key_blocks - count) * (sizes - 1) / p.map.key_blocks);
+  }
+};
+
+// A thread block for each head: its tiles by their size, in any order where that is the same.
+__device__ inline void order_tiles(const BlockMapParams& p) {
+  __shared__ int ends[sizes];
+  const int64 first = int64(blockIdx.x) * p.row_tiles;
+  ends[threadIdx.x] = 0;
+  __syncthreads();
+  for (int tile = threadIdx.x; tile < p.row_tiles; tile += threads) {
+    atomicAdd(ends + Extent(p, first + tile).size(p), 1);
+  }
+  __syncthreads();
+  for (int distance = 1; distance < sizes; distance *= 2) {
+    const int before = int(threadIdx.x) >= distance ? ends[threadIdx.x - distance] : 0;
+    __syncthreads();
+    ends[threadIdx.x] += before;
     __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    p.map.visited[index] = found.seen;
-    p.map.full[index] = found.seen & ~found.hidden;
-    if (found.seen != 0) atomicAdd(p.map.counts + index / p.map.words, __popc(found.seen));
+  for (int tile = threadIdx.x; tile < p.row_tiles; tile += threads) {
+    const Extent extent(p, first + tile);
+    const int place = atomicAdd(ends + extent.size(p), -1) - 1;
+    p.map.tiles[first + place] = {tile, extent.begin, extent.end};
   }
 }
 

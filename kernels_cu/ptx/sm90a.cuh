@@ -90,6 +90,7 @@ __device__ inline bool mbarrier_test_wait(unsigned barrier, int parity) {
 // L2 eviction priorities, as createpolicy.fractional makes them of all accesses.
 constexpr unsigned long long l2_evict_first = 0x12F0000000000000;
 constexpr unsigned long long l2_evict_last = 0x14F0000000000000;
+constexpr unsigned long long l2_evict_normal = 0x1000000000000000;
 
 // prefetch.tensormap
 __device__ inline void prefetch_tensormap(const TensorMap* map) {

@@ -23,33 +23,43 @@ __device__ inline float read_capture(const bfloat16_t* element) {
   return widen(bfloat16_t{__ldg(reinterpret_cast<const unsigned short*>(element))});
 }
 
-template <class Element, int Rank, int Strides>
+// Where a kernel has no elements of pairs at hand.
+struct FromMemory {
+  template <class Load>
+  __device__ float bias(int, Load load) const {
+    return load();
+  }
+};
+
+template <class Element, class Offset, int Rank, int Strides>
 struct CaptureFields {
   const Element* data;
   int shape[Rank];
-  long long strides[Strides];  // in elements; the last is left out where it is 1
+  Offset strides[Strides];  // in elements; the last is left out where it is 1
 };
-template <class Element, int Rank>
-struct CaptureFields<Element, Rank, 0> {
+template <class Element, class Offset, int Rank>
+struct CaptureFields<Element, Offset, Rank, 0> {
   const Element* data;
   int shape[Rank];
 };
-template <class Element>
-struct CaptureFields<Element, 0, 0> {
+template <class Element, class Offset>
+struct CaptureFields<Element, Offset, 0, 0> {
   const Element* data;
 };
 
-template <class Element, int Rank, bool ContiguousLast>
-struct Capture : CaptureFields<Element, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
+// Offset holds the distance of any two elements: an address then takes two instructions of an int,
+// and twice as many of a long long.
+template <class Element, class Offset, int Rank, bool ContiguousLast>
+struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
   // Elements from the first of an axis to the nearest that there is to an index.
   template <int Axis>
-  __device__ long long offset(int index) const {
+  __device__ Offset offset(int index) const {
     return step<Axis>(max(0, min(index, this->shape[Axis] - 1)));
   }
 
   // The same of an index that is not negative.
   template <int Axis>
-  __device__ long long offset_from_0(int index) const {
+  __device__ Offset offset_from_0(int index) const {
     return step<Axis>(min(index, this->shape[Axis] - 1));
   }
 
@@ -68,7 +78,7 @@ struct Capture : CaptureFields<Element, Rank, (Rank > 0 ? Rank - ContiguousLast 
  private:
   // Unsigned, as an address then takes one multiply-add.
   template <int Axis>
-  __device__ long long step(unsigned index) const {
+  __device__ Offset step(unsigned index) const {
     if constexpr (ContiguousLast && Axis == Rank - 1) {
       return index;
     } else {
@@ -77,11 +87,11 @@ struct Capture : CaptureFields<Element, Rank, (Rank > 0 ? Rank - ContiguousLast 
   }
 
   template <int Axis>
-  __device__ long long place() const {
+  __device__ Offset place() const {
     return 0;
   }
   template <int Axis, class... Indices>
-  __device__ long long place(int index, Indices... indices) const {
+  __device__ Offset place(int index, Indices... indices) const {
     return offset<Axis>(index) + place<Axis + 1>(indices...);
   }
 };

@@ -40,10 +40,11 @@ __device__ T exponent_scale(const Params& p) {
 
 // Changes and hides scores of a row: score(n) is the one of key first_key + step(n), a constant.
 // Where they are changed, they become exponents of two relative to the base. With `hides` false
-// nothing is hidden, as a block map says.
-template <class Config, int Count, class AnyParams, class T, class Score, class Step>
+// nothing is hidden, as a block map says. `pairs` has elements of pairs at hand.
+template <class Config, int Count, class AnyParams, class T, class Score, class Step,
+          class Pairs = FromMemory>
 __device__ void modify_row(const AnyParams& p, const ScoreRow& at, int first_key, T base,
-                           bool hides, Score score, Step step) {
+                           bool hides, Score score, Step step, const Pairs& pairs = {}) {
   using Mods = typename Config::Mods;
   if constexpr (Mods::changes_scores || Mods::hides_pairs) {
     const auto row = Mods::row(p.mods, at.batch, at.head, at.row + at.q_offset, at.row, at.q_start,
@@ -52,7 +53,7 @@ __device__ void modify_row(const AnyParams& p, const ScoreRow& at, int first_key
     if constexpr (Mods::changes_scores) {
 #pragma unroll
       for (int n = 0; n < Count; ++n) {
-        score(n) = Mods::exponent(p.mods, row, keys, step(n), score(n));
+        score(n) = Mods::exponent(p.mods, row, keys, step(n), score(n), pairs);
       }
     }
     if constexpr (Mods::hides_pairs) {
@@ -66,12 +67,13 @@ __device__ void modify_row(const AnyParams& p, const ScoreRow& at, int first_key
 }
 
 // A lane's part of a row of accumulators (tile/fragments.cuh), whose first key is first_key.
-template <class Config, int column_tiles, class AnyParams>
+template <class Config, int column_tiles, class AnyParams, class Pairs = FromMemory>
 __device__ void modify_fragment_row(const AnyParams& p, const ScoreRow& at, int first_key,
-                                    float* row, float base = 0, bool hides = true) {
+                                    float* row, float base = 0, bool hides = true,
+                                    const Pairs& pairs = {}) {
   modify_row<Config, 2 * column_tiles>(
       p, at, first_key, base, hides, [&](int n) -> float& { return row[n / 2 * 4 + n % 2]; },
-      [](int n) { return n / 2 * 8 + n % 2; });
+      [](int n) { return n / 2 * 8 + n % 2; }, pairs);
 }
 
 // A sink is one more score of a row, without a value: what it makes of the log-sum-exp, and the

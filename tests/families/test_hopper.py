@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from cupy_flash import MaskMod, plan
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.compiler import Cubin, compile_cubin
-from cupy_flash.planning.planner import make_plan, plan_tile
+from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import (
@@ -611,3 +614,71 @@ def test_a_unit_is_compiled_for_its_own_architecture_only():
     assert unit.arch_specific
     assert unit.target(h100) == "sm_90a"
     assert dataclasses.replace(unit, arch_specific=False).target(h100) == "sm_90"
+
+
+# ---- Biases, and blocks that not every consumer sees
+
+
+def modified(bias: np.ndarray | None = None, *, head_dim: int = 128, **more: Any) -> Plan:
+    """The plan of a call of 2 x 2048 queries and keys, 4 heads."""
+    q = np.empty((2, 2048, 4, head_dim), np.float16)
+    return plan(q, q, q, arch="sm_90", family="hopper", bias=bias, **more)
+
+
+def bias_of(*shape: int, dtype: str = "float16") -> np.ndarray:
+    # What it holds is not looked at, nor takes it memory.
+    return np.empty(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2, 4, 2048, 2048), (2048, 2048**2, 4 * 2048**2)),
+        ((1, 4, 2048, 2048), (2048, 2048**2, 0)),
+        ((2048, 2048), (2048, 0, 0)),
+        ((2, 1, 1, 2048), (0, 0, 2048)),
+    ],
+)
+def test_a_bias_of_the_queries_dtype_comes_beside_the_keys(shape, strides):
+    made = modified(bias_of(*shape))
+    spec = made.schedule.tensor_maps["bias"]
+    assert spec.shape == (2048, 2048, 4, 2)
+    assert spec.strides == tuple(2 * stride for stride in strides)
+    assert spec.box == (64, made.tile.Br)
+    assert made.launches[0].arguments == ("biased_maps", "params")
+
+
+@pytest.mark.parametrize(
+    ("bias", "more"),
+    [
+        (bias_of(1, 4, 2048, 2048, dtype="float32"), {}),
+        (bias_of(1, 4, 2048, 2050)[..., :2048], {}),
+        (bias_of(1, 4, 2048, 2048)[..., ::-1], {}),
+        (bias_of(1, 4, 2048, 2048), {"window_size": (9, 9)}),
+    ],
+    ids=["float32", "rows at odd addresses", "backwards", "window"],
+)
+def test_other_biases_are_read_one_by_one(bias, more):
+    made = modified(bias, **more)
+    assert made.unit is not None
+    assert list(made.schedule.tensor_maps) == ["q", "k", "v"]
+    assert "bias_stages = 0" in made.unit.text
+
+
+@pytest.mark.parametrize(
+    ("more", "is_noted"),
+    [
+        ({"window_size": (255, 0), "tile": {"Br": 192, "Bc": 64}}, True),
+        ({"window_size": (255, 0), "tile": {"Br": 128, "Bc": 128}}, False),
+        ({"window_size": (255, 0), "tile": {"Br": 64, "Bc": 32}}, False),
+        (
+            {"mask_mod": MaskMod(lambda i, j: (i - j) % 2 == 0), "tile": {"Br": 128, "Bc": 128}},
+            True,
+        ),
+        ({"softcap": 20.0}, False),
+    ],
+)
+def test_consumers_leave_blocks_out_where_their_rows_may_see_fewer(more, is_noted):
+    unit = modified(head_dim=64, **more).unit
+    assert unit is not None
+    assert f"bool noted = {str(is_noted).lower()};" in unit.text

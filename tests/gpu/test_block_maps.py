@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.block_map_text import compiled_masks, expected_map
+from support.block_map_text import check_map, compiled_masks
 
 from cupy_flash.calls.block_maps import map_of_mask, mask_text
 from cupy_flash.errors import UnsupportedError
@@ -29,6 +29,7 @@ from cupy_flash.mods.modification import MaskMod
 from cupy_flash.problem.device import device_for_arch
 
 SEED = np.random.default_rng(5)
+KERNELS = ("find_ranges", "build_block_map", "order_tiles")
 BATCH, HEADS = 2, 3
 DOCUMENTS = np.sort(SEED.integers(0, 6, (BATCH, 260)).astype(np.int32))
 
@@ -59,8 +60,9 @@ def random_spec(rng: np.random.Generator) -> MapSpec:
         return None if rng.integers(2) else int(rng.integers(0, bound))
 
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 260, 2))
+    parts = int(rng.choice([1, 2, 3]))
     return MapSpec(
-        Br=int(rng.choice([16, 24, 64, 100])),
+        Br=parts * int(rng.choice([8, 16, 24, 64, 100])),
         Bc=int(rng.choice([8, 16, 80, 128, 160])),
         batch=BATCH,
         heads_q=HEADS,
@@ -70,6 +72,7 @@ def random_spec(rng: np.random.Generator) -> MapSpec:
         causal=bool(rng.integers(2)),
         left=maybe(150),
         right=maybe(150),
+        parts=parts,
     )
 
 
@@ -89,35 +92,33 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
         spec = random_spec(rng)
         # Shown where they differ.
         print(spec)
-        found = hosts[name].build(spec)
-        expected = expected_map(MASKS[name], spec, spec.maps(text))
-        for got, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(got, wanted)
+        check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
 
 
 def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:
-    spec = MapSpec(64, 8, BATCH, HEADS, 100, 8 * 65 + 3, causal=True, q_offset=440)
-    found = hosts["window"].build(spec)
-    for got, wanted in zip(found, expected_map(MASKS["window"], spec, (1, 1)), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    spec = MapSpec(64, 8, BATCH, HEADS, 100, 8 * 65 + 3, causal=True, q_offset=440, parts=2)
+    check_map(hosts["window"].build(spec), MASKS["window"], spec, (1, 1))
     assert spec.words == 3
 
 
 def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
     batches, heads, tiles, blocks = 2, 3, 4, 75
-    bits = rng.random((2, batches, heads, tiles, 96)) < rng.choice([0.02, 0.5])
+    bits = rng.random((2, batches, heads, tiles, 2, 96)) < rng.choice([0.02, 0.5])
     bits[..., blocks:] = False
     words = np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)
-    counts = bits[0].sum(-1, dtype=np.int32)
-    addresses = [array.ctypes.data for array in (words[0], words[1], counts)]
+    order = rng.integers(0, tiles, (batches, heads, tiles, 4), np.int32)
+    addresses = [array.ctypes.data for array in (words[0], words[1], order)]
     map = np.array((*addresses, heads * tiles, tiles, 3, blocks), BLOCK_MAP_DTYPE)
     for b, h, t in np.ndindex(batches, heads, tiles):
-        visited, full = bits[:, b, h, t, :blocks]
+        visited, full = bits[:, b, h, t, :, :blocks] * np.array([[1], [2]])
         told = hosts["window"].read(map, b, h, t)
-        assert told[0] == visited.sum()
+        assert told[0] == order[b, h, t, 0]
         assert told[-1] == -1
-        before = np.maximum.accumulate(np.where(visited, np.arange(blocks), -1))
-        np.testing.assert_array_equal(told[1:-1].reshape(-1, 3).T, [visited, full, before])
+        any_part = visited.any(0)
+        before = np.maximum.accumulate(np.where(any_part, np.arange(blocks), -1))
+        after = np.minimum.accumulate(np.where(any_part, np.arange(blocks), blocks)[::-1])[::-1]
+        expected = [visited.sum(0), full.sum(0), before, after]
+        np.testing.assert_array_equal(told[1:-1].reshape(-1, 4).T, expected)
 
 
 # ---- The unit and its structs
@@ -144,9 +145,9 @@ def test_units_compile_without_warnings_and_lie_as_they_are_packed(arch) -> None
 
 
 def test_a_mask_that_reads_nothing_by_one_position_has_one_kernel() -> None:
-    assert unit_of(MASKS["window"], "float32").entries == ("build_block_map",)
-    assert unit_of(MASKS["dense"], "float32").entries == ("build_block_map",)
-    assert unit_of(MASKS["padding"], "float32").entries == ("find_ranges", "build_block_map")
+    assert unit_of(MASKS["window"], "float32").entries == ("build_block_map", "order_tiles")
+    assert unit_of(MASKS["dense"], "float32").entries == ("build_block_map", "order_tiles")
+    assert unit_of(MASKS["padding"], "float32").entries == KERNELS
 
 
 def test_tiles_lengths_and_values_share_a_unit() -> None:
@@ -156,18 +157,23 @@ def test_tiles_lengths_and_values_share_a_unit() -> None:
     assert unit_of(one, "float16").text == unit_of(other, "float16").text
 
 
-@pytest.mark.parametrize("dtype", [BLOCK_MAP_DTYPE, params_dtype(np.dtype([("_", np.int32)]))])
+@pytest.mark.parametrize("dtype", [BLOCK_MAP_DTYPE, params_dtype(np.dtype([("x", np.int32)]))])
 def test_fields_lie_as_a_c_compiler_aligns_them(dtype: np.dtype) -> None:
     assert dtype.names is not None
-    aligned = np.dtype([(name, dtype[name]) for name in dtype.names], align=True)
+    # Structs begin on 8 bytes, whatever is in them.
+    scalars = [name for name in dtype.names if dtype[name].fields is None]
+    aligned = np.dtype([(name, dtype[name]) for name in scalars], align=True)
     assert aligned.fields is not None
-    for name in dtype.names:
-        assert aligned.fields[name][1] == dtype.fields[name][1]
+    assert dtype.fields is not None
+    first = dtype.fields[scalars[0]][1]
+    for name in scalars:
+        assert first + aligned.fields[name][1] == dtype.fields[name][1]
+    assert all(dtype.fields[name][1] % 8 == 0 for name in set(dtype.names) - set(scalars))
     assert dtype.itemsize % 8 == 0
 
 
 def test_packing_fills_every_field() -> None:
-    mod, spec = MASKS["documents"], MapSpec(192, 128, 2, 3, 300, 260, -7, True, 5, 9)
+    mod, spec = MASKS["documents"], MapSpec(192, 128, 2, 3, 300, 260, -7, True, 5, 9, 3)
     text = mask_text(mod, "float32")
     mods = pack_arguments(mod.specs, mod.captures, {"doc": 0xD0C}, "float")
     map = BlockMap(1, 2, 3, 4, 5, 6, 7, 8, None)
@@ -175,8 +181,10 @@ def test_packing_fills_every_field() -> None:
     (record,) = np.frombuffer(bytes(packed), params_dtype(mods.dtype))
     assert tuple(record["map"]) == (1, 2, 3, 6, 7, 4, 5)
     assert (record["row_ranges"], record["key_ranges"]) == (0x1000, 0x1200)
-    names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset", "Br", "Bc", "row_tiles")
-    assert [record[name] for name in names] == [2, 1, 300, 260, -7, 192, 128, 2]
+    names = ("batches", "heads", "seqlen_q", "seqlen_k", "q_offset")
+    assert [record[name] for name in names] == [2, 1, 300, 260, -7]
+    names = ("part_rows", "Bc", "row_tiles", "parts")
+    assert [record[name] for name in names] == [64, 128, 2, 3]
     assert (record["left"], record["right"]) == (5, 0)
     assert record["mods"] == mods
 
@@ -184,14 +192,14 @@ def test_packing_fills_every_field() -> None:
 # ---- Sizes
 
 
-def test_the_map_of_a_million_tokens_takes_16_mb() -> None:
-    spec = MapSpec(128, 128, 1, 32, 2**20, 2**20, causal=True)
+def test_the_map_of_a_million_tokens_takes_34_mb() -> None:
+    spec = MapSpec(128, 128, 1, 32, 2**20, 2**20, causal=True, parts=2)
     text = mask_text(MaskMod(lambda i, j, doc: doc[i] == doc[j], doc=np.zeros(9, np.int32)), "any")
     layout = Layout.of(spec, text)
     assert (spec.row_tiles, spec.key_blocks, spec.words) == (8192, 8192, 256)
-    assert layout.bytes == 2 * 8192 * 256 * 4 + 8192 * 4
-    assert layout.bytes < 17e6
-    assert layout.scratch == 2 * 8192 * 24
+    assert layout.bytes == 2 * 16384 * 256 * 4 + 8192 * 16
+    assert layout.bytes < 34e6
+    assert layout.scratch == (16384 + 8192) * 24
 
 
 def test_sequences_and_heads_have_maps_of_their_own_only_where_the_mask_names_them() -> None:
@@ -308,11 +316,11 @@ def test_a_map_is_built_once_for_the_same_facts(cuda: FakeCuda) -> None:
 def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
     mod = documents()
     specs = [SPEC] + [
-        MapSpec(**{**vars(SPEC), name: value})
+        SPEC._replace(**{name: value})
         for name, value in (("Br", 32), ("Bc", 32), ("batch", 3), ("heads_q", 4), ("seqlen_q", 9))
     ]
     specs += [
-        MapSpec(**{**vars(SPEC), name: value})
+        SPEC._replace(**{name: value})
         for name, value in (("seqlen_k", 9), ("q_offset", 1), ("causal", True), ("left", 4))
     ]
     for spec in specs:
@@ -357,7 +365,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     built_on = next(stream for name, stream, *_ in cuda.done if name == "build_block_map")
     assert built_on != 0xA0
     names = [what[0] for what in cuda.done]
-    assert names == ["record", "wait", "find_ranges", "build_block_map", "record", "wait"]
+    assert names == ["record", "wait", *KERNELS, "record", "wait"]
     # What comes in was written on the current stream; what goes out is read on it.
     (_, before, of_current), (_, waiting, event) = cuda.done[:2]
     assert (of_current, waiting, event) == (0xA0, built_on, before)
@@ -374,6 +382,24 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
     del ready
 
 
+def test_the_legacy_stream_waits_once_and_is_waited_for_by_the_next_build(cuda: FakeCuda) -> None:
+    cuda.streams = [0]
+    mod = documents()
+    map_of_mask(mod, SPEC, "float16").launched()
+    (_, waiting, _), *_ = (what for what in cuda.done if what[0] == "wait")
+    assert cuda.done[-1][:2] == ("wait", 0)
+    cuda.done.clear()
+    map_of_mask(mod, SPEC, "float16").launched()
+    assert cuda.done == []
+    # What it reads may be forgotten, and its memory used by what another stream asks for.
+    cuda.streams = [0xB0]
+    map_of_mask(documents(), SPEC, "float16")
+    _, event, _ = cuda.done[0]
+    waits = ("wait", waiting, event)
+    assert cuda.done[:4] == [("record", event, 0xB0), waits, ("record", event, 0), waits]
+    assert cuda.done[4][0] == "find_ranges"
+
+
 def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: FakeCuda) -> None:
     mod = documents()
     kept = map_of_mask(mod, SPEC, "float16").map
@@ -382,7 +408,7 @@ def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: Fak
     ready = map_of_mask(mod, SPEC, "float16")
     ready.launched()
     assert ready.map is not kept
-    assert cuda.done == [("find_ranges", 0xA0), ("build_block_map", 0xA0)]
+    assert cuda.done == [(name, 0xA0) for name in KERNELS]
     cuda.capturing.clear()
     assert map_of_mask(mod, SPEC, "float16").map is kept
 

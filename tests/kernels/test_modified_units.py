@@ -29,9 +29,12 @@ TABLE = ScoreMod(
     lambda score, h, i, j, table: score + table[h, np.clip(i - j, -64, 64) + 64],
     table=np.zeros((HEADS, 129), np.float32),
 )
+BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
-    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 0, {"window_size": (1023, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"bias": BIAS}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"score_mod": TABLE}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"alibi_slopes": array(HEADS)}),
     # Loads for each pair leave no registers: see docs/masks.md.
     ("hopper", "sm_90", "float16", 64, SEQLEN, 64, {"mask_mod": DOCUMENTS, "causal": True}),

@@ -81,7 +81,7 @@ def test_a_spec_is_what_device_text_depends_on(value, spec) -> None:
         ("x", 2**31, ValueError, "int32 does not hold; pass a float"),
         ("x", "text", TypeError, "x is a str; expected a NumPy or CuPy array"),
         ("x", 1j, TypeError, "x is a complex"),
-        ("x", [1, 2], TypeError, "x is a list"),
+        ("x", [1, 2], TypeError, r"x is a list; expected an array: pass np.array\(x\)"),
         ("x", np.ones(3, np.int16), TypeError, "dtype int16; expected one of bool, uint8, int32"),
         ("x", np.ones(3, ">f4"), TypeError, "dtype >f4"),
         ("x", np.ones((1,) * 5), ValueError, "5 axes; expected at most 4"),
@@ -100,11 +100,11 @@ def test_what_cannot_be_captured_is_refused(name, value, error, message) -> None
 def test_fields_lie_as_in_cpp_and_bear_the_names_of_captures() -> None:
     captures = {
         "n": CaptureSpec("int32"),
-        "table": CaptureSpec("float16", 3, True),
+        "table": CaptureSpec("float16", 3, True, is_wide=True),
         "factor": CaptureSpec("real"),
         "line": CaptureSpec("int32", 1, True),
         "scale": CaptureSpec("float32", 0),
-        "apart": CaptureSpec("int32", 1, False),
+        "apart": CaptureSpec("int32", 1, False, is_wide=True),
     }
     dtype = arguments_dtype(captures, "double")
     assert dtype.names == ("apart", "factor", "line", "n", "scale", "table")

@@ -80,7 +80,7 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score, j: score & j, "bits are those of integers"),
         (lambda score, j: score - ((j > 2) - (j > 5)), "p \\^ q"),
         (lambda score, j: score + -(j > 2), "~p"),
-        (lambda score, j: score**j, "np.exp2"),
+        (lambda score, j: score**j, r"np.exp2\(y\) for 2 \*\* y"),
         (lambda score, j: j**-2, r"astype\(np.float32\)"),
         (lambda score: score**1000, "np.exp2"),
         (lambda score, j: np.reciprocal(j), "1 / x"),
@@ -138,6 +138,7 @@ def test_unsigned_words_are_not_mixed_with_positions() -> None:
     ("function", "captures", "message"),
     [
         (lambda score, k: score, {}, "takes 'k', which is neither one of score, b, h, i, j"),
+        (lambda score, kv_idx: score, {}, "rename it, as .* j for the key's, or pass kv_idx="),
         (lambda score: score, {"table": TABLE}, "does not take 'table'"),
         (lambda b, score: score, {}, "expected 'score' first"),
         (lambda b: b, {}, "expected 'score' first"),

@@ -72,22 +72,27 @@ namespace mask{number} {{
 #include "blocks/block_map.cu"
 
 extern "C" void read{number}(const BlockMap* map, int batch, int head, int tile, int* answers) {{
-  const MappedBlocks blocks(*map, batch, head, tile);
-  *answers++ = blocks.count;
+  const MappedBlocks<2> blocks(*map, batch, head, tile);
+  *answers++ = map->tile_at(batch, head, tile).tile;
   for (int k = 0; k < map->key_blocks; ++k) {{
-    *answers++ = blocks.is_visited(k);
-    *answers++ = blocks.is_full(k);
+    *answers++ = blocks.visited_by(k);
+    *answers++ = blocks.full_for(k);
     *answers++ = blocks.last_before(k + 1);
+    *answers++ = blocks.first_from(k, map->key_blocks);
   }}
   *answers = blocks.last_before(0);
 }}
 
-extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thread_blocks) {{
+extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thread_blocks,
+                              int heads) {{
   for (int block = 0; block < (range_warps + 7) / 8; ++block) {{
     run_block(256, [&] {{ blockIdx.x = block; block_map::find_ranges(*p); }});
   }}
   for (int block = 0; block < thread_blocks; ++block) {{
     run_block(256, [&] {{ blockIdx.x = block; block_map::build(*p); }});
+  }}
+  for (int head = 0; head < heads; ++head) {{
+    run_block(256, [&] {{ blockIdx.x = head; block_map::order_tiles(*p); }});
   }}
 }}
 }}
@@ -102,9 +107,10 @@ class HostMask(NamedTuple):
     classify
         Of b, h and an (n, 4) array of i_low, i_high, j_low and j_high: what bounds say of each.
     build
-        Of a `MapSpec`: visited, full and counts.
+        Of a `MapSpec`: visited, full and tiles.
     read
-        What a kernel is told of a row tile of such a map: of `BLOCK_MAP_DTYPE`, batch, head, tile.
+        What a kernel is told of a row tile, of two parts, of such a map: of `BLOCK_MAP_DTYPE`,
+        batch, head, tile.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
@@ -162,15 +168,14 @@ def _host_mask(
 
     def built(spec: MapSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
-        # Nothing in it that has not been written, but the counts.
+        # Nothing in it that has not been written.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
-        memory[layout.counts :] = 0
         scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
         address = memory.ctypes.data
         map = BlockMap(
             visited=address,
             full=address + layout.full,
-            counts=address + layout.counts,
+            tiles=address + layout.tiles,
             words=spec.words,
             key_blocks=spec.key_blocks,
             batch_stride=0,
@@ -181,14 +186,16 @@ def _host_mask(
         params = np.frombuffer(
             packed_params(spec, text, packed(), map, scratch.ctypes.data), np.uint8
         )
-        of_rows = spec.row_tiles if text.row_ranges else 0
+        parts = spec.row_tiles * spec.parts
+        of_rows = parts if text.row_ranges else 0
         of_keys = spec.key_blocks if text.key_ranges else 0
-        thread_blocks = batches * heads * spec.row_tiles * spec.words
-        build(pointer(params), batches * heads * (of_rows + of_keys), thread_blocks)
+        thread_blocks = -(-batches * heads * parts * spec.words // 8)
+        warps = batches * heads * (of_rows + of_keys)
+        build(pointer(params), warps, thread_blocks, batches * heads)
         return read_map(spec, (batches, heads), memory, layout)
 
     def told(map: np.ndarray, batch: int, head: int, tile: int) -> np.ndarray:
-        answers = np.empty(2 + 3 * int(map["key_blocks"]), np.int32)
+        answers = np.empty(2 + 4 * int(map["key_blocks"]), np.int32)
         read(pointer(map), batch, head, tile, pointer(answers))
         return answers
 
@@ -202,8 +209,8 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 def read_map(
     spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A map's bytes as bools (batches, heads, row tiles, key blocks), twice, and as counts."""
-    shape = (*maps, spec.row_tiles)
+    """A map's bytes as bools (batches, heads, parts, key blocks), twice, and the tiles."""
+    shape = (*maps, spec.row_tiles * spec.parts)
     size = int(np.prod(shape)) * spec.words * 4
     bits = []
     for begin in (0, layout.full):
@@ -212,14 +219,39 @@ def read_map(
         blocks = np.unpackbits(words, axis=-1, bitorder="little").astype(bool)
         assert not blocks[..., spec.key_blocks :].any()
         bits.append(blocks[..., : spec.key_blocks])
-    counts = memory[layout.counts : layout.bytes].view(np.int32).reshape(shape)
-    return bits[0], bits[1], counts
+    tiles = memory[layout.tiles : layout.bytes].view(np.int32).reshape(*maps, spec.row_tiles, 4)
+    return bits[0], bits[1], tiles[..., :3]
 
 
-def expected_map(
+def check_map(
+    found: tuple[np.ndarray, np.ndarray, np.ndarray],
+    mod: MaskMod,
+    spec: MapSpec,
+    maps: tuple[int, int],
+) -> None:
+    """Asserts that a map, as of `read_map`, says what the mask's pairs say."""
+    visited, full, tiles = found
+    expected_visited, expected_full = _expected_map(mod, spec, maps)
+    np.testing.assert_array_equal(visited, expected_visited)
+    np.testing.assert_array_equal(full, expected_full)
+    # All tiles, the largest first; of nearly as many blocks in any order.
+    order = tiles[..., 0]
+    np.testing.assert_array_equal(
+        np.sort(order), np.broadcast_to(range(spec.row_tiles), order.shape)
+    )
+    of_tiles = visited.reshape(*maps, spec.row_tiles, spec.parts, spec.key_blocks).any(-2)
+    of_tiles = np.take_along_axis(of_tiles, order[..., None], -2)
+    counts, any_visited = of_tiles.sum(-1), of_tiles.any(-1)
+    begin, end = of_tiles.argmax(-1), spec.key_blocks - of_tiles[..., ::-1].argmax(-1)
+    np.testing.assert_array_equal(tiles[..., 1], np.where(any_visited, begin, 0))
+    np.testing.assert_array_equal(tiles[..., 2], np.where(any_visited, end, 0))
+    assert (counts[..., 1:] - counts[..., :-1] <= spec.key_blocks // 255).all()
+
+
+def _expected_map(
     mod: MaskMod, spec: MapSpec, maps: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same, pair by pair."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pair by pair, whether blocks are visited, and full."""
     left, right = spec.band
     i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
     j = np.arange(spec.seqlen_k, dtype=np.int32)
@@ -228,12 +260,13 @@ def expected_map(
     h = np.arange(maps[1], dtype=np.int32)[:, None, None]
     seen = np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape))
     some_seen = of_blocks(seen & inside, spec)
-    visited, full = some_seen, some_seen & ~of_blocks(~seen & inside, spec)
-    return visited, full, visited.sum(-1, dtype=np.int32)
+    return some_seen, some_seen & ~of_blocks(~seen & inside, spec)
 
 
 def of_blocks(pairs: np.ndarray, spec: MapSpec) -> np.ndarray:
-    """Whether any pair of each block is true."""
-    rows = np.arange(0, spec.seqlen_q, spec.Br)
+    """Whether any pair of each block is true; none is where parts of the last tile have no rows."""
+    rows = np.arange(0, spec.seqlen_q, spec.Br // spec.parts)
     keys = np.arange(0, spec.seqlen_k, spec.Bc)
-    return np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, -2), keys, -1)
+    blocks = np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, -2), keys, -1)
+    missing = spec.row_tiles * spec.parts - len(rows)
+    return np.pad(blocks, [(0, 0), (0, 0), (0, missing), (0, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,13 @@ import pytest
 from cupy_flash.arrays import jax_arrays, torch_arrays
 from cupy_flash.calls import attention, on_gpu, on_host, results
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.modifiers import Functions
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import TensorMapSpec
-from cupy_flash.gpu import append, launch
+from cupy_flash.gpu import append, block_maps, launch
 from cupy_flash.gpu.append import APPEND_DTYPE, ENTRY
+from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
 
@@ -126,7 +129,7 @@ class FakeGpu:
         self.compiled: list[str] = []
         self.counters: list[int] = []
         # Where the struct of a launch is written, and what kernels are given for it.
-        memory = bytearray(512)
+        memory = bytearray(MAX_BYTES)
         self.arguments = SimpleNamespace(memory=memory, pointer=memory)
         self.device = self.stream = 0
         self.order: list[tuple[int, int]] = []
@@ -153,17 +156,27 @@ class FakeGpu:
 
     def get(self, unit: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
         self.compiled.append(unit.title)
-        return {entry: self._kernel(entry) for entry in unit.entries}
+        is_of_maps = block_maps.BUILD in unit.entries
+        return {entry: self._kernel(entry, is_of_maps) for entry in unit.entries}
 
-    def _kernel(self, entry: str) -> Any:
+    def _kernel(self, entry: str, is_of_maps: bool) -> Any:
         def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
             assert min(*grid, *block) > 0
             *maps, memory = arguments
+            if is_of_maps:
+                self.launches.append((entry, bytes(memory)))
+                return
             dtype = APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
             self.launches.append((entry, np.frombuffer(bytes(memory), dtype, 1)[0]))
             self.maps += maps
 
         return launch
+
+
+class _Stream(contextlib.nullcontext[None]):
+    """One that what is built on it is not told from the current one."""
+
+    ptr = 0x57
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -174,19 +187,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         getDevice=lambda: gpu.device,
         eventRecord=recorded.__setitem__,
         streamWaitEvent=lambda stream, event: gpu.order.append((stream, recorded[event])),
+        memsetAsync=lambda *_: None,
     )
     cuda = SimpleNamespace(
         runtime=runtime,
         alloc=gpu.alloc,
         get_current_stream=lambda: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
+        Stream=lambda non_blocking: _Stream(),
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
         MemoryPointer=lambda memory, offset: memory,
     )
     fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda)
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    for module in (on_gpu, attention, results):
+    for module in (on_gpu, attention, results, block_maps):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -197,7 +212,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
     for module in (attention, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
-    for module in (launch, append):
+    monkeypatch.setattr(block_maps, "_streams", {})
+    monkeypatch.setattr(block_maps, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
+    for module in (launch, append, block_maps):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 
@@ -214,10 +231,9 @@ def compute_on_host(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
     cupy = SimpleNamespace(ndarray=FakeArray, asarray=here, asnumpy=np.asarray, cuda=cuda)
 
-    def run(arguments: Arguments, options: Options, keys: int = 0) -> Any:
+    def run(arguments: Arguments, options: Options, *, functions: Functions) -> Any:
         uploads.append(arguments)
-        assert keys == 0
-        return on_host.forward(arguments, options, keys, "cpu")
+        return on_host.forward(arguments, options, 0, "cpu", functions)
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(on_host, "_calls", {})

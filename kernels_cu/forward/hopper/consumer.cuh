@@ -5,6 +5,7 @@
 // tensor cores do not run dry between query tiles either.
 #pragma once
 
+#include "forward/hopper/bias.cuh"
 #include "forward/hopper/cta.cuh"
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/results.cuh"
@@ -39,12 +40,23 @@ struct HopperConsumer {
   int full_end;   // where Config::sequences, the first block that needs a mask
   int block;      // of keys, whose scores were computed last
   int begin;      // the last block that the tile visits
+  typename Cta::Note note;  // of the block, where Config::noted
+  RingPosition<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
       : cta(cta), consumer(consumer), products(cta, consumer), softmax(cta.p) {}
 
   __device__ void consume() {
     softmax.reset();
+    if constexpr (Config::noted) {
+      consume_own();
+    } else {
+      consume_all();
+    }
+  }
+
+  // Every block of the stream.
+  __device__ void consume_all() {
     if (!enter_tile()) return;
     if (Config::turns && consumer == consumers - 1) pass_turn();
     products.keep_queries();
@@ -63,29 +75,9 @@ struct HopperConsumer {
         if (!enter_tile()) break;
         products.keep_queries();
       } else {
-        block = Cta::block_after(cta.p, cta.visit(visit)->work, block);
+        --block;
       }
-      if (Config::turns) take_turn();
-      products.start_scores();
-      products.start_output(accumulate);
-      if (Config::turns) pass_turn();
-
-      ptx::wgmma_wait_group<1>();
-      products.leave_scores(2, tile_ends, block == begin);
-      const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
-      if (tile_ends) softmax.reset();
-      const bool rescales = take_softmax(rescale);
-      float normalizer[2];
-      if (tile_ends) results().finish_softmax(finished, normalizer);
-
-      ptx::wgmma_wait_group<0>();
-      products.leave_output();
-      if (tile_ends) {
-        results().write_output(normalizer);
-      } else if (rescales) {
-        products.scale_output(rescale);
-      }
-      products.narrow_probabilities();
+      multiply_both(tile_ends, accumulate, rescale);
       accumulate = !tile_ends;
     }
 
@@ -97,6 +89,120 @@ struct HopperConsumer {
     ptx::wgmma_wait_group<0>();
     products.leave_output();
     results().write_output(normalizer);
+  }
+
+  // The scores of `block` and the output of the one before it, which was the last of its query tile
+  // if `tile_ends`.
+  __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
+    if (Config::turns) take_turn();
+    products.start_scores();
+    products.start_output(accumulate);
+    if (Config::turns) pass_turn();
+
+    ptx::wgmma_wait_group<1>();
+    products.leave_scores(2, tile_ends, !Config::noted && block == begin);
+    const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
+    if (tile_ends) softmax.reset();
+    const bool rescales = take_softmax(rescale);
+    float normalizer[2];
+    if (tile_ends) results().finish_softmax(finished, normalizer);
+
+    ptx::wgmma_wait_group<0>();
+    products.leave_output();
+    if (tile_ends) {
+      results().write_output(normalizer);
+    } else if (rescales) {
+      products.scale_output(rescale);
+    }
+    products.narrow_probabilities();
+  }
+
+  // The blocks of the stream that are this consumer's, and over those that are not: the tensor cores
+  // are the others' then. Turns are taken at every block, so that all take as many. Of a consumer
+  // without the second block:
+  //
+  //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
+  //   started    S0    O0       S2       S3 O2    O3
+  __device__ void consume_own() {
+    if (Config::turns && consumer == consumers - 1) pass_turn();
+    visit = -1;
+    bool is_first_turn = true;
+    bool accumulate = false;
+    while (true) {
+      for (take_note(); !note.is_of(consumer); take_note()) {
+        change_tile(accumulate);
+        if (Config::turns) take_turn();
+        products.pass_keys(note.is_end());
+        if (!is_first_turn) products.pass_values();
+        is_first_turn = false;
+        end_turn();
+        if (note.is_end()) return;
+      }
+      change_tile(accumulate);
+      if (!accumulate) {
+        enter_tile();
+        products.keep_queries();
+      }
+      if (Config::turns) take_turn();
+      products.start_scores();
+      if (!is_first_turn) products.pass_values();
+      end_turn();
+      ptx::wgmma_wait_group<0>();
+      products.leave_scores(is_first_turn ? 1 : 2, !accumulate, false);
+      is_first_turn = false;
+      float rescale[2];
+      if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
+      products.narrow_probabilities();
+
+      for (take_note(); note.is_of(consumer); take_note()) {
+        const bool tile_ends = note.begins_tile();
+        if (tile_ends) {
+          visit = Cta::next_visit(visit);
+          enter_tile();
+          products.keep_queries();
+        }
+        multiply_both(tile_ends, accumulate, rescale);
+        accumulate = !tile_ends;
+      }
+
+      if (Config::turns) take_turn();
+      products.pass_keys(note.is_end());
+      products.start_output(accumulate);
+      end_turn();
+      ptx::wgmma_wait_group<0>();
+      products.leave_output();
+      accumulate = true;
+      change_tile(accumulate);
+      if (note.is_end()) return;
+    }
+  }
+
+  // Waits for the next block of the stream. Queries of a tile that ends there are left at once: who
+  // waits for the next tile's may be the one whose turn comes first.
+  __device__ void take_note() {
+    products.await_slot();
+    note = *cta.note(products.ring.slot);
+    block = note.block;
+    if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
+  }
+
+  // Where the stream comes to another query tile, or to its end: leaves that of which O holds some.
+  __device__ void change_tile(bool& accumulate) {
+    if (!note.begins_tile() && !note.is_end()) return;
+    if (accumulate) {
+      const HopperResults<Config> of_tile = {cta, products, Cta::next_visit(visit)};
+      float normalizer[2];
+      of_tile.finish_softmax(softmax.rows, normalizer);
+      of_tile.write_output(normalizer);
+      softmax.reset();
+      accumulate = false;
+    }
+    if (!note.is_end()) visit = Cta::next_visit(visit);
+  }
+
+  // Nobody waits for the last turn of the last.
+  __device__ void end_turn() const {
+    if (Config::turns && !(note.is_end() && consumer == consumers - 1)) pass_turn();
   }
 
   // Of the query tile before the one that was entered last.
@@ -111,8 +217,10 @@ struct HopperConsumer {
     if (Config::sequences) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
-    block = next.keys.end - 1;
-    begin = next.keys.begin;
+    if constexpr (!Config::noted) {
+      block = next.keys.end - 1;
+      begin = next.keys.begin;
+    }
     return true;
   }
 
@@ -158,17 +266,6 @@ struct HopperConsumer {
   // Of the current tile; asked for where the mask depends on it.
   __device__ int batch() const { return Config::prefix ? cta.visit(visit)->work.batch : 0; }
 
-  // Whether a block map says that no mask hides a pair of the block.
-  template <class AnyParams>
-  __device__ bool is_shown_whole(const AnyParams& p, const Work& work) const {
-    if constexpr (Config::mapped) {
-      return MappedBlocks(p.block_map, work.batch, work.head, work.q_begin / Config::Br)
-          .is_full(block);
-    } else {
-      return false;
-    }
-  }
-
   __device__ void modify_scores() {
     if constexpr (Config::modified) {
       const Visit& current = *cta.visit(visit);
@@ -176,14 +273,15 @@ struct HopperConsumer {
       const int q_offset =
           Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
       const int first = products.first_row_of(current.work) + Products::lane_row();
-      const bool hides = !is_shown_whole(cta.p, current.work);
+      const bool hides = !Config::mapped || !note.is_full(consumer);
+      const HopperBias<Config> bias(cta, consumer, bias_ring);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const ScoreRow at = {current.work.batch, current.work.head, first + 8 * half,
                              q_offset,           sequence.q_first,  sequence.k_first};
         modify_fragment_row<Config, Bc / 8>(cta.p, at, block * Bc + threadIdx.x % 4 * 2,
                                             products.scores + 2 * half, softmax.rows[half].base,
-                                            hides);
+                                            hides, bias.of_half(half));
       }
     }
   }

@@ -17,6 +17,11 @@ struct TensorMaps {
   TensorMap v;
 };
 
+// Of units whose bias the copy engine brings.
+struct BiasedTensorMaps : TensorMaps {
+  TensorMap bias;
+};
+
 #if __CUDA_ARCH__ == 900
 
 // A slot of a ring of buffers, and the parity of its barriers' phase.
@@ -42,6 +47,8 @@ struct HopperCta {
   using QueryTile = SlabTile<Br, Config::head_dim>;
   using KeyTile = SlabTile<Bc, Config::head_dim>;
   using ValueTile = SlabTile<Bc, Config::head_dim_v>;
+  using BiasTile = SlabTile<Br, Bc>;
+  static constexpr bool streams_bias = Config::bias_stages > 0;
 
   static constexpr int slot_bytes =
       KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes;
@@ -63,15 +70,38 @@ struct HopperCta {
   // Each slot may hold one, and there is the end.
   static constexpr int tails = Config::sequences ? Config::stages + 1 : 0;
 
-  // Shared memory: the ring of query tiles, the ring of K and V tiles, the barriers, the visits and
-  // the tails.
+  // What the producer says of the block whose keys are in a slot, where not every block is every
+  // consumer's.
+  struct Note {
+    int block;
+    unsigned bits;
+
+    static constexpr unsigned first = 1 << 30, end = 1u << 31;
+    // Of as many bits as there are consumers: whose block it is, and for which no mask hides a pair.
+    __device__ static Note of(int block, unsigned whose, unsigned full, bool begins_tile) {
+      return {block, whose | full << 8 | (begins_tile ? first : 0)};
+    }
+    __device__ static Note end_of_work() { return {-1, end}; }
+
+    __device__ bool is_of(int consumer) const { return bits >> consumer & 1; }
+    __device__ bool is_full(int consumer) const { return bits >> (8 + consumer) & 1; }
+    __device__ bool begins_tile() const { return bits & first; }
+    __device__ bool is_end() const { return bits & end; }
+  };
+  static constexpr int notes = Config::noted ? Config::stages : 0;
+
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, the
+  // barriers, the visits, the tails and the notes.
   static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
-  static constexpr int barrier_offset = ring_offset + Config::stages * slot_bytes;
+  static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
+  static constexpr int barrier_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
-  static constexpr int barriers = ring_barriers + (Config::sequences ? 2 + tails : 0);
+  static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
+  static constexpr int barriers = ring_barriers + sequence_barriers + 2 * Config::bias_stages;
   static constexpr int visit_offset = barrier_offset + barriers * 8;
   static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
-  static_assert(tail_offset + tails * int(sizeof(Tail)) == Config::shared_memory,
+  static constexpr int note_offset = tail_offset + tails * int(sizeof(Tail));
+  static_assert(note_offset + notes * int(sizeof(Note)) == Config::shared_memory,
                 "as the host planned");
 
   const Params& p;
@@ -89,6 +119,11 @@ struct HopperCta {
   __device__ unsigned found_empty() const { return full(ring_barriers + 1); }
   __device__ unsigned arrived(int index) const { return full(ring_barriers + 2 + index); }
 
+  __device__ unsigned bias_full(int slot) const {
+    return full(ring_barriers + sequence_barriers + slot);
+  }
+  __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
+
   __device__ void init_barriers() const {
     // Each warp of a consumer says that it left.
     constexpr int warps = 4 * consumers;
@@ -99,6 +134,10 @@ struct HopperCta {
     for (int slot = 0; slot < Config::q_stages; ++slot) {
       ptx::mbarrier_init(q_full(slot), 1);
       ptx::mbarrier_init(q_empty(slot), warps);
+    }
+    for (int slot = 0; slot < Config::bias_stages; ++slot) {
+      ptx::mbarrier_init(bias_full(slot), 1);
+      ptx::mbarrier_init(bias_empty(slot), warps);
     }
     if constexpr (Config::sequences) {
       ptx::mbarrier_init(found_full(), 1);
@@ -125,10 +164,19 @@ struct HopperCta {
     return reinterpret_cast<Tail*>(shared_memory + tail_offset) + index;
   }
 
+  __device__ Note* note(int slot) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<Note*>(shared_memory + note_offset) + slot;
+  }
+
   __device__ static int next_visit(int index) { return index + 1 == visits ? 0 : index + 1; }
 
   __device__ unsigned slot_address(int slot) const {
     return shared + ring_offset + slot * slot_bytes;
+  }
+
+  __device__ unsigned bias_address(int slot) const {
+    return shared + bias_offset + slot * BiasTile::bytes;
   }
 
   // ---- Query tiles.
@@ -143,33 +191,39 @@ struct HopperCta {
     const unsigned tile = round * gridDim.x + place;
     if (tile >= tiles) return Visit::end_of_work();
     const Work work = find_work<Br>(p, tile);
-    const int q_end = min(work.q_begin + Br, p.seqlen_q);
-    return {{},
-            work,
-            mapped(p, work,
-                   find_key_tiles<Bc, Config::split_keys>(Mask<Config>(p, work.batch), work.q_begin,
-                                                          q_end, work.split, p.num_splits))};
+    if constexpr (Config::mapped) {
+      return mapped_visit(p, work);
+    } else {
+      return {{}, work, key_tiles(p, work)};
+    }
   }
 
-  // The blocks of keys from the first to the last that a block map says are visited.
+  __device__ static KeyTiles key_tiles(const Params& p, const Work& work) {
+    const int q_end = min(work.q_begin + Br, p.seqlen_q);
+    return find_key_tiles<Bc, Config::split_keys>(Mask<Config>(p, work.batch), work.q_begin, q_end,
+                                                  work.split, p.num_splits);
+  }
+
+  // With a block map, which has a head's query tiles in the order of their blocks.
   template <class AnyParams>
-  __device__ static KeyTiles mapped(const AnyParams& p, const Work& work, KeyTiles keys) {
-    if constexpr (Config::mapped) {
-      const MappedBlocks blocks(p.block_map, work.batch, work.head, work.q_begin / Br);
+  __device__ static Visit mapped_visit(const AnyParams& p, Work work) {
+    const int place = ceil_div(p.seqlen_q, Br) - 1 - work.q_begin / Br;
+    const MappedTile found = p.block_map.tile_at(work.batch, work.head, place);
+    work.q_begin = found.tile * Br;
+    KeyTiles keys = key_tiles(p, work);
+    keys.begin = max(keys.begin, found.begin);
+    keys.end = max(keys.begin, min(keys.end, found.end));
+    if constexpr (Config::split_keys) {
+      const MappedBlocks<consumers> blocks = mapped_blocks(p, work);
       keys.begin = blocks.first_from(keys.begin, keys.end);
       if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
     }
-    return keys;
+    return {{}, work, keys};
   }
 
-  // The block of keys that a query tile visits after another.
   template <class AnyParams>
-  __device__ static int block_after(const AnyParams& p, const Work& work, int block) {
-    if constexpr (Config::mapped) {
-      return MappedBlocks(p.block_map, work.batch, work.head, work.q_begin / Br).last_before(block);
-    } else {
-      return block - 1;
-    }
+  __device__ static MappedBlocks<consumers> mapped_blocks(const AnyParams& p, const Work& work) {
+    return {p.block_map, work.batch, work.head, work.q_begin / Br};
   }
 
   // How many blocks before its last the producer asks for the visit after this one, where visits

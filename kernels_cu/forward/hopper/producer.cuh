@@ -21,6 +21,7 @@ struct HopperProducer {
   int visit = 0;  // index in the ring of visits
   RingPosition<1> found = {};
   RingPosition<Cta::tails> tail = {};
+  RingPosition<Config::bias_stages> bias_ring = {};
 
   // A block of keys of a sequence, and of their values.
   struct Block {
@@ -48,12 +49,15 @@ struct HopperProducer {
       bool announced =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
       if (announced) announce(next);
+      unsigned with_blocks = 0;  // consumers that got one of this tile
       for (int key = next.keys.end - 1; key >= next.keys.begin;
-           key = Cta::block_after(cta.p, next.work, key)) {
+           key = block_after(cta.p, next.work, key)) {
         const Sequence& sequence = next.sequence(cta.p);
         const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
                             sequence.seqlen_k};
+        if constexpr (Config::noted) leave_note(next, key, with_blocks);
         load_block<KeyTile>(&cta.maps.k, keys);
+        if constexpr (Cta::streams_bias) load_bias(next.work, key);
         if (values.index >= 0) load_values(values);
         if (!announced) announce(next);
         announced = true;
@@ -64,8 +68,9 @@ struct HopperProducer {
         }
       }
     }
+    if constexpr (Config::noted) note_end();
     if (values.index >= 0) load_values(values);
-    announce(Visit::end_of_work());
+    if constexpr (!Config::noted) announce(Visit::end_of_work());
     if constexpr (Config::sequences) announce_no_tail();
   }
 
@@ -102,12 +107,70 @@ struct HopperProducer {
     visit = Cta::next_visit(visit);
   }
 
+  // The block of keys that a query tile visits after another.
+  template <class AnyParams>
+  __device__ static int block_after(const AnyParams& p, const Work& work, int block) {
+    if constexpr (Config::mapped) {
+      return Cta::mapped_blocks(p, work).last_before(block);
+    } else {
+      return block - 1;
+    }
+  }
+
+  // Says whose the block is whose keys come next.
+  __device__ void leave_note(const Visit& next, int key, unsigned& with_blocks) {
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    *cta.note(ring.slot) = note_of(cta.p, next, key, with_blocks);
+  }
+
+  template <class AnyParams>
+  __device__ static typename Cta::Note note_of(const AnyParams& p, const Visit& next, int key,
+                                               unsigned& with_blocks) {
+    constexpr unsigned all = (1u << Cta::consumers) - 1;
+    unsigned whose = 0, full = 0;
+    if constexpr (Config::mapped) {
+      const auto blocks = Cta::mapped_blocks(p, next.work);
+      whose = blocks.visited_by(key);
+      full = blocks.full_for(key);
+    } else {
+      const Mask<Config> mask = next.template mask<Config>(p);
+      const int rows = next.sequence(p).seqlen_q;
+#pragma unroll
+      for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+        const int first = next.work.q_begin + 64 * consumer, end = min(first + 64, rows);
+        const bool sees = first < end && mask.visible_begin(first) < (key + 1) * Bc &&
+                          key * Bc < mask.visible_end(end - 1);
+        whose |= unsigned(sees) << consumer;
+      }
+    }
+    // Who sees none has results to write, too.
+    if (key == next.keys.begin) whose |= all & ~with_blocks;
+    with_blocks |= whose;
+    return Cta::Note::of(key, whose, full, key == next.keys.end - 1);
+  }
+
+  __device__ void note_end() {
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    *cta.note(ring.slot) = Cta::Note::end_of_work();
+    ptx::mbarrier_arrive(cta.full(ring.slot));
+    ring.advance();
+  }
+
   template <class Tile>
   __device__ void load_block(const TensorMap* map, const Block& block) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     load<Tile>(cta.slot_address(ring.slot), map, block.row(), block.head, block.batch,
                cta.full(ring.slot), ptx::l2_evict_last);
     ring.advance();
+  }
+
+  __device__ void load_bias(const Work& work, int key) {
+    ptx::mbarrier_wait(cta.bias_empty(bias_ring.slot), bias_ring.parity ^ 1);
+    load<typename Cta::BiasTile>(cta.bias_address(bias_ring.slot),
+                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias,
+                                 work.q_begin, work.head, work.batch,
+                                 cta.bias_full(bias_ring.slot), ptx::l2_evict_normal, key * Bc);
+    bias_ring.advance();
   }
 
   __device__ void load_values(const Block& block) {
@@ -120,12 +183,13 @@ struct HopperProducer {
 
   template <class Tile>
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
-                              unsigned barrier, unsigned long long policy) {
+                              unsigned barrier, unsigned long long policy, int column = 0) {
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
 #pragma unroll
     for (int slab = 0; slab < Tile::slabs; ++slab) {
-      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map, slab * Tile::line_columns,
-                                   row, head, batch, barrier, policy);
+      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map,
+                                   column + slab * Tile::line_columns, row, head, batch, barrier,
+                                   policy);
     }
   }
 

@@ -19,6 +19,7 @@ struct HopperProducts {
   static constexpr int Bc = Config::Bc;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
+  static constexpr bool keeps_all_queries = kept_steps == k_steps;
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
@@ -68,7 +69,7 @@ struct HopperProducts {
 
   // Starts S = Q K^T.
   __device__ void start_scores() {
-    ptx::mbarrier_wait(cta.full(ring.slot), ring.parity);
+    await_slot();
     const unsigned long long q = QueryTile::k_along_columns() + queries_address() / 16;
     const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(ring.slot) / 16;
     ptx::pin(scores);
@@ -93,10 +94,27 @@ struct HopperProducts {
   __device__ void leave_scores(int products, bool is_first_block, bool is_last_block) {
     ptx::pin(scores);
     Cta::leave(cta.empty(slot_before(products)));
-    if (kept_steps == k_steps ? is_first_block : is_last_block) {
-      Cta::leave(cta.q_empty(q_ring.slot));
-      q_ring.advance();
-    }
+    if (keeps_all_queries ? is_first_block : is_last_block) leave_queries();
+  }
+
+  __device__ void leave_queries() {
+    Cta::leave(cta.q_empty(q_ring.slot));
+    q_ring.advance();
+  }
+
+  __device__ void await_slot() const { ptx::mbarrier_wait(cta.full(ring.slot), ring.parity); }
+
+  // Leaves keys that have arrived, or the end, as they are.
+  __device__ void pass_keys(bool is_end) {
+    if (!is_end) Cta::leave(cta.empty(ring.slot));
+    ring.advance();
+  }
+
+  // Leaves values as they are, but not before they have arrived: their slot's phases are counted.
+  __device__ void pass_values() {
+    await_slot();
+    Cta::leave(cta.empty(ring.slot));
+    ring.advance();
   }
 
   // The accumulator of S is, pair by pair, the operand P.
@@ -109,7 +127,7 @@ struct HopperProducts {
 
   // Starts O = P V, or O += P V.
   __device__ void start_output(bool accumulate) {
-    ptx::mbarrier_wait(cta.full(ring.slot), ring.parity);
+    await_slot();
     const unsigned long long v = ValueTile::k_along_rows() + cta.slot_address(ring.slot) / 16;
     ptx::pin(out);
     ptx::wgmma_fence();

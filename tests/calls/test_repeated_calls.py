@@ -1,0 +1,183 @@
+"""Repeated calls with modifications: what compiles again, and what is kept of them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_gpu
+from support.fake_gpu import FakeGpu
+
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
+from cupy_flash.calls import on_gpu
+from cupy_flash.gpu import append, block_maps, compiler, launch
+from cupy_flash.mods import captures
+from cupy_flash.problem.device import device_for_arch
+
+BATCH, HEADS = 2, 4
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = fake_gpu.install(monkeypatch)
+    # Else what is captured would be asked through DLPack.
+    monkeypatch.setattr(captures, "read", lambda name, value: value)
+    return gpu
+
+
+@pytest.fixture
+def compiled(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Titles of the units that NVRTC would be given, in order."""
+    titles: list[str] = []
+
+    def load(unit: Any, device: Any, shared_memory: dict[str, int]) -> dict[str, Any]:
+        titles.append(unit.title)
+        return gpu.get(unit, shared_memory)
+
+    monkeypatch.setattr(compiler, "_load", load)
+    monkeypatch.setattr(compiler, "device_for_id", lambda _: device_for_arch("sm_90"))
+    kernels = compiler.KernelCache()
+    for module in (launch, append, block_maps):
+        monkeypatch.setattr(module, "kernel_cache", kernels)
+    return titles
+
+
+def dense(gpu: FakeGpu, length: int = 512, **options: Any) -> None:
+    arrays = (gpu.array(BATCH, length, HEADS, 64) for _ in range(3))
+    flash_attention(*arrays, causal=True, **options)
+
+
+def packed(gpu: FakeGpu, length: int = 512, **options: Any) -> None:
+    arrays = (gpu.array(BATCH * length, HEADS, 64) for _ in range(3))
+    places = gpu.lengths(BATCH + 1)
+    flash_attention_varlen(*arrays, places, places, length, length, causal=True, **options)
+
+
+def cached(gpu: FakeGpu, length: int = 512, **options: Any) -> None:
+    q, *cache = (gpu.array(BATCH, n, HEADS, 64) for n in (1, length, length))
+    lengths = gpu.lengths(BATCH)
+    flash_attention_with_kvcache(q, *cache, cache_seqlens=lengths, causal=True, **options)
+
+
+Call = Callable[..., None]
+KINDS = pytest.mark.parametrize("call", [dense, packed, cached])
+
+
+def table(gpu: FakeGpu, entries: int, factor: float) -> ScoreMod:
+    return ScoreMod(
+        lambda score, h, i, j, table, factor: score + factor * table[h, i - j],
+        table=gpu.array(HEADS, entries, dtype=np.float32),
+        factor=factor,
+    )
+
+
+def documents(gpu: FakeGpu, length: int, step: int) -> MaskMod:
+    return MaskMod(
+        lambda b, i, j, doc, step: (doc[b, i] == doc[b, j]) & (j % step == 0),
+        doc=gpu.lengths(BATCH, length),
+        step=step,
+    )
+
+
+def variations(gpu: FakeGpu) -> Iterator[dict[str, Any]]:
+    """The same modifications with other numbers, arrays and functions."""
+    for n in range(5):
+        yield {
+            "length": 500 + n,
+            "softmax_scale": 0.1 + n,
+            "window_size": (100 + n, n + 1),
+            "softcap": 20.0 + n,
+            "alibi_slopes": gpu.array(HEADS, dtype=np.float32),
+            "sinks": gpu.array(HEADS, dtype=np.float32),
+            "score_mod": table(gpu, 100 + n, 1.5 + n),
+            "mask_mod": documents(gpu, 1000 + n, 2 + n),
+        }
+
+
+@KINDS
+def test_values_lengths_and_equal_functions_do_not_compile_again(
+    call: Call, gpu: FakeGpu, compiled: list[str]
+) -> None:
+    calls = variations(gpu)
+    call(gpu, **next(calls))
+    # The kernel, and where there is a block map the one that builds it.
+    expected = list(compiled)
+    assert 1 <= len(expected) <= 2
+    launched = len(gpu.launches)
+    for modifications in calls:
+        call(gpu, **modifications)
+        # In another order as well.
+        call(gpu, **dict(reversed(modifications.items())))
+    assert compiled == expected
+    assert len(gpu.launches) >= 9 * launched // 2
+
+
+@KINDS
+def test_another_text_compiles_again(call: Call, gpu: FakeGpu, compiled: list[str]) -> None:
+    texts: list[dict[str, Any]] = [
+        {},
+        {"window_size": (5, None)},
+        {"softcap": 5.0},
+        {"score_mod": ScoreMod(lambda score: score * 2)},
+        {"score_mod": ScoreMod(lambda score: score * 3)},
+        {"score_mod": ScoreMod(lambda score, x: score * x, x=2)},
+        {"score_mod": ScoreMod(lambda score, x: score * x, x=2.0)},
+    ]
+    for _ in range(2):
+        for modifications in texts:
+            call(gpu, **modifications)
+    assert len(compiled) == len(texts)
+
+
+@KINDS
+def test_a_window_without_bounds_is_the_plain_call(
+    call: Call, gpu: FakeGpu, compiled: list[str]
+) -> None:
+    for window in (None, (-1, -1), (None, None)):
+        call(gpu, window_size=window, softcap=None)
+    call(gpu)
+    assert len(compiled) == 1
+    assert len(on_gpu._calls) == 1
+
+
+def test_modifications_are_known_again(gpu: FakeGpu) -> None:
+    for modifications in itertools.islice(variations(gpu), 2):
+        for _ in range(3):
+            dense(gpu, **modifications)
+    assert len(on_gpu._calls) == 2
+
+
+@KINDS
+def test_nothing_keeps_what_was_captured(call: Call, gpu: FakeGpu) -> None:
+    modifications = next(variations(gpu))
+    call(gpu, **modifications)
+    mods = modifications["score_mod"], modifications["mask_mod"]
+    arrays = [weakref.ref(array) for mod in mods for array in mod.arrays]
+    assert len(arrays) == 2
+    del mods, modifications
+    gc.collect()
+    assert [array() for array in arrays] == [None, None]
+
+
+def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None:
+    # An array of four axes takes 56 bytes of the struct.
+    arrays = {name: gpu.array(2, 2, 2, 2, dtype=np.float32) for name in "vwxyz"}
+
+    def sums(
+        score: Any, b: Any, h: Any, i: Any, j: Any, v: Any, w: Any, x: Any, y: Any, z: Any
+    ) -> Any:
+        return score + sum(array[b, h, i, j] for array in (v, w, x, y, z))
+
+    dense(gpu, score_mod=ScoreMod(sums, **arrays))
+    assert len(gpu.launches) > 0

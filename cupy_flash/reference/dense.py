@@ -159,7 +159,8 @@ def formula(
                     q_rows = q[b, head, rows].astype(np.float64)
                     scores = xp.matmul(q_rows, k_head[:end].T)
                     scores *= scale
-                    scores = modified.scores.apply(scores, at, xp)
+                    # A score that depends on less than the pair has fewer elements.
+                    scores[...] = modified.scores.apply(scores, at, xp)
                     _hide(xp, scores, mask, row)
                     row_lse, row_sum, empty = _softmax_terms(xp, scores, sinks[head])
                     out[b, head, rows] = xp.matmul(scores, v_head[:end]) / row_sum

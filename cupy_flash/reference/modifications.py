@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import is_cupy
+from cupy_flash.arrays.strided import dtype_name, is_cupy
 from cupy_flash.mods.keywords import checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 
 
 def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False) -> Modified:
-    """What the keyword arguments of a public function ask for."""
+    """What the keyword arguments of a public function ask for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is of a wrong kind; shapes are not checked.
+    """
     found = given(modifications)
     if not found:
         return Modified()
@@ -24,10 +30,13 @@ def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
         if name in found
     }
+    if "mask" in arrays and dtype_name(arrays["mask"]) != "bool":
+        raise TypeError(f"mask has dtype {arrays['mask'].dtype}; expected bool")
     for name in ("bias", "mask"):
-        if name in arrays and not packed:
+        if name in arrays:
             array = arrays[name]
-            arrays[name] = array.reshape((1,) * (4 - array.ndim) + array.shape)
+            missing = (3 if packed else 4) - array.ndim
+            arrays[name] = array.reshape((1,) * missing + array.shape)
     softcap = found.get("softcap")
     return Modified(
         Scores(

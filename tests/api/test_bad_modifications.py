@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,20 +16,45 @@ SAME = ScoreMod(lambda score: score + 0)
 
 REFUSED = [
     ({"window_size": 5}, TypeError, r"is \(W - 1, 0\): \(4, 0\)"),
+    ({"window_size": np.int64(5)}, TypeError, r"is \(W - 1, 0\): \(4, 0\)"),
+    # (-1, 0) would have no bound.
+    ({"window_size": 0}, TypeError, r"is \(W - 1, 0\)$"),
+    ({"window_size": True}, TypeError, r"a pair \(left, right\)"),
     ({"window_size": (1,)}, TypeError, r"a pair \(left, right\)"),
     ({"window_size": (1.5, 0)}, TypeError, "integers, or None"),
     ({"window_size": (-2, 0)}, ValueError, "distances of 0 or more"),
-    ({"softcap": 0}, ValueError, "positive, finite"),
-    ({"softcap": float("nan")}, ValueError, "positive, finite"),
-    ({"softcap": "soft"}, TypeError, "a number or None"),
+    ({"softcap": 0}, ValueError, "from 1e-30 to 1e.30, or None"),
+    ({"softcap": -30}, ValueError, "from 1e-30 to 1e.30, or None"),
+    # Infinite in float32, where inf * tanh(x / inf) is NaN.
+    ({"softcap": 1e300}, ValueError, "from 1e-30 to 1e.30, or None"),
+    ({"softcap": float("nan")}, ValueError, "a finite number"),
+    ({"softcap": "30"}, TypeError, "a number"),
+    ({"softcap": True}, TypeError, "a number"),
     ({"alibi_slopes": np.zeros(3, np.float32)}, ValueError, r"expected \(4,\)"),
-    ({"alibi_slopes": np.zeros(HEADS)}, TypeError, "expected float32"),
-    ({"sinks": np.zeros(5, np.float32)}, ValueError, r"expected \(4,\)"),
+    ({"alibi_slopes": np.zeros(HEADS)}, TypeError, r"pass alibi_slopes.astype\('float32'\)"),
+    (
+        {"alibi_slopes": np.zeros((1, HEADS), np.float32)},
+        ValueError,
+        r"expected \(2, 4\).*is \(heads_q,\)",
+    ),
+    (
+        {"alibi_slopes": np.zeros((1, 1, HEADS), np.float32)},
+        ValueError,
+        r"expected \(4,\), one for each query head",
+    ),
+    ({"sinks": np.zeros(5, np.float32)}, ValueError, r"expected \(4,\), one for each query head"),
+    ({"bias": np.zeros((SEQLEN, SEQLEN), bool)}, TypeError, "are seen is mask"),
     ({"bias": np.zeros((3, 3), np.float32)}, ValueError, r"broadcasts to \(2, 4, 16, 16\)"),
     ({"bias": "b"}, TypeError, "a NumPy or CuPy array"),
-    ({"mask": np.zeros((SEQLEN, SEQLEN))}, TypeError, "expected bool"),
+    ({"mask": np.zeros((SEQLEN, SEQLEN))}, TypeError, "expected bool: .* is bias"),
+    ({"mask": np.zeros(SEQLEN, ml_dtypes.bfloat16)}, TypeError, "expected bool: .* is bias"),
+    ({"mask": np.zeros(SEQLEN, np.int64)}, TypeError, r"pass mask.astype\('bool'\)"),
+    ({"mask": np.zeros((BATCH, SEQLEN), bool)}, ValueError, r"pass mask\[:, None, None\]"),
+    ({"mask": np.zeros((3, SEQLEN), bool)}, ValueError, "heads_q, seqlen_q, seqlen_k\\)$"),
     ({"prefix_lens": np.zeros(BATCH, np.int32)}, ValueError, "causal=True"),
+    ({"prefix_lens": [3, -1], "causal": True}, ValueError, r"prefix_lens\[1\] is -1"),
     ({"tree_mask": np.zeros((BATCH, SEQLEN), np.int64)}, TypeError, "expected uint64"),
+    ({"tree_mask": np.zeros(SEQLEN, np.uint64)}, ValueError, "64 bits for each query"),
     ({"seqlens_k": [3]}, ValueError, r"expected \(2,\)"),
     ({"seqlens_k": [3, 17]}, ValueError, r"seqlens_k\[1\] is 17; expected at most 16"),
     ({"seqlens_k": [-1, 16]}, ValueError, r"seqlens_k\[0\] is -1"),
@@ -36,7 +62,7 @@ REFUSED = [
     ({"mask_mod": SAME}, TypeError, "expected a MaskMod"),
     ({"score_mod": MaskMod(lambda i, j: i >= j)}, TypeError, "expected a ScoreMod"),
     ({"softcap": 3.0, "q_offset": 2**31}, ValueError, "q_offset is 2147483648"),
-    ({"window": (3, 0)}, TypeError, "unexpected keyword argument 'window'"),
+    ({"window": (3, 0)}, TypeError, "unexpected keyword argument 'window'.* are window_size, "),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 
@@ -153,6 +154,54 @@ def test_arrays_of_fewer_axes_and_of_axes_of_one_serve_all(rng):
             short = attention_reference(q, k, v, **{name: table})
             whole = attention_reference(q, k, v, **{name: np.broadcast_to(table, (2, 4, 7, 11))})
             np.testing.assert_array_equal(short, whole)
+
+
+def test_packed_arrays_of_fewer_axes_serve_all_heads(rng):
+    q, k, v = (x[0] for x in random_qkv(rng, 1))
+    starts_q, starts_k = np.array([0, 3, 7]), np.array([0, 5, 11])
+    for shape in ((6,), (7, 6), (7, 1)):
+        bias = rng.standard_normal(shape)
+        for name, table in (("bias", bias), ("mask", bias < 0.5)):
+            short, whole = (
+                attention_varlen_reference(q, k, v, starts_q, starts_k, 4, 6, **{name: x})[0]
+                for x in (table, np.broadcast_to(table, (4, 7, 6)))
+            )
+            np.testing.assert_array_equal(short, whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        # Zeros that were to be added would hide all.
+        ({"mask": np.zeros((SEQLEN_Q, SEQLEN_K), np.float32)}, "expected bool"),
+        ({"score_mod": lambda score: score}, r"expected a ScoreMod, as ScoreMod\(function\)"),
+        ({"window": (1, 0)}, "are window_size, "),
+    ],
+)
+def test_what_would_be_taken_for_something_else_is_refused(given, message, rng):
+    with pytest.raises(TypeError, match=message):
+        attention_reference(*random_qkv(rng), **given)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score: 1.5,
+        lambda score, b, h: 0.5 * h + b,
+        lambda score, i: 0.1 * i,
+        lambda score, j: 0.2 * j,
+        lambda score, i, j: 0.1 * i * j,
+    ],
+)
+def test_scores_may_depend_on_less_than_the_pair_and_its_score(function, rng):
+    q, k, v = random_qkv(rng)
+    b, h, row, j = np.indices((2, HEADS[0], SEQLEN_Q, SEQLEN_K))
+    values = {"score": None, "b": b, "h": h, "i": row + SEQLEN_K - SEQLEN_Q, "j": j}
+    scores = function(*(values[name] for name in inspect.signature(function).parameters))
+    bias = np.broadcast_to(scores, j.shape).astype(np.float64)
+    out = attention_reference(q, k, v, score_mod=ScoreMod(function))
+    expected = attention_reference(np.zeros_like(q), k, v, bias=bias)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
 
 
 def test_slopes_of_heads_serve_all_sequences(rng):

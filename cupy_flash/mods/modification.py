@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, read_capture
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
-from cupy_flash.mods.signature import POSITIONS, check_text, parameters_of
+from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def prefixed(kind: str, name: str) -> str:
@@ -62,7 +66,7 @@ class Modification:
     Attributes
     ----------
     function
-        The Python function.
+        The Python function, with the variables around it as they were when it was traced.
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
     cuda
@@ -102,6 +106,7 @@ class Modification:
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
+        function = as_it_is(function)
         read = {name: self._read(name, captures[name]) for name in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         names = parameters_of(function, self._first, specs)
@@ -157,6 +162,14 @@ class Modification:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+
+    def __copy__(self) -> Self:
+        return type(self)(self.function, cuda=self.cuda, **self.captures)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As part of a model's configuration, say.
+        captures = {name: copy.deepcopy(value, memo) for name, value in self.captures.items()}
+        return type(self)(self.function, cuda=self.cuda, **captures)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.traced is other.traced

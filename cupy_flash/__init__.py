@@ -14,6 +14,7 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
+from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
 
 __version__ = "0.1.0"
@@ -37,6 +38,8 @@ __all__ = [
     "plan",
     "plan_varlen",
     "plan_with_kvcache",
+    "plot_mask",
+    "seen_pairs",
 ]
 
 _ROOT = Path(__file__).resolve().parent

@@ -13,6 +13,7 @@ import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, read_capture
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
+from cupy_flash.mods.picture import draw
 from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
 
@@ -374,6 +375,44 @@ class MaskMod(Modification):
         """
         given = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
         return self._evaluate(given, xp, dtype, np.bool_)
+
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        b: int = 0,
+        h: int = 0,
+        q_offset: int | None = None,
+        block: tuple[int, int] | None = None,
+        ax: Any | None = None,
+    ) -> Any:
+        """Draw which query sees which key; `cupy_flash.plot_mask` draws it with what else hides.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_k
+            Queries and keys.
+        b, h
+            Sequence and query head.
+        q_offset
+            Position of the first query among the keys; by default the last stands at the last key.
+        block, ax
+            As of `cupy_flash.plot_mask`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ImportError
+            Without matplotlib.
+        """
+        offset = seqlen_k - seqlen_q if q_offset is None else q_offset
+        i, j = np.arange(seqlen_q)[:, None] + offset, np.arange(seqlen_k)[None]
+        seen = np.broadcast_to(self.evaluate(b, h, i, j), (seqlen_q, seqlen_k))
+        return draw(seen, block, ax)
 
     def _result(self, node: Node) -> Node:
         if node.type != BOOL:

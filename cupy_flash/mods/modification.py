@@ -37,21 +37,30 @@ class Traced:
         What a kernel computes.
     specs
         Of captures, by name.
+    block
+        Rows and keys of the blocks that a mask is the same in, if any.
     """
 
-    __slots__ = ("__weakref__", "expression", "specs")
+    __slots__ = ("__weakref__", "block", "expression", "specs")
 
     expression: Node
     specs: Mapping[str, CaptureSpec]
+    block: tuple[int, int] | None
 
-    def __new__(cls, expression: Node, specs: Mapping[str, CaptureSpec]) -> Traced:
+    def __new__(
+        cls,
+        expression: Node,
+        specs: Mapping[str, CaptureSpec],
+        block: tuple[int, int] | None = None,
+    ) -> Traced:
         """The object of these parts, a new one only where there is none."""
-        key = expression, tuple(specs.items())
+        key = expression, tuple(specs.items()), block
         with _lock:
             traced = _known.get(key)
             if traced is None:
                 traced = _known[key] = object.__new__(cls)
                 traced.expression, traced.specs = expression, MappingProxyType(dict(specs))
+                traced.block = block
         return traced
 
 
@@ -127,7 +136,7 @@ class Modification:
             "function": function,
             "captures": MappingProxyType({name: value for name, (value, _) in read.items()}),
             "cuda": cuda,
-            "traced": Traced(expression, specs),
+            "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(arrays.values()),
             "numbers": tuple(
@@ -158,6 +167,10 @@ class Modification:
     def _result(self, node: Node) -> Node:
         raise NotImplementedError
 
+    def _block(self) -> tuple[int, int] | None:
+        """Of `Traced`."""
+        return None
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
@@ -165,11 +178,13 @@ class Modification:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
     def __copy__(self) -> Self:
-        return type(self)(self.function, cuda=self.cuda, **self.captures)
+        return self._of_captures(self.captures)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As part of a model's configuration, say.
-        captures = {name: copy.deepcopy(value, memo) for name, value in self.captures.items()}
+        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in self.captures.items()})
+
+    def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         return type(self)(self.function, cuda=self.cuda, **captures)
 
     def __eq__(self, other: object) -> bool:

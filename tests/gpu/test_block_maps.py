@@ -25,6 +25,7 @@ from cupy_flash.gpu.block_maps import (
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
+from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.modification import MaskMod
 from cupy_flash.problem.device import device_for_arch
 
@@ -49,6 +50,7 @@ MASKS = {
     "not a number": MaskMod(
         lambda i, j, x: x[i] <= x[j], x=np.repeat(SEED.choice([0, 1, 2, np.nan], 20), 13)
     ),
+    "blocks": BlockList(SEED.random((BATCH, 1, 4, 5)) < 0.5, block=(64, 48)),
     "text": MaskMod(lambda i, j: j <= i + 20, cuda="return j <= i + 20;"),
 }
 

@@ -20,6 +20,8 @@ from ..cases.options import (
     SIZES,
     CommaList,
     Seconds,
+    mod_options,
+    modified,
     output_option,
     refuse,
     refuse_cases,
@@ -28,6 +30,7 @@ from ..cases.options import (
     sequence_cases,
     sequence_options,
     shape_options,
+    split_mods,
     split_sequences,
     split_shape,
     tile_request,
@@ -68,6 +71,7 @@ def _choose_providers(
     dtypes: Sequence[str],
     tile: dict[str, int] | None,
     sequences: Mapping[str, Any],
+    mods: Mapping[str, Any],
 ) -> list[Provider]:
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
@@ -88,6 +92,8 @@ def _choose_providers(
         compared += ["torch-flash", "torch-cudnn"]
     if {"float32", "float64"} & set(dtypes):
         compared += ["torch-efficient", "torch-math"]
+    if any(mods.values()):
+        compared = ["torch-flex", *compared]
     if not sequences["cache"]:
         compared.append("cupy-library")
     found = [providers.provider(name) for name in compared]
@@ -134,6 +140,7 @@ def _provider_names(
 @click.command()
 @shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
+@mod_options
 @click.option(
     "--seed",
     type=click.IntRange(0),
@@ -220,16 +227,16 @@ def bench(
     Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
     fails its check, or if nothing could be timed.
     """
-    shape, sequences = split_shape(options), split_sequences(options)
+    shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     tile = tile_request({"Br": br, "Bc": bc, "warps": warps, "stages": stages}, more)
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
     dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
-    chosen = _choose_providers(asked, named, dtypes, tile, sequences)
+    chosen = _choose_providers(asked, named, dtypes, tile, sequences, mods)
     compared = _choose_baseline(baseline, named, chosen)
     no_gpu = gpu_unavailable()
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
-    cases = _cases(shape, sequences, preset, named, file, seed=seed, on_gpu=on_gpu)
+    cases = _cases(shape, sequences, mods, preset, named, file, seed=seed, on_gpu=on_gpu)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
     if no_gpu and asked is None:
@@ -349,6 +356,7 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
 def _cases(
     shape: dict[str, Any],
     sequences: Mapping[str, Any],
+    mods: Mapping[str, Any],
     preset: str | None,
     named: presets.Preset | None,
     file: InputFile | None,
@@ -358,13 +366,13 @@ def _cases(
 ) -> list[Case]:
     if named is not None:
         names = [name for name in shape if name != "dtype"]
-        refuse_cases(shape, sequences, f"--preset {preset}, which names the cases", names)
+        refuse_cases(shape, sequences, mods, f"--preset {preset}, which names the cases", names)
         return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
         refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
         refuse_stray_offset(shape)
-        return [
+        cases = [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
             )
@@ -374,5 +382,7 @@ def _cases(
             for offset in (shape["q_offset"] if causal else None) or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
+        return modified(cases, mods)
     defaults = _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS
-    return sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)
+    cases = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)
+    return modified(cases, mods)

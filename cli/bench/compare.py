@@ -151,7 +151,7 @@ def _nothing_in_common(files: Sequence[Path], tables: Sequence[Mapping[Key, repo
 
 def _record_row(change: Change) -> dict[str, Any]:
     fields = {name: change.after[name] for name in records.CASE_FIELDS}
-    fields |= records.sequence_fields(change.case)
+    fields |= records.optional_fields(change.case)
     return {"provider": change.provider, **fields} | {
         "a_ms": change.before["median_ms"],
         "b_ms": change.after["median_ms"],

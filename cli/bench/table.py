@@ -17,7 +17,7 @@ from ..measure.check import Coverage
 from ..measure.memory import output_bytes
 from ..measure.runner import Cell, Settings
 from ..records import environment, report
-from ..records.records import CASE_FIELDS, sequence_fields
+from ..records.records import CASE_FIELDS, optional_fields
 
 
 def record_row(
@@ -46,7 +46,7 @@ def record_row(
         **{name: getattr(case, name) for name in CASE_FIELDS},
         "q_offset": problem.q_offset if case.is_dense else case.causal * case.first_query,
         "softmax_scale": problem.softmax_scale,
-        **sequence_fields(case),
+        **optional_fields(case),
         "tile": prepared.tile if prepared else None,
         "num_splits": plan.num_splits if plan else None,
         "median_ms": time.median if time else None,

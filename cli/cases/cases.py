@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cupy_flash.calls.modifiers import Sizes
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import (
     ITEMSIZE,
     ArraySpec,
@@ -16,6 +20,10 @@ from cupy_flash.problem.problem import (
     check_count,
     make_problem,
 )
+
+from .modifications import array_bytes, score_of
+from .mods import PLAIN, Mods
+from .seen import Seen, seen_pairs
 
 Shape = tuple[int, int, int, int]
 # Blocks of equal length; a key/value cache; sequences packed without padding.
@@ -47,6 +55,8 @@ class Case:
     lengths
         Keys of each sequence, and of a varlen batch its queries, too; None where all have
         seqlen_k.
+    mods
+        What is done to scores, and what hides keys besides.
     """
 
     dtype: str
@@ -67,6 +77,17 @@ class Case:
     rotary: bool = False
     asked_splits: int = 0
     lengths: tuple[int, ...] | None = None
+    mods: Mods = PLAIN
+
+    def as_record(self) -> dict[str, Any]:
+        """Its fields as JSON holds them."""
+        return dataclasses.asdict(self) | {"mods": str(self.mods) or None}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Case:
+        """The inverse of `as_record`."""
+        lengths = record["lengths"] and tuple(record["lengths"])
+        return cls(**dict(record) | {"lengths": lengths, "mods": Mods.parse(record["mods"] or "")})
 
     @property
     def is_dense(self) -> bool:
@@ -139,6 +160,13 @@ class Case:
             (k_batch, seqlen_k, self.heads_kv, self.head_dim_v),
         )
 
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes that its modifications go by; of a cache, keys are its capacity."""
+        capacity = self.pages_per_sequence * self.page_size if self.page_size else self.seqlen_k
+        total = self.total_keys if self.kind == "varlen" else None
+        return Sizes(self.dtype, self.batch, self.heads_q, self.seqlen_q, capacity, total)
+
     def problem(self) -> Problem:
         """The library's record of the call; raises TypeError or ValueError as the library does."""
         if not self.is_dense:
@@ -152,6 +180,7 @@ class Case:
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             q_offset=self.q_offset,
+            score=score_of(self.mods, self.sizes, causal=self.causal),
         )
 
     def _sequences_problem(self) -> Problem:
@@ -172,6 +201,7 @@ class Case:
             num_splits=self.asked_splits,
             causal=self.causal,
             softmax_scale=self.softmax_scale,
+            score=score_of(self.mods, self.sizes, causal=self.causal),
         )
 
     def _require_consistent(self) -> None:
@@ -214,42 +244,38 @@ class Case:
         strides: Strides = (heads * seqlen * dim, dim, seqlen * dim)
         return ArraySpec(shape, strides, self.dtype)
 
-    def dense_problems(self) -> list[Problem]:
-        """The same attention as calls on blocks of equal length, one for each length."""
-        if self.is_dense:
-            return [self.problem()]
-        return [
-            Case(
-                self.dtype,
-                count,
-                seqlen_q,
-                seqlen_k,
-                self.heads_q,
-                self.heads_kv,
-                self.head_dim,
-                self.head_dim_v,
-                self.causal,
-                softmax_scale=self.softmax_scale,
-            ).problem()
-            for (seqlen_q, seqlen_k), count in self.length_counts.items()
-        ]
+    def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
+        """Which keys the queries of a sequence of these lengths see by their positions."""
+        offset = seqlen_k - seqlen_q if self.q_offset is None else self.q_offset
+        return Mask(seqlen_q, seqlen_k, self.causal, offset, *self.mods.window)
+
+    def seen(self, seqlen_q: int, seqlen_k: int) -> Seen:
+        """Which keys they see, as far as arithmetic tells."""
+        return Seen.of(self.mask(seqlen_q, seqlen_k), self.mods.mod, self.sizes.seqlen_k)
 
     def flops(self) -> float:
-        """Floating-point operations, as `Problem.flops` counts them for each sequence."""
-        return sum(problem.flops() for problem in self.dense_problems())
+        """Floating-point operations, as `Problem.flops` counts them, of the pairs that are seen.
+
+        What an array hides counts: a kernel cannot leave it out.
+        """
+        return 2.0 * self.heads_q * _seen_pairs(self) * (self.head_dim + self.head_dim_v)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all keys and values that are attended to."""
-        width = self.heads_kv * (self.head_dim + self.head_dim_v)
-        return self.total_keys * width * ITEMSIZE[self.dtype]
+        """Bytes of all keys and values that are attended to, by any query of their sequence."""
+        keys = self.total_keys
+        if self.mods:
+            lengths = self.length_counts.items()
+            keys = sum(count * self.seen(*seqlens).keys() for seqlens, count in lengths)
+        return keys * self.heads_kv * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of q, k, v, or the caches, and the output."""
+        """Bytes of q, k, v, or the caches, of the output, and of biases and masks."""
         rows_k = self.cache_rows * self.heads_kv
         width = self.head_dim + self.head_dim_v
-        return (self.query_rows + rows_k) * width * ITEMSIZE[self.dtype]
+        rows = (self.query_rows + rows_k) * width * ITEMSIZE[self.dtype]
+        return rows + array_bytes(self.mods, self.sizes)
 
     @property
     def scores(self) -> int:
@@ -273,8 +299,19 @@ class Case:
         return self.seqlen_k - self.seqlen_q if self.q_offset is None else self.q_offset
 
 
+# The counts of long sequences take milliseconds, and are asked for again and again.
+@functools.lru_cache(maxsize=256)
+def _seen_pairs(case: Case) -> float:
+    """Pairs that the queries of one head see, over the batch."""
+    row = case.sizes.seqlen_k
+    return sum(
+        count * seen_pairs(case.mask(*lengths), case.mods.mod, row)
+        for lengths, count in case.length_counts.items()
+    )
+
+
 _PARTS = (
-    *("dtype", "kind", "batch", "heads", "seqlen", "lengths", "head_dim", "mask", "scale"),
+    *("dtype", "kind", "batch", "heads", "seqlen", "lengths", "head_dim", "mask", "mods", "scale"),
     *("layout", "step", "splits"),
 )
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -300,6 +337,7 @@ def _texts(case: Case) -> dict[str, str]:
         "lengths": f"{sum(case.lengths)} keys" if case.lengths else "",
         "head_dim": f"d{pair_text(case.head_dim, case.head_dim_v)}",
         "mask": mask,
+        "mods": str(case.mods),
         "scale": "" if case.softmax_scale is None else f"scale {case.softmax_scale:g}",
         "layout": case.layout if case.layout != "bshd" else "",
         "step": " ".join(name for name in ("append", "rotary") if getattr(case, name)),

@@ -23,8 +23,9 @@ from cupy_flash.problem.problem import DTYPES
 
 from ..errors import library_errors_as_usage
 from . import sequences
-from .cases import Case, Shape
-from .sequences import Arrays, numpy_dtype
+from .cases import Case
+from .modifications import keywords, numpy_dtype, shapes
+from .sequences import Arrays
 
 # Elements: CuPy's generator counts them in 32 bits, and they are wider than 16-bit inputs.
 _DRAWN_AT_ONCE = 1 << 28
@@ -40,13 +41,19 @@ class Inputs:
         What they are inputs of. Of a cache, k and v are the caches.
     more
         The other arrays of the call, all small, by the names of its arguments.
+    seed
+        Of the arrays of its modifications, which are drawn when first asked for.
     """
 
     case: Case
     _gpu: Arrays | None = None
     _host: Arrays | None = None
     more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    seed: int = 0
     _more_gpu: dict[str, Any] | None = None
+    # By whether they lie on the GPU: arrays, and keyword arguments with them.
+    _drawn: dict[bool, dict[str, Any]] = field(default_factory=dict)
+    _modifications: dict[bool, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Arrays:
@@ -79,6 +86,20 @@ class Inputs:
             self._more_gpu = {name: cupy.asarray(array) for name, array in self.more.items()}
         return self._more_gpu
 
+    def modifications(self, *, on_gpu: bool) -> Mapping[str, Any]:
+        """Keyword arguments for the case's modifications, of CuPy arrays or of NumPy's."""
+        if on_gpu not in self._modifications:
+            if not self._drawn:
+                self._drawn[on_gpu] = _drawn_arrays(self.case, self.seed, on_gpu=on_gpu)
+            placed = _placed(on_gpu=on_gpu)
+            if on_gpu not in self._drawn:
+                others = self._drawn[not on_gpu].items()
+                self._drawn[on_gpu] = {name: placed(array) for name, array in others}
+            self._modifications[on_gpu] = keywords(
+                self.case.mods, self.case.sizes, self._drawn[on_gpu], placed
+            )
+        return self._modifications[on_gpu]
+
     def call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
         """The library's call that computes the case, as a user would write it.
 
@@ -91,6 +112,7 @@ class Inputs:
         """
         case = self.case
         q, k, v = self.gpu if on_gpu else self.host
+        forced = {**self.modifications(on_gpu=on_gpu), **forced}
         if case.is_dense:
             return functools.partial(flash_attention, q, k, v, **case.arguments, **forced)
         options: dict[str, Any] = {
@@ -123,7 +145,9 @@ class Inputs:
             q, k, v = arrays
             return q, k.reshape(k_shape), v.reshape(v_shape)
 
-        return Inputs(case, paged(self._gpu), paged(self._host), more)
+        made = Inputs(case, paged(self._gpu), paged(self._host), more, self.seed)
+        made._drawn = self._drawn
+        return made
 
 
 def can_share_pages(case: Case, page_size: int) -> bool:
@@ -131,9 +155,57 @@ def can_share_pages(case: Case, page_size: int) -> bool:
     return case.seqlen_k % page_size == 0 and not case.append
 
 
+def _placed(*, on_gpu: bool) -> Callable[[Any], Any]:
+    """Puts arrays on the GPU, or in host memory; those that are there stay."""
+
+    def placed(array: Any) -> Any:
+        if isinstance(array, np.ndarray) and not on_gpu:
+            return array
+        cupy = importlib.import_module("cupy")
+        return cupy.asarray(array) if on_gpu else cupy.asnumpy(array)
+
+    return placed
+
+
+def _normal(xp: Any, generator: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Standard normal numbers; as bools, which of them are positive."""
+    drawn = np.float64 if dtype == np.float64 else np.float32
+
+    def part(size: Any) -> Any:
+        found = generator.standard_normal(size, dtype=drawn)
+        return found > 0 if dtype == np.dtype(bool) else found.astype(dtype, copy=False)
+
+    if math.prod(shape) == 0:
+        # CuPy's generator launches a kernel even for nothing.
+        return xp.empty(shape, dtype)
+    if math.prod(shape) <= _DRAWN_AT_ONCE:
+        return part(shape)
+    array = xp.empty(shape, dtype)
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _DRAWN_AT_ONCE):
+        piece = flat[start : start + _DRAWN_AT_ONCE]
+        piece[...] = part(piece.size)
+    return array
+
+
+def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
+    """The arrays of a case's modifications, drawn where they are used; slopes are the usual."""
+    xp: Any = importlib.import_module("cupy") if on_gpu else np
+    # Not the generator of q: its rows would depend on whether they are biased.
+    generator = xp.random.default_rng(seed + 1)
+    found = {}
+    for name, (shape, dtype) in shapes(case.mods, case.sizes).items():
+        if name == "alibi_slopes":
+            heads = np.arange(1, case.heads_q + 1)
+            found[name] = xp.asarray((2.0 ** (-8 * heads / case.heads_q)).astype(dtype))
+        else:
+            found[name] = _normal(xp, generator, shape, dtype)
+    return found
+
+
 def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     """Standard normal inputs, generated where they are used."""
-    shapes = [
+    shapes_of_qkv = [
         shape if case.layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
         for shape in case.bshd_shapes
     ]
@@ -141,26 +213,11 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     # Not RandomState: CuPy's needs the cuRAND library.
     generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
-    drawn = np.float64 if case.dtype == "float64" else np.float32
-
-    def draw(shape: Shape) -> Any:
-        if math.prod(shape) == 0:
-            # CuPy's generator launches a kernel even for nothing.
-            return xp.empty(shape, dtype)
-        if math.prod(shape) <= _DRAWN_AT_ONCE:
-            return generator.standard_normal(shape, dtype=drawn).astype(dtype, copy=False)
-        array = xp.empty(shape, dtype)
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, _DRAWN_AT_ONCE):
-            part = flat[start : start + _DRAWN_AT_ONCE]
-            part[...] = generator.standard_normal(part.size, dtype=drawn)
-        return array
-
-    q, k, v = map(draw, shapes)
+    q, k, v = (_normal(xp, generator, shape, dtype) for shape in shapes_of_qkv)
     more = sequences.arrays_of(case, seed)
     if on_gpu:
-        return Inputs(case, _gpu=(q, k, v), more=more)
-    return Inputs(case, _host=(q, k, v), more=more)
+        return Inputs(case, _gpu=(q, k, v), more=more, seed=seed)
+    return Inputs(case, _host=(q, k, v), more=more, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from cupy_flash.problem.problem import DTYPES, MAX_SEQLEN
 
 from ..errors import library_errors_as_usage
 from ..records import report
+from .built_in import BUILT_IN
 from .cases import SHORT_DTYPE, Case, dtype_name, sweep
+from .mods import PARSERS, PLAIN, SPANS, Mods
 from .sequences import long_tail
 
 T = TypeVar("T")
@@ -87,6 +89,67 @@ DTYPE_LIST = CommaList(
     lambda text: _one_of(*DTYPES)(dtype_name(text)), f"a dtype ({', '.join(DTYPES)})", DTYPES[0]
 )
 FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
+
+
+_NONE = "none"
+
+
+def _or_none(name: str) -> Callable[[str], Any]:
+    """A field of `Mods`, or nothing."""
+    absent = getattr(PLAIN, name)
+    return lambda text: absent if text == _NONE else PARSERS[name](text)
+
+
+_MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
+    "window": (
+        CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
+        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound.",
+    ),
+    "softcap": (CommaList(_or_none("softcap"), "a number above 0 or none", "50"), "Cap of scores."),
+    "alibi": (FLAGS, "ALiBi's slopes, those of the paper; 'no,yes' for both."),
+    "sinks": (FLAGS, "A sink for each query head."),
+    **{
+        name: (
+            CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
+            f"{what}: for each head, shared by all, or for each head of each sequence (batch).",
+        )
+        for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
+    },
+    "mod": (
+        CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
+        "A function: " + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
+    ),
+}
+
+
+def mod_options(command: Command) -> Command:
+    """Add the options that modify a command's cases."""
+    for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
+        flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
+        command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
+    return command
+
+
+def split_mods(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those options out of a command's options; those not given are None."""
+    return {name: options.pop(name) for name in _MOD_OPTIONS}
+
+
+def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
+    """Each case with every combination of the modifications, checked by the library.
+
+    Raises
+    ------
+    click.UsageError
+        With the library's message, for what no kernel computes.
+    """
+    if not any(given.values()):
+        return list(cases)
+    lists = {name: values for name, values in given.items() if values}
+    found = [
+        Mods(**dict(zip(lists, each, strict=True))) for each in itertools.product(*lists.values())
+    ]
+    return _checked([dataclasses.replace(case, mods=mods) for case in cases for mods in found])
 
 
 class Seconds(click.FloatRange):
@@ -419,12 +482,14 @@ def _drawn(which: str | tuple[int, ...] | None, case: Case, seed: int) -> tuple[
 def refuse_cases(
     shape: Mapping[str, Any],
     sequences: Mapping[str, Any],
+    mods: Mapping[str, Any],
     because: str,
     names: Sequence[str] = SHAPE_NAMES,
 ) -> None:
-    """Raise a usage error if any of these shape options, or any on sequences, was given."""
+    """Raise a usage error if any of these shape options, or any of the others, was given."""
     refuse(shape, names, because)
     refuse_sequences(sequences, because)
+    refuse(mods, tuple(mods), because)
 
 
 def refuse_stray_offset(shape: dict[str, Any]) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from cupy_flash.host.rotary import rotated
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 from .cases import Case
+from .modifications import numpy_dtype
 
 Arrays = tuple[Any, Any, Any]
 
@@ -20,11 +20,6 @@ Arrays = tuple[Any, Any, Any]
 SHORTEST = 16
 # The usual base of the rotary embedding's wavelengths (RoFormer, section 3.2.2).
 _ROTARY_BASE = 10000.0
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name in `cupy_flash.problem.problem.DTYPES`."""
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def long_tail(batch: int, longest: int, seed: int, *, least: int = 1) -> tuple[int, ...]:
@@ -67,6 +62,7 @@ def uniform_twin(case: Case) -> Case:
         case.head_dim_v,
         case.causal,
         softmax_scale=case.softmax_scale,
+        mods=case.mods,
     )
 
 
@@ -212,6 +208,7 @@ def appended_reference(
     batch: int,
     head: int,
     placed: Callable[[Any], Any],
+    modifications: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """out (1, seqlen_q, 1, head_dim_v) and lse (1, 1, seqlen_q) of a step that appends, in float64.
 
@@ -221,6 +218,8 @@ def appended_reference(
         As in `head_of`.
     placed
         Puts an array where the reference is computed.
+    modifications
+        Of this head alone, and there.
     """
     heads, kv_heads = _slices(case, head)
     q, k, v = sequence_of(case, arrays, more, batch, heads, kv_heads)
@@ -233,8 +232,17 @@ def appended_reference(
         rotary_sin=placed(_like(q, more["rotary_sin"])) if case.rotary else None,
         causal=case.causal,
         softmax_scale=case.softmax_scale,
+        **modifications,
     )
     return found.out, found.lse
+
+
+def rows_in_call(
+    case: Case, more: Mapping[str, np.ndarray], batch: int, start: int = 0, stop: int | None = None
+) -> slice:
+    """Rows `start` to `stop` of a sequence, as biases and masks of the call have them."""
+    first = int(more["cu_seqlens_q"][batch]) if case.kind == "varlen" else 0
+    return slice(first + start, first + (case.query_lengths[batch] if stop is None else stop))
 
 
 def rows_of(case: Case, out: Any, more: Mapping[str, np.ndarray], batch: int, head: int) -> Any:

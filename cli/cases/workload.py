@@ -21,6 +21,7 @@ from cupy_flash.problem.problem import DTYPES
 from ..providers.providers import PAGE_SIZES
 from . import presets
 from .cases import KINDS, Case, dtype_name
+from .mods import Mods
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Group:
     Attributes
     ----------
     problem_class
-        See `cupy_flash.planning.tuning.problem_class`.
+        See `cupy_flash.planning.tuning.problem_class`; of modified problems with what modifies them
+        behind it, as no table has it.
     cases
         At least one.
     """
@@ -46,12 +48,20 @@ class Group:
     problem_class: str
     cases: tuple[Weighted, ...]
 
+    @property
+    def is_modified(self) -> bool:
+        """Whether its cases have modifications, all the same."""
+        return bool(self.cases[0].case.mods)
+
 
 def groups_of(cases: Iterable[Weighted]) -> list[Group]:
     """The cases by problem class, in the order in which classes first appear."""
     found: dict[str, list[Weighted]] = {}
     for weighted in cases:
-        found.setdefault(tuning.problem_class(weighted.case.problem()), []).append(weighted)
+        name = tuning.problem_class(weighted.case.problem())
+        if mods := weighted.case.mods:
+            name = f"{name} {mods}"
+        found.setdefault(name, []).append(weighted)
     return [Group(name, tuple(members)) for name, members in found.items()]
 
 
@@ -201,6 +211,8 @@ def _value(name: str, value: Any, where: str) -> Any:
             text = dtype_name(text)
         if name in _CHOICES:
             return _one_of(text, _CHOICES[name])
+        if name == "mods":
+            return Mods.parse(text)
         if name == "lengths":
             numbers = value if isinstance(value, list) else text.split()
             return tuple(_whole_number(str(number), least=1) for number in numbers)

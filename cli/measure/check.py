@@ -15,7 +15,8 @@ from cupy_flash.reference.dense import attention_naive, attention_reference, err
 from ..cases import sequences
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
-from ..cases.sequences import Arrays, Head, numpy_dtype
+from ..cases.modifications import numpy_dtype, restricted
+from ..cases.sequences import Arrays, Head
 
 # Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
 # over float64 scores, on the host by exp.
@@ -198,13 +199,14 @@ class Check:
         # (rows,), which of the blocks' rows can be compared; None for all.
         self._finite: Any = None
         if self._blocks:
-            arrays = inputs.gpu if on_gpu else inputs.host
-            bound = self._compute(case, arrays, few=rows < _FEW_ROWS)
+            bound = self._compute(inputs, on_gpu=on_gpu, few=rows < _FEW_ROWS)
         compared = rows if self._finite is None else int(self._finite.sum())
         self.coverage = Coverage(compared, case.query_rows, bound, not_finite=rows - compared)
 
-    def _compute(self, case: Case, arrays: Arrays, *, few: bool) -> float:
+    def _compute(self, inputs: Inputs, *, on_gpu: bool, few: bool) -> float:
         """Keep the reference, and return the bound."""
+        case, arrays = inputs.case, inputs.gpu if on_gpu else inputs.host
+        modifications = inputs.modifications(on_gpu=self._on_gpu)
         references, lses, naives = [], [], []
         for block in self._blocks:
             head = _head(case, arrays, self._more, block)
@@ -215,10 +217,12 @@ class Check:
                 "softmax_scale": case.softmax_scale,
                 "q_offset": head.first_query + block.start,
             }
+            options |= self._of_block(modifications, block, block.start, block.stop)
             naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
             if case.append:
                 out, lse = sequences.appended_reference(
-                    case, arrays, self._more, block.batch, block.head, self._placed
+                    *(case, arrays, self._more, block.batch, block.head, self._placed),
+                    self._of_block(modifications, block, 0, case.seqlen_q),
                 )
                 out = out[:, block.start : block.stop]
                 lse = lse[:, :, block.start : block.stop]
@@ -239,6 +243,18 @@ class Check:
         needs_lse = few or case.dtype == "float64"
         return error_bound(
             naive, reference, numpy_dtype(case.dtype), lse=lse if needs_lse else None
+        )
+
+    def _of_block(
+        self, modifications: Mapping[str, Any], block: Block, start: int, stop: int
+    ) -> dict[str, Any]:
+        """Modifications of some rows of the block's head."""
+        return restricted(
+            modifications,
+            self._case.mods,
+            batch=block.batch,
+            heads=slice(block.head, block.head + 1),
+            rows=sequences.rows_in_call(self._case, self._more, block.batch, start, stop),
         )
 
     def error(self, out: Any) -> float:

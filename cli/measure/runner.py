@@ -396,7 +396,7 @@ def too_large(needed: int, *, on_gpu: bool) -> str | None:
 def _rate_key(provider: Provider, case: Case) -> tuple[Any, ...]:
     """What cases share that a provider computes at about one rate."""
     rows = min(case.seqlen_q, _RATE_ROWS)
-    return provider.name, case.dtype, case.head_dim, case.head_dim_v, rows
+    return provider.name, case.dtype, case.head_dim, case.head_dim_v, case.mods, rows
 
 
 def _seconds(value: float) -> str:
@@ -413,7 +413,7 @@ def _part(inputs: Inputs) -> Inputs:
         inputs = _longest_alone(inputs)
     case = inputs.case
     rows, group = min(_PROBE_ROWS, case.seqlen_q), case.heads_q // case.heads_kv
-    offset = case.first_query + case.seqlen_q - rows if case.causal else None
+    offset = case.first_query + case.seqlen_q - rows if case.causal or case.mods else None
     one = dataclasses.replace(
         case, batch=1, heads_q=group, heads_kv=1, seqlen_q=rows, q_offset=offset
     )
@@ -442,6 +442,7 @@ def _longest_alone(inputs: Inputs) -> Inputs:
         case.head_dim_v,
         case.causal,
         softmax_scale=case.softmax_scale,
+        mods=case.mods,
     )
     return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
 

@@ -18,7 +18,18 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
-from ..cases.options import cases_from, output_option, shape_options, split_shape, tile_request
+from ..cases.mods import PLAIN, Mods
+from ..cases.options import (
+    cases_from,
+    mod_options,
+    modified,
+    output_option,
+    shape_options,
+    split_mods,
+    split_shape,
+    tile_request,
+)
+from ..cases.seen import seen_pairs
 from ..errors import library_errors_as_usage
 from ..records import environment, report
 from . import traffic
@@ -106,23 +117,30 @@ class Model:
     exponentials: float
 
 
-def model_of(plan: Plan) -> Model:
-    """The model of a plan's problem."""
-    p, tile = plan.problem, plan.tile
-    scores = p.flops() / (2 * (p.head_dim + p.head_dim_v))
+def flops_of(plan: Plan, mods: Mods) -> float:
+    """As `Case.flops` counts them."""
+    p = plan.problem
+    pairs = p.batch * p.heads_q * seen_pairs(p.mask, mods.mod, p.seqlen_k)
+    return 2.0 * pairs * (p.head_dim + p.head_dim_v)
+
+
+def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
+    """The model of a plan's problem; `mods` are its modifications."""
+    p, tile, flops = plan.problem, plan.tile, flops_of(plan, mods)
+    scores = flops / (2 * (p.head_dim + p.head_dim_v))
     if plan.family == "naive":
         # The scores are written, turned into probabilities in place, and read again.
-        inputs = traffic.compulsory(p)
+        inputs = traffic.compulsory(p, mods)
         hbm = dataclasses.replace(
             inputs,
             read=inputs.read + 2 * plan.workspace,
             written=inputs.written + 2 * plan.workspace,
         )
-        return Model(hbm, None, p.flops(), 3 * scores, scores)
+        return Model(hbm, None, flops, 3 * scores, scores)
     return Model(
-        hbm=traffic.fused(p, traffic.Schedule.of(plan)),
-        l2_bytes=traffic.fused_without_cache(p, Br=tile.Br, Bc=tile.Bc).read,
-        product_flops=p.flops(),
+        hbm=traffic.fused(p, traffic.Schedule.of(plan), mods),
+        l2_bytes=traffic.fused_without_cache(p, Br=tile.Br, Bc=tile.Bc, mods=mods).read,
+        product_flops=flops,
         other_flops=3 * scores + scores / tile.Bc * p.head_dim_v,
         exponentials=scores,
     )
@@ -173,18 +191,20 @@ def longest(kernels: Sequence[Kernel]) -> Kernel:
     return max(kernels, key=lambda kernel: kernel.values.get(_DURATION, 0.0))
 
 
-def compare(kernels: Sequence[Kernel], plan: Plan, device: Device) -> list[dict[str, Any]]:
+def compare(
+    kernels: Sequence[Kernel], plan: Plan, device: Device, mods: Mods = PLAIN
+) -> list[dict[str, Any]]:
     """A row for each quantity: what was measured, what the model has, and their ratio.
 
     Parameters
     ----------
     kernels
         At least one. Amounts are summed up over them; shares and registers are the longest's.
-    plan, device
+    plan, device, mods
         Of the call.
     """
     plan = compiled(plan, kernels)
-    model = model_of(plan)
+    model = model_of(plan, mods)
     main = longest(kernels)
     tensor = _sum(kernels, _TENSOR_FLOPS)
     # Without tensor cores the products are among the other operations.
@@ -256,7 +276,9 @@ def _limit(kernel: Kernel) -> str:
     return f", at most {blocks:.0f} on an SM by {limits[blocks]}"
 
 
-def _notes(kernels: Sequence[Kernel], plan: Plan, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(
+    kernels: Sequence[Kernel], plan: Plan, mods: Mods, rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
     by_name = {row["quantity"]: row["measured"] for row in rows}
     seconds = by_name["time"]
     notes = []
@@ -266,12 +288,12 @@ def _notes(kernels: Sequence[Kernel], plan: Plan, rows: Sequence[Mapping[str, An
     if seconds:
         bandwidth = ((by_name["HBM read"] or 0) + (by_name["HBM written"] or 0)) / seconds / 1e9
         notes.append(
-            f"{plan.problem.flops() / seconds / 1e12:.4g} TFLOP/s and {bandwidth:.4g} GB/s, in one "
+            f"{flops_of(plan, mods) / seconds / 1e12:.4g} TFLOP/s and {bandwidth:.4g} GB/s, in one "
             "call with cold caches; bench times better."
         )
     main = longest(kernels)
     notes.append(f"{main.name}: {plan.family} tile {report.tile_text(plan.tile)}{_limit(main)}.")
-    times = model_of(compiled(plan, kernels)).hbm.key_value_reads
+    times = model_of(compiled(plan, kernels), mods).hbm.key_value_reads
     reads = "once" if times == 1 else f"{times:.3g} times"
     notes += [
         "Caches were flushed before each kernel, clocks left as they were.",
@@ -304,6 +326,7 @@ _COLUMNS = (
 
 @click.command()
 @shape_options(_DEFAULTS)
+@mod_options
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
 )
@@ -319,7 +342,8 @@ def profile(
 
     Takes one shape. Exits with 1 if nothing can be measured: no GPU, no ncu, or no permission.
     """
-    cases = cases_from(split_shape(options), _DEFAULTS)
+    mods = split_mods(options)
+    cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
     if len(cases) > 1:
         raise click.UsageError(f"the options make {len(cases)} shapes; profile takes one")
     case, tile = cases[0], tile_request({}, fields)
@@ -331,10 +355,10 @@ def profile(
     with library_errors_as_usage():
         plan = make_plan(case.problem(), device, family=family, tile=freeze_tile(tile))
     kernels = profile_call(Call(case, family, tile, seed), METRICS)
-    rows = compare(kernels, plan, device)
+    rows = compare(kernels, plan, device, case.mods)
     title = f"{device.name}\n{plan.family}, {describe([case])[0]}"
     head = environment.metadata(device.name) | {
-        "case": dataclasses.asdict(case),
+        "case": case.as_record(),
         "family": plan.family,
         "kernel_digest": FORWARD[plan.family].digest(),
         "tile": dataclasses.asdict(plan.tile),
@@ -344,6 +368,6 @@ def profile(
     def show() -> None:
         out = report.console()
         report.print_table(out, title, _COLUMNS, [rows])
-        report.print_notes(out, _notes(kernels, plan, rows))
+        report.print_notes(out, _notes(kernels, plan, case.mods, rows))
 
     report.keep(output, report.Record(head, [*rows, *_counters(kernels)]), show)

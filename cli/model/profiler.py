@@ -59,13 +59,13 @@ class Call:
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(dataclasses.asdict(self) | {"case": self.case.as_record()})
 
     @classmethod
     def from_json(cls, text: str) -> Call:
         """The inverse of `to_json`."""
         fields = json.loads(text)
-        return cls(**fields | {"case": Case(**fields["case"])})
+        return cls(**fields | {"case": Case.of_record(fields["case"])})
 
 
 def find_ncu() -> str | None:

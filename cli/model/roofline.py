@@ -22,8 +22,11 @@ from ..cases.inputs import random_inputs
 from ..cases.options import (
     CommaList,
     cases_from,
+    mod_options,
+    modified,
     output_option,
     shape_options,
+    split_mods,
     split_shape,
 )
 from ..errors import library_errors_as_usage
@@ -84,6 +87,7 @@ class Measured:
 
 @click.command()
 @shape_options(_DEFAULTS)
+@mod_options
 @click.option(
     "--gpu",
     "asked",
@@ -109,7 +113,8 @@ def roofline(
     Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
     """
     targets = _targets(asked)
-    cases = cases_from(split_shape(options), _DEFAULTS)
+    mods = split_mods(options)
+    cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
             "--measure times the present GPU; leave --gpu out or name that one only"
@@ -182,7 +187,7 @@ def measure_rate(case: Case) -> Measured:
     finally:
         providers.release_memory()
     median = spread(times).median
-    return Measured(case.problem().flops() / median * 1e3 if median else None)
+    return Measured(case.flops() / median * 1e3 if median else None)
 
 
 def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dict[str, Any]]:
@@ -196,9 +201,9 @@ def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dic
         else Schedule(Br, Bc, gpu.sm_count, problem.heads_q // problem.heads_kv, gpu.l2_bytes)
     )
     traffic = {
-        _STANDARD: standard(problem),
-        _FUSED: fused(problem, schedule),
-        _NO_CACHE: fused_without_cache(problem, Br=Br, Bc=Bc),
+        _STANDARD: standard(problem, case.mods),
+        _FUSED: fused(problem, schedule, case.mods),
+        _NO_CACHE: fused_without_cache(problem, Br=Br, Bc=Bc, mods=case.mods),
     }
     return [
         _row(target, case, plan, schedule, name, moved, measured if name == _FUSED else None)
@@ -215,10 +220,10 @@ def _row(
     traffic: Traffic,
     measured: Measured | None,
 ) -> dict[str, Any]:
-    gpu, problem = target.gpu, case.problem()
+    gpu, flops = target.gpu, case.flops()
     peak = gpu.peak(case.dtype)
     roof = Roof(peak.flops, gpu.hbm_bytes_per_second)
-    intensity = traffic.intensity(problem.flops())
+    intensity = traffic.intensity(flops)
     attainable = roof.attainable(intensity)
     rate = measured.flops if measured else None
     is_standard = algorithm == _STANDARD
@@ -229,14 +234,14 @@ def _row(
         "peak_units": peak.units,
         "bandwidth_gb_per_s": gpu.hbm_bytes_per_second / 1e9,
         "ridge": roof.ridge,
-        **dataclasses.asdict(case),
+        **case.as_record(),
         "algorithm": algorithm,
-        "flops": problem.flops(),
+        "flops": flops,
         "bytes_read": traffic.read,
         "bytes_written": traffic.written,
         "key_value_reads": traffic.key_value_reads,
         "intensity": intensity,
-        "bound": roof.bound(intensity) if problem.flops() else None,
+        "bound": roof.bound(intensity) if flops else None,
         "attainable_tflops": attainable / 1e12,
         "measured_tflops": None if rate is None else rate / 1e12,
         "share": rate / attainable if rate is not None and attainable else None,
@@ -251,7 +256,7 @@ def _row(
 
 
 def _case_of(row: Mapping[str, Any]) -> Case:
-    return Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
+    return Case.of_record({field.name: row[field.name] for field in dataclasses.fields(Case)})
 
 
 def _by(rows: Iterable[dict[str, Any]], *names: str) -> Iterator[Rows]:

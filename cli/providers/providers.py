@@ -23,7 +23,8 @@ from cupy_flash.reference.dense import attention_naive
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
-from ..cases.sequences import sequence_of, uniform_twin
+from ..cases.modifications import restricted
+from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
 from . import torch_providers
 from .contract import Prepared, Provider, TileFields
@@ -231,13 +232,16 @@ class Formula(Provider):
         # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
         itemsize = 8 if case.dtype == "float64" else 4
         rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
-        return case.scores * (2 * itemsize + rounded)
+        changed = itemsize if case.mods else 0
+        return case.scores * (2 * itemsize + rounded + changed)
 
     def prepare(self, inputs: Inputs) -> Prepared:
         arrays = inputs.gpu if self.on_gpu else inputs.host
         case = inputs.case
+        modifications = inputs.modifications(on_gpu=self.on_gpu)
         if case.is_dense:
-            return Prepared(functools.partial(attention_naive, *arrays, **case.arguments))
+            arguments = {**case.arguments, **modifications}
+            return Prepared(functools.partial(attention_naive, *arrays, **arguments))
 
         def one_by_one() -> Any:
             found = [
@@ -245,6 +249,12 @@ class Formula(Provider):
                     *sequence_of(case, arrays, inputs.more, batch),
                     causal=case.causal,
                     softmax_scale=case.softmax_scale,
+                    **restricted(
+                        modifications,
+                        case.mods,
+                        batch=batch,
+                        rows=rows_in_call(case, inputs.more, batch),
+                    ),
                 )
                 for batch in range(case.batch)
             ]

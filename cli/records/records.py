@@ -16,6 +16,7 @@ from cupy_flash.families import FORWARD
 from cupy_flash.problem.problem import DTYPES
 
 from ..cases.cases import KINDS, Case, describe
+from ..cases.mods import Mods
 from .report import Record, Row
 
 # What a record's `record_version` may be; records from before there was one are of version 1.
@@ -36,8 +37,9 @@ CASE_FIELDS = (
     "seqlen_q",
     "seqlen_k",
 )
-# What caches and packed sequences have besides: null, or not there at all, in rows of other cases.
-SEQUENCE_FIELDS = ("kind", "page_size", "append", "rotary", "asked_splits", "lengths")
+# What caches, packed sequences and modified calls have besides: null in rows of other cases, or not
+# there at all.
+OPTIONAL_FIELDS = ("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods")
 
 # What a head's parts are, where a record has them.
 _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
@@ -133,13 +135,21 @@ def _is_list_of_counts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_count, value))
 
 
-_SEQUENCE_FIELDS: dict[str, Callable[[Any], bool]] = {
+def _is_modifications(value: Any) -> bool:
+    try:
+        return bool(Mods.parse(value))
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+_FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "kind": lambda value: value in KINDS,
     "page_size": _is_count,
     "append": lambda value: isinstance(value, bool),
     "rotary": lambda value: isinstance(value, bool),
     "asked_splits": _is_count,
     "lengths": _is_list_of_counts,
+    "mods": _is_modifications,
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "provider": _is_text,
@@ -164,7 +174,7 @@ def bench_fault(rows: Sequence[Row]) -> str | None:
                 return f"row {index} has no {name!r}"
             if not fits(row[name]):
                 return f"row {index} has {name} {reprlib.repr(row[name])}"
-        for name, fits in _SEQUENCE_FIELDS.items():
+        for name, fits in _FITS_OPTIONAL.items():
             if row.get(name) is not None and not fits(row[name]):
                 return f"row {index} has {name} {reprlib.repr(row[name])}"
         if row["median_ms"] is not None and None in (row[name] for name in _TIMES):
@@ -196,11 +206,12 @@ def case_of(row: Row) -> Case:
         rotary=bool(row.get("rotary")),
         asked_splits=row.get("asked_splits") or 0,
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
+        mods=Mods.parse(row.get("mods") or ""),
     )
 
 
-def sequence_fields(case: Case) -> dict[str, Any]:
-    """What tells a case of caches or packed sequences apart; all None for others."""
+def optional_fields(case: Case) -> dict[str, Any]:
+    """What tells a case of caches, packed sequences or modified scores apart; None for others."""
     return {
         "kind": None if case.is_dense else case.kind,
         "page_size": case.page_size or None,
@@ -208,6 +219,7 @@ def sequence_fields(case: Case) -> dict[str, Any]:
         "rotary": case.rotary or None,
         "asked_splits": case.asked_splits or None,
         "lengths": list(case.lengths) if case.lengths else None,
+        "mods": str(case.mods) or None,
     }
 
 

@@ -122,21 +122,21 @@ def finding_of(
     usable = best.tflops is not None and not best.failed
     gained = gain_percent(best, default)
     won = usable and not best.is_default and (gained is None or gained >= least_gain)
+    is_modified = sweep.group.is_modified
     return {
         "problem_class": sweep.group.problem_class,
         "family": sweep.family,
         "kernel_digest": digest_of(sweep.family),
         "device": device,
-        "cases": [
-            dataclasses.asdict(each.case) | {"weight": each.weight} for each in sweep.group.cases
-        ],
+        "cases": [each.case.as_record() | {"weight": each.weight} for each in sweep.group.cases],
+        "modified": is_modified,
         "tiles": len(sweep.candidates),
         "default_tile": dataclasses.asdict(default.tile),
         "default_tflops": default.tflops,
         "best_tile": dataclasses.asdict(best.tile) if usable else None,
         "best_tflops": best.tflops if usable else None,
         "gain_percent": gained,
-        "stored": won,
+        "stored": won and not is_modified,
         "failed": sum(candidate.failed for candidate in sweep.candidates),
         "finalists": [dataclasses.asdict(tile) for tile in sweep.finalists()],
         "date": environment.metadata(device)["date"],

@@ -57,9 +57,9 @@ class Saver:
     removed: int = 0
 
     def save(self, found: Sequence[Finding]) -> str:
-        """Save the findings; return what was done, as text."""
+        """Save the findings of calls without modifications; return what was done, as text."""
         path = self.table or tuning.user_table_path()
-        usable = [finding for finding in found if finding["best_tile"] is not None]
+        usable = [f for f in found if f["best_tile"] is not None and not f.get("modified")]
         won = [entry_of(finding, self.device) for finding in usable if finding["stored"]]
         lost = [f for f in usable if self.removes and not f["stored"]]
         kept = [entry_of(f, self.device, "default") for f in lost if self._is_overruled(f)]

@@ -20,11 +20,14 @@ from ..cases.cases import describe
 from ..cases.options import (
     FINITE,
     HEADS,
+    mod_options,
+    modified,
     output_option,
     refuse_cases,
     sequence_cases,
     sequence_options,
     shape_options,
+    split_mods,
     split_sequences,
     split_shape,
     writable_path,
@@ -58,6 +61,9 @@ _CPU_DEFAULTS = {
 }
 
 
+_NO_TABLE = "tables of tuned tiles are of calls without modifications"
+
+
 def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
     """A table file that can be written; one that is there must be a table."""
     if path is None:
@@ -73,6 +79,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @click.command()
 @shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
+@mod_options
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
 @click.option(
     "--workload",
@@ -143,10 +150,10 @@ def tune(
 
     Cases that share a tile are timed together. A tile is saved if it beats the family's default by
     --min-gain percent; the dispatcher then uses it for that GPU and class of problems, until the
-    family's sources change. An interrupted sweep goes on where it was. Exits with 1 if a tile's
-    result fails its check.
+    family's sources change. With modifications nothing is saved. An interrupted sweep goes on where
+    it was. Exits with 1 if a tile's result fails its check.
     """
-    shape, sequences = split_shape(options), split_sequences(options)
+    shape, sequences, mods = split_shape(options), split_sequences(options), split_mods(options)
     if reporting:
         _refuse_given(
             ctx, set(ctx.params) - {"reporting", "output"}, "--report, which times nothing"
@@ -158,7 +165,7 @@ def tune(
         _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
     if arch is not None:
         _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
-    cases = _cases(shape, sequences, preset, workload, seed=seed, on_cpu=on_cpu)
+    cases = _cases(shape, sequences, mods, preset, workload, seed=seed, on_cpu=on_cpu)
     if on_cpu and not all(weighted.case.is_dense for weighted in cases):
         raise click.UsageError(
             "--backend cpu goes through caches and packed sequences without tuned tiles"
@@ -167,6 +174,9 @@ def tune(
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
     groups = groups_of(cases)
     device = None if on_cpu else _device(arch)
+    are_modified = [group.is_modified for group in groups]
+    if all(are_modified) and table:
+        raise click.UsageError(f"--table {table} would have nothing to hold: {_NO_TABLE}")
     limits = Limits(br, bc, max_smem, max_spills, max_tiles)
     with library_errors_as_usage():
         # All groups first: a wrong option shows before anything is compiled.
@@ -180,7 +190,7 @@ def tune(
         _rank_by_resources(sweeps, device, limits, workers, top, output)
         return
     saver = None
-    if not dry_run:
+    if not dry_run and not all(are_modified):
         require_writable(table)
         saver = Saver(table, device, limits.exclude_nothing, _command())
     sweeps = _that_fit(sweeps)
@@ -202,7 +212,12 @@ def tune(
         outcome = outcome_text(finding, saves=saver is not None)
         click.echo(f"The best tile: {outcome}." if finding["best_tile"] else f"{outcome}.")
     # Also what an earlier, interrupted command found.
-    click.echo(saver.save(found) if saver else "Nothing saved (--dry-run).")
+    if saver:
+        click.echo(saver.save(found))
+    elif dry_run:
+        click.echo("Nothing saved (--dry-run).")
+    if any(are_modified):
+        click.echo(f"Not saved with modifications: {_NO_TABLE}.")
     if any(finding["failed"] for finding in found):
         click.echo("!: a tile's result is not that of the reference; it was not saved.", err=True)
         ctx.exit(1)
@@ -229,6 +244,7 @@ def _runs_on_cpu(backend: str | None, arch: str | None, family: str | None) -> b
 def _cases(
     shape: dict[str, Any],
     sequences: Mapping[str, Any],
+    mods: Mapping[str, Any],
     preset: str | None,
     workload: Path | None,
     *,
@@ -240,14 +256,14 @@ def _cases(
     if preset:
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        refuse_cases(shape, sequences, f"--preset {preset}, which names the cases")
+        refuse_cases(shape, sequences, mods, f"--preset {preset}, which names the cases")
         return PRESETS[preset]()
     if workload:
-        refuse_cases(shape, sequences, "--workload, which names the cases")
+        refuse_cases(shape, sequences, mods, "--workload, which names the cases")
         return read_workload(workload)
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
     found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
-    return [Weighted(case) for case in found]
+    return [Weighted(case) for case in modified(found, mods)]
 
 
 def _device(arch: str | None) -> Device:

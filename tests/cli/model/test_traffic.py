@@ -14,9 +14,9 @@ from cupy_flash.cli.model.traffic import (
     compulsory,
     fused,
     fused_without_cache,
-    seen_keys,
+    seen_of,
     standard,
-    tile_keys,
+    tile_ranges,
 )
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.planning.planner import make_plan
@@ -106,8 +106,8 @@ def test_tiles_read_what_brute_force_finds_seen(rng: np.random.Generator) -> Non
             tiles = (touched[key : key + Bc] for key in range(0, p.seqlen_k, Bc))
             expected.append(sum(len(tile) for tile in tiles if tile.any()))
 
-        assert tile_keys(p, Br, Bc) == expected
-        assert seen_keys(p, p.seqlen_q) == seen.any(axis=0).sum()
+        assert [end - begin for begin, end in tile_ranges(p, Br, Bc)] == expected
+        assert seen_of(p).keys() == seen.any(axis=0).sum()
 
 
 def test_without_a_cache_every_query_tile_reads_its_own_keys() -> None:
@@ -150,7 +150,7 @@ def test_a_cache_that_holds_nothing_leaves_what_blocks_share_in_a_round(
 
 def brute_force_read(p: Problem, schedule: Schedule) -> int:
     """Bytes read if thread blocks take the tiles of a section in order, so many at a time."""
-    keys = tile_keys(p, schedule.Br, schedule.Bc)
+    keys = [end for _, end in tile_ranges(p, schedule.Br, schedule.Bc)]
     group = p.heads_q // p.heads_kv
     heads = range(p.batch * p.heads_q)
     rows = 0

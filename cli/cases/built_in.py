@@ -1,0 +1,140 @@
+"""Functions of scores and masks as users write them, by name, and what the masks leave to see."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+
+Ints = NDArray[np.int64]
+
+_DOCUMENTS = 12
+# Distances that a table of biases tells apart on either side.
+FURTHEST = 64
+STEP = 2
+SOFTCAP = 50.0
+
+
+class BuiltIn(NamedTuple):
+    """A modification by name.
+
+    Attributes
+    ----------
+    about
+        What it does, in a few words.
+    make
+        `ScoreMod` or `MaskMod`.
+    function
+        The function that it is made of.
+    captures
+        What that captures, in host memory, of (heads_q, seqlen_k).
+    head_axis
+        Name of the array that has query heads along its first axis.
+    seen
+        Of a mask: given the positions of queries and seqlen_k, where the keys begin and end that
+        each sees.
+    step
+        Of these keys it sees one out of so many.
+    """
+
+    about: str
+    make: type[ScoreMod] | type[MaskMod]
+    function: Callable[..., Any]
+    captures: Callable[[int, int], dict[str, Any]]
+    head_axis: str | None = None
+    seen: Callable[[Ints, int], tuple[Ints, Ints]] | None = None
+    step: int = 1
+
+    @property
+    def keyword(self) -> str:
+        """Of the library's functions."""
+        return "mask_mod" if self.make is MaskMod else "score_mod"
+
+
+@functools.lru_cache(maxsize=8)
+def _ends(seqlen: int) -> Ints:
+    """Behind the last key of each document of a row: cut at random, but alike in all rows."""
+    places = np.arange(1, max(seqlen, 1))
+    cuts = np.random.default_rng(0).choice(places, min(_DOCUMENTS - 1, len(places)), replace=False)
+    return np.sort([*cuts, seqlen]).astype(np.int64)
+
+
+def _document_of(positions: Ints, seqlen: int) -> Ints:
+    # Positions outside of the row read the nearest.
+    inside = np.clip(positions, 0, max(seqlen - 1, 0))
+    return np.searchsorted(_ends(seqlen), inside, side="right")
+
+
+def _documents(heads_q: int, seqlen_k: int) -> dict[str, Any]:
+    rows = np.arange(max(seqlen_k, 1))
+    return {"document": _document_of(rows, seqlen_k).astype(np.int32)}
+
+
+def _seen_documents(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+    ends = _ends(seqlen_k)
+    document = _document_of(positions, seqlen_k)
+    return np.concatenate(([0], ends[:-1]))[document], ends[document]
+
+
+def _table(heads_q: int, seqlen_k: int) -> dict[str, Any]:
+    shape = (heads_q, 2 * FURTHEST + 1)
+    return {"table": np.random.default_rng(0).standard_normal(shape, np.float32)}
+
+
+def _prefix(seqlen_k: int) -> int:
+    return seqlen_k // 4
+
+
+def _seen_prefix(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+    ends = np.maximum(positions + 1, _prefix(seqlen_k))
+    return np.zeros_like(ends), np.minimum(ends, seqlen_k)
+
+
+def _seen_all(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:
+    return np.zeros_like(positions), np.full_like(positions, seqlen_k)
+
+
+BUILT_IN = {
+    "documents": BuiltIn(
+        f"{_DOCUMENTS} documents in a row, cut at random",
+        MaskMod,
+        lambda i, j, document: document[i] == document[j],
+        _documents,
+        seen=_seen_documents,
+    ),
+    "t5": BuiltIn(
+        f"a table for each head by i - j, clipped at {FURTHEST}, is added",
+        ScoreMod,
+        lambda score, h, i, j, table: (
+            score + table[h, np.clip(i - j, -FURTHEST, FURTHEST) + FURTHEST]
+        ),
+        _table,
+        head_axis="table",
+    ),
+    "dilated": BuiltIn(
+        "every second key",
+        MaskMod,
+        lambda i, j: (i - j) % STEP == 0,
+        lambda heads_q, seqlen_k: {},
+        seen=_seen_all,
+        step=STEP,
+    ),
+    "prefix": BuiltIn(
+        "causal behind a prefix of a quarter of the keys",
+        MaskMod,
+        lambda i, j, prefix: (j <= i) | (j < prefix),
+        lambda heads_q, seqlen_k: {"prefix": _prefix(seqlen_k)},
+        seen=_seen_prefix,
+    ),
+    "softcap": BuiltIn(
+        f"softcap {SOFTCAP:g} as a user's function",
+        ScoreMod,
+        lambda score, cap: cap * np.tanh(score / cap),
+        lambda heads_q, seqlen_k: {"cap": SOFTCAP},
+    ),
+}

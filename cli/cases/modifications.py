@@ -1,0 +1,160 @@
+"""Modifications of a case as the library takes them: shapes, keyword arguments, and the plan's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupy_flash.calls.modifiers import Sizes, canonical, read_modifiers, score_spec
+from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.score import ScoreSpec
+
+from .built_in import BUILT_IN
+from .mods import Mods
+
+# As the keyword arguments are called.
+OF_PAIRS = ("bias", "mask")
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a name in `cupy_flash.problem.problem.DTYPES`."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def shapes(mods: Mods, sizes: Sizes) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of each array, by its keyword argument; functions capture others, small ones.
+
+    Raises
+    ------
+    ValueError
+        For an axis of sequences where these are packed.
+    """
+    real = np.dtype(np.float64 if sizes.dtype == "float64" else np.float32)
+    found: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    if mods.alibi:
+        found["alibi_slopes"] = (sizes.heads_q,), real
+    if mods.sinks:
+        found["sinks"] = (sizes.heads_q,), real
+    for name, dtype in zip(OF_PAIRS, (numpy_dtype(sizes.dtype), np.dtype(bool)), strict=True):
+        if (span := getattr(mods, name)) is None:
+            continue
+        if span == "batch" and sizes.total_q is not None:
+            raise ValueError(
+                f"{name} batch has an axis of sequences, and packed ones have rows of their own; "
+                "expected heads or shared"
+            )
+        heads = 1 if span == "shared" else sizes.heads_q
+        batch = sizes.batch if span == "batch" else 1
+        pairs = (batch, heads, sizes.seqlen_q, sizes.seqlen_k)
+        packed = (heads, sizes.total_q or 0, sizes.seqlen_k)
+        found[name] = pairs if sizes.total_q is None else packed, dtype
+    return found
+
+
+def array_bytes(mods: Mods, sizes: Sizes) -> int:
+    """Bytes of all these arrays."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes(mods, sizes).values())
+
+
+def keywords(
+    mods: Mods, sizes: Sizes, arrays: Mapping[str, Any], placed: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Keyword arguments of the library's functions.
+
+    Parameters
+    ----------
+    mods, sizes
+        Of the case.
+    arrays
+        Those of `shapes`.
+    placed
+        Puts what a function captures where these lie.
+    """
+    found = dict(arrays)
+    if mods.window != Mods.window:
+        found["window_size"] = tuple(mods.window)
+    if mods.softcap is not None:
+        found["softcap"] = mods.softcap
+    if mods.mod is not None:
+        built_in = BUILT_IN[mods.mod]
+        captures = built_in.captures(sizes.heads_q, sizes.seqlen_k)
+        mod = built_in.make(
+            built_in.function,
+            **{n: placed(x) if isinstance(x, np.ndarray) else x for n, x in captures.items()},
+        )
+        found[built_in.keyword] = mod
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def score_of(mods: Mods, sizes: Sizes, *, causal: bool) -> ScoreSpec | None:
+    """What kernels are made for, without the arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the library does.
+    """
+    unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
+    found = read_modifiers(keywords(mods, sizes, unread, np.asarray))
+    if found is None:
+        return None
+    modifiers, arrays, _ = found
+    return score_spec(modifiers, canonical(modifiers, arrays, sizes), sizes, causal=causal)
+
+
+def _unread(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new contiguous array as far as its address, shape, strides and dtype go."""
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    steps = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    memory = np.empty(MAX_ALIGNMENT // dtype.itemsize, dtype)
+    return np.lib.stride_tricks.as_strided(memory, shape, steps, writeable=False)
+
+
+def restricted(
+    given: Mapping[str, Any],
+    mods: Mods,
+    *,
+    batch: int,
+    heads: slice = slice(None),
+    rows: slice = slice(None),
+) -> dict[str, Any]:
+    """Keyword arguments of some heads and rows of one sequence, as a call of their own has them.
+
+    Parameters
+    ----------
+    given
+        Those of the whole call.
+    mods
+        What they are of.
+    batch
+        Which sequence.
+    heads
+        Query heads.
+    rows
+        Of a packed sequence in the array of all, else of its own.
+    """
+    found = dict(given)
+    for name in ("alibi_slopes", "sinks"):
+        if name in found:
+            found[name] = found[name][heads]
+    for name in OF_PAIRS:
+        if name in found:
+            array = found[name]
+            array = array[None] if array.ndim == 3 else array
+            first = batch if array.shape[0] > 1 else 0
+            of_heads = heads if array.shape[1] > 1 else slice(None)
+            found[name] = array[first : first + 1, of_heads, rows]
+    built_in = BUILT_IN[mods.mod] if mods.mod else None
+    if built_in is not None and built_in.head_axis is not None:
+        mod = found[built_in.keyword]
+        captures = dict(mod.captures)
+        captures[built_in.head_axis] = captures[built_in.head_axis][heads]
+        found[built_in.keyword] = built_in.make(built_in.function, **captures)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
@@ -32,6 +33,7 @@ __all__ = [
     "attention_reference",
     "attention_varlen_reference",
     "attention_with_kvcache_reference",
+    "check_mod",
     "combine",
     "flash_attention",
     "flash_attention_qkvpacked",

@@ -354,6 +354,8 @@ def _notes(
         notes.append("MiB: memory that a call takes at its peak besides its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
     notes.append(environment.FLOP_CONVENTION + ".")
+    if any(cell.case.mods for cell in cells):
+        notes.append(environment.FLOPS_OF_MODS + ".")
     if any(c.rows or not c.not_finite for c in checks):
         rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
         share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
@@ -386,11 +388,14 @@ def _splits_text(plan: Plan) -> str:
 def _sequence_notes(cells: Sequence[Cell], copy_rate: float | None) -> list[str]:
     """What to know about caches and packed sequences, and how to have them again."""
     notes = []
-    cached = any(cell.case.is_cached for cell in cells)
+    cached = [cell.case for cell in cells if cell.case.is_cached]
     if cached:
+        seen = (
+            ", of the keys that windows and documents leave" if any(c.mods for c in cached) else ""
+        )
         notes.append(
             "TB/s, GB/s: bytes of the keys and values, batch * heads_kv * seqlen_k * (head_dim + "
-            "head_dim_v) of them, over time."
+            f"head_dim_v) of them, over time{seen}."
         )
     if copy_rate:
         notes.append(

@@ -57,22 +57,22 @@ class BuiltIn(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _ends(seqlen: int) -> Ints:
-    """Behind the last key of each document of a row: cut at random, but alike in all rows."""
-    places = np.arange(1, max(seqlen, 1))
-    cuts = np.random.default_rng(0).choice(places, min(_DOCUMENTS - 1, len(places)), replace=False)
-    return np.sort([*cuts, seqlen]).astype(np.int64)
+def _ends(seqlen_k: int) -> Ints:
+    """Behind the last key of each document, cut at random, but alike in all rows of a batch."""
+    places = np.arange(1, max(seqlen_k, 1))
+    count = min(_DOCUMENTS - 1, len(places))
+    cuts = np.random.default_rng(0).choice(places, count, replace=False)
+    return np.sort([*cuts, max(seqlen_k, 1)]).astype(np.int64)
 
 
-def _document_of(positions: Ints, seqlen: int) -> Ints:
+def _document_of(positions: Ints, seqlen_k: int) -> Ints:
     # Positions outside of the row read the nearest.
-    inside = np.clip(positions, 0, max(seqlen - 1, 0))
-    return np.searchsorted(_ends(seqlen), inside, side="right")
+    inside = np.clip(positions, 0, max(seqlen_k - 1, 0))
+    return np.searchsorted(_ends(seqlen_k), inside, side="right")
 
 
 def _documents(heads_q: int, seqlen_k: int) -> dict[str, Any]:
-    rows = np.arange(max(seqlen_k, 1))
-    return {"document": _document_of(rows, seqlen_k).astype(np.int32)}
+    return {"document": _document_of(np.arange(max(seqlen_k, 1)), seqlen_k).astype(np.int32)}
 
 
 def _seen_documents(positions: Ints, seqlen_k: int) -> tuple[Ints, Ints]:

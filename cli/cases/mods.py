@@ -92,8 +92,12 @@ _TEXTS: dict[str, Callable[[Any], str]] = {"window": _window_text, "softcap": _s
 
 def _window(text: str) -> Window:
     """LEFT:RIGHT, of which one may be left out."""
-    bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
-    return window_of(bounds)
+    left, right = (int(bound) if bound.strip() else None for bound in text.split(":"))
+    return window_of((left, right))
+
+
+def _softcap(text: str) -> float:
+    return checked_softcap(float(text))
 
 
 def _yes(text: str) -> bool:
@@ -114,7 +118,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 # From a field's text to its value.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "window": _window,
-    "softcap": checked_softcap,
+    "softcap": _softcap,
     "alibi": _yes,
     "sinks": _yes,
     "bias": _one_of(*SPANS),

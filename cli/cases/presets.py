@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..providers.providers import PAGE_SIZES
 from .cases import Case
+from .mods import PLAIN, Mods
 from .sequences import long_tail
 
 # FlashAttention-3 paper, section 4.1: 16k tokens and a hidden size of 2048 throughout.
@@ -133,6 +134,30 @@ def _packed(causal: bool) -> Case:
     )
 
 
+# Of the mods preset: a window of so many tokens, the query itself among them.
+_WINDOW = 1024
+_WINDOWED = Mods.parse(f"window {_WINDOW - 1}:0")
+_MODIFIED = (
+    # causal, modifications
+    (False, PLAIN),
+    (True, PLAIN),
+    (True, _WINDOWED),
+    (True, Mods(alibi=True)),
+    (True, Mods(sinks=True)),
+    (False, Mods(softcap=50.0)),
+    (False, Mods(bias="heads")),
+    (False, Mods(bias="shared")),
+    (False, Mods(mod="documents")),
+    (True, Mods(mod="documents")),
+    (False, Mods(mod="t5")),
+)
+
+
+def _modified(head_dim: int, causal: bool, mods: Mods) -> Case:
+    case = square("bfloat16", 2, _HIDDEN // head_dim, 8192, head_dim, causal)
+    return dataclasses.replace(case, mods=mods)
+
+
 _PRESETS = {
     "fa3-grid": Preset(
         "Forward, as in the FlashAttention-3 paper",
@@ -180,6 +205,16 @@ _PRESETS = {
         cases=(_packed(causal=False), _packed(causal=True)),
         providers=("cupy_flash", "cupy_flash-uniform"),
         baseline=("cupy_flash-uniform",),
+    ),
+    "mods": Preset(
+        "Masks and score modifications, and decoding with a window beside as many keys without",
+        cases=(
+            *(_modified(head_dim, *each) for head_dim in (64, 128) for each in _MODIFIED),
+            dataclasses.replace(_decode(1, 65536), mods=_WINDOWED),
+            _decode(1, _WINDOW),
+        ),
+        providers=("cupy_flash", "torch-flex", "torch-cudnn", "torch-efficient"),
+        baseline=("torch-flex", "torch-cudnn"),
     ),
     "memory": Preset(
         "The standard algorithm and the fused one by sequence length",

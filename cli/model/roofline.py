@@ -282,7 +282,10 @@ def _print(rows: Rows) -> None:
     ]
     if any(row["measured_tflops"] is not None for row in rows):
         notes.append("measured: cupy_flash's own choice, and its share of what is attainable.")
-    report.print_notes(out, [*notes, environment.FLOP_CONVENTION + "."])
+    notes.append(environment.FLOP_CONVENTION + ".")
+    if any(row["mods"] for row in rows):
+        notes.append(environment.FLOPS_OF_MODS + ".")
+    report.print_notes(out, notes)
 
 
 def _print_roof(out: Console, rows: Rows) -> None:

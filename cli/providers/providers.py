@@ -26,7 +26,7 @@ from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.modifications import restricted
 from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
-from . import torch_providers
+from . import torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
 # Of the providers that put a case's cache into pages.
@@ -286,7 +286,7 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
     def just(found: Provider) -> Callable[[TileFields], Provider]:
         return lambda _: found
 
-    return makers | {found.name: just(found) for found in torch_providers.ALL}
+    return makers | {found.name: just(found) for found in (*torch_providers.ALL, torch_flex.FLEX)}
 
 
 def names() -> tuple[str, ...]:

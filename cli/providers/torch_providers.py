@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -15,6 +16,7 @@ from cupy_flash.gpu.environment import gpu_unavailable
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
+from ..cases.mods import Mods
 from ..measure import memory
 from ..measure.timing import Timed
 from .contract import Prepared, Provider
@@ -38,12 +40,25 @@ def _why_no_call(case: Case) -> str | None:
     return None
 
 
+def _why_no_mask(mods: Mods, *, causal: bool) -> str | None:
+    """Why torch's call has no such modifications, or None: it takes one array over all pairs."""
+    arrays = [name for name in ("bias", "mask") if getattr(mods, name)]
+    if others := dataclasses.replace(mods, bias=None, mask=None):
+        return f"scaled_dot_product_attention has no {others}"
+    if len(arrays) > 1:
+        return "scaled_dot_product_attention takes a bias or a mask, not both"
+    if arrays and causal:
+        return f"scaled_dot_product_attention takes a {arrays[0]} or is_causal, not both"
+    return None
+
+
 def _has_mask(case: Case) -> bool:
     """Whether a causal mask hides anything: the last query sees every key."""
     return case.causal and not (case.is_cached and case.seqlen_q == 1)
 
 
-def _torch() -> Any:
+def torch_module() -> Any:
+    """The module."""
     import torch
 
     return torch
@@ -60,7 +75,7 @@ def why_no_torch() -> str | None:
         # What its imports warn of is not about us.
         warnings.simplefilter("ignore")
         try:
-            torch = _torch()
+            torch = torch_module()
         except Exception as error:  # a library missing or of another version shows in many ways
             return f"torch cannot be imported: {' '.join(str(error).split())[:80]}"
     if not torch.cuda.is_available():
@@ -85,11 +100,12 @@ def release_memory() -> None:
 
 def to_torch(array: Any) -> Any:
     """A torch tensor over a CuPy array's memory."""
-    torch = _torch()
-    if array.dtype.name != "bfloat16":
-        return torch.from_dlpack(array)
-    # The bits travel as integers: not every CuPy exports bfloat16.
-    return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+    torch = torch_module()
+    # The bits travel as integers: not every CuPy exports these.
+    for name, bits in (("bfloat16", "int16"), ("bool", "uint8")):
+        if array.dtype.name == name:
+            return torch.from_dlpack(array.view(bits)).view(getattr(torch, name))
+    return torch.from_dlpack(array)
 
 
 def to_cupy(tensor: Any) -> Any:
@@ -97,21 +113,21 @@ def to_cupy(tensor: Any) -> Any:
     import cupy
     import ml_dtypes
 
-    torch = _torch()
+    torch = torch_module()
     tensor = tensor.detach()
     if tensor.dtype != torch.bfloat16:
         return cupy.from_dlpack(tensor)
     return cupy.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
 
 
-def _tensors(inputs: Inputs) -> tuple[Any, Any, Any]:
+def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
     """q, k and v as torch takes them, (batch, heads, seqlen, dim), over the same memory.
 
     For bshd arrays these are transposed views, as users of that layout have them.
     """
     import cupy
 
-    torch = _torch()
+    torch = torch_module()
     ours = cupy.cuda.get_current_stream().ptr
     theirs = torch.cuda.current_stream().cuda_stream
     if ours != theirs:
@@ -124,7 +140,8 @@ def _tensors(inputs: Inputs) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
-def _back(inputs: Inputs) -> Callable[[Any], Any]:
+def way_back(inputs: Inputs) -> Callable[[Any], Any]:
+    """From what torch gives to an array in the case's layout."""
     if inputs.case.layout == "bshd":
         return lambda out: to_cupy(out).swapaxes(1, 2)
     return to_cupy
@@ -135,7 +152,9 @@ def _replay(graph: Any, result: Any) -> None:
     graph.replay()
 
 
-class _TorchProvider(Provider):
+class TorchProvider(Provider):
+    """What all that torch computes has in common."""
+
     on_gpu = True
 
     def missing(self) -> str | None:
@@ -144,7 +163,7 @@ class _TorchProvider(Provider):
     def replayed(self, prepared: Prepared) -> Timed | None:
         # torch keeps the memory of its own graphs apart; it launches them on its current stream,
         # which is CuPy's.
-        torch = _torch()
+        torch = torch_module()
         graph = torch.cuda.CUDAGraph()
         try:
             with prepared.scope(), torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -157,7 +176,7 @@ class _TorchProvider(Provider):
         return memory.torch_peak_bytes(prepared.timed)
 
 
-class ScaledDotProduct(_TorchProvider):
+class ScaledDotProduct(TorchProvider):
     """torch.nn.functional.scaled_dot_product_attention held to one backend."""
 
     def __init__(self, name: str, backend: str) -> None:
@@ -167,7 +186,7 @@ class ScaledDotProduct(_TorchProvider):
     def why_not(self, case: Case) -> str | None:
         if reason := self.missing():
             return reason
-        if reason := _why_no_call(case):
+        if reason := _why_no_call(case) or _why_no_mask(case.mods, causal=_has_mask(case)):
             return reason
         if _has_mask(case) and (case.problem().q_offset if case.is_dense else case.first_query):
             return "torch's causal mask is aligned top-left: it has q_offset 0 only"
@@ -181,7 +200,7 @@ class ScaledDotProduct(_TorchProvider):
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[None]:
-        torch = _torch()
+        torch = torch_module()
         attention = torch.nn.attention
         with (
             attention.sdpa_kernel([getattr(attention.SDPBackend, self.backend)]),
@@ -191,11 +210,13 @@ class ScaledDotProduct(_TorchProvider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         case = inputs.case
-        q, k, v = _tensors(inputs)
+        q, k, v = tensors_of(inputs)
         # `import torch` alone does not bring this module in every version.
         importlib.import_module("torch.nn.attention")
-        attention = _torch().nn.functional.scaled_dot_product_attention
+        attention = torch_module().nn.functional.scaled_dot_product_attention
         arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
+        for array in inputs.modifications(on_gpu=True).values():
+            arguments["attn_mask"] = to_torch(array)
         grouped = case.heads_q != case.heads_kv
         note = None
         if grouped:
@@ -213,7 +234,7 @@ class ScaledDotProduct(_TorchProvider):
         if not grouped:
             call = functools.partial(attention, q, k, v, **arguments)
             self._try(call)
-        return Prepared(call, _back(inputs), self._scope, note=note)
+        return Prepared(call, way_back(inputs), self._scope, note=note)
 
     def _try(self, call: Callable[[], Any]) -> None:
         """Call once; a refusal's RuntimeError then says what torch only warns of."""
@@ -236,7 +257,7 @@ def refusal(warned: list[str], error: str) -> str:
     return "; ".join(dict.fromkeys(reasons)) or error.strip().splitlines()[0]
 
 
-class Eager(_TorchProvider):
+class Eager(TorchProvider):
     """Plain torch: q @ k^T, softmax, @ v, in the input's dtype."""
 
     name = "torch-eager"
@@ -246,6 +267,8 @@ class Eager(_TorchProvider):
             return reason
         if not case.is_dense:
             return "the plain formula here is of blocks of equal length"
+        if case.mods:
+            return f"the plain formula here has no {case.mods}"
         if case.causal and case.problem().q_offset < 0:
             return "a row that sees no key gives NaN in the plain formula"
         return None
@@ -254,10 +277,10 @@ class Eager(_TorchProvider):
         return 3 * case.scores * case.problem().itemsize
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        torch = _torch()
+        torch = torch_module()
         case = inputs.case
         problem = case.problem()
-        q, k, v = _tensors(inputs)
+        q, k, v = tensors_of(inputs)
         note = None
         if case.heads_q != case.heads_kv:
             group = case.heads_q // case.heads_kv
@@ -276,7 +299,7 @@ class Eager(_TorchProvider):
             return torch.softmax(scores, -1) @ v
 
         scope: Callable[[], AbstractContextManager[Any]] = torch.no_grad
-        return Prepared(call, _back(inputs), scope, note=note)
+        return Prepared(call, way_back(inputs), scope, note=note)
 
 
 ALL: tuple[Provider, ...] = (

@@ -20,6 +20,10 @@ FLOP_CONVENTION = (
     "FLOPs = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v); "
     "if causal, of the pairs that are seen: half if seqlen_q = seqlen_k"
 )
+FLOPS_OF_MODS = (
+    "FLOPs of windows, documents, prefixes and dilated masks are of the pairs that are seen; masks "
+    "in arrays hide none"
+)
 
 
 def versions() -> dict[str, str]:

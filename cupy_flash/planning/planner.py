@@ -100,12 +100,39 @@ class Plan:
             *(self._gpu_rows() if self.device else [("device", "CPU (NumPy)")]),
             ("family", self.family),
             ("tile", str(self.tile)),
+            *self._block_rows(),
             ("why", self.reason),
             ("workspace", f"{self.workspace:,} bytes" if self.workspace else "none"),
             *((f"not {name}", reason) for name, reason in self.rejected.items()),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    def _block_rows(self) -> list[tuple[str, str]]:
+        """Which blocks of the score matrix a mask leaves, as far as positions tell."""
+        problem, score = self.problem, self.problem.score
+        family = FORWARD.get(self.family)
+        if family is not None and not family.automatic:
+            # A baseline, which visits all.
+            return []
+        mask = problem.mask
+        if not problem.layout.is_equal and problem.layout.kind != "padded":
+            # Each sequence has a mask of its own, aligned at its end.
+            mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
+        is_mapped = family is not None and family.is_mapped(problem)
+        if mask.is_full and not is_mapped:
+            return []
+        visited, partial, skipped = mask.count_blocks(self.tile.Br, self.tile.Bc)
+        text = f"{visited:,} visited, {partial:,} of them partial, {skipped:,} skipped"
+        if problem.layout.is_equal:
+            text += " in each head"
+        else:
+            text += " in a head of a sequence that is as long as any may be"
+        if score is not None and score.prefix:
+            text += ", more where prefixes reach"
+        if is_mapped:
+            text += "; on the GPU a block map leaves fewer"
+        return [("blocks", text)]
 
     def _gpu_rows(self) -> list[tuple[str, str]]:
         device, resources = self.device, self.resources

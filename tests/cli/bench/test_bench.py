@@ -472,7 +472,7 @@ def test_a_torch_that_cannot_be_imported_is_left_out_and_says_why(
 
     monkeypatch.setattr(torch_providers, "gpu_unavailable", lambda: None)
     monkeypatch.setattr(torch_providers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch_providers, "_torch", broken)
+    monkeypatch.setattr(torch_providers, "torch_module", broken)
 
     assert torch_providers.why_no_torch.__wrapped__() == (
         "torch cannot be imported: libcublas.so.13: cannot open shared object file"

@@ -1,0 +1,171 @@
+"""FlexAttention: torch's attention with functions of scores and masks, compiled for each case."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..cases.built_in import FURTHEST, STEP
+from ..cases.cases import Case
+from ..cases.inputs import Inputs
+from .contract import Prepared
+from .torch_providers import TorchProvider, tensors_of, to_torch, torch_module, way_back
+
+# (score, b, h, q_idx, kv_idx) to the new score; (b, h, q_idx, kv_idx) to whether the pair is seen.
+Score = Callable[[Any, Any, Any, Any, Any], Any]
+Sees = Callable[[Any, Any, Any, Any], Any]
+
+
+def scores_of(case: Case, given: Mapping[str, Any], torch: Any) -> list[Score]:
+    """What a case does to scores, as FlexAttention takes it, in order.
+
+    Parameters
+    ----------
+    case
+        The case.
+    given
+        What its functions read, by the names of the library's arguments and of captures: tensors
+        and numbers.
+    torch
+        The module.
+    """
+    found: list[Score] = []
+    first = case.first_query
+    mods = case.mods
+    caps = [mods.softcap, given["cap"] if mods.mod == "softcap" else None]
+    found += [_softcap(cap, torch) for cap in caps if cap is not None]
+    if mods.mod == "t5":
+        table = given["table"]
+
+        def t5(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            distance = torch.clamp(q + first - k, -FURTHEST, FURTHEST)
+            return score + table[h, distance + FURTHEST]
+
+        found.append(t5)
+    if mods.alibi:
+        slopes = given["alibi_slopes"]
+        found.append(lambda score, b, h, q, k: score - slopes[h] * abs(q + first - k))
+    if mods.bias is not None:
+        element = _element(given["bias"], mods.bias)
+        found.append(lambda score, b, h, q, k: score + element(b, h, q, k))
+    return found
+
+
+def _softcap(cap: float, torch: Any) -> Score:
+    return lambda score, b, h, q, k: cap * torch.tanh(score / cap)
+
+
+def masks_of(case: Case, given: Mapping[str, Any]) -> list[Sees]:
+    """What a case hides, likewise: all of these have to see a pair."""
+    found: list[Sees] = []
+    first, (left, right) = case.first_query, case.mods.window
+    if case.causal:
+        found.append(lambda b, h, q, k: k <= q + first)
+    if left is not None:
+        found.append(lambda b, h, q, k: k >= q + first - left)
+    if right is not None:
+        found.append(lambda b, h, q, k: k <= q + first + right)
+    if case.mods.mask is not None:
+        found.append(_element(given["mask"], case.mods.mask))
+    if case.mods.mod == "documents":
+        document = given["document"]
+        found.append(lambda b, h, q, k: document[q + first] == document[k])
+    if case.mods.mod == "prefix":
+        prefix = given["prefix"]
+        found.append(lambda b, h, q, k: (k <= q + first) | (k < prefix))
+    if case.mods.mod == "dilated":
+        found.append(lambda b, h, q, k: (q + first - k) % STEP == 0)
+    return found
+
+
+def _element(array: Any, span: str) -> Sees:
+    """The element of a pair of an array that is of the shape which a span says."""
+    if span == "shared":
+        return lambda b, h, q, k: array[0, 0, q, k]
+    if span == "heads":
+        return lambda b, h, q, k: array[0, h, q, k]
+    return lambda b, h, q, k: array[b, h, q, k]
+
+
+class Flex(TorchProvider):
+    """torch.nn.attention.flex_attention under torch.compile."""
+
+    name = "torch-flex"
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        if not case.is_dense:
+            return "flex_attention is timed on blocks of equal length only"
+        if case.mods.sinks:
+            return "flex_attention has no sinks"
+        first = case.first_query
+        if case.mods.mod == "documents" and not 0 <= first <= case.seqlen_k - case.seqlen_q:
+            return (
+                "queries outside of the keys are in no document, and flex_attention does not clamp"
+            )
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        return 0
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        torch = torch_module()
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        case = inputs.case
+        q, k, v = tensors_of(inputs)
+        given = _tensors_by_name(inputs)
+        # After some functions in one process torch compiles no more of them, and with a warning
+        # only goes through the whole score matrix.
+        torch._dynamo.reset()
+        block_mask, note = None, None
+        if masks := masks_of(case, given):
+            span = case.mods.mask
+            make = torch.compile(flex.create_block_mask, dynamic=False)
+            block_mask = make(
+                flex.and_masks(*masks),
+                case.batch if span == "batch" else None,
+                case.heads_q if span in ("batch", "heads") else None,
+                case.seqlen_q,
+                case.seqlen_k,
+                device=q.device,
+            )
+            kept = 100 - block_mask.sparsity()
+            note = f"its BlockMask, made beforehand, keeps {kept:.1f}% of the blocks"
+        scores = tuple(scores_of(case, given, torch))
+
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            for change in scores:
+                score = change(score, b, h, q_idx, kv_idx)
+            return score
+
+        call = functools.partial(
+            torch.compile(flex.flex_attention, dynamic=False),
+            *(q, k, v),
+            score_mod=score_mod if scores else None,
+            block_mask=block_mask,
+            scale=case.softmax_scale,
+            enable_gqa=case.heads_q != case.heads_kv,
+        )
+        # Compiles.
+        with torch.no_grad():
+            call()
+        return Prepared(call, way_back(inputs), torch.no_grad, note=note)
+
+
+def _tensors_by_name(inputs: Inputs) -> dict[str, Any]:
+    """What the functions of a case read: arrays of its call, and what its modification captured."""
+    given = dict(inputs.modifications(on_gpu=True))
+    captures: dict[str, Any] = {}
+    for keyword in ("score_mod", "mask_mod"):
+        if keyword in given:
+            captures |= given.pop(keyword).captures
+    return {
+        name: to_torch(value) if hasattr(value, "dtype") else value
+        for name, value in (given | captures).items()
+    }
+
+
+FLEX = Flex()

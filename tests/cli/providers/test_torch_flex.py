@@ -1,0 +1,279 @@
+"""FlexAttention and torch's own call with modifications, by a torch that is NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cupy
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import Inputs, random_inputs
+from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.measure.check import Check
+from cupy_flash.cli.providers import torch_providers
+from cupy_flash.cli.providers.providers import provider
+from cupy_flash.cli.providers.torch_flex import FLEX
+from cupy_flash.reference.dense import attention_naive
+
+
+def case(mods: str = "", **more: Any) -> Case:
+    sizes: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203} | more
+    return Case(
+        "float32",
+        2,
+        heads_q=4,
+        heads_kv=2,
+        head_dim=16,
+        head_dim_v=16,
+        mods=Mods.parse(mods),
+        **sizes,
+    )
+
+
+class BlockMask:
+    """What is seen, pair by pair, in blocks of 128."""
+
+    def __init__(self, mask_mod: Any, sizes: tuple[Any, ...]) -> None:
+        self.sizes, self.mask_mod = sizes, mask_mod
+        batch, heads, rows, keys = sizes
+        grid = np.ogrid[: batch or 1, : heads or 1, :rows, :keys]
+        self.seen = np.broadcast_to(mask_mod(*grid), (batch or 1, heads or 1, rows, keys))
+
+    def sparsity(self) -> float:
+        rows, keys = self.seen.shape[2:]
+        blocks = [
+            self.seen[..., r : r + 128, k : k + 128].any()
+            for r in range(0, rows, 128)
+            for k in range(0, keys, 128)
+        ]
+        return 100 * (1 - sum(blocks) / len(blocks))
+
+
+class Tensor(np.ndarray):
+    """An array with a device and torch's transpose."""
+
+    device = "cuda"
+
+    def transpose(self, one: Any, other: Any = None) -> Any:
+        return self.swapaxes(one, other)
+
+
+class FakeTorch:
+    """As much of torch as the providers use.
+
+    Attributes
+    ----------
+    log
+        What was asked of the compiler and of the two calls, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        flex = SimpleNamespace(
+            flex_attention=self.flex_attention,
+            create_block_mask=self.create_block_mask,
+            and_masks=self.and_masks,
+        )
+        self.tanh, self.clamp = np.tanh, np.clip
+        self._dynamo = SimpleNamespace(reset=lambda: self.log.append("reset"))
+        self.no_grad = contextlib.nullcontext
+        self.bool, self.bfloat16 = np.bool_, None
+        self.nn = SimpleNamespace(
+            attention=SimpleNamespace(
+                SDPBackend=SimpleNamespace(CUDNN_ATTENTION="cudnn"),
+                sdpa_kernel=lambda backends: contextlib.nullcontext(),
+            ),
+            functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa),
+        )
+        monkeypatch.setitem(sys.modules, "torch.nn.attention", self.nn.attention)
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
+
+    def set_float32_matmul_precision(self, _: str) -> None:
+        pass
+
+    @property
+    def cuda(self) -> Any:
+        stream = SimpleNamespace(cuda_stream=0)
+        return SimpleNamespace(current_stream=lambda: stream)
+
+    def from_dlpack(self, array: np.ndarray) -> Tensor:
+        return array.view(Tensor)
+
+    def compile(self, function: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+        assert not dynamic
+        self.log.append(f"compile {function.__name__}")
+        return function
+
+    def and_masks(self, *masks: Any) -> Any:
+        return lambda *at: np.logical_and.reduce(np.broadcast_arrays(*(m(*at) for m in masks)))
+
+    def create_block_mask(self, mask_mod: Any, *sizes: Any, device: str) -> BlockMask:
+        assert device == "cuda"
+        self.log.append("create_block_mask")
+        return BlockMask(mask_mod, sizes)
+
+    def flex_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        score_mod: Any,
+        block_mask: BlockMask | None,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Any:
+        self.log.append("flex_attention")
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat(group, 1) for x in (k, v))
+        scores = np.asarray(q) @ np.asarray(k).swapaxes(2, 3) * (scale or q.shape[3] ** -0.5)
+        if score_mod is not None:
+            scores = score_mod(scores, *np.ogrid[tuple(slice(n) for n in scores.shape)])
+        if block_mask is not None:
+            scores = np.where(block_mask.seen, scores, -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        return (scores / scores.sum(-1, keepdims=True)) @ np.asarray(v)
+
+    def sdpa(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        self.log.append(arguments)
+        group = q.shape[1] // k.shape[1]
+        given = arguments["attn_mask"]
+        given = {"mask" if given.dtype == bool else "bias": np.asarray(given)}
+        arrays = (np.asarray(x) for x in (q, k.repeat(group, 1), v.repeat(group, 1)))
+        return attention_naive(*arrays, layout="bhsd", **given)
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """A torch beside a CuPy, neither of which is more than NumPy."""
+    cupy = fake_cupy.install(monkeypatch)
+    cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
+    fake = FakeTorch(monkeypatch)
+    for module in ("torch_providers", "torch_flex"):
+        monkeypatch.setattr(f"cupy_flash.cli.providers.{module}.torch_module", lambda: fake)
+    monkeypatch.setattr(torch_providers, "to_cupy", np.asarray)
+    monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
+    return fake
+
+
+def passes(inputs: Inputs, prepared: Any) -> bool:
+    check = Check(inputs, 0, on_gpu=False)
+    with prepared.scope():
+        return check.error(prepared.to_array(prepared.call())) <= check.coverage.bound
+
+
+def on_gpu(made: Case) -> Inputs:
+    host = random_inputs(made, 3, on_gpu=False)
+    return Inputs(made, _host=host.host, seed=3)
+
+
+ALL = (
+    *("", "window 40:0", "window 3:90", "softcap 2.5", "alibi", "bias heads", "bias shared"),
+    *("bias batch", "mask heads", "mask shared", "mask batch", "mod documents", "mod t5"),
+    *(
+        "mod dilated",
+        "mod prefix",
+        "mod softcap",
+        "window 60:9, softcap 3, alibi, bias heads, mod t5",
+    ),
+)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("text", ALL)
+def test_each_modification_is_the_librarys(torch: FakeTorch, text: str, layout: str) -> None:
+    inputs = on_gpu(case(text, layout=layout))
+
+    assert FLEX.why_not(inputs.case) is None
+    assert passes(inputs, FLEX.prepare(inputs))
+
+
+@pytest.mark.parametrize("more", [{}, {"q_offset": 30}, {"seqlen_q": 203}])
+@pytest.mark.parametrize("text", ["", "window 40:0", "alibi", "mod documents", "mod t5"])
+def test_causal_masks_count_positions_as_the_library_does(
+    torch: FakeTorch, text: str, more: dict[str, int]
+) -> None:
+    inputs = on_gpu(case(text, causal=True, **more))
+
+    assert passes(inputs, FLEX.prepare(inputs))
+
+
+def test_everything_is_compiled_anew_for_a_case_and_before_it_is_timed(torch: FakeTorch) -> None:
+    prepared = FLEX.prepare(on_gpu(case("mod documents")))
+    made = list(torch.log)
+    prepared.call()
+
+    assert made == [
+        *("reset", "compile create_block_mask", "create_block_mask"),
+        *("compile flex_attention", "flex_attention"),
+    ]
+    assert torch.log == [*made, "flex_attention"]
+
+
+def test_what_a_block_mask_keeps_is_told(torch: FakeTorch) -> None:
+    windowed = case("window 10:0", seqlen_q=512, seqlen_k=512)
+
+    note = FLEX.prepare(on_gpu(windowed)).note
+    assert note == "its BlockMask, made beforehand, keeps 43.8% of the blocks"
+    assert FLEX.prepare(on_gpu(case())).note is None
+
+
+@pytest.mark.parametrize(("text", "axes"), [("shared", (None, None)), ("heads", (None, 4))])
+def test_a_block_mask_has_the_axes_that_its_mask_has(
+    torch: FakeTorch, text: str, axes: tuple[int | None, int | None]
+) -> None:
+    made = FLEX.prepare(on_gpu(case(f"mask {text}"))).call.keywords["block_mask"]
+
+    assert made.sizes == (*axes, 113, 203)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (case("sinks"), "flex_attention has no sinks"),
+        (case(kind="cache"), "blocks of equal length only"),
+        (case(kind="varlen", seqlen_q=203), "blocks of equal length only"),
+        (case("mod documents", seqlen_q=250), "does not clamp"),
+    ],
+)
+def test_what_it_has_no_equivalent_for_is_refused(torch: FakeTorch, made: Case, says: str) -> None:
+    assert says in str(FLEX.why_not(made))
+
+
+@pytest.mark.parametrize("text", ["bias heads", "bias shared", "mask batch"])
+def test_torchs_own_call_takes_a_bias_or_a_mask(torch: FakeTorch, text: str) -> None:
+    cudnn, inputs = provider("torch-cudnn"), on_gpu(case(text))
+    prepared = cudnn.prepare(inputs)
+
+    assert cudnn.why_not(inputs.case) is None
+    assert passes(inputs, prepared)
+    name, _, _ = text.partition(" ")
+    assert prepared.call.keywords["attn_mask"].dtype == ("bool" if name == "mask" else "float32")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (case("window 9:0, bias heads"), "scaled_dot_product_attention has no window 9:0"),
+        (case("mod documents"), "scaled_dot_product_attention has no mod documents"),
+        (case("bias heads, mask heads"), "takes a bias or a mask, not both"),
+        (case("bias heads", causal=True, q_offset=0), "takes a bias or is_causal, not both"),
+    ],
+)
+@pytest.mark.parametrize("name", ["torch-cudnn", "torch-efficient"])
+def test_torchs_own_call_refuses_what_it_has_no_argument_for(
+    torch: FakeTorch, name: str, made: Case, says: str
+) -> None:
+    assert says in str(provider(name).why_not(made))
+
+
+def test_plain_torch_refuses_modifications(torch: FakeTorch) -> None:
+    assert provider("torch-eager").why_not(case("sinks")) == "the plain formula here has no sinks"
+    assert provider("torch-eager").why_not(dataclasses.replace(case("sinks"), mods=Mods())) is None

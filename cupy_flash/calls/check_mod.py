@@ -24,8 +24,8 @@ def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
     """The unit that evaluates a modification, of float32 scores."""
     specs = _specs(mod)
     is_score = isinstance(mod, ScoreMod)
-    expressions = (mod.expression, None) if is_score else (None, mod.expression)
-    return evaluate_unit(emit(*expressions, specs), HEADERS, arguments_dtype(specs, "float"))
+    score, seen = (mod.expression, None) if is_score else (None, mod.expression)
+    return evaluate_unit(emit(score, seen, specs), HEADERS, arguments_dtype(specs, "float"))
 
 
 def _specs(mod: ScoreMod | MaskMod) -> dict[str, CaptureSpec]:
@@ -37,9 +37,7 @@ def require_agreement(
 ) -> None:
     """What `cupy_flash.check_mod` does."""
     if reason := gpu_unavailable():
-        raise UnsupportedError(
-            f"the device text of a modification runs on a GPU only, and {reason}"
-        )
+        raise UnsupportedError(f"device text of modifications runs on a GPU only, and {reason}")
     cupy = cupy_module()
     specs = _specs(mod)
     values: dict[str, Any] = dict(mod.captures) | {SCALE: 1.0}

@@ -319,7 +319,7 @@ def test_a_reader_that_went_away_is_not_worth_a_word() -> None:
     ("arguments", "says"),
     [
         (("bench", "--seqln-q", "3"), "'--seqlen-q'"),
-        (("bench", "--bogus"), "'--bogus'; see cupy-flash bench --help"),
+        (("bench", "--qqq"), "'--qqq'; see cupy-flash bench --help"),
         (("bench", "extra"), "unexpected extra argument (extra); see cupy-flash bench --help"),
     ],
 )

@@ -42,11 +42,8 @@ def test_scores_may_differ_by_what_is_rounded_and_no_more(rng: np.random.Generat
     right[..., 2] = np.inf
     right = right.astype(np.float32)
     compare(mod, scores, right * np.float32(1 + 2**-18), 0)
-    for at, value in (
-        ((0, 1, 2, 3), right[0, 1, 2, 3] + 1e-3),
-        ((0, 0, 1, 2), 9),
-        ((0, 1, 0, 0), np.nan),
-    ):
+    above = right[0, 1, 2, 3] + 1e-3
+    for at, value in (((0, 1, 2, 3), above), ((0, 0, 1, 2), 9), ((0, 1, 0, 0), np.nan)):
         wrong = right.copy()
         wrong[at] = value
         place = rf"h={at[1]}, i={at[2] + 5}, j={at[3]}"

@@ -26,7 +26,7 @@ __device__ inline float read_capture(const bfloat16_t* element) {
 // Where a kernel has no elements of pairs at hand.
 struct FromMemory {
   template <class Load>
-  __device__ float bias(int, Load load) const {
+  __device__ auto bias(int, Load load) const {
     return load();
   }
 };

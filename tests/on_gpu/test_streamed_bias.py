@@ -23,7 +23,7 @@ TILES: list[dict[str, int] | None] = [
     None,
     {"Br": 192, "Bc": 64, "turns": 0, "q_stages": 1, "q_steps": 0},
     {"Br": 192, "Bc": 32, "turns": 0, "q_stages": 1, "q_steps": 0},
-    {"Br": 192, "Bc": 80},
+    {"Br": 192, "Bc": 48},
     {"Br": 128, "Bc": 48, "turns": 0},
     {"Br": 64, "Bc": 128},
 ]

@@ -375,6 +375,8 @@ def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
     texts = [_texts(case) for case in cases]
     varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
     shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
+    if "mods" in varying:
+        texts = [text | {"mods": text["mods"] or "plain"} for text in texts]
     own = [" ".join(t for part in _PARTS if part in varying if (t := x[part])) for x in texts]
     return shared, own
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import cupy_flash
 from cupy_flash import Tile
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
@@ -447,6 +448,51 @@ def test_registers_once_known_bound_the_blocks_of_an_sm():
     assert "registers      255 per thread" in str(compiled).splitlines()
     assert f"blocks per SM  {compiled.blocks_per_sm()}" in str(compiled).splitlines()
     assert f"blocks per SM  at most {plan.blocks_per_sm()}" in str(plan).splitlines()
+
+
+def blocks_row(plan):
+    """What a plan says about blocks of the score matrix; None where it says nothing."""
+    rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
+    return next((text for name, text in rows if name == "blocks" and "visited" in text), None)
+
+
+def test_a_plan_counts_the_blocks_that_positions_leave():
+    q = np.empty((1, 1024, 2, 64), np.float16)
+    arguments = {"arch": "sm_90", "tile": {"Br": 128, "Bc": 128}}
+    causal = blocks_row(cupy_flash.plan(q, q, q, causal=True, **arguments))
+    windowed = cupy_flash.plan(q, q, q, causal=True, window_size=(255, None), **arguments)
+
+    assert causal == "36 visited, 8 of them partial, 28 skipped in each head"
+    assert blocks_row(windowed) == "21 visited, 14 of them partial, 43 skipped in each head"
+    assert blocks_row(cupy_flash.plan(q, q, q, **arguments)) is None
+    assert blocks_row(cupy_flash.plan(q, q, q, softcap=5.0, **arguments)) is None
+    naive = make_plan(problem(causal=True), h100, family="naive")
+    assert blocks_row(naive) is None
+
+
+def test_a_plan_of_a_users_mask_says_that_a_map_decides():
+    q = np.empty((1, 1024, 2, 64), np.float16)
+    near = cupy_flash.MaskMod(lambda i, j: i // 100 == j // 100)
+    mapped = blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_90"))
+    prefixed = cupy_flash.plan(
+        q, q, q, causal=True, prefix_lens=np.array([5], np.int32), arch="sm_90"
+    )
+
+    assert " 0 skipped in each head; on the GPU a block map leaves fewer" in mapped
+    assert blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_80")) is None
+    assert blocks_row(prefixed).endswith(", more where prefixes reach")
+
+
+def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
+    cache = np.empty((2, 65536, 8, 128), np.float16)
+    q = np.empty((2, 1, 32, 128), np.float16)
+    plan = cupy_flash.plan_with_kvcache(
+        q, cache, cache, cache_seqlens=9, window_size=(1023, 0), arch="sm_90"
+    )
+    Bc = plan.tile.Bc
+
+    assert blocks_row(plan).startswith(f"{1024 // Bc} visited, 0 of them partial,")
+    assert blocks_row(plan).endswith("of a sequence that is as long as any may be")
 
 
 def test_a_cpu_plan_says_why_no_gpu_computes_it():

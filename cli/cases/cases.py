@@ -23,7 +23,7 @@ from cupy_flash.problem.problem import (
 
 from .modifications import array_bytes, score_of
 from .mods import PLAIN, Mods
-from .seen import Seen, seen_pairs
+from .seen import Seen, count_pairs
 
 Shape = tuple[int, int, int, int]
 # Blocks of equal length; a key/value cache; sequences packed without padding.
@@ -305,7 +305,7 @@ def _seen_pairs(case: Case) -> float:
     """Pairs that the queries of one head see, over the batch."""
     row = case.sizes.seqlen_k
     return sum(
-        count * seen_pairs(case.mask(*lengths), case.mods.mod, row)
+        count * count_pairs(case.mask(*lengths), case.mods.mod, row)
         for lengths, count in case.length_counts.items()
     )
 

@@ -8,7 +8,9 @@ from cupy_flash.calls import run
 from cupy_flash.calls.partials import Partials
 
 
-def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tuple[Any, Any]:
+def combine(
+    out_partial: Any, lse_partial: Any, *, sinks: Any | None = None, out: Any | None = None
+) -> tuple[Any, Any]:
     """Attention over all keys from normalized results over parts of them.
 
     out = sum_s exp(lse_s - lse) out_s with lse = log sum_s exp(lse_s), as in Flash-Decoding (Dao
@@ -25,6 +27,9 @@ def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tu
     lse_partial : array, shape (num_splits, batch, heads_q, seqlen_q)
         Log-sum-exp of each part, natural; packed (num_splits, heads_q, total_q). float32, with
         float64 results float64. A part whose lse is -inf counts nothing, whatever its result holds.
+    sinks : array, shape (heads_q,), optional
+        One more score of each row, unscaled, without a value: as `flash_attention` takes them, of
+        parts that were attended to without. Of lse_partial's dtype or out_partial's; -inf is none.
     out : array, optional
         Where to write the result; same kind, dtype and shape as the result, contiguous last axis,
         no overlap with the inputs.
@@ -34,7 +39,8 @@ def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tu
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v)
         Of out_partial's kind and dtype. A row that no part has seen a key for is 0.
     lse : array, shape (batch, heads_q, seqlen_q) or (heads_q, total_q)
-        Of all parts, of lse_partial's dtype; -inf for a row that saw no key.
+        Of all parts and the sink, of lse_partial's dtype; -inf for a row that saw no key and has no
+        sink.
 
     Raises
     ------
@@ -61,4 +67,4 @@ def combine(out_partial: Any, lse_partial: Any, *, out: Any | None = None) -> tu
     >>> float(out.round(5).item())
     3.0
     """
-    return run.combine(Partials(out_partial, lse_partial, out))
+    return run.combine(Partials(out_partial, lse_partial, out, sinks))

@@ -24,7 +24,7 @@ from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec, empty
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
-from cupy_flash.gpu.block_maps import MapSpec
+from cupy_flash.gpu.block_maps import MapKey
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
@@ -76,7 +76,7 @@ class Call:
     most_keys, limits
         Of an integer cache_seqlens.
     block_map
-        Of the one that the kernels read of the call's mask, and the dtype of q.
+        Which one the kernels read of the call's mask.
     """
 
     out: ResultSpec
@@ -95,7 +95,7 @@ class Call:
     append: append.Append | None = None
     most_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
-    block_map: tuple[MapSpec, str] | None = None
+    block_map: MapKey | None = None
 
     def run(
         self, arguments: Arguments, addresses: tuple[int, ...], keys: int, functions: Functions
@@ -131,10 +131,11 @@ class Call:
         if self.qkv_step is not None:
             first, step = addresses[1], self.qkv_step
             values += (first, first + step, first + 2 * step)
-        ready = None
+        ready, current = None, 0
         if self.block_map is not None:
             assert functions.mask_mod is not None
-            ready = map_of_mask(functions.mask_mod, *self.block_map, arguments)
+            current = cupy_module().cuda.get_current_stream().ptr
+            ready = map_of_mask(functions.mask_mod, self.block_map, current, arguments)
             values += ready.addresses
         if self.append is not None:
             self.append.run(values)
@@ -157,7 +158,7 @@ class Call:
                 if sinks is not None:
                     as_cupy(lse)[...] = as_cupy(sinks)[:, None]
         if ready is not None:
-            ready.launched()
+            ready.launched(current)
         if stream is not None:
             stream.launched()
         return out, lse
@@ -217,9 +218,13 @@ def prepare(
             options.modifiers, arrays, sizes, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
+    block_map = None
     if spec is not None:
         assert functions.mask_mod is not None
-        ready = map_of_mask(functions.mask_mod, spec, problem.dtype, arguments)
+        cuda = cupy_module().cuda
+        block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
+        current = cuda.get_current_stream().ptr
+        ready = map_of_mask(functions.mask_mod, block_map, current, arguments)
         fixed["block_map"] = ready.map.fields
         sources |= {f"block_map.{name}": name for name in _PARTS_OF_MAP}
     return Call(
@@ -241,7 +246,7 @@ def prepare(
         else None,
         most_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
-        block_map=(spec, problem.dtype) if spec else None,
+        block_map=block_map,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.families import FORWARD
-from cupy_flash.gpu.block_maps import MapSpec, MaskText, ReadyMap, ready_map
+from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, ready_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
 from cupy_flash.mods.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
@@ -21,10 +21,7 @@ from cupy_flash.planning.planner import Plan
 
 
 def map_of_mask(
-    mod: MaskMod,
-    spec: MapSpec,
-    dtype: str,
-    arguments: Arguments | None = None,
+    mod: MaskMod, key: MapKey, current: int, arguments: Arguments | None = None
 ) -> ReadyMap:
     """The map of a mask on the current device, ready for what is launched next.
 
@@ -34,10 +31,11 @@ def map_of_mask(
     ----------
     mod
         The mask: this call's, not one that is equal but for what it captured.
-    spec
-        Sizes, tile and band.
-    dtype
-        Of queries and keys, on which depends how captured reals are read.
+    key
+        Device, dtype of queries and keys, on which depends how captured reals are read, and sizes,
+        tile and band.
+    current
+        The current stream's handle.
     arguments
         With the arrays that it reads; by default those that it captured.
 
@@ -56,10 +54,10 @@ def map_of_mask(
             given = {name: getattr(arguments, prefixed("mask_mod", name)) for name in arrays}
             values |= {name: as_cupy(array) for name, array in given.items()}
         addresses = {name: address_of(values[name]) for name in arrays}
-        mods = pack_arguments(mod.specs, values, addresses, real_type(dtype))
-        return mask_text(mod, dtype), mods
+        mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
+        return mask_text(mod, key.dtype), mods
 
-    return ready_map(mod.kept_maps(), dtype, spec, source)
+    return ready_map(mod.kept_maps(), key, current, source)
 
 
 def map_spec(plan: Plan) -> MapSpec | None:

@@ -29,7 +29,7 @@ class Call:
     def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
         """Enqueue the merge of arrays at these addresses; out and lse."""
         self.apart.check(addresses)
-        like, _, out = partials
+        like, out = partials.out_partial, partials.out
         at = addresses[2]
         if out is None:
             out, at = empty(like, self.out, of_torch=False)
@@ -44,13 +44,15 @@ def readable(partials: Partials) -> Partials:
     if not (lse.flags.c_contiguous and is_aligned(lse)):
         lse_partial = cupy_module().ascontiguousarray(readable_in_place(lse))
         partials = partials._replace(lse_partial=lse_partial)
+    if partials.sinks is not None:
+        partials = partials._replace(sinks=cupy_module().ascontiguousarray(partials.sinks))
     return partials._replace(out_partial=readable_in_place(partials.out_partial))
 
 
 def prepare(partials: Partials, device: Device) -> Call:
     """Check a merge of CuPy arrays like these, and compile and load its kernel."""
     spec = spec_of_call(*partials)
-    out_partial, lse_partial, _ = partials
+    out_partial, lse_partial = partials.out_partial, partials.lse_partial
     return Call(
         out=(out_partial.shape[1:], out_partial.dtype),
         lse=(lse_partial.shape[1:], lse_partial.dtype),

@@ -228,6 +228,7 @@ def score_spec(
         text.dtype,
         # Of the user's mask alone.
         may_be_mapped=modifiers.mask_mod is not None and not {"mask", "tree_mask"} & set(specs),
+        block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
     )

@@ -27,9 +27,12 @@ class Partials(NamedTuple):
     out_partial: Any
     lse_partial: Any
     out: Any = None
+    sinks: Any = None
 
 
-def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> CombineSpec:
+def spec_of_call(
+    out_partial: Any, lse_partial: Any, out: Any | None, sinks: Any | None = None
+) -> CombineSpec:
     """What these NumPy or CuPy arrays ask for; out_partial's last axis is contiguous.
 
     Raises
@@ -38,6 +41,8 @@ def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> Combine
         For what cannot be merged; the message names the argument.
     """
     dtype = _check(out_partial, lse_partial)
+    if sinks is not None:
+        _check_sinks(sinks, out_partial, lse_partial)
     spec = spec_of(out_partial[0], address_of(out_partial))
     if out is None:
         out_spec = ArraySpec.contiguous(spec.shape, dtype)
@@ -61,6 +66,7 @@ def spec_of_call(out_partial: Any, lse_partial: Any, out: Any | None) -> Combine
         out_strides=out_spec.strides,
         alignment=min(spec.row_alignment(), along_splits or MAX_ALIGNMENT),
         out_alignment=out_spec.row_alignment(),
+        sinks=None if sinks is None else dtype_name(sinks),
     )
 
 
@@ -87,6 +93,14 @@ def _check(out_partial: Any, lse_partial: Any) -> str:
     expected = (*shape[:-3], shape[-2], shape[-3])
     require_shape("lse_partial", lse_partial, expected, f"beside an out_partial of {shape}")
     return dtype
+
+
+def _check_sinks(sinks: Any, out_partial: Any, lse_partial: Any) -> None:
+    dtypes = tuple(dict.fromkeys(dtype_name(array) for array in (lse_partial, out_partial)))
+    if dtype_name(sinks) not in dtypes or not sinks.dtype.isnative:
+        raise TypeError(f"sinks has dtype {sinks.dtype}; expected {' or '.join(dtypes)}")
+    heads = (out_partial.shape[-2],)
+    require_shape("sinks", sinks, heads, "one sink for each query head")
 
 
 def _check_out(out: Any, out_partial: Any) -> None:

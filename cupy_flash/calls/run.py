@@ -214,7 +214,7 @@ def _of_jax(arguments: Arguments, options: Options) -> Any | None:
 
 
 def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
-    out_partial, lse_partial, out = partials
+    out_partial, lse_partial, out, sinks = partials
     if out is not None:
         on_host.require_writable("out", out)
     spec_of_call(*partials)
@@ -222,4 +222,4 @@ def _combine_on_host(partials: Partials) -> tuple[np.ndarray, np.ndarray]:
         out = np.empty(out_partial.shape[1:], out_partial.dtype)
     else:
         require_apart(partials._fields, partials, ("out",))
-    return out, host_combine.merge(out_partial, lse_partial, out)
+    return out, host_combine.merge(out_partial, lse_partial, out, sinks)

@@ -114,6 +114,10 @@ class Family(ABC, Generic[TileT]):
         is_plain = problem.layout.is_equal and problem.seqlen_k > 0
         return self.reads_block_maps and is_plain and score is not None and score.may_be_mapped
 
+    def tile_note(self, problem: Problem, tile: TileT) -> str:
+        """What a plan says of a tile besides why it was chosen, as text behind that."""
+        return ""
+
     def map_parts(self, tile: TileT) -> int:
         """Parts of a row tile, of equal size, that each leave out blocks of their own."""
         return 1

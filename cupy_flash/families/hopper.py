@@ -103,7 +103,11 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     if problem.seqlen_q > 64 and widest <= 128 and is_mapped and not few:
         # 12 documents in 2 x 8192, ms of an H200: head_dim 64 192x80 0.385, 192x96 0.400, 192x64
         # 0.401, 128x96 0.432; 128 128x96 0.274, 128x128 0.275, 192x64 0.278, 192x80 0.288.
-        return [_tile(192, 80, 2) if widest <= 64 else _tile(128, 96, 2, 2)]
+        sizes = (80, 96, 64, 128, 48, 32) if widest <= 64 else (96, 128, 64, 48, 80, 32)
+        block = problem.score.block if problem.score is not None else None
+        # Blocks of the user's come first: along their edges pairs are looked at.
+        Bc = next((n for n in sizes if block is not None and block[1] % n == 0), sizes[0])
+        return [_tile(192, Bc, 2) if widest <= 64 else _tile(128, Bc, 2, 2)]
     if problem.seqlen_q > 64 and widest <= 128 and _streams_bias(problem):
         # A bias of (1, heads, 8192, 8192) and 2 x 8192, ms of an H200: head_dim 64 192x96 2.82,
         # 192x80 3.17, 192x64 3.32, 128x128 3.85; 128 128x128 1.99, 192x64 2.03, 128x96 2.27.
@@ -355,6 +359,15 @@ class HopperFamily(Family[HopperTile]):
             + 2 * _VISIT_BYTES
             + 2 * _BARRIER_BYTES
             + (tile.stages + 1) * (_BARRIER_BYTES + _TAIL_BYTES)
+        )
+
+    def tile_note(self, problem: Problem, tile: HopperTile) -> str:
+        block = problem.score.block if problem.score is not None else None
+        if block is None or (block[0] % _LOWEST == 0 and block[1] % tile.Bc == 0):
+            return ""
+        return (
+            f"; blocks of {block[0]} x {block[1]} are no multiples of {_LOWEST} rows and of the "
+            "keys of a good tile, so pairs are looked at along their edges"
         )
 
     def map_parts(self, tile: HopperTile) -> int:

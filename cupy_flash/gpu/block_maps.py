@@ -270,9 +270,8 @@ class _Stream:
         if self._has_legacy_readers and current not in _LEGACY_STREAMS:
             self._wait_for(_LEGACY_STREAMS[0])
 
-    def after_reading(self) -> None:
+    def after_reading(self, current: int) -> None:
         """Order builds behind all that was launched on the current stream."""
-        current = cupy_module().cuda.get_current_stream().ptr
         if current in _LEGACY_STREAMS:
             # It is never destroyed: the next build asks it, and calls save 1 us.
             self._has_legacy_readers = True
@@ -328,18 +327,51 @@ class ReadyMap:
         cupy_module().cuda.runtime.streamWaitEvent(current, self._built.ptr)
         self._legacy_has_waited = self._legacy_has_waited or is_legacy
 
-    def launched(self) -> None:
+    def launched(self, current: int) -> None:
         """To be called on the same stream when the kernels that read it are enqueued."""
         if self._of_maps is not None:
-            self._of_maps.after_reading()
+            self._of_maps.after_reading(current)
 
 
-# What maps are kept under in a mask.
-Kept = MutableMapping[Any, ReadyMap]
+class MapKey:
+    """What a mask keeps a map under; hashed once, as every call looks one up.
+
+    Attributes
+    ----------
+    device
+        Its number.
+    dtype
+        Of queries and keys, on which the mask's text depends.
+    spec
+        Of which sizes and tile.
+    """
+
+    __slots__ = ("_hash", "device", "dtype", "spec")
+
+    def __init__(self, device: int, dtype: str, spec: MapSpec) -> None:
+        self.device, self.dtype, self.spec = device, dtype, spec
+        self._hash = hash((device, dtype, spec))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MapKey) and (self.device, self.dtype, self.spec) == (
+            other.device,
+            other.dtype,
+            other.spec,
+        )
+
+
+# Maps that a mask keeps.
+Kept = MutableMapping[MapKey, ReadyMap]
 
 
 def ready_map(
-    kept: Kept, key: Any, spec: MapSpec, source: Callable[[], tuple[MaskText, np.ndarray]]
+    kept: Kept,
+    key: MapKey,
+    current: int,
+    source: Callable[[], tuple[MaskText, np.ndarray]],
 ) -> ReadyMap:
     """A mask's map, from those that are kept, or built.
 
@@ -352,9 +384,9 @@ def ready_map(
     kept
         Maps of this mask.
     key
-        What the mask's text depends on besides the mask.
-    spec
-        Of which sizes and tile.
+        Which of them.
+    current
+        The current stream's handle.
     source
         Gives its text, and its ``ModArguments`` filled in; asked where the map is built.
 
@@ -366,20 +398,17 @@ def ready_map(
         For more blocks than a grid has.
     """
     cuda = cupy_module().cuda
-    current = cuda.get_current_stream().ptr
     if current not in _LEGACY_STREAMS and cuda.runtime.streamIsCapturing(current):
-        return ReadyMap(_build(spec, *source()))
-    device = cuda.runtime.getDevice()
-    whole_key = (device, key, spec)
-    found = kept.get(whole_key)
+        return ReadyMap(_build(key.spec, *source()))
+    found = kept.get(key)
     if found is None:
-        of_maps, built = _stream_of_maps(device), cuda.Event(disable_timing=True)
+        of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
         # What the captured arrays hold may still be on its way.
         of_maps.before_build(current)
         with of_maps.stream:
-            found = ReadyMap(_build(spec, *source()), of_maps, built)
+            found = ReadyMap(_build(key.spec, *source()), of_maps, built)
             cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
-        kept[whole_key] = found
+        kept[key] = found
     found.wait(current)
     return found
 

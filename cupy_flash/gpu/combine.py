@@ -38,6 +38,7 @@ COMBINE_DTYPE = np.dtype(
         ("seqlen_q", np.int32),
         ("heads_q", np.int32),
         ("head_dim_v", np.int32),
+        ("sinks", np.uint64),
     ]
 )
 
@@ -47,6 +48,7 @@ _SOURCES = {
     "out": "result",
     "lse_partial": "lse_partial",
     "lse": "lse",
+    "sinks": "sinks",
 }
 
 _THREADS = 128
@@ -58,18 +60,22 @@ def combine_unit(spec: CombineSpec) -> TranslationUnit:
         "lanes": spec.lanes,
         "alignment": spec.alignment,
         "out_alignment": spec.out_alignment,
+        "sinks": spec.sinks is not None,
     }
+    element = ELEMENT_TYPES[spec.dtype]
+    sink = element if spec.sinks is None else ELEMENT_TYPES[spec.sinks]
     lines = [
         f"// cupy_flash combine, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("CombineParams", COMBINE_DTYPE)),
-        config_struct({"Element": ELEMENT_TYPES[spec.dtype]}, members),
+        config_struct({"Element": element, "SinkElement": sink}, members),
         # A bound of one block per SM keeps the compiler from spilling for a higher occupancy.
         f'extern "C" __global__ void __launch_bounds__({_THREADS}, 1)',
         f"{ENTRY}(const __grid_constant__ CombineParams params) "
         "{ combine::combine<Config>(params); }",
     ]
-    title = f"combine {spec.dtype}, {spec.lanes} threads to a row"
+    with_sinks = "" if spec.sinks is None else f", {spec.sinks} sinks"
+    title = f"combine {spec.dtype}, {spec.lanes} threads to a row{with_sinks}"
     return TranslationUnit("\n".join(lines) + "\n", (ENTRY,), title)
 
 
@@ -110,8 +116,8 @@ def prepare(spec: CombineSpec, device: Device, names: Sequence[str]) -> Combine:
     device
         What the current device is.
     names
-        Of the values that each run is given, in order: "out_partial", "lse_partial", and where the
-        result goes, "result" and "lse".
+        Of the values that each run is given, in order: "out_partial", "lse_partial", "sinks", and
+        where the result goes, "result" and "lse".
 
     Raises
     ------

@@ -231,6 +231,8 @@ class _Emission:
             return self._call(_CASTS[kind], *node.args)
         if op == "where":
             return self._call("range_where", *node.args)
+        if op == "load":
+            return self._load(node)
         if op not in _COVERED[kind]:
             return f"{_TYPES[kind]}::any()"
         if kind == INT:
@@ -240,6 +242,16 @@ class _Emission:
                 return f"range_of({low}, {high})"
         name = _BITS.get(op, op) if kind in (INT, UINT64) else op
         return self._call(f"range_{name}", *node.args)
+
+    def _load(self, node: Node) -> str:
+        """An element, where ranges leave the indices one choice: of an array of blocks, say."""
+        array, *indices = node.args
+        ranges = [self._text(index) for index in indices]
+        conditions = " && ".join(f"is_one({x})" for x in ranges)
+        element = f"a.{array.value}.at({', '.join(f'int({x}.low)' for x in ranges)})"
+        if node.type == REAL:
+            element = f"Real({element})"
+        return f"{conditions} ? range_at({element}) : {_TYPES[node.type]}::any()"
 
     def _call(self, name: str, *args: Node) -> str:
         return f"{name}({', '.join(map(self._text, args))})"

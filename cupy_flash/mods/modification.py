@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, read_capture
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
-from cupy_flash.mods.signature import POSITIONS, check_text, parameters_of
+from cupy_flash.mods.picture import draw
+from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def prefixed(kind: str, name: str) -> str:
@@ -32,21 +37,30 @@ class Traced:
         What a kernel computes.
     specs
         Of captures, by name.
+    block
+        Rows and keys of the blocks that a mask is the same in, if any.
     """
 
-    __slots__ = ("__weakref__", "expression", "specs")
+    __slots__ = ("__weakref__", "block", "expression", "specs")
 
     expression: Node
     specs: Mapping[str, CaptureSpec]
+    block: tuple[int, int] | None
 
-    def __new__(cls, expression: Node, specs: Mapping[str, CaptureSpec]) -> Traced:
+    def __new__(
+        cls,
+        expression: Node,
+        specs: Mapping[str, CaptureSpec],
+        block: tuple[int, int] | None = None,
+    ) -> Traced:
         """The object of these parts, a new one only where there is none."""
-        key = expression, tuple(specs.items())
+        key = expression, tuple(specs.items()), block
         with _lock:
             traced = _known.get(key)
             if traced is None:
                 traced = _known[key] = object.__new__(cls)
                 traced.expression, traced.specs = expression, MappingProxyType(dict(specs))
+                traced.block = block
         return traced
 
 
@@ -62,7 +76,7 @@ class Modification:
     Attributes
     ----------
     function
-        The Python function.
+        The Python function, with the variables around it as they were when it was traced.
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
     cuda
@@ -102,6 +116,7 @@ class Modification:
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
+        function = as_it_is(function)
         read = {name: self._read(name, captures[name]) for name in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         names = parameters_of(function, self._first, specs)
@@ -121,7 +136,7 @@ class Modification:
             "function": function,
             "captures": MappingProxyType({name: value for name, (value, _) in read.items()}),
             "cuda": cuda,
-            "traced": Traced(expression, specs),
+            "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(arrays.values()),
             "numbers": tuple(
@@ -152,11 +167,25 @@ class Modification:
     def _result(self, node: Node) -> Node:
         raise NotImplementedError
 
+    def _block(self) -> tuple[int, int] | None:
+        """Of `Traced`."""
+        return None
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
+
+    def __copy__(self) -> Self:
+        return self._of_captures(self.captures)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As part of a model's configuration, say.
+        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in self.captures.items()})
+
+    def _of_captures(self, captures: Mapping[str, Any]) -> Self:
+        return type(self)(self.function, cuda=self.cuda, **captures)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.traced is other.traced
@@ -361,6 +390,44 @@ class MaskMod(Modification):
         """
         given = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
         return self._evaluate(given, xp, dtype, np.bool_)
+
+    def plot(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        b: int = 0,
+        h: int = 0,
+        q_offset: int | None = None,
+        block: tuple[int, int] | None = None,
+        ax: Any | None = None,
+    ) -> Any:
+        """Draw which query sees which key; `cupy_flash.plot_mask` draws it with what else hides.
+
+        Parameters
+        ----------
+        seqlen_q, seqlen_k
+            Queries and keys.
+        b, h
+            Sequence and query head.
+        q_offset
+            Position of the first query among the keys; by default the last stands at the last key.
+        block, ax
+            As of `cupy_flash.plot_mask`.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ImportError
+            Without matplotlib.
+        """
+        offset = seqlen_k - seqlen_q if q_offset is None else q_offset
+        i, j = np.arange(seqlen_q)[:, None] + offset, np.arange(seqlen_k)[None]
+        seen = np.broadcast_to(self.evaluate(b, h, i, j), (seqlen_q, seqlen_k))
+        return draw(seen, block, ax)
 
     def _result(self, node: Node) -> Node:
         if node.type != BOOL:

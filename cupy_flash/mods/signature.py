@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from cupy_flash.mods.expression import K_START, Q_START, B, H, I, J
@@ -73,3 +74,39 @@ def check_text(cuda: str) -> None:
         raise TypeError(
             "cuda is the body of a function: it returns a value and closes the braces it opens"
         )
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function with the variables around it as they are now, whatever they become.
+
+    What it computes is traced once; where it is called with arrays it has to be the same.
+    """
+    if not isinstance(function, FunctionType):
+        return function
+    outer = function.__globals__
+    names = {"__builtins__", *_names_in(function.__code__)}
+    made = FunctionType(
+        function.__code__,
+        {name: outer[name] for name in names if name in outer},
+        function.__name__,
+        function.__defaults__,
+        tuple(map(_cell_as_it_is, function.__closure__ or ())),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Of globals, and of attributes, in a function's code and in what is defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _cell_as_it_is(cell: CellType) -> CellType:
+    try:
+        return CellType(cell.cell_contents)
+    except ValueError:
+        # Not assigned yet.
+        return cell

@@ -284,7 +284,8 @@ def _choose_tile(
         tile = tuned_tile(family.tile_type, entry.tile)
         if tile is not None and family.why_not_tile(problem, device, tile) is None:
             return tile, _tuned_reason(entry, device)
-    return family.default_tile(problem, device), "default tile"
+    tile = family.default_tile(problem, device)
+    return tile, "default tile" + family.tile_note(problem, tile)
 
 
 def _tuned_reason(entry: tuning.Entry, device: Device) -> str:

@@ -24,6 +24,8 @@ class CombineSpec:
     alignment, out_alignment
         Bytes (a power of two, at most 16) that every row of out_partial and of out starts at a
         multiple of.
+    sinks
+        Dtype of an array of sinks; None where there is none.
     """
 
     dtype: str
@@ -37,6 +39,7 @@ class CombineSpec:
     out_strides: Strides
     alignment: int
     out_alignment: int
+    sinks: str | None = None
 
     @property
     def rows(self) -> int:

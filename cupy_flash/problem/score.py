@@ -46,6 +46,8 @@ class ScoreSpec:
         Of ``ModArguments``.
     may_be_mapped
         Whether all that the text hides a block map can tell (`cupy_flash.calls.block_maps`).
+    block
+        Rows and keys of the blocks that the user's mask is the same in, if any.
     reads_pairs
         Whether the text reads an element of an array for each pair to change its score.
     bias
@@ -61,6 +63,7 @@ class ScoreSpec:
     text: str
     dtype: np.dtype
     may_be_mapped: bool = False
+    block: tuple[int, int] | None = None
     reads_pairs: bool = False
     bias: BiasSpec | None = None
 

@@ -1,6 +1,6 @@
 // Merges results of attention over parts of the keys: out = sum_s exp(lse_s - lse) out_s with
 // lse = log sum_s exp(lse_s). A few lanes of a warp merge one query row, each a 16-byte piece of
-// its columns at a time.
+// its columns at a time. A sink of the head is one more part, without values.
 #include "params.cuh"
 #include "score/lse_merge.cuh"
 #include "score/softmax.cuh"
@@ -18,6 +18,7 @@ struct CombineParams {
   int seqlen_q;
   int heads_q;
   int head_dim_v;
+  const void* sinks;  // (heads_q), contiguous; or null, where Config has none
 };
 
 namespace combine {
@@ -52,6 +53,12 @@ __device__ void combine(const CombineParams& p) {
   T max = -Math::infinity();
   for (int64 s = lane; s < p.num_splits; s += lanes) max = fmax(max, lse_partial[s * rows]);
   max = reduce<lanes>(max, [](T a, T b) { return fmax(a, b); });
+  T sink = -Math::infinity();
+  if constexpr (Config::sinks) {
+    const auto* sinks = static_cast<const typename Config::SinkElement*>(p.sinks);
+    sink = widen(sinks[index / p.seqlen_q % p.heads_q]);
+    max = fmax(max, sink);
+  }
   // Of no use where it is infinite: 0 then gives a sum of 0 where nothing was seen, and inf or NaN
   // where one was that.
   const T base = fabs(max) == Math::infinity() ? T(0) : max;
@@ -60,6 +67,7 @@ __device__ void combine(const CombineParams& p) {
     merge.sum += merge.share_of(lse_partial[s * rows]);
   }
   merge.sum = reduce<lanes>(merge.sum, [](T a, T b) { return a + b; });
+  if constexpr (Config::sinks) merge.sum += merge.share_of(sink);
   const T normalizer = merge.normalizer();
   if (group >= rows) return;
 

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.combine_support import DTYPES, assert_merged, random_parts
+from support.combine_support import (
+    DTYPES,
+    assert_merged,
+    random_parts,
+    random_sinks,
+    with_sinks,
+)
 
-from cupy_flash import combine
+from cupy_flash import combine, flash_attention
 from cupy_flash.calls.partials import spec_of_call
 from cupy_flash.families.params import TENSOR_DTYPE
 from cupy_flash.gpu.combine import COMBINE_DTYPE, Combine, combine_unit
@@ -72,6 +78,51 @@ def test_parts_in_the_dtype_of_the_inputs_are_merged_as_well_as_they_are_known(r
     whole, lse = attention_reference(q, k, v, return_lse=True)
     naive = attention_naive(q, k, v)
     assert max_error(out, whole) <= error_bound(naive, whole, dtype, lse=lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sink_is_one_more_part_without_values(rng, dtype, shape):
+    parts = random_parts(rng, dtype, shape)
+    for kind in {parts[1].dtype, parts[0].dtype}:
+        sinks = random_sinks(rng, shape).astype(kind)
+        assert_merged(*combine(*parts, sinks=sinks), *with_sinks(*parts, sinks))
+
+
+def test_of_parts_and_sinks_comes_what_a_call_with_sinks_gives(rng):
+    q, k, v = (x.astype(np.float32) for x in random_attention(rng, 30, 90))
+    sinks = rng.standard_normal(4).astype(np.float32)
+    parts = [
+        flash_attention(q, k[:, cut], v[:, cut], return_lse=True, backend="cpu")
+        for cut in (slice(0, 17), slice(17, 90))
+    ]
+    out, lse = combine(*(np.stack(x) for x in zip(*parts, strict=True)), sinks=sinks)
+    whole, whole_lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, backend="cpu")
+    np.testing.assert_allclose(out, whole, atol=2e-6)
+    np.testing.assert_allclose(lse, whole_lse, atol=2e-6)
+
+
+def test_a_row_without_keys_has_the_sink_for_its_lse():
+    out_partial = np.full((2, 1, 3, 2, 5), np.nan, np.float32)
+    lse_partial = np.full((2, 1, 2, 3), -np.inf, np.float32)
+    out, lse = combine(out_partial, lse_partial, sinks=np.array([0.5, -np.inf], np.float32))
+    assert not out.any()
+    np.testing.assert_array_equal(lse, [[[0.5] * 3, [-np.inf] * 3]])
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        (np.zeros(3, np.float32), ValueError, "one sink for each query head"),
+        (np.zeros((1, 2), np.float32), ValueError, "one sink for each query head"),
+        (np.zeros(2), TypeError, "sinks has dtype float64; expected float32"),
+        (np.zeros(2, np.int32), TypeError, "expected float32"),
+    ],
+)
+def test_sinks_that_are_none_are_refused(sinks, error, message):
+    parts = np.zeros((2, 1, 3, 2, 5), np.float32), np.zeros((2, 1, 2, 3), np.float32)
+    with pytest.raises(error, match=message):
+        combine(*parts, sinks=sinks)
 
 
 def test_causal_parts_leave_rows_that_one_of_them_does_not_see(rng):
@@ -317,12 +368,12 @@ def test_a_row_has_a_thread_for_each_sixteen_bytes_up_to_a_warp(dtype, head_dim_
 
 def test_packing_fills_every_field_of_the_dtype():
     struct = bytearray(COMBINE_DTYPE.itemsize)
-    names = ("out_partial", "lse_partial", "another", "result", "lse")
-    Combine(spec(), None, names)._params.pack_into(struct, (1, 2, 7, 3, 2**64 - 1))
+    names = ("out_partial", "lse_partial", "another", "sinks", "result", "lse")
+    Combine(spec(), None, names)._params.pack_into(struct, (1, 2, 7, 4, 3, 2**64 - 1))
     packed = np.frombuffer(struct, COMBINE_DTYPE)[0]
     assert packed["out_partial"].tolist() == (1, *spec().partial_strides)
     assert packed["out"].tolist() == (3, *spec().out_strides)
-    assert (packed["lse_partial"], packed["lse"]) == (2, 2**64 - 1)
+    assert (packed["lse_partial"], packed["lse"], packed["sinks"]) == (2, 2**64 - 1, 4)
     for name in ("split_stride", "num_splits", "batch", "seqlen_q", "heads_q", "head_dim_v"):
         assert packed[name] == getattr(spec(), name)
 
@@ -332,6 +383,17 @@ def test_fields_lie_as_a_c_compiler_aligns_them():
     assert aligned_dtype.itemsize == COMBINE_DTYPE.itemsize
     for name in COMBINE_DTYPE.names:
         assert aligned_dtype.fields[name][1] == COMBINE_DTYPE.fields[name][1]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_unit_with_sinks_compiles_without_spills(dtype):
+    for sinks in {dtype, "float64" if dtype == "float64" else "float32"}:
+        cubin = compile_cubin(
+            combine_unit(spec(dtype=dtype, sinks=sinks)), device_for_arch("sm_90")
+        )
+        assert "warning" not in cubin.log
+        assert cubin.resources["combine_partials"].spill_bytes == 0
 
 
 def test_every_member_of_the_struct_is_asserted_in_the_unit():

@@ -273,7 +273,7 @@ def test_what_nobody_reads_changes_no_exit_code_and_is_not_written_again(
     with os.fdopen(writing, "w") as pipe, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", pipe)
         with pytest.raises(SystemExit) as ended:
-            main(["bench", "--quux"])
+            main(["bench", "--bogus"])
         # As Python does at its exit; into the pipe it would raise.
         print("more", file=pipe, flush=True)
 
@@ -319,7 +319,7 @@ def test_a_reader_that_went_away_is_not_worth_a_word() -> None:
     ("arguments", "says"),
     [
         (("bench", "--seqln-q", "3"), "'--seqlen-q'"),
-        (("bench", "--quux"), "'--quux'; see cupy-flash bench --help"),
+        (("bench", "--qqq"), "'--qqq'; see cupy-flash bench --help"),
         (("bench", "extra"), "unexpected extra argument (extra); see cupy-flash bench --help"),
     ],
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.block_map_text import check_map, compiled_masks
+from support.block_map_text import check_map, compiled_masks, launched, map_of
 
-from cupy_flash.calls.block_maps import map_of_mask, mask_text
+from cupy_flash.calls.block_maps import mask_text
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (
@@ -25,6 +25,7 @@ from cupy_flash.gpu.block_maps import (
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
+from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.modification import MaskMod
 from cupy_flash.problem.device import device_for_arch
 
@@ -49,6 +50,7 @@ MASKS = {
     "not a number": MaskMod(
         lambda i, j, x: x[i] <= x[j], x=np.repeat(SEED.choice([0, 1, 2, np.nan], 20), 13)
     ),
+    "blocks": BlockList(SEED.random((BATCH, 1, 4, 5)) < 0.5, block=(64, 48)),
     "text": MaskMod(lambda i, j: j <= i + 20, cuda="return j <= i + 20;"),
 }
 
@@ -308,7 +310,7 @@ def documents(values: int = 0) -> MaskMod:
 
 def test_a_map_is_built_once_for_the_same_facts(cuda: FakeCuda) -> None:
     mod = documents()
-    maps = [map_of_mask(mod, MapSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
+    maps = [map_of(mod, MapSpec(64, 64, 2, 3, 100, 100), "float16").map for _ in range(3)]
     assert cuda.builds == 1
     assert maps[0] is maps[1] is maps[2]
 
@@ -324,25 +326,25 @@ def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
         for name, value in (("seqlen_k", 9), ("q_offset", 1), ("causal", True), ("left", 4))
     ]
     for spec in specs:
-        map_of_mask(mod, spec, "float16")
-    map_of_mask(mod, SPEC, "float64")
+        map_of(mod, spec, "float16")
+    map_of(mod, SPEC, "float64")
     cuda.device = 1
-    map_of_mask(mod, SPEC, "float16")
+    map_of(mod, SPEC, "float16")
     assert cuda.builds == len(specs) + 2
 
 
 def test_equal_masks_with_other_values_do_not_share_a_map(cuda: FakeCuda) -> None:
     one, other = documents(0), documents(1)
     assert one == other
-    assert map_of_mask(one, SPEC, "float16").map is not map_of_mask(other, SPEC, "float16").map
+    assert map_of(one, SPEC, "float16").map is not map_of(other, SPEC, "float16").map
     assert cuda.builds == 2
 
 
 def test_refresh_forgets_the_maps_of_that_mask_alone(cuda: FakeCuda) -> None:
     one, other = documents(), documents()
     for _ in range(2):
-        map_of_mask(one, SPEC, "float16")
-        map_of_mask(other, SPEC, "float16")
+        map_of(one, SPEC, "float16")
+        map_of(other, SPEC, "float16")
         one.refresh()
     assert cuda.builds == 3
     assert len(other.kept_maps()) == 1
@@ -353,7 +355,7 @@ def test_a_mask_is_kept_by_nothing_but_its_user(cuda: FakeCuda) -> None:
     import weakref
 
     mod = documents()
-    gone = weakref.ref(map_of_mask(mod, SPEC, "float16").map)
+    gone = weakref.ref(map_of(mod, SPEC, "float16").map)
     del mod
     gc.collect()
     assert gone() is None
@@ -361,7 +363,7 @@ def test_a_mask_is_kept_by_nothing_but_its_user(cuda: FakeCuda) -> None:
 
 def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCuda) -> None:
     mod = documents()
-    ready = map_of_mask(mod, SPEC, "float16")
+    ready = map_of(mod, SPEC, "float16")
     built_on = next(stream for name, stream, *_ in cuda.done if name == "build_block_map")
     assert built_on != 0xA0
     names = [what[0] for what in cuda.done]
@@ -374,7 +376,7 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
 
     cuda.done.clear()
     cuda.streams = [0xB0]
-    map_of_mask(mod, SPEC, "float16").launched()
+    launched(map_of(mod, SPEC, "float16"))
     assert cuda.done[0] == ("wait", 0xB0, built)
     # The stream of maps, on which the memory is used again, runs behind what read the map.
     (_, event, reader), (_, waiting, awaited) = cuda.done[1:]
@@ -385,15 +387,15 @@ def test_each_stream_waits_for_the_kernels_that_build_what_it_reads(cuda: FakeCu
 def test_the_legacy_stream_waits_once_and_is_waited_for_by_the_next_build(cuda: FakeCuda) -> None:
     cuda.streams = [0]
     mod = documents()
-    map_of_mask(mod, SPEC, "float16").launched()
+    launched(map_of(mod, SPEC, "float16"))
     (_, waiting, _), *_ = (what for what in cuda.done if what[0] == "wait")
     assert cuda.done[-1][:2] == ("wait", 0)
     cuda.done.clear()
-    map_of_mask(mod, SPEC, "float16").launched()
+    launched(map_of(mod, SPEC, "float16"))
     assert cuda.done == []
     # What it reads may be forgotten, and its memory used by what another stream asks for.
     cuda.streams = [0xB0]
-    map_of_mask(documents(), SPEC, "float16")
+    map_of(documents(), SPEC, "float16")
     _, event, _ = cuda.done[0]
     waits = ("wait", waiting, event)
     assert cuda.done[:4] == [("record", event, 0xB0), waits, ("record", event, 0), waits]
@@ -402,28 +404,28 @@ def test_the_legacy_stream_waits_once_and_is_waited_for_by_the_next_build(cuda: 
 
 def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: FakeCuda) -> None:
     mod = documents()
-    kept = map_of_mask(mod, SPEC, "float16").map
+    kept = map_of(mod, SPEC, "float16").map
     cuda.done.clear()
     cuda.capturing.add(0xA0)
-    ready = map_of_mask(mod, SPEC, "float16")
-    ready.launched()
+    ready = map_of(mod, SPEC, "float16")
+    launched(ready)
     assert ready.map is not kept
     assert cuda.done == [(name, 0xA0) for name in KERNELS]
     cuda.capturing.clear()
-    assert map_of_mask(mod, SPEC, "float16").map is kept
+    assert map_of(mod, SPEC, "float16").map is kept
 
 
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -> None:
     cuda.streams = [0]
     cuda.runtime.streamIsCapturing = None
-    map_of_mask(documents(), SPEC, "float16")
+    map_of(documents(), SPEC, "float16")
     assert cuda.builds == 1
 
 
 def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
     strides = {}
     for name in ("window", "documents", "sizes of heads", "both"):
-        map = map_of_mask(MASKS[name], SPEC, "float16").map
+        map = map_of(MASKS[name], SPEC, "float16").map
         strides[name] = (map.batch_stride, map.head_stride)
         assert (map.full - map.visited) % 4 == 0
         MASKS[name].refresh()
@@ -439,13 +441,13 @@ def test_strides_are_0_where_maps_are_shared(cuda: FakeCuda) -> None:
 def test_more_blocks_than_a_grid_has_are_refused(cuda: FakeCuda) -> None:
     spec = MapSpec(16, 8, 64, 128, 2**20, 2**20)
     with pytest.raises(UnsupportedError, match="64 sequences, 128 heads"):
-        map_of_mask(MASKS["both"], spec, "float16")
+        map_of(MASKS["both"], spec, "float16")
 
 
 def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
     mod, found = documents(), []
     threads = [
-        threading.Thread(target=lambda: found.append(map_of_mask(mod, SPEC, "float16")))
+        threading.Thread(target=lambda: found.append(map_of(mod, SPEC, "float16")))
         for _ in range(4)
     ]
     for thread in threads:

@@ -277,3 +277,32 @@ def test_positions_broadcast_and_results_have_the_dtype_of_scores() -> None:
     assert (new.shape, new.dtype) == (scores.shape, np.float32)
     assert mod.evaluate(scores.astype(np.float64), 0, 0, i, j).dtype == np.float64
     assert ScoreMod(lambda score: 1).evaluate(scores, 0, 0, i, j).dtype == np.float32
+
+
+# ---- Variables around a function
+
+OUTSIDE = 5
+
+
+def test_a_function_keeps_the_variables_that_it_was_traced_with(monkeypatch):
+    j = np.arange(8, dtype=np.int32)
+    # The variable of a loop, which all of them share.
+    masks = [MaskMod(lambda i, j: i - j < w) for w in (2, 6)]  # noqa: B023
+    outer = MaskMod(lambda i, j: np.any([x < OUTSIDE for x in [0]]) & (j < OUTSIDE))
+    monkeypatch.setitem(globals(), "OUTSIDE", 0)
+    for mask, w in zip(masks, (2, 6), strict=True):
+        assert mask.evaluate(0, 0, 7, j).tolist() == (7 - j < w).tolist()
+    assert outer.evaluate(0, 0, 7, j).sum() == 5
+
+
+def test_copies_are_of_the_same_text_and_of_captures_of_their_own():
+    table = np.arange(4.0)
+    mod = ScoreMod(lambda score, j, table, n: score + table[j] * n, table=table, n=2)
+    shallow, deep = copy.copy(mod), copy.deepcopy({"layer": [mod]})["layer"][0]
+    assert shallow == deep == mod
+    assert shallow.captures["table"] is table
+    assert deep.captures["table"] is not table
+    table[:] = 0
+    score = np.float32(1)
+    assert shallow.evaluate(score, 0, 0, 0, 3) == 1
+    assert deep.evaluate(score, 0, 0, 0, 3) == 7

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.block_map_text import check_map, read_map
+from support.block_map_text import check_map, launched, map_of, read_map
 
-from cupy_flash.calls.block_maps import map_of_mask, mask_text
+from cupy_flash.calls.block_maps import mask_text
 from cupy_flash.gpu.block_maps import BlockMap, Layout, MapSpec
 from cupy_flash.mods.modification import MaskMod
 
@@ -104,7 +104,7 @@ def test_a_map_says_of_every_block_what_its_pairs_say(rng: np.random.Generator, 
         spec = random_spec(rng)
         # Shown where they differ.
         print(spec)
-        ready = map_of_mask(mod, spec, "float16")
+        ready = map_of(mod, spec, "float16")
         memory = bytes_of(ready.map).get()
         check(mod, on_host, spec, memory)
 
@@ -115,7 +115,7 @@ def test_the_same_map_comes_out_every_time(rng: np.random.Generator, name: str) 
     spec = MapSpec(128, 64, BATCH, HEADS, KEYS, KEYS, causal=True)
     found = set()
     for _ in range(5):
-        memory = bytes_of(map_of_mask(mod, spec, "float16").map).get()
+        memory = bytes_of(map_of(mod, spec, "float16").map).get()
         text = mask_text(mod, "float16")
         visited, full, _ = read_map(spec, spec.maps(text), memory, Layout.of(spec, text))
         found.add(visited.tobytes() + full.tobytes())
@@ -134,14 +134,12 @@ def test_refresh_sees_what_was_written_to_a_captured_array(rng: np.random.Genera
         return doc[i] == doc[j]
 
     mod = MaskMod(same, doc=array)
-    check(
-        mod, MaskMod(same, doc=first), spec, bytes_of(map_of_mask(mod, spec, "float16").map).get()
-    )
+    check(mod, MaskMod(same, doc=first), spec, bytes_of(map_of(mod, spec, "float16").map).get())
     array.set(second)
-    kept = bytes_of(map_of_mask(mod, spec, "float16").map).get()
+    kept = bytes_of(map_of(mod, spec, "float16").map).get()
     check(mod, MaskMod(same, doc=first), spec, kept)
     mod.refresh()
-    anew = bytes_of(map_of_mask(mod, spec, "float16").map).get()
+    anew = bytes_of(map_of(mod, spec, "float16").map).get()
     check(mod, MaskMod(same, doc=second), spec, anew)
 
 
@@ -166,18 +164,18 @@ def test_a_map_is_built_behind_what_is_written_and_read_behind_what_builds_it(
 
     mod, spec = MaskMod(same, doc=array), MapSpec(64, 64, 1, 1, KEYS, KEYS)
     # So that nothing is compiled below, which would give the GPU time.
-    map_of_mask(MaskMod(same, doc=array), spec, "float16")
-    copy = cupy.empty_like(bytes_of(map_of_mask(MaskMod(same, doc=array), spec, "float16").map))
+    map_of(MaskMod(same, doc=array), spec, "float16")
+    copy = cupy.empty_like(bytes_of(map_of(MaskMod(same, doc=array), spec, "float16").map))
     cupy.cuda.Device().synchronize()
     with first:
         keep_busy(busy)
         array[...] = uploaded
-        on_first = map_of_mask(mod, spec, "float16")
-        on_first.launched()
+        on_first = map_of(mod, spec, "float16")
+        launched(on_first)
     with other:
-        on_other = map_of_mask(mod, spec, "float16")
+        on_other = map_of(mod, spec, "float16")
         cupy.copyto(copy, bytes_of(on_other.map))
-        on_other.launched()
+        launched(on_other)
     assert on_first.map is on_other.map
     other.synchronize()
     check(mod, MaskMod(same, doc=ids), spec, copy.get())
@@ -200,15 +198,15 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
 
     mod, spec = MaskMod(same, doc=cupy.asarray(ids)), MapSpec(64, 64, 1, 1, KEYS, KEYS)
     next_ids = cupy.asarray(others)
-    ready = map_of_mask(mod, spec, "float16")
+    ready = map_of(mod, spec, "float16")
     copy = cupy.empty_like(bytes_of(ready.map))
-    ready.launched()
+    launched(ready)
     cupy.cuda.Device().synchronize()
     with reader:
-        ready = map_of_mask(mod, spec, "float16")
+        ready = map_of(mod, spec, "float16")
         keep_busy(busy)
         cupy.copyto(copy, bytes_of(ready.map))
-        ready.launched()
+        launched(ready)
     address = ready.map.visited
     mod.refresh()
     del ready
@@ -217,7 +215,7 @@ def test_a_forgotten_map_stays_as_long_as_a_stream_reads_it(
     with builder:
         while not after or (after[-1].map.visited != address and len(after) < 500):
             next_mod = MaskMod(same, doc=next_ids)
-            after.append(map_of_mask(next_mod, spec, "float16"))
+            after.append(map_of(next_mod, spec, "float16"))
     assert after[-1].map.visited == address
     reader.synchronize()
     builder.synchronize()
@@ -239,11 +237,11 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        kept = map_of_mask(mod, spec, "float16")
+        kept = map_of(mod, spec, "float16")
         stream.synchronize()
         stream.begin_capture()
-        captured = map_of_mask(mod, spec, "float16")
-        captured.launched()
+        captured = map_of(mod, spec, "float16")
+        launched(captured)
         graph = stream.end_capture()
         assert captured.map is not kept.map
         for ids in values:
@@ -251,5 +249,5 @@ def test_a_graph_builds_its_map_from_what_the_arrays_hold_at_each_launch(
             graph.launch(stream)
             stream.synchronize()
             check(mod, MaskMod(same, doc=ids), spec, bytes_of(captured.map).get())
-        assert map_of_mask(mod, spec, "float16").map is kept.map
+        assert map_of(mod, spec, "float16").map is kept.map
         check(mod, MaskMod(same, doc=values[0]), spec, bytes_of(kept.map).get())

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.combine_support import DTYPES, assert_merged, random_parts
+from support.combine_support import (
+    DTYPES,
+    assert_merged,
+    random_parts,
+    random_sinks,
+    with_sinks,
+)
 
 from cupy_flash import attention_reference, combine
 from cupy_flash.reference.dense import error_bound, max_error
@@ -48,6 +54,21 @@ def test_random_parts_are_merged_to_the_precision_of_their_sums(
     assert_merged(out.get(), lse.get(), *values)
     for array, before in zip(parts, values, strict=True):
         assert array.get().tobytes() == before.tobytes(), "an input was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sink_is_one_more_part_without_values(
+    rng: np.random.Generator, dtype: str, shape: tuple[int, ...]
+) -> None:
+    values = random_parts(rng, dtype, shape)
+    for kind in {values[0].dtype, values[1].dtype}:
+        sinks = random_sinks(rng, shape).astype(kind)
+        out = poisoned(shape[1:], DTYPES[dtype])
+        # Every second of an array: the kernel reads them one behind the other.
+        apart = gpu(np.repeat(sinks, 2))[::2]
+        result, lse = combine(*map(gpu, values), sinks=apart, out=out)
+        assert_merged(result.get(), lse.get(), *with_sinks(*values, sinks))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT
+from support.benchmark_scripts import CHECKOUT, IN_CHECKOUT, script
 
 import cupy_flash
 from cupy_flash import attention_reference, attention_with_kvcache_reference
@@ -16,6 +16,32 @@ if not IN_CHECKOUT:
     pytest.skip("the tests stand outside a checkout", allow_module_level=True)
 
 PAGE = CHECKOUT / "docs" / "masks.md"
+
+
+def test_the_picture_is_of_the_masks_that_the_page_names(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    masks = script("masks")
+    assert f"]({masks.TARGET.relative_to(PAGE.parent)})" in PAGE.read_text("utf-8")
+    assert masks.TARGET.stat().st_size < 30_000
+    masks.main([str(tmp_path / "masks.png")])
+    assert (tmp_path / "masks.png").stat().st_size > 5_000
+    seen = {
+        title: cupy_flash.seen_pairs(
+            options.get("seqlen_q", masks.N),
+            masks.N,
+            **{name: x for name, x in options.items() if name not in ("seqlen_q", "block")},
+        )
+        for title, options in masks.pictures().items()
+    }
+    # Each node of a tree sees its parent's ancestors, and itself.
+    of_tree = seen["tree"][:, -len(masks._PARENTS) :]
+    for node, parent in enumerate(masks._PARENTS):
+        above = of_tree[parent].copy() if parent >= 0 else np.zeros(len(masks._PARENTS), bool)
+        above[node] = True
+        np.testing.assert_array_equal(of_tree[node], above)
+    np.testing.assert_array_equal(seen["causal"], np.tri(masks.N))
+    np.testing.assert_array_equal(seen["documents, causal"], seen["documents"] & seen["causal"])
+    assert len({mask.tobytes() for mask in seen.values()}) == len(seen)
 
 
 def test_every_snippet_gives_what_the_reference_gives(monkeypatch) -> None:

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.block_maps import map_of_mask, mask_text
 from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (
     BlockMap,
     Layout,
+    MapKey,
     MapSpec,
     MaskText,
+    ReadyMap,
     packed_params,
 )
 from cupy_flash.mods.arguments import pack_arguments, real_type
@@ -204,6 +207,18 @@ def _host_mask(
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
+
+
+def map_of(mod: MaskMod, spec: MapSpec, dtype: str) -> ReadyMap:
+    """The map of a mask on the current device and stream, as calls ask for it."""
+    cuda = block_maps.cupy_module().cuda
+    key = MapKey(cuda.runtime.getDevice(), dtype, spec)
+    return map_of_mask(mod, key, cuda.get_current_stream().ptr)
+
+
+def launched(ready: ReadyMap) -> None:
+    """As calls say it behind their launches."""
+    ready.launched(block_maps.cupy_module().cuda.get_current_stream().ptr)
 
 
 def read_map(

@@ -10,7 +10,7 @@ import numpy as np
 from cupy_flash.reference.dense import max_error
 from support.gpu_support import DTYPES
 
-__all__ = ["DTYPES", "assert_merged", "random_parts"]
+__all__ = ["DTYPES", "assert_merged", "random_parts", "random_sinks", "with_sinks"]
 
 
 def lse_dtype(dtype: str) -> np.dtype:
@@ -27,6 +27,22 @@ def random_parts(
     lse[rng.random(lse_shape) < unseen] = -np.inf
     out[(lse == -np.inf).swapaxes(-1, -2)] = np.nan
     return out, lse
+
+
+def random_sinks(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of the heads of such parts, (heads_q,) of float64; some are none."""
+    sinks = rng.normal(scale=4, size=shape[-2])
+    sinks[rng.random(len(sinks)) < 0.2] = -np.inf
+    return sinks
+
+
+def with_sinks(
+    out_partial: np.ndarray, lse_partial: np.ndarray, sinks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The parts, and one more that sinks are."""
+    none = np.zeros_like(out_partial[:1])
+    of_rows = np.broadcast_to(sinks.astype(lse_partial.dtype)[:, None], lse_partial[:1].shape)
+    return np.concatenate([out_partial, none]), np.concatenate([lse_partial, of_rows])
 
 
 def exact(out_partial: np.ndarray, lse_partial: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

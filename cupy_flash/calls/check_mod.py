@@ -1,0 +1,80 @@
+"""Whether the device text of a modification computes what its Python function does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import address_of
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.contract import TranslationUnit
+from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
+from cupy_flash.gpu.evaluate import evaluate, evaluate_unit
+from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
+from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.emit import HEADERS, SCALE, emit
+from cupy_flash.mods.modification import MaskMod, ScoreMod
+
+# Exponents of two are rounded, and functions approximated, relative to the largest number in them.
+TOLERANCE = 2.0**-16
+
+
+def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
+    """The unit that evaluates a modification, of float32 scores."""
+    specs = _specs(mod)
+    is_score = isinstance(mod, ScoreMod)
+    score, seen = (mod.expression, None) if is_score else (None, mod.expression)
+    return evaluate_unit(emit(score, seen, specs), HEADERS, arguments_dtype(specs, "float"))
+
+
+def _specs(mod: ScoreMod | MaskMod) -> dict[str, CaptureSpec]:
+    return dict(mod.specs) | {SCALE: CaptureSpec("real")}
+
+
+def require_agreement(
+    mod: ScoreMod | MaskMod, sizes: tuple[int, int, int, int], q_offset: int
+) -> None:
+    """What `cupy_flash.check_mod` does."""
+    if reason := gpu_unavailable():
+        raise UnsupportedError(f"device text of modifications runs on a GPU only, and {reason}")
+    cupy = cupy_module()
+    specs = _specs(mod)
+    values: dict[str, Any] = dict(mod.captures) | {SCALE: 1.0}
+    arrays = {
+        name: cupy.asarray(values[name]) for name, spec in specs.items() if spec.rank is not None
+    }
+    addresses = {name: address_of(array) for name, array in arrays.items()}
+    # As copied: contiguous, which is no matter of the text.
+    packed = pack_arguments(specs, values | arrays, addresses, "float")
+    scores = (4 * np.random.default_rng(0).standard_normal(sizes)).astype(np.float32)
+    found = evaluate(unit_of(mod), packed, scores, q_offset)
+    compare(mod, scores, found, q_offset)
+
+
+def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_offset: int) -> None:
+    """Raise ValueError, naming the first pair, where a device's results are not the function's."""
+    b, h, row, j = np.ix_(*map(np.arange, scores.shape))
+    i = row + q_offset
+    if isinstance(mod, ScoreMod):
+        expected = np.broadcast_to(mod.evaluate(scores, b, h, i, j), scores.shape)
+        largest = np.maximum(np.maximum(np.abs(scores), np.abs(expected)), 1)
+        with np.errstate(invalid="ignore"):
+            differs = np.abs(found - expected) > TOLERANCE * largest
+        is_finite = np.isfinite(expected)
+        differs = np.where(is_finite, differs | ~np.isfinite(found), found != expected)
+        differs &= ~(np.isnan(found) & np.isnan(expected))
+    else:
+        expected = np.broadcast_to(mod.evaluate(b, h, i, j), scores.shape)
+        differs = (found != 0) != expected
+    if not differs.any():
+        return
+    at = tuple(int(n) for n in np.argwhere(differs)[0])
+    place = dict(zip(("b", "h", "i", "j"), (*at[:2], at[2] + q_offset, at[3]), strict=True))
+    given = f"score={scores[at]:.6g}, " if isinstance(mod, ScoreMod) else ""
+    named = ", ".join(f"{name}={n}" for name, n in place.items())
+    result = f"{found[at]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[at]))
+    raise ValueError(
+        f"{mod!r} differs from its device text at {differs.sum()} of {differs.size} pairs, first "
+        f"at {given}{named}: the function gives {expected[at]}, the device {result}"
+    )

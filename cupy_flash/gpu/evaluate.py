@@ -1,0 +1,86 @@
+"""Modifications evaluated on the GPU alone: the host's side of `kernels_cu/score/evaluate.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.families.contract import TranslationUnit, ceil_div, round_up, source_digest
+from cupy_flash.families.params import assertions
+from cupy_flash.gpu.by_value import ByValue
+from cupy_flash.gpu.compiler import kernel_cache
+from cupy_flash.gpu.environment import cupy_module
+
+SOURCE = "score/evaluate.cu"
+ENTRY = "evaluate_modification"
+_THREADS = 256
+
+
+def params_dtype(mods: np.dtype) -> np.dtype:
+    """The argument struct, at whose end is what the modification reads."""
+    fields: dict[str, tuple[Any, int]] = {
+        "scores": (np.uint64, 0),
+        "results": (np.uint64, 8),
+        "pairs": (np.int64, 16),
+        "heads": (np.int32, 24),
+        "seqlen_q": (np.int32, 28),
+        "seqlen_k": (np.int32, 32),
+        "q_offset": (np.int32, 36),
+        "mods": (mods, 40),
+    }
+    formats, offsets = zip(*fields.values(), strict=True)
+    size = 40 + round_up(mods.itemsize, 8)
+    layout: Any = {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size}
+    return np.dtype(layout)
+
+
+def evaluate_unit(text: str, headers: tuple[str, ...], mods: np.dtype) -> TranslationUnit:
+    """The translation unit.
+
+    Parameters
+    ----------
+    text, headers
+        C++ of ``ModArguments`` and ``Mods``, and what that is to stand behind.
+    mods
+        Layout of ``ModArguments``.
+    """
+    lines = [
+        f"// cupy_flash evaluate, sources {source_digest(SOURCE)}",
+        *(f'#include "{header}"' for header in headers),
+        text,
+        f'#include "{SOURCE}"',
+        assertions(("EvaluateParams", params_dtype(mods)), ("ModArguments", mods)),
+        f'extern "C" __global__ void __launch_bounds__({_THREADS})',
+        f"{ENTRY}(const __grid_constant__ EvaluateParams params) {{ evaluate(params); }}",
+    ]
+    return TranslationUnit("\n".join(lines) + "\n", (ENTRY,), "evaluate a modification")
+
+
+def evaluate(
+    unit: TranslationUnit, mods: np.ndarray, scores: np.ndarray, q_offset: int
+) -> np.ndarray:
+    """What a unit of `evaluate_unit` makes of scores in host memory, on the current device.
+
+    Parameters
+    ----------
+    unit, mods
+        The unit, and its ``ModArguments`` filled in.
+    scores : float32 array, (batch, heads, seqlen_q, seqlen_k)
+        Scaled scores.
+    q_offset
+        Position of the first query among the keys.
+    """
+    cupy = cupy_module()
+    kernel = kernel_cache.get(unit, {ENTRY: 0})[ENTRY]
+    given, results = cupy.asarray(scores), cupy.empty(scores.shape, scores.dtype)
+    record = np.zeros((), params_dtype(mods.dtype))
+    record["scores"], record["results"] = given.data.ptr, results.data.ptr
+    record["pairs"], record["q_offset"] = scores.size, q_offset
+    _, record["heads"], record["seqlen_q"], record["seqlen_k"] = scores.shape
+    record["mods"] = mods
+    arguments = ByValue(bytearray(record.tobytes()))
+    grid = (ceil_div(scores.size, _THREADS), 1, 1)
+    kernel(grid, (_THREADS, 1, 1), (arguments.pointer,), 0)
+    found: np.ndarray = cupy.asnumpy(results)
+    return found

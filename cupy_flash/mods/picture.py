@@ -1,0 +1,85 @@
+"""Pictures of masks, where matplotlib is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Of pairs that are hidden and seen, and of blocks that are left out, masked and seen whole; darker
+# for more, so that they differ in black and white too.
+_PAIRS = ("#f2f2f2", "#0072B2")
+_BLOCKS = ("#f2f2f2", "#E69F00", "#0072B2")
+
+
+def block_classes(seen: NDArray[np.bool_], block: tuple[int, int]) -> NDArray[np.int64]:
+    """What becomes of the blocks of a mask.
+
+    Parameters
+    ----------
+    seen : bool array, (seqlen_q, seqlen_k)
+        Which query sees which key.
+    block
+        Rows and keys of a block.
+
+    Returns
+    -------
+    array, (row tiles, key blocks)
+        0 where no pair is seen, 1 where some are, 2 where all are.
+    """
+    rows, keys = (np.arange(0, n, size) for n, size in zip(seen.shape, block, strict=True))
+
+    def of_blocks(pairs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        reduced = np.logical_or.reduceat(np.logical_or.reduceat(pairs, rows, 0), keys, 1)
+        return np.asarray(reduced)
+
+    some, hides = of_blocks(seen), of_blocks(~seen)
+    return some.astype(np.int64) + (some & ~hides)
+
+
+def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None) -> Any:
+    """Draw a mask, queries from the top down and keys to the right.
+
+    Parameters
+    ----------
+    seen : bool array, (seqlen_q, seqlen_k)
+        Which query sees which key.
+    block
+        Rows and keys of blocks, which then have the colour of their class (`block_classes`); None
+        draws pairs.
+    ax
+        Axes of matplotlib; None for new ones.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    ImportError
+        Without matplotlib.
+    ValueError
+        For blocks without rows or keys.
+    """
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        message = "matplotlib is not installed; pip install 'cupy_flash[plot]'"
+        raise ImportError(message) from error
+    if ax is None:
+        ax = Figure(layout="constrained").subplots()
+    seqlen_q, seqlen_k = seen.shape
+    extent = (0, seqlen_k, seqlen_q, 0)
+    if block is None:
+        ax.imshow(seen, cmap=ListedColormap(_PAIRS), vmin=0, vmax=1, extent=extent)
+    else:
+        if min(block) < 1:
+            raise ValueError(f"block is {block}; expected at least 1 row and 1 key")
+        classes = block_classes(seen, block)
+        of_pairs = np.repeat(np.repeat(classes, block[0], 0), block[1], 1)[:seqlen_q, :seqlen_k]
+        ax.imshow(of_pairs, cmap=ListedColormap(_BLOCKS), vmin=0, vmax=2, extent=extent)
+    ax.set_xlabel("key")
+    ax.set_ylabel("query")
+    return ax

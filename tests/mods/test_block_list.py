@@ -1,0 +1,74 @@
+"""Masks that are given by blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from support.block_map_text import ALL, NONE, compiled_masks
+
+from cupy_flash import BlockList, flash_attention, plan
+
+BATCH, HEADS, SEQLEN = 2, 3, 70
+
+
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("block", [(16, 16), (7, 24), (1, 100)])
+def test_a_pair_is_seen_if_its_block_is_on(batch, heads, block, rng) -> None:
+    rows, keys = (-(-SEQLEN // n) for n in block)
+    blocks = rng.random((batch, heads, rows, keys)) < 0.5
+    q, k, v = (rng.standard_normal((BATCH, SEQLEN, HEADS, 8)).astype(np.float32) for _ in range(3))
+    mask = blocks.repeat(block[0], 2).repeat(block[1], 3)[:, :, :SEQLEN, :SEQLEN]
+    out = flash_attention(q, k, v, mask_mod=BlockList(blocks, block), backend="cpu")
+    np.testing.assert_array_equal(out, flash_attention(q, k, v, mask=mask, backend="cpu"))
+
+
+def test_bounds_decide_whole_blocks_without_a_look_at_pairs(tmp_path, rng) -> None:
+    blocks = rng.random((1, 1, 4, 6)) < 0.5
+    (host,) = compiled_masks(tmp_path, [BlockList(blocks, block=(32, 16))])
+    places = np.array(list(np.ndindex(4, 6)))
+    ends = np.stack([places * (32, 16), places * (32, 16) + (31, 15)], -1).reshape(-1, 4)
+    # i_low, i_high, j_low, j_high.
+    seen = host.classify(0, 0, ends)
+    np.testing.assert_array_equal(seen, np.where(blocks.ravel(), ALL, NONE))
+
+
+def test_on_hopper_a_tile_divides_the_blocks_or_the_plan_says_that_none_does() -> None:
+    def planned(block: tuple[int, int], head_dim: int) -> tuple[int, str]:
+        q = np.empty((1, 4096, 16, head_dim), np.float16)
+        mod = BlockList(np.ones((1, 1, 64, 64), bool), block)
+        made = plan(q, q, q, arch="sm_90", mask_mod=mod)
+        assert made.family == "hopper"
+        return made.tile.Bc, made.reason
+
+    for head_dim in (64, 128):
+        for block in ((128, 128), (64, 64), (128, 96), (192, 160)):
+            Bc, reason = planned(block, head_dim)
+            assert block[1] % Bc == 0
+            assert "edges" not in reason
+        assert "blocks of 100 x 70" in planned((100, 70), head_dim)[1]
+
+
+def test_copies_have_the_same_blocks() -> None:
+    one = BlockList(np.eye(3, dtype=bool)[None, None], block=(2, 4))
+    other = copy.deepcopy(one)
+    assert other == one
+    assert other.block == (2, 4)
+    assert one != BlockList(np.eye(3, dtype=bool)[None, None], block=(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block", "error", "message"),
+    [
+        (np.ones((1, 1, 4, 4)), (8, 8), TypeError, "blocks has dtype float64; expected bool"),
+        (np.ones((4, 4), bool), (8, 8), ValueError, r"blocks has shape \(4, 4\)"),
+        (np.ones((1, 1, 4, 4), bool), (8, 0), ValueError, "block is"),
+        (np.ones((1, 1, 4, 4), bool), (8, 2.0), TypeError, "integer"),
+        (np.ones((1, 1, 0, 4), bool), (8, 8), ValueError, "no elements"),
+    ],
+)
+def test_what_is_no_list_of_blocks_is_refused(blocks, block, error, message) -> None:
+    with pytest.raises(error, match=message):
+        BlockList(blocks, block)

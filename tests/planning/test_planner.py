@@ -18,9 +18,10 @@ from cupy_flash.families.simt import SimtTile
 from cupy_flash.host import cpu
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import make_plan, plan_tile
+from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class
 from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
 from cupy_flash.problem.tile import freeze_tile
 
@@ -454,6 +455,26 @@ def blocks_row(plan):
     """What a plan says about blocks of the score matrix; None where it says nothing."""
     rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
     return next((text for name, text in rows if name == "blocks" and "visited" in text), None)
+
+
+def test_blocks_are_counted_as_each_tile_visits_them(rng):
+    for _ in range(200):
+        seqlen_q, seqlen_k, Br, Bc = (int(n) for n in rng.integers(1, 40, 4))
+        sides = [None if rng.integers(3) == 0 else int(n) for n in rng.integers(0, 45, 2)]
+        offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
+        mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(2)), offset, *sides)
+        seen = ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+        parts = [
+            seen[row : row + Br, key : key + Bc]
+            for row in range(0, seqlen_q, Br)
+            for key in range(0, seqlen_k, Bc)
+        ]
+        visited, partial, skipped = count_blocks(mask, Br, Bc)
+
+        # Of rows that see nothing and rows that see something, a tile may visit what lies between.
+        assert visited >= sum(part.any() for part in parts)
+        assert visited - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
+        assert visited + skipped == len(parts)
 
 
 def test_a_plan_counts_the_blocks_that_positions_leave():

@@ -75,25 +75,6 @@ def test_blocks_of_keys_and_tiles_of_rows_are_each_others_transpose(rng) -> None
         assert_cover(found, tiles, [True] * len(tiles))
 
 
-def test_blocks_are_counted_as_each_tile_visits_them(rng) -> None:
-    for mask in random_masks(rng):
-        Br, Bc = (int(n) for n in rng.integers(1, 12, 2))
-        matrix = written_out(mask)
-        parts = [
-            matrix[row : row + Br, key : key + Bc]
-            for row in range(0, mask.seqlen_q, Br)
-            for key in range(0, mask.seqlen_k, Bc)
-        ]
-        visited, partial, skipped = mask.count_blocks(Br, Bc)
-        # A tile whose first rows see nothing and whose last ones do visits nothing else.
-        assert visited >= sum(part.any() for part in parts)
-        assert visited - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
-        assert visited + skipped == len(parts)
-    causal = Mask(1024, 1024, True)
-    assert causal.count_blocks(128, 128) == (36, 8, 28)
-    assert causal._replace(left=255).count_blocks(128, 128) == (21, 14, 43)
-
-
 def assert_cover(found: tuple[int, int, int, int], parts: list, may_be_whole: list[bool]) -> None:
     """Blocks from begin to end hold all that is seen; exactly the full ones are seen whole."""
     begin, full_begin, full_end, end = found

@@ -125,7 +125,7 @@ BUILT_IN = {
         step=STEP,
     ),
     "prefix": BuiltIn(
-        "causal behind a prefix of a quarter of the keys",
+        "causal behind a prefix of a quarter of the keys, without --causal",
         MaskMod,
         lambda i, j, prefix: (j <= i) | (j < prefix),
         lambda heads_q, seqlen_k: {"prefix": _prefix(seqlen_k)},

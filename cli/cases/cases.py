@@ -23,7 +23,7 @@ from cupy_flash.problem.problem import (
 
 from .modifications import array_bytes, score_of
 from .mods import PLAIN, Mods
-from .seen import Seen, seen_pairs
+from .seen import Seen, count_pairs
 
 Shape = tuple[int, int, int, int]
 # Blocks of equal length; a key/value cache; sequences packed without padding.
@@ -305,7 +305,7 @@ def _seen_pairs(case: Case) -> float:
     """Pairs that the queries of one head see, over the batch."""
     row = case.sizes.seqlen_k
     return sum(
-        count * seen_pairs(case.mask(*lengths), case.mods.mod, row)
+        count * count_pairs(case.mask(*lengths), case.mods.mod, row)
         for lengths, count in case.length_counts.items()
     )
 
@@ -375,6 +375,8 @@ def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
     texts = [_texts(case) for case in cases]
     varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
     shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
+    if "mods" in varying:
+        texts = [text | {"mods": text["mods"] or "plain"} for text in texts]
     own = [" ".join(t for part in _PARTS if part in varying if (t := x[part])) for x in texts]
     return shared, own
 

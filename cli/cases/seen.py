@@ -75,7 +75,7 @@ class Seen(NamedTuple):
         return np.minimum(begins, ends), ends
 
 
-def seen_pairs(mask: Mask, mod: str | None, row: int) -> float:
+def count_pairs(mask: Mask, mod: str | None, row: int) -> float:
     """How many pairs the queries of a head see; parameters as of `Seen.of`.
 
     Where nothing but positions hides any, the field's convention holds, see `Mask.pairs`.

@@ -60,7 +60,7 @@ def groups_of(cases: Iterable[Weighted]) -> list[Group]:
     for weighted in cases:
         name = tuning.problem_class(weighted.case.problem())
         if mods := weighted.case.mods:
-            name = f"{name} {mods}"
+            name = f"{name}; {mods}"
         found.setdefault(name, []).append(weighted)
     return [Group(name, tuple(members)) for name, members in found.items()]
 

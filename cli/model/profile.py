@@ -29,7 +29,7 @@ from ..cases.options import (
     split_shape,
     tile_request,
 )
-from ..cases.seen import seen_pairs
+from ..cases.seen import count_pairs
 from ..errors import library_errors_as_usage
 from ..records import environment, report
 from . import traffic
@@ -120,7 +120,7 @@ class Model:
 def flops_of(plan: Plan, mods: Mods) -> float:
     """As `Case.flops` counts them."""
     p = plan.problem
-    pairs = p.batch * p.heads_q * seen_pairs(p.mask, mods.mod, p.seqlen_k)
+    pairs = p.batch * p.heads_q * count_pairs(p.mask, mods.mod, p.seqlen_k)
     return 2.0 * pairs * (p.head_dim + p.head_dim_v)
 
 

@@ -192,7 +192,8 @@ def outcome_text(finding: Finding, saves: bool) -> str:
 
 def class_text(problem_class: str) -> str:
     """A problem class in few words: what is as usual, or follows, is left out."""
-    found = ProblemClass.parse(problem_class)
+    name, _, mods = problem_class.partition("; ")
+    found = ProblemClass.parse(name)
     if found is None:
         return problem_class
     parts = [
@@ -203,6 +204,7 @@ def class_text(problem_class: str) -> str:
         "" if found.rows == MOST_ROWS else f"rows{found.rows}",
         "" if found.alignment == MAX_ALIGNMENT else f"align{found.alignment}",
         found.kind,
+        mods,
     ]
     return " ".join(filter(None, parts))
 
@@ -247,10 +249,16 @@ def findings_notes(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if not shares:
         return ["Nothing was timed."]
-    stored = sum(f["stored"] for f in findings)
-    return [
+    # Journals from before there were modifications do not say.
+    plain = [f for f in findings if not f.get("modified")]
+    stored = sum(f["stored"] for f in plain)
+    notes = [
         f"The defaults reach {statistics.geometric_mean(shares):.1%} of the best tile's rate "
         f"(geometric mean of {len(shares)}), at least {min(shares):.1%}.",
-        f"{stored} of {len(findings)} classes keep a tile of their own"
-        + ("; in the others the default is near enough." if stored < len(findings) else "."),
     ]
+    if plain:
+        notes.append(
+            f"{stored} of {len(plain)} classes keep a tile of their own"
+            + ("; in the others the default is near enough." if stored < len(plain) else ".")
+        )
+    return notes

@@ -12,6 +12,7 @@ from cupy_flash.families import FORWARD, Family, TranslationUnit
 from cupy_flash.families.schedule import Launch, Schedule
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, Resources
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import FrozenTile, Tile
 
@@ -122,7 +123,7 @@ class Plan:
         is_mapped = family is not None and family.is_mapped(problem)
         if mask.is_full and not is_mapped:
             return []
-        visited, partial, skipped = mask.count_blocks(self.tile.Br, self.tile.Bc)
+        visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
         text = f"{visited:,} visited, {partial:,} of them partial, {skipped:,} skipped"
         if problem.layout.is_equal:
             text += " in each head"
@@ -146,6 +147,18 @@ class Plan:
             ("shared memory", f"{self.shared_memory / 1024:.1f} KiB, {share:.0%} of the SM's"),
             ("blocks per SM", ("" if resources else "at most ") + str(self.blocks_per_sm())),
         ]
+
+
+def count_blocks(mask: Mask, Br: int, Bc: int) -> tuple[int, int, int]:
+    """Blocks of Br rows and Bc keys: those visited, those of them seen in part, and the others."""
+    visited = whole = 0
+    for first in range(0, mask.seqlen_q, Br):
+        stop = min(first + Br, mask.seqlen_q)
+        begin, full_begin, full_end, end = mask.blocks_of_keys(first, stop, Bc)
+        visited += end - begin
+        whole += full_end - full_begin
+    blocks = -(-mask.seqlen_q // Br) * -(-mask.seqlen_k // Bc)
+    return visited, visited - whole, blocks - visited
 
 
 def _mask_text(problem: Problem) -> str:

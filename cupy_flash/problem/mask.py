@@ -112,17 +112,6 @@ class Mask(NamedTuple):
         full_begin = min(max(-(-self.begin(stop - 1) // Bc), begin), end)
         return begin, full_begin, max(full_begin, min(self.end(first) // Bc, end)), end
 
-    def count_blocks(self, Br: int, Bc: int) -> tuple[int, int, int]:
-        """Blocks of Br rows and Bc keys: those visited, those of them seen in part, the others."""
-        visited = whole = 0
-        for first in range(0, self.seqlen_q, Br):
-            stop = min(first + Br, self.seqlen_q)
-            begin, full_begin, full_end, end = self.blocks_of_keys(first, stop, Bc)
-            visited += end - begin
-            whole += full_end - full_begin
-        blocks = -(-self.seqlen_q // Br) * -(-self.seqlen_k // Bc)
-        return visited, visited - whole, blocks - visited
-
     def first_row(self, key: int) -> int:
         """The first row whose end lies behind a key, as all later rows' do; seqlen_q if none."""
         rows = [0]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import cupy_flash
 from cupy_flash import Tile
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
@@ -17,9 +18,10 @@ from cupy_flash.families.simt import SimtTile
 from cupy_flash.host import cpu
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning import tuning
-from cupy_flash.planning.planner import make_plan, plan_tile
+from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class
 from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
+from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
 from cupy_flash.problem.tile import freeze_tile
 
@@ -447,6 +449,71 @@ def test_registers_once_known_bound_the_blocks_of_an_sm():
     assert "registers      255 per thread" in str(compiled).splitlines()
     assert f"blocks per SM  {compiled.blocks_per_sm()}" in str(compiled).splitlines()
     assert f"blocks per SM  at most {plan.blocks_per_sm()}" in str(plan).splitlines()
+
+
+def blocks_row(plan):
+    """What a plan says about blocks of the score matrix; None where it says nothing."""
+    rows = [line.split(maxsplit=1) for line in str(plan).splitlines()]
+    return next((text for name, text in rows if name == "blocks" and "visited" in text), None)
+
+
+def test_blocks_are_counted_as_each_tile_visits_them(rng):
+    for _ in range(200):
+        seqlen_q, seqlen_k, Br, Bc = (int(n) for n in rng.integers(1, 40, 4))
+        sides = [None if rng.integers(3) == 0 else int(n) for n in rng.integers(0, 45, 2)]
+        offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
+        mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(2)), offset, *sides)
+        seen = ~mask.hidden(0, seqlen_q, 0, seqlen_k)
+        parts = [
+            seen[row : row + Br, key : key + Bc]
+            for row in range(0, seqlen_q, Br)
+            for key in range(0, seqlen_k, Bc)
+        ]
+        visited, partial, skipped = count_blocks(mask, Br, Bc)
+
+        # Of rows that see nothing and rows that see something, a tile may visit what lies between.
+        assert visited >= sum(part.any() for part in parts)
+        assert visited - partial == sum(part.all() and part.shape[1] == Bc for part in parts)
+        assert visited + skipped == len(parts)
+
+
+def test_a_plan_counts_the_blocks_that_positions_leave():
+    q = np.empty((1, 1024, 2, 64), np.float16)
+    arguments = {"arch": "sm_90", "tile": {"Br": 128, "Bc": 128}}
+    causal = blocks_row(cupy_flash.plan(q, q, q, causal=True, **arguments))
+    windowed = cupy_flash.plan(q, q, q, causal=True, window_size=(255, None), **arguments)
+
+    assert causal == "36 visited, 8 of them partial, 28 skipped in each head"
+    assert blocks_row(windowed) == "21 visited, 14 of them partial, 43 skipped in each head"
+    assert blocks_row(cupy_flash.plan(q, q, q, **arguments)) is None
+    assert blocks_row(cupy_flash.plan(q, q, q, softcap=5.0, **arguments)) is None
+    naive = make_plan(problem(causal=True), h100, family="naive")
+    assert blocks_row(naive) is None
+
+
+def test_a_plan_of_a_users_mask_says_that_a_map_decides():
+    q = np.empty((1, 1024, 2, 64), np.float16)
+    near = cupy_flash.MaskMod(lambda i, j: i // 100 == j // 100)
+    mapped = blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_90"))
+    prefixed = cupy_flash.plan(
+        q, q, q, causal=True, prefix_lens=np.array([5], np.int32), arch="sm_90"
+    )
+
+    assert " 0 skipped in each head; on the GPU a block map leaves fewer" in mapped
+    assert blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_80")) is None
+    assert blocks_row(prefixed).endswith(", more where prefixes reach")
+
+
+def test_the_plan_of_a_cache_counts_the_blocks_of_the_longest_sequence():
+    cache = np.empty((2, 65536, 8, 128), np.float16)
+    q = np.empty((2, 1, 32, 128), np.float16)
+    plan = cupy_flash.plan_with_kvcache(
+        q, cache, cache, cache_seqlens=9, window_size=(1023, 0), arch="sm_90"
+    )
+    Bc = plan.tile.Bc
+
+    assert blocks_row(plan).startswith(f"{1024 // Bc} visited, 0 of them partial,")
+    assert blocks_row(plan).endswith("of a sequence that is as long as any may be")
 
 
 def test_a_cpu_plan_says_why_no_gpu_computes_it():

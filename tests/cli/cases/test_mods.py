@@ -364,7 +364,8 @@ def test_a_description_tells_modifications_apart() -> None:
     shared, own = describe([dense("sinks"), dense()])
 
     assert "sinks" not in shared
-    assert own == ["sinks", ""]
+    assert own == ["sinks", "plain"]
+    assert "plain" not in describe([dense()])[0]
     assert describe([dense("mod t5")])[0].endswith("full mod t5")
 
 

@@ -111,6 +111,25 @@ def test_the_memory_preset_doubles_the_sequence_from_1k_to_32k() -> None:
     assert preset.providers == ("cupy_flash", "cupy-library", "torch-math")
 
 
+def test_the_mods_preset_is_of_8192_tokens_and_decodes_with_a_window_and_without() -> None:
+    preset = presets.preset("mods")
+    *square_ones, windowed, short = preset.cases
+    texts = [f"{'causal ' if c.causal else ''}{c.mods}".strip() for c in square_ones]
+
+    assert {(c.batch, c.seqlen_q, c.seqlen_k, c.heads_q * c.head_dim) for c in square_ones} == {
+        (2, 8192, 8192, 2048)
+    }
+    assert texts[:11] == texts[11:]
+    assert texts[:11] == [
+        *("", "causal", "causal window 1023:0", "causal alibi", "causal sinks", "softcap 50"),
+        *("bias heads", "bias shared", "mod documents", "causal mod documents", "mod t5"),
+    ]
+    assert [c.head_dim for c in square_ones] == [64] * 11 + [128] * 11
+    assert (windowed.seqlen_k, str(windowed.mods)) == (65536, "window 1023:0")
+    assert (short.seqlen_k, bool(short.mods)) == (1024, False)
+    assert windowed.kv_bytes == short.kv_bytes
+
+
 @pytest.mark.parametrize("name", presets.NAMES)
 def test_every_case_is_one_that_the_library_computes_and_every_provider_exists(name: str) -> None:
     preset = presets.preset(name)

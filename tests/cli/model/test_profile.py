@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.seen import Seen
 from cupy_flash.cli.model import profile as profile_module
 from cupy_flash.cli.model import profiler
 from cupy_flash.cli.model.profile import METRICS, amount, compare, model_of, profile
@@ -492,6 +494,16 @@ def test_the_models_occupancy_is_of_the_resident_blocks() -> None:
     assert row["measured"] == 18.5
     blocks = H100.blocks_per_sm(plan.threads, plan.shared_memory, 255)
     assert row["model"] == 100 * blocks * plan.threads / 2048
+
+
+def test_a_modified_model_counts_the_pairs_that_are_left_and_reads_the_bias() -> None:
+    mods = Mods.parse("mod documents, bias shared")
+    plan = plan_of(mods=mods)
+    seen = Seen.of(plan.problem.mask, "documents", 4096)
+    model = model_of(plan, mods)
+
+    assert model.exponentials == 32 * seen.pairs() < model_of(plan_of()).exponentials / 3
+    assert model.hbm.read > model_of(plan_of()).hbm.read + 2 * seen.pairs()
 
 
 def test_the_models_occupancy_is_lower_where_there_are_fewer_blocks_than_sms_hold() -> None:

@@ -293,3 +293,26 @@ def test_an_interrupt_leaves_what_was_measured(
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
 
     assert {row["seqlen_q"] for row in rows} == {1024}
+
+
+def test_only_what_is_seen_is_counted_and_biases_are_read(no_gpu: None, tmp_path: Path) -> None:
+    shape = ("--gpu", "H100", "--seqlen-q", "4096", "--causal")
+    options = ("--window", "255:0,none", "--bias", "shared,none", "--mod", "documents,none")
+    rows = rows_of(tmp_path, *shape, *options)
+    flops = {row["mods"]: row["flops"] for row in rows}
+    reads = {row["mods"]: row["bytes_read"] for row in rows if row["algorithm"] == "fused"}
+
+    assert len(flops) == 8
+    pairs = 4096 * 256 - 256 * 255 // 2
+    assert flops["window 255:0"] == flops["window 255:0, bias shared"] == 4 * 32 * pairs * 128
+    assert flops["window 255:0, mod documents"] < flops["mod documents"] < flops[None] / 3
+    matrix = 2 * 4096 * 4096
+    assert reads["bias shared"] - reads[None] > matrix / 2
+    assert reads["window 255:0, bias shared"] - reads["window 255:0"] > 2 * pairs
+
+
+def test_a_modified_case_is_named_and_its_flops_explained(no_gpu: None) -> None:
+    output = run("--gpu", "H100", "--sinks", "no,yes", "--mod", "documents").output
+
+    assert "sinks, mod documents" in output
+    assert "FLOPs of windows, documents, prefixes" in output

@@ -8,6 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
+from cupy_flash.calls.modifiers import Sizes
+from cupy_flash.cli.cases.modifications import score_of
+from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.seen import Seen
 from cupy_flash.cli.model.traffic import (
     Roof,
     Schedule,
@@ -108,6 +112,66 @@ def test_tiles_read_what_brute_force_finds_seen(rng: np.random.Generator) -> Non
 
         assert [end - begin for begin, end in tile_ranges(p, Br, Bc)] == expected
         assert seen_of(p).keys() == seen.any(axis=0).sum()
+
+
+MODIFIED = ("window 40:0", "window 3:90", "mod documents", "mod prefix")
+
+
+@pytest.mark.parametrize("text", MODIFIED)
+def test_modified_tiles_read_what_brute_force_finds_seen(
+    text: str, rng: np.random.Generator
+) -> None:
+    for _ in range(50):
+        p, mods = modified(random_problem(rng), text)
+        seen = Seen.of(p.mask, mods.mod, p.seqlen_k)
+        keys = np.arange(p.seqlen_k)
+        matrix = (keys >= seen.begins[:, None]) & (keys < seen.ends[:, None])
+        Br, Bc = (int(n) for n in rng.integers(1, 130, 2))
+        expected = []
+        for first in range(0, p.seqlen_q, Br):
+            touched = matrix[first : first + Br].any(axis=0)
+            tiles = (touched[key : key + Bc] for key in range(0, p.seqlen_k, Bc))
+            expected.append(sum(len(tile) for tile in tiles if tile.any()))
+
+        assert [end - begin for begin, end in tile_ranges(p, Br, Bc, mods)] == expected
+        assert seen_of(p, mods).keys() == matrix.any(axis=0).sum()
+
+
+def modified(p: Problem, text: str) -> tuple[Problem, Mods]:
+    """The problem with modifications."""
+    mods = Mods.parse(text)
+    sizes = Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    return dataclasses.replace(p, score=score_of(mods, sizes, causal=p.causal)), mods
+
+
+@pytest.mark.parametrize(
+    ("text", "matrices", "itemsize"),
+    [("bias shared", 1, 2), ("bias heads", 4, 2), ("bias batch", 8, 2), ("mask heads", 4, 1)],
+)
+def test_an_array_over_pairs_is_read_once_unless_the_cache_is_too_small(
+    text: str, matrices: int, itemsize: int
+) -> None:
+    p, mods = modified(problem(batch=2), text)
+    matrix = 113 * 203 * itemsize
+    large = Schedule(Br=16, Bc=32, blocks=4, section_heads=2, l2_bytes=2**30)
+    small = dataclasses.replace(large, l2_bytes=0)
+
+    def more(read: int, plain: int) -> float:
+        return (read - plain) / matrix
+
+    assert more(compulsory(p, mods).read, compulsory(p).read) == matrices
+    assert more(standard(p, mods).read, standard(p).read) == matrices
+    assert more(fused(p, large, mods).read, fused(p, large).read) == matrices
+    # Four sections of two heads; each reads what it needs.
+    assert more(fused(p, small, mods).read, fused(p, small).read) == {1: 4}.get(matrices, 8)
+    uncached = fused_without_cache(p, Br=16, Bc=32, mods=mods).read
+    assert more(uncached, fused_without_cache(p, Br=16, Bc=32).read) == 8
+
+
+def test_a_window_leaves_most_of_a_bias_unread() -> None:
+    p, mods = modified(problem(seqlen_q=203, causal=True), "window 0:0, bias shared")
+
+    assert compulsory(p, mods).read - compulsory(p, Mods()).read == 203 * 2
 
 
 def test_without_a_cache_every_query_tile_reads_its_own_keys() -> None:

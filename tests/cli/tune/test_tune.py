@@ -211,6 +211,38 @@ def test_a_dry_run_saves_nothing(home: Path, clock: FakeTimer) -> None:
     assert not (home / "tuned.json").exists()
 
 
+def test_tiles_of_modified_calls_are_shown_and_not_saved(home: Path, clock: FakeTimer) -> None:
+    result = on_cpu(*SHAPE, "--sinks", "--window", "40:0")
+
+    assert result.exit_code == 0, result.output
+    assert "window 40:0, sinks" in result.stdout
+    assert "The best tile: +100.0% over the default.\n" in result.stdout
+    assert (
+        "Not saved with modifications: tables of tuned tiles are of calls without" in result.stdout
+    )
+    assert not (home / "tuned.json").exists()
+
+
+def test_beside_modified_calls_the_tiles_of_others_are_saved(
+    home: Path, clock: FakeTimer, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    result = on_cpu(*SHAPE, "--sinks", "no,yes", "--output", path)
+    plain, modified = rows_of(path)
+
+    assert result.exit_code == 0, result.output
+    assert (plain["stored"], modified["stored"]) == (True, False)
+    assert modified["problem_class"] == plain["problem_class"] + "; sinks"
+    assert [entry.problem_class for entry in saved(home)] == [plain["problem_class"]]
+    assert "1 of 1 classes keep a tile of their own." in result.stdout
+
+
+def test_a_table_for_modified_calls_alone_is_refused(tmp_path: Path) -> None:
+    result = on_cpu(*SHAPE, "--sinks", "--table", tmp_path / "cpu.json")
+
+    assert "would have nothing to hold: tables of tuned tiles are of calls" in refused(result)
+
+
 def test_another_table_can_be_named_and_says_how_it_was_made(
     home: Path, tmp_path: Path, clock: FakeTimer
 ) -> None:

@@ -70,7 +70,7 @@ def compare(mod: ScoreMod | MaskMod, scores: np.ndarray, found: np.ndarray, q_of
     if not differs.any():
         return
     at = tuple(int(n) for n in np.argwhere(differs)[0])
-    place = dict(zip(("b", "h", "i", "j"), (*at[:2], at[2] + q_offset, at[3]), strict=True))
+    place = {"b": at[0], "h": at[1], "i": i[0, 0, at[2], 0], "j": at[3]}
     given = f"score={scores[at]:.6g}, " if isinstance(mod, ScoreMod) else ""
     named = ", ".join(f"{name}={n}" for name, n in place.items())
     result = f"{found[at]:.6g}" if isinstance(mod, ScoreMod) else str(bool(found[at]))

@@ -53,7 +53,9 @@ class Text:
     def emitted(self) -> str:
         score = self.score_mod and self.score_mod.expression
         seen = self.mask_mod and self.mask_mod.expression
-        return emit(score, seen, self.captures, dtype=self.inputs)
+        # As calls have it, whose biases may be at hand; on the host they are not.
+        pairwise = frozenset({"bias"} & self.captures.keys())
+        return emit(score, seen, self.captures, dtype=self.inputs, pairwise=pairwise)
 
     def dtype(self) -> np.dtype:
         return arguments_dtype(self.captures, self.real)

@@ -106,8 +106,10 @@ class Kernel:
         """As the table holds it."""
         if self.case is None:
             return {"arch": self.arch, "family": self.family, "title": self.tile}
-        given = dataclasses.asdict(self.case)
-        usual = {field.name: field.default for field in dataclasses.fields(Case)}
+        # None is of a modified problem.
+        fields = [field for field in dataclasses.fields(Case) if field.name != "mods"]
+        given = {field.name: getattr(self.case, field.name) for field in fields}
+        usual = {field.name: field.default for field in fields}
         case = {name: value for name, value in given.items() if value != usual[name]}
         return {"arch": self.arch, "family": self.family, "tile": dict(self.tile), "case": case}
 

@@ -152,9 +152,11 @@ def other_units(*, everything: bool) -> list[TranslationUnit]:
             units.append(append_unit(_append_spec(dtype, dim, page_size, rotation)))
     for dtype, dim in itertools.product(dtypes, HEAD_DIMS if everything else _COMMON_HEAD_DIMS):
         rows = (16 * dim, 16 * dim, dim)
-        units.append(
-            combine_unit(CombineSpec(dtype, 2, 1, 1, 16, dim, 16 * dim, rows, rows, 16, 16))
-        )
+        sinks = dict.fromkeys((dtype, "float64" if dtype == "float64" else "float32"))
+        units += [
+            combine_unit(CombineSpec(dtype, 2, 1, 1, 16, dim, 16 * dim, rows, rows, 16, 16, kind))
+            for kind in (None, *(sinks if everything else ()))
+        ]
     return list({unit.text: unit for unit in units}.values())
 
 

@@ -40,13 +40,12 @@ class Call:
 
 def readable(partials: Partials) -> Partials:
     """The arrays, copied where the kernel cannot read them as they lie."""
-    lse = partials.lse_partial
-    if not (lse.flags.c_contiguous and is_aligned(lse)):
-        lse_partial = cupy_module().ascontiguousarray(readable_in_place(lse))
-        partials = partials._replace(lse_partial=lse_partial)
-    if partials.sinks is not None:
-        partials = partials._replace(sinks=cupy_module().ascontiguousarray(partials.sinks))
-    return partials._replace(out_partial=readable_in_place(partials.out_partial))
+    copied = {
+        name: cupy_module().ascontiguousarray(readable_in_place(array))
+        for name, array in (("lse_partial", partials.lse_partial), ("sinks", partials.sinks))
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array))
+    }
+    return partials._replace(out_partial=readable_in_place(partials.out_partial), **copied)
 
 
 def prepare(partials: Partials, device: Device) -> Call:

@@ -276,9 +276,13 @@ def test_a_cache_at_an_address_that_no_load_can_use_is_refused(qkv: list[Any]) -
 def test_partial_results_at_addresses_that_no_load_can_use_are_copied(qkv: list[Any]) -> None:
     parts = [flash_attention(qkv[0], k, v, return_lse=True) for k, v in halves(*qkv[1:])]
     outs, lses = (np.stack([part[i].get() for part in parts]) for i in (0, 1))
-    expected, expected_lse = combine(gpu(outs), gpu(lses))
-    for moved in ((beside(outs, 1), gpu(lses)), (gpu(outs), beside(lses, 2))):
-        out, lse = combine(*moved)
+    sinks = np.arange(outs.shape[-2], dtype=np.float32)
+    values = (outs, lses, sinks)
+    expected, expected_lse = combine(*map(gpu, values[:2]), sinks=gpu(sinks))
+    for index, offset in enumerate((1, 2, 2)):
+        arrays = [gpu(array) for array in values]
+        arrays[index] = beside(values[index], offset)
+        out, lse = combine(*arrays[:2], sinks=arrays[2])
         np.testing.assert_array_equal(out.get(), expected.get())
         np.testing.assert_array_equal(lse.get(), expected_lse.get())
     with pytest.raises(ValueError, match="out lies at address"):

@@ -12,6 +12,7 @@ import numpy as np
 from cupy_flash.arrays.strided import address_of, array_module, dtype_name, require_shape
 from cupy_flash.mods.analysis import Analysis
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
+from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, read_capture
 from cupy_flash.mods.compose import compose
 from cupy_flash.mods.emit import SCALE, emit
@@ -166,6 +167,8 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
             require_shape(name, array, (batch, heads_q), expected)
         else:
             require_shape(name, array, shape, meaning)
+    if modifiers.mask_mod is not None and modifiers.mask_mod.block is not None:
+        require_fit(found[BLOCKS], batch, heads_q)
     if "tree_mask" in found and sizes.seqlen_q > MAX_TREE_QUERIES:
         raise ValueError(
             f"tree_mask is for at most {MAX_TREE_QUERIES} queries of a sequence, and here are "

@@ -363,12 +363,20 @@ class HopperFamily(Family[HopperTile]):
 
     def tile_note(self, problem: Problem, tile: HopperTile) -> str:
         block = problem.score.block if problem.score is not None else None
-        if block is None or (block[0] % _LOWEST == 0 and block[1] % tile.Bc == 0):
+        if block is None or not self.is_mapped(problem):
             return ""
-        return (
-            f"; blocks of {block[0]} x {block[1]} are no multiples of {_LOWEST} rows and of the "
-            "keys of a good tile, so pairs are looked at along their edges"
-        )
+        looked_at = "so pairs are looked at along their edges"
+        if block[0] % _LOWEST or block[1] % tile.Bc:
+            return (
+                f"; blocks of {block[0]} x {block[1]} are no multiples of {_LOWEST} rows and of "
+                f"the tile's {tile.Bc} keys, {looked_at}"
+            )
+        if problem.mask.begins_within(_LOWEST):
+            return (
+                f"; queries begin at key {problem.q_offset}, no multiple of {_LOWEST}, and blocks "
+                f"of rows at key 0, {looked_at}"
+            )
+        return ""
 
     def map_parts(self, tile: HopperTile) -> int:
         return tile.Br // _LOWEST

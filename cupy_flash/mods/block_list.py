@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import dtype_name
-from cupy_flash.mods.modification import MaskMod
+from cupy_flash.mods.modification import MaskMod, prefixed
 from cupy_flash.problem.problem import MAX_SEQLEN
+from cupy_flash.problem.tile import block_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# What its blocks are called among the arrays of a call.
+BLOCKS = prefixed("mask_mod", "blocks")
 
 # By whether sequences, and query heads, have blocks of their own.
 _FUNCTIONS: dict[tuple[bool, bool], Callable[[int, int], Callable[..., Any]]] = {
@@ -43,9 +46,10 @@ class BlockList(MaskMod):
     Raises
     ------
     TypeError
-        For an array that is not of bools, or sizes that are no integers.
+        For an array that is not of bools, or sizes that are no pair of integers.
     ValueError
-        For an array of other than four axes, or without elements, and for sizes below 1.
+        For an array of other than four axes, or without elements, and for sizes below 1; in a call,
+        for another number of sequences or heads.
 
     Examples
     --------
@@ -69,9 +73,9 @@ class BlockList(MaskMod):
                 f"blocks has shape {tuple(array.shape)}; expected (batch or 1, heads_q or 1, row "
                 "blocks, key blocks)"
             )
-        rows, keys = (operator.index(size) for size in block)
-        if not (1 <= rows <= MAX_SEQLEN and 1 <= keys <= MAX_SEQLEN):
-            raise ValueError(f"block is {block}; expected 1 to {MAX_SEQLEN} rows and keys")
+        rows, keys = block_sizes(block)
+        if max(rows, keys) > MAX_SEQLEN:
+            raise ValueError(f"block is {block}; expected at most {MAX_SEQLEN} rows and keys")
         object.__setattr__(self, "block", (rows, keys))
         of_batch, of_head = (n > 1 for n in array.shape[:2])
         super().__init__(_FUNCTIONS[of_batch, of_head](rows, keys), blocks=array)
@@ -81,3 +85,12 @@ class BlockList(MaskMod):
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         return type(self)(captures["blocks"], self.block)
+
+
+def require_fit(blocks: Any, batch: int, heads_q: int) -> None:
+    """Raise ValueError unless a call of so many sequences and query heads may have these blocks."""
+    if blocks.shape[0] not in (1, batch) or blocks.shape[1] not in (1, heads_q):
+        raise ValueError(
+            f"mask_mod is a BlockList of blocks of shape {tuple(blocks.shape)}; expected "
+            f"({batch} or 1, {heads_q} or 1, row blocks, key blocks)"
+        )

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.problem.tile import block_sizes
+
 # Of pairs that are hidden and seen, and of blocks that are left out, masked and seen whole; darker
 # for more, so that they differ in black and white too.
 _PAIRS = ("#f2f2f2", "#0072B2")
@@ -59,8 +61,8 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
     ------
     ImportError
         Without matplotlib.
-    ValueError
-        For blocks without rows or keys.
+    TypeError, ValueError
+        For a block of no such sizes.
     """
     try:
         from matplotlib.colors import ListedColormap
@@ -75,10 +77,9 @@ def draw(seen: NDArray[np.bool_], block: tuple[int, int] | None, ax: Any | None)
     if block is None:
         ax.imshow(seen, cmap=ListedColormap(_PAIRS), vmin=0, vmax=1, extent=extent)
     else:
-        if min(block) < 1:
-            raise ValueError(f"block is {block}; expected at least 1 row and 1 key")
-        classes = block_classes(seen, block)
-        of_pairs = np.repeat(np.repeat(classes, block[0], 0), block[1], 1)[:seqlen_q, :seqlen_k]
+        rows, keys = block_sizes(block)
+        classes = block_classes(seen, (rows, keys))
+        of_pairs = np.repeat(np.repeat(classes, rows, 0), keys, 1)[:seqlen_q, :seqlen_k]
         ax.imshow(of_pairs, cmap=ListedColormap(_BLOCKS), vmin=0, vmax=2, extent=extent)
     ax.set_xlabel("key")
     ax.set_ylabel("query")

@@ -7,6 +7,8 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cupy_flash.problem.problem import integer
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -33,6 +35,26 @@ class Tile:
     def __str__(self) -> str:
         rest = (f"{k}={v}" for k, v in dataclasses.asdict(self).items() if k not in ("Br", "Bc"))
         return " ".join([f"{self.Br}x{self.Bc}", *rest])
+
+
+def block_sizes(block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and keys of the blocks that a caller cuts a score matrix into.
+
+    Raises
+    ------
+    TypeError
+        For what is no pair of integers.
+    ValueError
+        For another number of integers, and for sizes below 1.
+    """
+    expected = f"block is {block!r}; expected (rows, keys), integers of at least 1"
+    try:
+        rows, keys = (integer("block", size) for size in block)
+    except (TypeError, ValueError) as error:
+        raise type(error)(expected) from None
+    if min(rows, keys) < 1:
+        raise ValueError(expected)
+    return rows, keys
 
 
 # What a caller may pass as `tile`, and the same in a form that can be part of a key.

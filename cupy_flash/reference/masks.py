@@ -101,7 +101,7 @@ def plot_mask(
     ImportError
         Without matplotlib.
     TypeError, ValueError
-        As `seen_pairs`, and for blocks without rows or keys.
+        As `seen_pairs`, and for a block of no such sizes.
     """
     seen = seen_pairs(
         seqlen_q, seqlen_k, b=b, h=h, causal=causal, q_offset=q_offset, **modifications

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
 from support.block_map_text import ALL, NONE, compiled_masks
 
-from cupy_flash import BlockList, flash_attention, plan
+from cupy_flash import BlockList, flash_attention, plan, plan_varlen
 
 BATCH, HEADS, SEQLEN = 2, 3, 70
 
@@ -51,6 +52,35 @@ def test_on_hopper_a_tile_divides_the_blocks_or_the_plan_says_that_none_does() -
         assert "blocks of 100 x 70" in planned((100, 70), head_dim)[1]
 
 
+@pytest.mark.parametrize("seqlen_k", [4096, 8192, 4100])
+def test_the_plan_says_when_queries_begin_within_a_block_of_rows(seqlen_k: int) -> None:
+    q, k = (np.empty((1, n, 16, 64), np.float16) for n in (4096, seqlen_k))
+    mod = BlockList(np.ones((1, 1, 64, 64), bool), (128, 96))
+    made = plan(q, k, k, arch="sm_90", mask_mod=mod)
+    assert made.tile.Bc == 96
+    assert ("queries begin at key 4, no multiple of 64" in made.reason) == (seqlen_k == 4100)
+
+
+def test_packed_sequences_have_no_block_maps_whose_edges_a_plan_speaks_of() -> None:
+    q, starts = np.empty((4096, 16, 64), np.float16), np.array([0, 1000, 4096], np.int32)
+    mod = BlockList(np.ones((1, 1, 64, 64), bool), (100, 70))
+    most = 3096
+    made = plan_varlen(q, q, q, starts, starts, most, most, arch="sm_90", mask_mod=mod)
+    assert made.family == "hopper"
+    assert "edges" not in made.reason
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4, 4), (1, 2, 4, 4), (BATCH, HEADS + 1, 4, 4)])
+def test_blocks_of_other_sequences_or_heads_are_refused(shape: tuple[int, ...]) -> None:
+    q = np.zeros((BATCH, SEQLEN, HEADS, 8), np.float32)
+    mod = BlockList(np.ones(shape, bool), (16, 16))
+    expected = rf"{re.escape(str(shape))}; expected \({BATCH} or 1, {HEADS} or 1, row blocks"
+    with pytest.raises(ValueError, match=expected):
+        flash_attention(q, q, q, mask_mod=mod, backend="cpu")
+    with pytest.raises(ValueError, match=expected):
+        plan(q, q, q, arch="sm_90", mask_mod=mod)
+
+
 def test_copies_have_the_same_blocks() -> None:
     one = BlockList(np.eye(3, dtype=bool)[None, None], block=(2, 4))
     other = copy.deepcopy(one)
@@ -64,8 +94,11 @@ def test_copies_have_the_same_blocks() -> None:
     [
         (np.ones((1, 1, 4, 4)), (8, 8), TypeError, "blocks has dtype float64; expected bool"),
         (np.ones((4, 4), bool), (8, 8), ValueError, r"blocks has shape \(4, 4\)"),
-        (np.ones((1, 1, 4, 4), bool), (8, 0), ValueError, "block is"),
-        (np.ones((1, 1, 4, 4), bool), (8, 2.0), TypeError, "integer"),
+        (np.ones((1, 1, 4, 4), bool), (8, 0), ValueError, r"block is \(8, 0\)"),
+        (np.ones((1, 1, 4, 4), bool), (8, 1 << 40), ValueError, "block is .* at most"),
+        (np.ones((1, 1, 4, 4), bool), (8, 2.0), TypeError, r"expected \(rows, keys\)"),
+        (np.ones((1, 1, 4, 4), bool), (8, 8, 8), ValueError, r"expected \(rows, keys\)"),
+        (np.ones((1, 1, 4, 4), bool), 8, TypeError, r"block is 8; expected \(rows, keys\)"),
         (np.ones((1, 1, 0, 4), bool), (8, 8), ValueError, "no elements"),
     ],
 )

@@ -64,8 +64,9 @@ def test_pictures_show_pairs_or_blocks() -> None:
         ax.images[0].get_array(), seen_pairs(QUERIES, KEYS, b=1, mask_mod=DOCUMENTS)
     )
     assert DOCUMENTS.plot(8, 8, ax=ax) is ax
-    with pytest.raises(ValueError, match="at least 1 row and 1 key"):
-        plot_mask(6, 6, block=(0, 4))
+    for block, error in (((0, 4), ValueError), (4, TypeError), ((2.5, 4), TypeError)):
+        with pytest.raises(error, match=r"block is .*; expected \(rows, keys\)"):
+            plot_mask(6, 6, block=block)
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

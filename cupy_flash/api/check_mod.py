@@ -31,9 +31,11 @@ def check_mod(
 
     Raises
     ------
+    TypeError
+        For what is no modification.
     ValueError
         Where they differ: naming the first such pair, and both results. Scores may differ by 2^-16
-        of the score, the result or 1, whichever is largest.
+        of the score, the result or 1, whichever is largest. Also without pairs.
     UnsupportedError
         Without a GPU.
     CompileError

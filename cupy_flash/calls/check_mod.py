@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of
+from cupy_flash.arrays.strided import address_of, kind_of
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
@@ -36,6 +36,10 @@ def require_agreement(
     mod: ScoreMod | MaskMod, sizes: tuple[int, int, int, int], q_offset: int
 ) -> None:
     """What `cupy_flash.check_mod` does."""
+    if not isinstance(mod, (ScoreMod, MaskMod)):
+        raise TypeError(f"mod is {kind_of(mod)}; expected a ScoreMod or a MaskMod")
+    if min(sizes) < 1:
+        raise ValueError(f"batch, heads, seqlen_q and seqlen_k are {sizes}; expected 1 or more")
     if reason := gpu_unavailable():
         raise UnsupportedError(f"device text of modifications runs on a GPU only, and {reason}")
     cupy = cupy_module()

@@ -60,6 +60,13 @@ def test_of_masks_every_pair_has_to_agree() -> None:
         compare(mod, scores, seen * 0, 0)
 
 
+def test_what_is_no_modification_and_no_pair_is_refused() -> None:
+    with pytest.raises(TypeError, match="mod is a function; expected a ScoreMod or a MaskMod"):
+        check_mod(lambda i, j: i > j)
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        check_mod(MODS["mask"], seqlen_k=0)
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     if not environment.gpu_unavailable():
         pytest.skip("there is a GPU")

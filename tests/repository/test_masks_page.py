@@ -39,9 +39,31 @@ def test_the_picture_is_of_the_masks_that_the_page_names(tmp_path) -> None:
         above = of_tree[parent].copy() if parent >= 0 else np.zeros(len(masks._PARENTS), bool)
         above[node] = True
         np.testing.assert_array_equal(of_tree[node], above)
-    np.testing.assert_array_equal(seen["causal"], np.tri(masks.N))
-    np.testing.assert_array_equal(seen["documents, causal"], seen["documents"] & seen["causal"])
+    i, j = np.arange(masks.N)[:, None], np.arange(masks.N)
+    options = masks.pictures()
+    for title, expected in {
+        "causal": j <= i,
+        "window": (j <= i) & (i - j <= options["window"]["window_size"][0]),
+        "padding": (j < options["padding"]["seqlens_k"]) & (i >= 0),
+        "documents": masks._DOCUMENTS[i] == masks._DOCUMENTS[j],
+        "documents, causal": seen["documents"] & seen["causal"],
+        "prefix-LM": (j < options["prefix-LM"]["prefix_lens"]) | (j <= i),
+        "Swin": masks._REGIONS[i] == masks._REGIONS[j],
+        "dilated": i % 2 == j % 2,
+    }.items():
+        np.testing.assert_array_equal(seen[title], expected, title)
     assert len({mask.tobytes() for mask in seen.values()}) == len(seen)
+
+
+def test_whatever_hides_pairs_in_the_gallery_is_in_the_picture() -> None:
+    hiding = {"window_size", "mask", "prefix_lens", "tree_mask", "mask_mod", "seqlens_k", "causal"}
+    in_gallery = set(re.findall(r"\b(\w+)=", "".join(snippets()))) & hiding
+    in_picture = {name for options in script("masks").pictures().values() for name in options}
+    assert in_picture & hiding == in_gallery
+
+
+def snippets() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
 
 
 def test_every_snippet_gives_what_the_reference_gives(monkeypatch) -> None:
@@ -60,9 +82,8 @@ def test_every_snippet_gives_what_the_reference_gives(monkeypatch) -> None:
         ("flash_attention_with_kvcache", attention_with_kvcache_reference),
     ):
         monkeypatch.setattr(cupy_flash, name, beside(getattr(cupy_flash, name), reference))
-    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    for snippet in snippets:
+    for snippet in snippets():
         before = len(calls)
         exec(compile(snippet, str(PAGE), "exec"), names)
         assert len(calls) == before + 1, snippet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -371,7 +372,7 @@ class HopperFamily(Family[HopperTile]):
                 f"; blocks of {block[0]} x {block[1]} are no multiples of {_LOWEST} rows and of "
                 f"the tile's {tile.Bc} keys, {looked_at}"
             )
-        if problem.mask.begins_within(_LOWEST):
+        if math.gcd(problem.q_offset, _LOWEST) < _LOWEST:
             return (
                 f"; queries begin at key {problem.q_offset}, no multiple of {_LOWEST}, and blocks "
                 f"of rows at key 0, {looked_at}"

@@ -45,10 +45,6 @@ class Mask(NamedTuple):
         """Whether every query sees every key."""
         return not self.causal and self.left is None and self.right is None
 
-    def begins_within(self, rows: int) -> bool:
-        """Whether the first query is not the first of a block of so many positions."""
-        return self.q_offset % rows != 0
-
     def end(self, row: int) -> int:
         """Behind the last key that a row sees."""
         end = self.seqlen_k

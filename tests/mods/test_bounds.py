@@ -199,7 +199,8 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
     elif depth <= 1:
         leaves = {"int": ["i", "j", "i", "j", "i - j", "h", "n", "doc[j]", "doc[i]"]}
         leaves["real"] = ["x[i]", "x[j]", f"np.float32({n / 8})", "(i - j) * 0.25"]
-        options = [lambda: f"({rng.choice([*leaves[kind], f'np.int32({n})'])})"]
+        number = f"np.{'int32' if kind == 'int' else 'float32'}({n})"
+        options = [lambda: f"({rng.choice([*leaves[kind], number])})"]
     elif kind == "int":
         options = [
             lambda: f"({of('int')} {rng.choice(['+', '-'])} {of('int')})",
@@ -216,7 +217,8 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
             lambda: f"({of('real')} {rng.choice(['+', '-', '*'])} {of('real')})",
             lambda: f"({of('real')} {rng.choice(['*', '/'])} {n})",
             lambda: f"({of('int')} * 0.125 - {of('real')})",
-            lambda: f"np.tanh({of('real')})",
+            # Of an integer NumPy's is in double precision, where less of them are 1.
+            lambda: f"np.tanh(({of('real')}).astype(np.float32))",
             lambda: f"np.{rng.choice(['floor', 'abs', 'ceil'])}({of('real')})",
             lambda: f"np.{rng.choice(['minimum', 'maximum'])}({of('real')}, {of('int')})",
             lambda: f"np.where({of('bool')}, {of('real')}, {of('real')})",

@@ -266,6 +266,7 @@ def test_planning_does_not_look_at_the_values(rng):
 
 def test_what_is_seen_of_the_package_is_what_it_promises():
     assert set(cupy_flash.__all__) == {
+        "BlockList",
         "CompileError",
         "MaskMod",
         "Modifications",
@@ -276,6 +277,7 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "attention_reference",
         "attention_varlen_reference",
         "attention_with_kvcache_reference",
+        "check_mod",
         "combine",
         "flash_attention",
         "flash_attention_qkvpacked",
@@ -284,6 +286,8 @@ def test_what_is_seen_of_the_package_is_what_it_promises():
         "plan",
         "plan_varlen",
         "plan_with_kvcache",
+        "plot_mask",
+        "seen_pairs",
     }
     assert all(hasattr(cupy_flash, name) for name in cupy_flash.__all__)
     assert issubclass(UnsupportedError, ValueError)

@@ -16,12 +16,11 @@ from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from ..cases import presets
 from ..cases.cases import Case, describe
 from ..cases.inputs import InputFile, Inputs, random_inputs
+from ..cases.lists import CommaList
+from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
     SIZES,
-    CommaList,
     Seconds,
-    mod_options,
-    modified,
     output_option,
     refuse,
     refuse_cases,
@@ -30,7 +29,6 @@ from ..cases.options import (
     sequence_cases,
     sequence_options,
     shape_options,
-    split_mods,
     split_sequences,
     split_shape,
     tile_request,

@@ -21,7 +21,7 @@ from cupy_flash.problem.problem import (
     make_problem,
 )
 
-from .modifications import array_bytes, score_of
+from .mod_arguments import array_bytes, score_of
 from .mods import PLAIN, Mods
 from .seen import Seen, count_pairs
 

@@ -24,7 +24,7 @@ from cupy_flash.problem.problem import DTYPES
 from ..errors import library_errors_as_usage
 from . import sequences
 from .cases import Case
-from .modifications import keywords, numpy_dtype, shapes
+from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
 
 # Elements: CuPy's generator counts them in 32 bits, and they are wider than 16-bit inputs.

@@ -1,4 +1,4 @@
-"""The shape options that commands share, and comma-separated lists that sweep."""
+"""The options that commands share: shapes, sequences, tiles, outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -18,138 +18,11 @@ from cupy_flash.problem.problem import DTYPES, MAX_SEQLEN
 
 from ..errors import library_errors_as_usage
 from ..records import report
-from .built_in import BUILT_IN
-from .cases import SHORT_DTYPE, Case, dtype_name, sweep
-from .mods import PARSERS, PLAIN, SPANS, Mods
+from .cases import SHORT_DTYPE, Case, sweep
+from .lists import COUNTS, DTYPE_LIST, FLAGS, FLOATS, HEADS, INTEGERS, names_list
 from .sequences import long_tail
 
-T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-class CommaList(click.ParamType, Generic[T]):
-    """Values separated by commas."""
-
-    name = "list"
-
-    def __init__(self, item: Callable[[str], T], what: str, example: str) -> None:
-        self.item, self.what, self.example = item, what, example
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[T, ...]:
-        if not isinstance(value, str):
-            return tuple(value)
-        items = []
-        for text in value.split(","):
-            try:
-                items.append(self.item(text.strip()))
-            except ValueError:
-                self.fail(f"{text!r} is not {self.what}; for example {self.example}", param, ctx)
-        return tuple(items)
-
-
-def _bounded(low: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if (number := int(text)) < low:
-            raise ValueError(text)
-        return number
-
-    return convert
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if text not in choices:
-            raise ValueError(text)
-        return text
-
-    return convert
-
-
-_YES_NO = {"yes": True, "no": False}
-
-
-def _yes_no(text: str) -> bool:
-    if text not in _YES_NO:
-        raise ValueError(text)
-    return _YES_NO[text]
-
-
-def names_list(choices: Sequence[str], what: str) -> CommaList[str]:
-    """A list of names out of `choices`."""
-    return CommaList(_one_of(*choices), f"{what} ({', '.join(choices)})", choices[0])
-
-
-COUNTS = CommaList(_bounded(0), "a whole number from 0", "1,2,4")
-HEADS = CommaList(_bounded(1), "a whole number from 1", "8,16")
-INTEGERS = CommaList(int, "a whole number", "0,128")
-FLOATS = CommaList(float, "a number", "0.125,1")
-DTYPE_LIST = CommaList(
-    lambda text: _one_of(*DTYPES)(dtype_name(text)), f"a dtype ({', '.join(DTYPES)})", DTYPES[0]
-)
-FLAGS = CommaList(_yes_no, "yes or no", "no,yes")
-
-
-_NONE = "none"
-
-
-def _or_none(name: str) -> Callable[[str], Any]:
-    """A field of `Mods`, or nothing."""
-    absent = getattr(PLAIN, name)
-    return lambda text: absent if text == _NONE else PARSERS[name](text)
-
-
-_MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
-    "window": (
-        CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
-        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound.",
-    ),
-    "softcap": (CommaList(_or_none("softcap"), "a number above 0 or none", "50"), "Cap of scores."),
-    "alibi": (FLAGS, "ALiBi's slopes, those of the paper; 'no,yes' for both."),
-    "sinks": (FLAGS, "A sink for each query head."),
-    **{
-        name: (
-            CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
-            f"{what}: for each head, shared by all, or for each head of each sequence (batch).",
-        )
-        for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
-    },
-    "mod": (
-        CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
-        "A function: " + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
-    ),
-}
-
-
-def mod_options(command: Command) -> Command:
-    """Add the options that modify a command's cases."""
-    for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
-        flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
-        command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
-    return command
-
-
-def split_mods(options: dict[str, Any]) -> dict[str, Any]:
-    """Take those options out of a command's options; those not given are None."""
-    return {name: options.pop(name) for name in _MOD_OPTIONS}
-
-
-def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """Each case with every combination of the modifications, checked by the library.
-
-    Raises
-    ------
-    click.UsageError
-        With the library's message, for what no kernel computes.
-    """
-    if not any(given.values()):
-        return list(cases)
-    lists = {name: values for name, values in given.items() if values}
-    found = [
-        Mods(**dict(zip(lists, each, strict=True))) for each in itertools.product(*lists.values())
-    ]
-    return _checked([dataclasses.replace(case, mods=mods) for case in cases for mods in found])
 
 
 class Seconds(click.FloatRange):
@@ -330,7 +203,7 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
     """
     given = _filled(shape, defaults)
     refuse_stray_offset(given)
-    return _checked(sweep(**given))
+    return checked_cases(sweep(**given))
 
 
 def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
@@ -339,7 +212,7 @@ def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     return {name: fallbacks.get(name) if v is None else v for name, v in shape.items()}
 
 
-def _checked(cases: list[Case]) -> list[Case]:
+def checked_cases(cases: list[Case]) -> list[Case]:
     """The cases, if the library computes them all."""
     with library_errors_as_usage():
         for case in cases:
@@ -406,7 +279,7 @@ def sequence_cases(
             asked_splits=splits,
         )
         found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
-    return _checked(found)
+    return checked_cases(found)
 
 
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:

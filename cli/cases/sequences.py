@@ -12,7 +12,7 @@ from cupy_flash.host.rotary import rotated
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 from .cases import Case
-from .modifications import numpy_dtype
+from .mod_arguments import numpy_dtype
 
 Arrays = tuple[Any, Any, Any]
 

@@ -15,7 +15,7 @@ from cupy_flash.reference.dense import attention_naive, attention_reference, err
 from ..cases import sequences
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
-from ..cases.modifications import numpy_dtype, restricted
+from ..cases.mod_arguments import numpy_dtype, restricted
 from ..cases.sequences import Arrays, Head
 
 # Scores that the reference computes in about a second: on the GPU it is bound by some ten passes

@@ -18,14 +18,12 @@ from cupy_flash.problem.device import Device, Resources
 from cupy_flash.problem.tile import freeze_tile
 
 from ..cases.cases import describe
+from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.mods import PLAIN, Mods
 from ..cases.options import (
     cases_from,
-    mod_options,
-    modified,
     output_option,
     shape_options,
-    split_mods,
     split_shape,
     tile_request,
 )

@@ -19,14 +19,12 @@ from cupy_flash.problem.device import Device
 
 from ..cases.cases import Case, describe
 from ..cases.inputs import random_inputs
+from ..cases.lists import CommaList
+from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
-    CommaList,
     cases_from,
-    mod_options,
-    modified,
     output_option,
     shape_options,
-    split_mods,
     split_shape,
 )
 from ..errors import library_errors_as_usage

@@ -23,7 +23,7 @@ from cupy_flash.reference.dense import attention_naive
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
-from ..cases.modifications import restricted
+from ..cases.mod_arguments import restricted
 from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
 from . import torch_flex, torch_providers

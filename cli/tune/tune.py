@@ -17,17 +17,15 @@ from cupy_flash.problem.device import Device, device_for_arch
 from ..build.build import Builder
 from ..build.compile import arch_option
 from ..cases.cases import describe
+from ..cases.lists import HEADS
+from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
     FINITE,
-    HEADS,
-    mod_options,
-    modified,
     output_option,
     refuse_cases,
     sequence_cases,
     sequence_options,
     shape_options,
-    split_mods,
     split_sequences,
     split_shape,
     writable_path,

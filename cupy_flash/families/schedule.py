@@ -15,6 +15,8 @@ MAX_STRIDE = 2**40
 
 # C++ types of what kernels are given, by the names that `Launch.arguments` has.
 _TYPES = {"params": "Params", "maps": "TensorMaps", "biased_maps": "BiasedTensorMaps"}
+# What a kernel may be given, in order.
+_ARGUMENTS = (("params",), ("maps", "params"), ("biased_maps", "params"))
 
 
 def main_of(entries: tuple[str, ...]) -> str:
@@ -88,7 +90,7 @@ class Launch:
     arguments: tuple[str, ...] = ("params",)
 
     def __post_init__(self) -> None:
-        assert self.arguments[-1] == "params", "what launches hand over"
+        assert self.arguments in _ARGUMENTS, "what launches hand over"
 
     @property
     def takes_maps(self) -> bool:

@@ -19,9 +19,9 @@ from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.built_in import BUILT_IN
 from cupy_flash.cli.cases.cases import Case, describe
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
-from cupy_flash.cli.cases.modifications import array_bytes
+from cupy_flash.cli.cases.mod_arguments import array_bytes
+from cupy_flash.cli.cases.mod_options import modified
 from cupy_flash.cli.cases.mods import PLAIN, SPANS, Mods
-from cupy_flash.cli.cases.options import modified
 from cupy_flash.cli.cases.seen import Seen
 from cupy_flash.cli.cases.workload import groups_of, read_workload
 from cupy_flash.cli.main import main

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe, sweep
-from cupy_flash.cli.cases.options import CommaList, tile_request
+from cupy_flash.cli.cases.lists import CommaList
+from cupy_flash.cli.cases.options import tile_request
 from cupy_flash.cli.main import main
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.calls.modifiers import Sizes
-from cupy_flash.cli.cases.modifications import score_of
+from cupy_flash.cli.cases.mod_arguments import score_of
 from cupy_flash.cli.cases.mods import Mods
 from cupy_flash.cli.cases.seen import Seen
 from cupy_flash.cli.model.traffic import (

@@ -1,0 +1,76 @@
+"""The options that modify a command's cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from .built_in import BUILT_IN
+from .cases import Case
+from .lists import FLAGS, CommaList
+from .mods import PARSERS, PLAIN, SPANS, Mods
+from .options import Command, checked_cases
+
+_NONE = "none"
+
+
+def _or_none(name: str) -> Callable[[str], Any]:
+    """A field of `Mods`, or nothing."""
+    absent = getattr(PLAIN, name)
+    return lambda text: absent if text == _NONE else PARSERS[name](text)
+
+
+_MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
+    "window": (
+        CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
+        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound.",
+    ),
+    "softcap": (CommaList(_or_none("softcap"), "a number above 0 or none", "50"), "Cap of scores."),
+    "alibi": (FLAGS, "ALiBi's slopes, those of the paper; 'no,yes' for both."),
+    "sinks": (FLAGS, "A sink for each query head."),
+    **{
+        name: (
+            CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
+            f"{what}: for each head, shared by all, or for each head of each sequence (batch).",
+        )
+        for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
+    },
+    "mod": (
+        CommaList(_or_none("mod"), f"one of {', '.join(BUILT_IN)}, none", "documents"),
+        "A function: " + "; ".join(f"{n}, {built_in.about}" for n, built_in in BUILT_IN.items()),
+    ),
+}
+
+
+def mod_options(command: Command) -> Command:
+    """Add the options that modify a command's cases."""
+    for name, (kind, text) in reversed(_MOD_OPTIONS.items()):
+        flag: dict[str, Any] = {"is_flag": False, "flag_value": "yes"} if kind is FLAGS else {}
+        command = click.option(f"--{name}", type=kind, help=text, **flag)(command)
+    return command
+
+
+def split_mods(options: dict[str, Any]) -> dict[str, Any]:
+    """Take those options out of a command's options; those not given are None."""
+    return {name: options.pop(name) for name in _MOD_OPTIONS}
+
+
+def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
+    """Each case with every combination of the modifications, checked by the library.
+
+    Raises
+    ------
+    click.UsageError
+        With the library's message, for what no kernel computes.
+    """
+    if not any(given.values()):
+        return list(cases)
+    lists = {name: values for name, values in given.items() if values}
+    found = [
+        Mods(**dict(zip(lists, each, strict=True))) for each in itertools.product(*lists.values())
+    ]
+    return checked_cases([dataclasses.replace(case, mods=mods) for case in cases for mods in found])

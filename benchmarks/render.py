@@ -47,6 +47,7 @@ _FIGURE = re.compile(r"(\w+) of ([\w -]+) by (\w+) for (.+?)(?: where (.+?))? in
 
 # What tells cases apart: heading, how a sentence names it, and the value as text if not as it is.
 _FIELDS: dict[str, tuple[str, str]] = {
+    "mods": ("modification", "{}"),
     "dtype": ("dtype", "{}"),
     "head_dim": ("head_dim", "head_dim {}"),
     "causal": ("mask", "{}"),
@@ -255,6 +256,8 @@ def case_name(row: Row, rows: Sequence[Row]) -> str:
 
 def value_text(value: Any) -> str:
     """A field's value; the one that is true or false is whether the mask is causal."""
+    if value is None:
+        return "none"
     return {True: "causal", False: "full"}[value] if isinstance(value, bool) else str(value)
 
 

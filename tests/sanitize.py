@@ -296,11 +296,26 @@ def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:
     for number in range(24):
         rng = np.random.default_rng(number)
         family = (None, *FORWARD)[number % (1 + len(FORWARD))]
-        dtype = "float32" if family in ("simt", "naive") else "float16"
+        of_16_bits = ("float16", "bfloat16")[number // 6 % 2]
+        dtype = "float32" if family in ("simt", "naive") else of_16_bits
         kind = "equal" if family == "naive" else KINDS[number % len(KINDS)]
         if family == "hopper" and kind == "paged":
             kind = "packed"
         yield random_call(rng, dtype, kind, few_rows=family == "decode"), family
+    # Each with ways of its own through the Hopper kernel.
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal((1, 2, 200, 336))
+    for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 128), ("float16", 64)):
+        real = DTYPES[dtype]
+        arrays = {
+            name: rng.standard_normal((1, rows, 2, head_dim)).astype(real)
+            for name, rows in (("q", 200), ("k", 336), ("v", 336))
+        }
+        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0}), "hopper"
+        yield ModifiedCall("equal", dtype, arrays, {"softcap": 30.0, "window_size": (70, 9)}), None
+        yield ModifiedCall("equal", dtype, arrays | {"bias": bias.astype(real)}, {}), "hopper"
+        blocks = {"mask_mod": ("blocks", {})}
+        yield ModifiedCall("equal", dtype, arrays, {"causal": True}, blocks), "hopper"
 
 
 def call_modified(case: ModifiedCall, family: str | None) -> str | None:
@@ -322,9 +337,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
+    parser.add_argument("--modified", action="store_true", help="only calls with modifications")
     arguments = parser.parse_args()
-    chosen = [case for case in cases() if case.is_supported()]
-    with_sequences, modified = list(sequence_calls()), list(modified_calls())
+    chosen, with_sequences, modified = [], [], list(modified_calls())
+    if not arguments.modified:
+        chosen = [case for case in cases() if case.is_supported()]
+        with_sequences = list(sequence_calls())
     if arguments.list:
         print("\n".join(map(str, [*chosen, *with_sequences, *(case for case, _ in modified)])))
         return 0

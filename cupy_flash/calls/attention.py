@@ -134,7 +134,8 @@ class Call:
         ready, current = None, 0
         if self.block_map is not None:
             assert functions.mask_mod is not None
-            current = cupy_module().cuda.get_current_stream().ptr
+            # Of a device that is named CuPy need not ask which is the current one.
+            current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(functions.mask_mod, self.block_map, current, arguments)
             values += ready.addresses
         if self.append is not None:

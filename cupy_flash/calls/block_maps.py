@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.families import FORWARD
-from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, ready_map
+from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
 from cupy_flash.mods.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
@@ -46,18 +44,18 @@ def map_of_mask(
     UnsupportedError
         For too many blocks.
     """
-
-    def source() -> tuple[MaskText, np.ndarray]:
-        values = dict(mod.captures)
-        arrays = [name for name, s in mod.specs.items() if s.rank is not None]
-        if arguments is not None:
-            given = {name: getattr(arguments, prefixed("mask_mod", name)) for name in arrays}
-            values |= {name: as_cupy(array) for name, array in given.items()}
-        addresses = {name: address_of(values[name]) for name in arrays}
-        mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
-        return mask_text(mod, key.dtype), mods
-
-    return ready_map(mod.kept_maps(), key, current, source)
+    kept = mod.kept_maps()
+    found = kept_map(kept, key, current)
+    if found is not None:
+        return found
+    values = dict(mod.captures)
+    arrays = [name for name, s in mod.specs.items() if s.rank is not None]
+    if arguments is not None:
+        given = {name: getattr(arguments, prefixed("mask_mod", name)) for name in arrays}
+        values |= {name: as_cupy(array) for name, array in given.items()}
+    addresses = {name: address_of(values[name]) for name in arrays}
+    mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
+    return new_map(kept, key, current, mask_text(mod, key.dtype), mods)
 
 
 def map_spec(plan: Plan) -> MapSpec | None:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of, array_module, dtype_name, require_shape
-from cupy_flash.mods.analysis import Analysis
+from cupy_flash.mods.analysis import Analysis, real_range
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, read_capture
 from cupy_flash.mods.compose import compose
 from cupy_flash.mods.emit import SCALE, emit
-from cupy_flash.mods.expression import postorder
+from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.keywords import (
     ARRAYS,
     Window,
@@ -29,7 +29,7 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod, Traced
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 from cupy_flash.problem.problem import MAX_ALIGNMENT
-from cupy_flash.problem.score import BiasSpec, ScoreSpec
+from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 
 MAX_TREE_QUERIES = 64
 
@@ -225,7 +225,7 @@ def score_spec(
         window.right,
         "prefix_lens" in specs,
         "sinks" in specs,
-        text.changes_scores,
+        text.score is not None,
         text.hides_pairs,
         text.text,
         text.dtype,
@@ -234,7 +234,13 @@ def score_spec(
         block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
+        is_bounded=text.score is not None and _is_bounded(text.score, _numbers(modifiers, 1.0)),
     )
+
+
+def _is_bounded(score: Node, numbers: Mapping[str, bool | int | float]) -> bool:
+    low, high = real_range(score, numbers)
+    return low >= -LARGEST_BOUNDED and high <= LARGEST_BOUNDED
 
 
 def _bias_spec(bias: Any, spec: CaptureSpec) -> BiasSpec | None:
@@ -250,9 +256,9 @@ def _bias_spec(bias: Any, spec: CaptureSpec) -> BiasSpec | None:
 
 
 class _Text(NamedTuple):
-    """Of `ScoreSpec`."""
+    """Of `ScoreSpec`, and the score's expression."""
 
-    changes_scores: bool
+    score: Node | None
     hides_pairs: bool
     text: str
     dtype: np.dtype
@@ -278,7 +284,7 @@ def _device_text(
     reads_pairs = score is not None and any(
         node.op == "load" and not analysis.is_of_row(node) for node in postorder(score)
     )
-    return _Text(score is not None, seen is not None, text, arguments, reads_pairs)
+    return _Text(score, seen is not None, text, arguments, reads_pairs)
 
 
 def packed_arguments(

@@ -73,7 +73,8 @@ class HopperTile(Tile):
         Steps of 16 columns of Q that are kept in registers, the rest read from shared memory for
         each block of keys.
     turns
-        1 has the warpgroups take turns at the tensor cores (FlashAttention-3, section 3.1).
+        1 has the warpgroups take turns at the tensor cores (FlashAttention-3, section 3.1), or at
+        the softmax where that is the longer part.
     guesses
         Exponentials of a lane that are started before the scores' maximum is known.
     """
@@ -141,7 +142,9 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
         # 325 483 662 633. Three consumers, 192x80: 6% faster at 8192 and 16384, causal 3%; at 4096
         # 4 to 5% faster, causal not. A quarter of Q in registers is 2.6% faster than all of it in
         # short causal sequences, where all of it spills.
-        small, large = _tile(128, 128, 1, _ALL), _tile(192, 80, 2, 2)
+        # Two steps of Q spill where scores are bounded, and are no faster.
+        q_steps = 1 if _is_bounded(problem) else 2
+        small, large = _tile(128, 128, 1, _ALL), _tile(192, 80, 2, q_steps)
         if problem.causal and short:
             return [_tile(128, 128, 2, 2)]
         long = problem.seqlen_k >= (8192 if problem.causal else 4096)
@@ -477,6 +480,7 @@ class HopperFamily(Family[HopperTile]):
             "consumer_registers": consumer_registers,
             "sequences": not problem.layout.is_equal,
             "noted": _is_noted(problem, tile),
+            "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
         }
@@ -513,6 +517,11 @@ def _is_noted(problem: Problem, tile: HopperTile) -> bool:
     if score is None or not _has_edges(problem):
         return False
     return score.may_be_mapped or tile.Br > max(_LOWEST, tile.Bc)
+
+
+def _is_bounded(problem: Problem) -> bool:
+    """Whether p = exp(score) can be taken as it is: bfloat16 has the exponents for it."""
+    return problem.dtype == "bfloat16" and problem.score is not None and problem.score.is_bounded
 
 
 def _bias_strides(problem: Problem) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -367,28 +367,39 @@ class MapKey:
 Kept = MutableMapping[MapKey, ReadyMap]
 
 
-def ready_map(
-    kept: Kept,
-    key: MapKey,
-    current: int,
-    source: Callable[[], tuple[MaskText, np.ndarray]],
-) -> ReadyMap:
-    """A mask's map, from those that are kept, or built.
+def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
+    """A map that is kept, for what is launched next; None where one is to be built.
 
-    While the current stream is being captured the map is built in the graph, from what the captured
+    Parameters
+    ----------
+    kept
+        Maps of the mask.
+    key
+        Which of them.
+    current
+        The current stream's handle.
+    """
+    if _is_capturing(current):
+        return None
+    found = kept.get(key)
+    if found is not None:
+        found.wait(current)
+    return found
+
+
+def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndarray) -> ReadyMap:
+    """A map that is built now, and kept.
+
+    While the current stream is being captured it is built in the graph, from what the captured
     arrays hold at each launch, and not kept; its memory is the current pool's, as a call's
     workspace is.
 
     Parameters
     ----------
-    kept
-        Maps of this mask.
-    key
-        Which of them.
-    current
-        The current stream's handle.
-    source
-        Gives its text, and its ``ModArguments`` filled in; asked where the map is built.
+    kept, key, current
+        As of `kept_map`.
+    mask, mods
+        Its text, and its ``ModArguments`` filled in.
 
     Raises
     ------
@@ -397,20 +408,24 @@ def ready_map(
     UnsupportedError
         For more blocks than a grid has.
     """
+    if _is_capturing(current):
+        return ReadyMap(_build(key.spec, mask, mods))
     cuda = cupy_module().cuda
-    if current not in _LEGACY_STREAMS and cuda.runtime.streamIsCapturing(current):
-        return ReadyMap(_build(key.spec, *source()))
-    found = kept.get(key)
-    if found is None:
-        of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
-        # What the captured arrays hold may still be on its way.
-        of_maps.before_build(current)
-        with of_maps.stream:
-            found = ReadyMap(_build(key.spec, *source()), of_maps, built)
-            cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
-        kept[key] = found
+    of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
+    # What the captured arrays hold may still be on its way.
+    of_maps.before_build(current)
+    with of_maps.stream:
+        found = ReadyMap(_build(key.spec, mask, mods), of_maps, built)
+        cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
+    kept[key] = found
     found.wait(current)
     return found
+
+
+def _is_capturing(stream: int) -> bool:
+    return stream not in _LEGACY_STREAMS and bool(
+        cupy_module().cuda.runtime.streamIsCapturing(stream)
+    )
 
 
 @functools.lru_cache(maxsize=256)

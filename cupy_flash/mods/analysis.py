@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cupy_flash.mods.expression import INT, REAL, Node, cast, constant, operation
+from cupy_flash.mods.expression import INT, REAL, Node, cast, constant, fold, operation
+
+Range = tuple[float, float]
+_ANY: Range = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -154,3 +159,38 @@ def real_of_int(node: Node, analysis: Analysis) -> Node:
         args = (real_of_int(x, analysis) if x.type == INT else x for x in node.args)
         return operation(node.op, *args)
     return cast(node, REAL)
+
+
+def real_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
+    """Ends of a range that a real does not leave unless it is NaN, whatever scores are.
+
+    Parameters
+    ----------
+    root
+        An expression of a score.
+    numbers
+        What its captured numbers are.
+    """
+
+    def visit(node: Node, args: tuple[Range, ...]) -> Range:
+        if node.op in ("const", "scalar") and node.type == REAL:
+            number = float(node.value if node.op == "const" else numbers[node.value])
+            return number, number
+        if node.op in ("tanh", "sin", "cos"):
+            return -1.0, 1.0
+        if node.op == "where":
+            ends = [end for part in args[1:] for end in part]
+        elif node.op in ("min", "max"):
+            pick = min if node.op == "min" else max
+            ends = [pick(low_or_high) for low_or_high in zip(*args, strict=True)]
+        elif node.op == "neg":
+            ends = [-end for end in args[0]]
+        elif node.op in ("add", "sub", "mul"):
+            x, y = args
+            by = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
+            ends = [by[node.op](a, b) for a in x for b in y]
+        else:
+            return _ANY
+        return _ANY if any(map(math.isnan, ends)) else (min(ends), max(ends))
+
+    return fold(root, visit)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# exp(score) is then between 2^-80 and 2^80: sums of it and products with values from 1e-14 to 1e10
+# are normal numbers of float32, even where all scores of a row are as low or as high as that.
+LARGEST_BOUNDED = 55.0
+
 
 @dataclass(frozen=True)
 class BiasSpec:
@@ -52,6 +56,8 @@ class ScoreSpec:
         Whether the text reads an element of an array for each pair to change its score.
     bias
         The bias, where each sequence has its own rows and they are contiguous.
+    is_bounded
+        Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
     """
 
     left: int | None
@@ -66,6 +72,7 @@ class ScoreSpec:
     block: tuple[int, int] | None = None
     reads_pairs: bool = False
     bias: BiasSpec | None = None
+    is_bounded: bool = False
 
     @property
     def only_sinks(self) -> bool:

@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import MaskMod, plan
+from cupy_flash import MaskMod, ScoreMod, plan
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.hopper import HopperFamily, HopperTile
@@ -682,3 +683,23 @@ def test_consumers_leave_blocks_out_where_their_rows_may_see_fewer(more, is_note
     unit = modified(head_dim=64, **more).unit
     assert unit is not None
     assert f"bool noted = {str(is_noted).lower()};" in unit.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "is_bounded"),
+    [
+        ("bfloat16", {"softcap": 50.0}, True),
+        ("bfloat16", {"softcap": 50.0, "window_size": (9, 0), "sinks": np.zeros(4)}, True),
+        ("bfloat16", {"score_mod": ScoreMod(lambda score: np.clip(score, -9, 9) + 40)}, True),
+        ("bfloat16", {"softcap": 56.0}, False),
+        ("bfloat16", {"softcap": 50.0, "alibi_slopes": np.ones(4)}, False),
+        ("bfloat16", {"window_size": (9, 0)}, False),
+        ("float16", {"softcap": 50.0}, False),
+    ],
+)
+def test_the_maximum_of_bounded_scores_is_not_looked_for(dtype, more, is_bounded):
+    q = np.empty((2, 2048, 4, 128), {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype])
+    arrays = {n: x.astype(np.float32) for n, x in more.items() if isinstance(x, np.ndarray)}
+    unit = plan(q, q, q, arch="sm_90", family="hopper", **more | arrays).unit
+    assert unit is not None
+    assert f"bool bounded = {str(is_bounded).lower()};" in unit.text

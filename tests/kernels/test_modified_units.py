@@ -33,6 +33,8 @@ BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 0, {"softcap": 50.0}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"softcap": 50.0}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"bias": BIAS}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"score_mod": TABLE}),
     ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, {"alibi_slopes": array(HEADS)}),

@@ -8,6 +8,7 @@ from support.modified_calls import DTYPES, KINDS, ModifiedCall, random_call
 
 from cupy_flash import UnsupportedError
 from cupy_flash.families import FORWARD
+from cupy_flash.problem.score import LARGEST_BOUNDED
 
 pytestmark = pytest.mark.gpu
 
@@ -38,3 +39,18 @@ def test_random_combinations_are_right_in_every_family(test: int) -> None:
             # What a family does not serve, another does.
             assert family is not None
             call.check(cupy)
+
+
+@pytest.mark.parametrize("cap", [LARGEST_BOUNDED, LARGEST_BOUNDED + 1])
+@pytest.mark.parametrize("size", [1e-13, 1.0, 1e9])
+@pytest.mark.parametrize("sign", ["low", "high", "both"])
+def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) -> None:
+    import cupy
+
+    real = DTYPES["bfloat16"]
+    q = np.full((1, 200, 2, 64), 30, real)
+    signs = {"low": [-30], "high": [30], "both": [-30, 30]}[sign]
+    k = np.broadcast_to(rng.choice(signs, (1, 300, 1, 1)), (1, 300, 2, 64)).astype(real)
+    v = (size * rng.standard_normal((1, 300, 2, 64))).astype(real)
+    call = ModifiedCall("equal", "bfloat16", {"q": q, "k": k, "v": v}, {"softcap": cap})
+    call.check(cupy)

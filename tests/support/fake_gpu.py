@@ -192,7 +192,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     cuda = SimpleNamespace(
         runtime=runtime,
         alloc=gpu.alloc,
-        get_current_stream=lambda: SimpleNamespace(ptr=gpu.stream),
+        get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
         Stream=lambda non_blocking: _Stream(),
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),

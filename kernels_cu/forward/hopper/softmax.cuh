@@ -39,6 +39,7 @@ struct HopperSoftmax {
   __device__ void reset() {
     rows[0].reset();
     rows[1].reset();
+    if constexpr (Config::bounded) rows[0].base = rows[1].base = 0;
     least_maximum = Order::of(Row::lowest);
   }
 
@@ -76,6 +77,17 @@ struct HopperSoftmax {
   // Turns the scores into probabilities. Returns whether any row of the warp got a new base, so
   // that what was summed up before is to be multiplied by `rescale`.
   __device__ bool exponentiate(Scores& scores, float (&rescale)[2]) {
+    // bfloat16 and the sums hold whatever p such scores make, without a maximum to refer to.
+    if constexpr (Config::bounded) {
+      add_exponentials(scores, [&](int i) { return ptx::ex2_approx(scores[i]); });
+      return false;
+    } else {
+      return exponentiate_lagging(scores, rescale);
+    }
+  }
+
+  // With a base that may have to change.
+  __device__ bool exponentiate_lagging(Scores& scores, float (&rescale)[2]) {
     // From here on the scores are exponents of two, relative to the base.
     if constexpr (!Config::Mods::changes_scores) {
 #pragma unroll
@@ -110,17 +122,24 @@ struct HopperSoftmax {
       least_maximum = Order::least();
     }
 
+    add_exponentials(scores, [&](int i) {
+      return i < Config::guesses ? guessed[i] : ptx::ex2_approx(scores[i]);
+    });
+    return changes;
+  }
+
+  template <class Exponential>
+  __device__ void add_exponentials(Scores& scores, Exponential exponential) {
     float sums[2][2] = {};
 #pragma unroll
     for (int i = 0; i < Bc / 2; ++i) {
-      scores[i] = i < Config::guesses ? guessed[i] : ptx::ex2_approx(scores[i]);
+      scores[i] = exponential(i);
       sums[i / 2 % 2][i % 2] += scores[i];
     }
     rows[0].sum += sums[0][0] + sums[0][1];
     rows[1].sum += sums[1][0] + sums[1][1];
     // Else the compiler moves the exponentials to where they are used, behind the wait for O.
     ptx::pin(scores);
-    return changes;
   }
 
   // Whether a row's base must change for all that this lane can tell: it may say so in vain.

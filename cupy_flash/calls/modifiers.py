@@ -65,6 +65,7 @@ class Functions(NamedTuple):
 NO_FUNCTIONS = Functions()
 _NO_WINDOW = Window()
 _NOTHING = Modifiers(())
+_MODS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 def read_modifiers(
@@ -95,8 +96,10 @@ def read_modifiers(
         elif name == "softcap":
             softcap = checked_softcap(value)
         else:
-            require_known(name)
-            require_mod(name, value)
+            # What both checks ask for, in a third of their time.
+            if value.__class__ is not _MODS.get(name):
+                require_known(name)
+                require_mod(name, value)
             if name == "score_mod":
                 score_mod = value
             else:

@@ -38,8 +38,9 @@ class Options(NamedTuple):
         return self._replace(kind="equal") if self.kind == "qkvpacked" else self
 
     def with_modifiers(self, modifiers: Modifiers) -> Options:
-        """The same with modifications; a third of the time that `_replace` takes."""
-        return Options._make((*self[:-1], modifiers))
+        """The same with modifications; a quarter of the time that `_replace` takes."""
+        made: Options = tuple.__new__(Options, self[:-1] + (modifiers,))  # noqa: RUF005
+        return made
 
 
 _EQUAL_KINDS = ("equal", "qkvpacked")

@@ -19,6 +19,7 @@ from cupy_flash.mods.emit import SCALE, emit
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.keywords import (
     ARRAYS,
+    MODS,
     Window,
     checked_softcap,
     require_known,
@@ -65,7 +66,6 @@ class Functions(NamedTuple):
 NO_FUNCTIONS = Functions()
 _NO_WINDOW = Window()
 _NOTHING = Modifiers(())
-_MODS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 def read_modifiers(
@@ -97,7 +97,7 @@ def read_modifiers(
             softcap = checked_softcap(value)
         else:
             # What both checks ask for, in a third of their time.
-            if value.__class__ is not _MODS.get(name):
+            if value.__class__ is not MODS.get(name):
                 require_known(name)
                 require_mod(name, value)
             if name == "score_mod":

@@ -481,7 +481,7 @@ def packed_params(
     Parameters
     ----------
     spec, mask, mods
-        Of which sizes and tile, and what `ready_map` is given of the mask.
+        Of which sizes and tile, and what `new_map` is given of the mask.
     map
         Where it is to lie.
     ranges

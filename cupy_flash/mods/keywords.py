@@ -66,7 +66,7 @@ class Modifications(TypedDict, total=False):
 # Those that are arrays, in the order that a call has them.
 ARRAYS = ("alibi_slopes", "sinks", "bias", "mask", "prefix_lens", "tree_mask", "seqlens_k")
 NAMES = frozenset(Modifications.__annotations__)
-_MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
+MODS: dict[str, type] = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 class Window(NamedTuple):
@@ -87,7 +87,7 @@ def given(modifications: Mapping[str, Any]) -> dict[str, Any]:
     for name in modifications:
         require_known(name)
     found = {name: value for name, value in modifications.items() if value is not None}
-    for name in _MODS.keys() & found.keys():
+    for name in MODS.keys() & found.keys():
         require_mod(name, found[name])
     return found
 
@@ -103,7 +103,7 @@ def require_known(name: str) -> None:
 
 def require_mod(name: str, value: Any) -> None:
     """Raise TypeError unless a value is what score_mod, or mask_mod, is to be."""
-    kind = _MODS[name]
+    kind = MODS[name]
     if not isinstance(value, kind):
         raise TypeError(
             f"{name} is {kind_of(value)}; expected a {kind.__name__}, as {kind.__name__}(function)"

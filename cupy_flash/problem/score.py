@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# exp(score) is then between 2^-80 and 2^80: sums of it and products with values from 1e-14 to 1e10
-# are normal numbers of float32, even where all scores of a row are as low or as high as that.
-LARGEST_BOUNDED = 55.0
+# exp(score) is then between 2^-74 and 2^74: products with values from 1e-14 to 1e10, and their sums
+# over two million keys, are normal numbers of float32, even where all scores are as low or as high.
+LARGEST_BOUNDED = 51.0
 
 
 @dataclass(frozen=True)

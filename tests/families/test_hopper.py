@@ -695,10 +695,13 @@ def test_consumers_leave_blocks_out_where_their_rows_may_see_fewer(more, is_note
         ("bfloat16", {"softcap": 50.0, "alibi_slopes": np.ones(4)}, False),
         ("bfloat16", {"window_size": (9, 0)}, False),
         ("float16", {"softcap": 50.0}, False),
+        ("bfloat16 192", {"softcap": 50.0}, False),
     ],
 )
 def test_the_maximum_of_bounded_scores_is_not_looked_for(dtype, more, is_bounded):
-    q = np.empty((2, 2048, 4, 128), {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype])
+    dtype, _, head_dim = dtype.partition(" ")
+    real = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    q = np.empty((2, 2048, 4, int(head_dim or 128)), real)
     arrays = {n: x.astype(np.float32) for n, x in more.items() if isinstance(x, np.ndarray)}
     unit = plan(q, q, q, arch="sm_90", family="hopper", **more | arrays).unit
     assert unit is not None

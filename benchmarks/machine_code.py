@@ -36,6 +36,7 @@ from instructions import same_but_for_arguments
 from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.build.build import Job, build
 from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.mods import Mods
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.report import Row, write_whole
 from cupy_flash.cli.tune.findings import digest_of
@@ -106,10 +107,8 @@ class Kernel:
         """As the table holds it."""
         if self.case is None:
             return {"arch": self.arch, "family": self.family, "title": self.tile}
-        # None is of a modified problem.
-        fields = [field for field in dataclasses.fields(Case) if field.name != "mods"]
-        given = {field.name: getattr(self.case, field.name) for field in fields}
-        usual = {field.name: field.default for field in fields}
+        usual = {field.name: field.default for field in dataclasses.fields(Case)} | {"mods": None}
+        given = self.case.as_record()
         case = {name: value for name, value in given.items() if value != usual[name]}
         return {"arch": self.arch, "family": self.family, "tile": dict(self.tile), "case": case}
 
@@ -117,7 +116,8 @@ class Kernel:
     def from_json(cls, row: Row) -> Kernel:
         if "case" not in row:
             return cls(row["arch"], row["family"], row["title"], None)
-        return cls.of(row["arch"], row["family"], row["tile"], Case(**row["case"]))
+        mods = Mods.parse(row["case"].get("mods", ""))
+        return cls.of(row["arch"], row["family"], row["tile"], Case(**row["case"] | {"mods": mods}))
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,12 @@ def _modified(head_dim: int, causal: bool, mods: Mods) -> Case:
     return dataclasses.replace(case, mods=mods)
 
 
+def _long_documents(head_dim: int) -> Case:
+    """A row of many tokens, for which a block map is made."""
+    case = square("bfloat16", 1, _HIDDEN // head_dim, 32768, head_dim, causal=True)
+    return dataclasses.replace(case, mods=Mods(mod="documents"))
+
+
 _PRESETS = {
     "fa3-grid": Preset(
         "Forward, as in the FlashAttention-3 paper",
@@ -210,10 +216,17 @@ _PRESETS = {
         "Masks and score modifications, and decoding with a window beside as many keys without",
         cases=(
             *(_modified(head_dim, *each) for head_dim in (64, 128) for each in _MODIFIED),
+            *(_long_documents(head_dim) for head_dim in (64, 128)),
             dataclasses.replace(_decode(1, 65536), mods=_WINDOWED),
             _decode(1, _WINDOW),
         ),
-        providers=("cupy_flash", "torch-flex", "torch-cudnn", "torch-efficient"),
+        providers=(
+            "cupy_flash",
+            "cupy_flash-anew",
+            "torch-flex",
+            "torch-cudnn",
+            "torch-efficient",
+        ),
         baseline=("torch-flex", "torch-cudnn"),
     ),
     "memory": Preset(

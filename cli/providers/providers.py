@@ -26,6 +26,7 @@ from ..cases.inputs import Inputs, can_share_pages, random_inputs
 from ..cases.mod_arguments import restricted
 from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
+from ..measure.timing import Timed
 from . import torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
@@ -45,7 +46,7 @@ class Dispatcher(Provider):
         # The dispatcher's choice where there is no GPU is the CPU backend.
         self.on_gpu = family is not None or gpu_unavailable() is None
 
-    def _plan(self, case: Case) -> Plan:
+    def plan(self, case: Case) -> Plan:
         if not self.on_gpu:
             return cpu_plan(case, self.tile)
         return make_plan(
@@ -56,22 +57,31 @@ class Dispatcher(Provider):
         if reason := self.missing():
             return reason
         try:
-            self._plan(case)
+            self.plan(case)
         except ValueError as error:
             return str(error)
         return None
 
     def scratch_bytes(self, case: Case) -> int:
-        return self._plan(case).workspace
+        return self.plan(case).workspace
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        plan = self._plan(inputs.case)
+        plan = self.plan(inputs.case)
         call = inputs.call(on_gpu=self.on_gpu, family=self.family, tile=self.tile)
         return Prepared(
             call,
             plan=plan,
             kernel_digest=FORWARD[plan.family].digest() if self.on_gpu else cpu.digest(),
         )
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        # Replays would make the block map anew, which calls keep, as others keep theirs.
+        assert prepared.plan is not None
+        return None if _reads_map(prepared.plan) else super().replayed(prepared)
+
+
+def _reads_map(plan: Plan) -> bool:
+    return plan.family in FORWARD and FORWARD[plan.family].is_mapped(plan.problem)
 
 
 class _Variant(Provider):
@@ -135,6 +145,21 @@ class OnPages(_Variant):
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs.with_pages_of(self.page_size)
+
+
+class Anew(_Variant):
+    """The library in a CUDA graph, whose replays make the block map of a mask anew."""
+
+    def __init__(self, tile: TileFields) -> None:
+        super().__init__("cupy_flash-anew", tile)
+
+    def served(self, case: Case) -> Case | str:
+        if self.on_gpu and case.mods.mod and _reads_map(self.dispatcher.plan(case)):
+            return case
+        return "there is no block map to make anew"
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return inputs
 
 
 class Uniform(_Variant):
@@ -278,6 +303,7 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
         **{f"cupy_flash-{family}": of_family(family) for family in FORWARD},
         **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
         "cupy_flash-uniform": Uniform,
+        "cupy_flash-anew": Anew,
         "cupy_flash-cpu": CpuBackend,
         "cupy-library": lambda _: Formula("cupy-library", on_gpu=True),
         "numpy-naive": lambda _: Formula("numpy-naive", on_gpu=False),

@@ -42,7 +42,8 @@ _SCRATCH_ALIGNMENT = 512
 # arguments: where results and scratch lie, and numbers.
 _VALUES = ("result", "lse", "workspace", "counters", "keys", "q_rotated")
 _PARTS_OF_QKV = ("q", "k", "v")
-_PARTS_OF_MAP = ("visited", "full", "tiles")
+# Where the block map lies.
+_MAP = "map"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Call:
             # Of a device that is named CuPy need not ask which is the current one.
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(functions.mask_mod, self.block_map, current, arguments)
-            values += ready.addresses
+            values += (ready.address,)
         if self.append is not None:
             self.append.run(values)
         if self.kernels:
@@ -208,8 +209,8 @@ def prepare(
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
     spec = map_spec(plan)
-    parts, map_parts = _PARTS_OF_QKV if qkv is not None else (), _PARTS_OF_MAP if spec else ()
-    names = (*fields, *_VALUES, *parts, *map_parts)
+    parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
+    names = (*fields, *_VALUES, *parts, *map_place)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = _fixed(plan)
     if options.modifiers is not None:
@@ -227,7 +228,7 @@ def prepare(
         current = cuda.get_current_stream().ptr
         ready = map_of_mask(functions.mask_mod, block_map, current, arguments)
         fixed["block_map"] = ready.map.fields
-        sources |= {f"block_map.{name}": name for name in _PARTS_OF_MAP}
+        sources |= {"block_map.memory": _MAP}
     return Call(
         out=((*q.shape[:-1], problem.head_dim_v), q.dtype),
         lse=(problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None,

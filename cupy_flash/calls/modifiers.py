@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of, array_module, dtype_name, require_shape
-from cupy_flash.mods.analysis import Analysis, real_range
+from cupy_flash.mods.analysis import Analysis, value_range
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, read_capture
@@ -242,7 +242,7 @@ def score_spec(
 
 
 def _is_bounded(score: Node, numbers: Mapping[str, bool | int | float]) -> bool:
-    low, high = real_range(score, numbers)
+    low, high = value_range(score, numbers)
     return low >= -LARGEST_BOUNDED and high <= LARGEST_BOUNDED
 
 
@@ -283,11 +283,23 @@ def _device_text(
     )
     text = emit(score, seen, specs, dtype=dtype, pairwise=frozenset({"bias"} & set(specs)))
     arguments = arguments_dtype(specs, real_type(dtype))
+    return _Text(score, seen is not None, text, arguments, _reads_pairs(score, seen))
+
+
+def _reads_pairs(score: Node | None, seen: Node | None) -> bool:
+    """Whether something is loaded for each pair.
+
+    What is read of a key to change scores counts, and not what hides them, which all rows share.
+    """
     analysis = Analysis()
-    reads_pairs = score is not None and any(
-        node.op == "load" and not analysis.is_of_row(node) for node in postorder(score)
-    )
-    return _Text(score, seen is not None, text, arguments, reads_pairs)
+    loads = [] if score is None else [node for node in postorder(score) if node.op == "load"]
+    if seen is not None:
+        loads += [node for node in postorder(seen) if node.op == "load" and _names_rows(node)]
+    return not all(map(analysis.is_of_row, loads))
+
+
+def _names_rows(node: Node) -> bool:
+    return any(x.op == "symbol" and x.value in ("i", "row") for x in postorder(node))
 
 
 def packed_arguments(

@@ -37,6 +37,8 @@ _LOWEST = 64
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+# The same where the producer reads a block map: with fewer it spills, and consumers wait for it.
+_MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
 # Of a consumer, for addresses and state, besides S, P, O and Q.
 _STATE_REGISTERS = 24
 # More tiles of keys and values on their way brought nothing.
@@ -47,6 +49,8 @@ _VISIT_BYTES = 32
 _PLACE_BYTES = 24
 _TAIL_BYTES = 8
 _NOTE_BYTES = 8
+# Of 64 rows and a block of up to so many keys, the pairs that a mask shows (`blocks/map.cuh`).
+_SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 # Tiles of a bias in shared memory.
 _BIAS_STAGES = 2
 # Whose tiles are interleaved at most, where that is for more than their keys' sake.
@@ -103,9 +107,9 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
     is_mapped = problem.score is not None and problem.score.may_be_mapped
     if problem.seqlen_q > 64 and widest <= 128 and is_mapped and not few:
-        # 12 documents in 2 x 8192, ms of an H200: head_dim 64 192x80 0.385, 192x96 0.400, 192x64
-        # 0.401, 128x96 0.432; 128 128x96 0.274, 128x128 0.275, 192x64 0.278, 192x80 0.288.
-        sizes = (80, 96, 64, 128, 48, 32) if widest <= 64 else (96, 128, 64, 48, 80, 32)
+        # 12 documents of 108 to 1663 tokens in 2 x 8192, ms of an H200: head_dim 64 192x96 0.400,
+        # 192x64 0.437, 192x80 0.447; 128 128x96 0.313, 128x112 0.313, 128x128 0.314.
+        sizes = (96, 64, 80, 48, 32, 112) if widest <= 64 else (96, 128, 64, 48, 80, 32)
         block = problem.score.block if problem.score is not None else None
         # Blocks of the user's come first: along their edges pairs are looked at.
         Bc = next((n for n in sizes if block is not None and block[1] % n == 0), sizes[0])
@@ -116,10 +120,14 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
         return [_tile(192, 96, 2) if widest <= 64 and not few else _tile(128, 128, 1)]
     reads_pairs = problem.score is not None and problem.score.reads_pairs
     if problem.seqlen_q > 64 and widest <= 128 and reads_pairs:
-        # What is loaded for each score takes registers. A table by distance, 2 x 8192, ms of an
-        # H200: head_dim 64 192x64 3.97, 192x80 3.99, 128x128 4.14, 192x128 7.32; 128 192x64 2.67,
-        # 128x128 2.67, 192x80 4.12.
-        return [_tile(128 if few else 192, 64, 2)]
+        # What is loaded for each score takes registers. 2 x 8192, ms of an H200, a table by
+        # distance, a bool mask, a float32 bias: head_dim 64 192x80 3.62 5.54 5.65, 192x64 3.74 5.57
+        # 5.65, 128x128 3.69 5.60 6.60; 128 192x48 2.38 3.84 3.71, 128x96 2.59 3.44 3.79, 192x64
+        # 2.56 4.07 3.90, 192x80 2.72 4.59 4.90.
+        if widest <= 64:
+            return [_tile(128, 128, 2) if few else _tile(192, 80, 2)]
+        only_hides = problem.score is not None and not problem.score.changes_scores
+        return [_tile(128, 96, 2) if few or only_hides else _tile(192, 48, 2)]
     if problem.seqlen_q <= 64:
         return [_tile(64, 128, 2) if widest <= 128 else _tile(64, 64, 1, guesses=4)]
     if widest <= 64:
@@ -300,7 +308,7 @@ class HopperFamily(Family[HopperTile]):
         if self._tiles(problem, tile) > MAX_GRID:
             return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
         need = self._registers(problem, tile)
-        _, most = _REGISTERS[tile.Br // 64]
+        _, most = self._register_split(problem, tile)
         if need > most:
             return f"needs about {need} registers per thread; {most} are left to it"
         return None
@@ -310,6 +318,10 @@ class HopperFamily(Family[HopperTile]):
         output = round_up(problem.head_dim_v, 16) // 2
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else 1)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
+
+    def _register_split(self, problem: Problem, tile: HopperTile) -> tuple[int, int]:
+        split = _MAPPED_REGISTERS if self.is_mapped(problem) else _REGISTERS
+        return split[tile.Br // _LOWEST]
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
         tile = self._first_legal(problem, device)
@@ -330,10 +342,10 @@ class HopperFamily(Family[HopperTile]):
 
     def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
         """The tile with as many stages as shared memory has place for."""
-        fixed = self.shared_memory(problem, dataclasses.replace(tile, stages=0))
-        stage = self.shared_memory(problem, dataclasses.replace(tile, stages=1)) - fixed
-        stages = min(_MOST_STAGES, (device.shared_memory_per_block - fixed) // stage)
-        return dataclasses.replace(tile, stages=max(0, stages))
+        candidates = (dataclasses.replace(tile, stages=n) for n in range(_MOST_STAGES, 0, -1))
+        most = device.shared_memory_per_block
+        fitting = (t for t in candidates if self.shared_memory(problem, t) <= most)
+        return next(fitting, dataclasses.replace(tile, stages=0))
 
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
         columns, columns_v = (round_up(d, 32) for d in (problem.head_dim, problem.head_dim_v))
@@ -349,6 +361,9 @@ class HopperFamily(Family[HopperTile]):
         )
         if _is_noted(problem, tile):
             total += tile.stages * _NOTE_BYTES
+        if self.is_mapped(problem):
+            blocks = (tile.stages // 2 + 1) * (tile.Br // _LOWEST)
+            total += blocks * _SHOWN_BYTES * ceil_div(tile.Bc, _SHOWN_KEYS)
         if _streams_bias(problem):
             bias = tile.Br * round_up(tile.Bc, 32) * problem.itemsize
             total += _BIAS_STAGES * (bias + 2 * _BARRIER_BYTES)
@@ -466,7 +481,7 @@ class HopperFamily(Family[HopperTile]):
         return maps
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
-        producer_registers, consumer_registers = _REGISTERS[tile.Br // 64]
+        producer_registers, consumer_registers = self._register_split(problem, tile)
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,

@@ -56,13 +56,18 @@ PARAMS_DTYPE = np.dtype(
 # Mirrored in blocks/map.cuh.
 BLOCK_MAP_DTYPE = np.dtype(
     [
-        ("visited", np.uint64),
-        ("full", np.uint64),
-        ("tiles", np.uint64),
+        ("memory", np.uint64),
+        ("full_at", np.int64),
+        ("behind_at", np.int64),
+        ("tiles_at", np.int64),
+        ("shown_at", np.int64),
         ("batch_stride", np.int64),
         ("head_stride", np.int64),
         ("words", np.int32),
         ("key_blocks", np.int32),
+        ("slots", np.int32),
+        # As C++ pads the struct.
+        ("_", np.int32),
     ]
 )
 

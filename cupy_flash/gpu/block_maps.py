@@ -39,6 +39,12 @@ _BITS, _WORD = 32, 4
 _TILE = 16
 # Parts of one allocation begin as allocations do.
 _ALIGNMENT = 512
+# Rows of a part whose pairs are kept, by how many threads, and keys of a word of theirs: as
+# `ShownPairs` of map.cuh.
+_KEPT_ROWS, _KEPT_THREADS, _KEPT_KEYS = 64, 128, 128
+# How many blocks of a part have their pairs kept at most, and bytes for those of all parts. Of
+# documents few parts see more than two in part. A million tokens have room for two.
+_MOST_SLOTS, _SLOTS_BYTES = 16, 40_000_000
 # CUDA's handles of the legacy default stream, which cannot be captured, and must not be asked.
 _LEGACY_STREAMS = (0, 1)
 
@@ -139,6 +145,13 @@ class MapSpec(NamedTuple):
         return ceil_div(self.key_blocks, _BITS)
 
     @property
+    def slot_bytes(self) -> int:
+        """Of a part's block whose pairs are kept; 0 where parts are of other sizes."""
+        if self.Br != self.parts * _KEPT_ROWS or self.Bc > 2 * _KEPT_KEYS:
+            return 0
+        return _KEPT_THREADS * 2 * ceil_div(self.Bc, _KEPT_KEYS) * _WORD
+
+    @property
     def band(self) -> tuple[int, int]:
         """Distances to the first and to the last key that a query sees."""
         left, right = (
@@ -153,55 +166,25 @@ class MapSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockMap:
-    """Where a map lies, for kernels (`BlockMap` in `kernels_cu/blocks/map.cuh`).
-
-    Attributes
-    ----------
-    visited, full, tiles
-        Addresses.
-    words, key_blocks
-        Of a part of a row tile.
-    batch_stride, head_stride
-        In row tiles; 0 where all sequences, or heads, share one.
-    bytes
-        Of its memory.
-    memory
-        Keeps it.
-    """
-
-    visited: int
-    full: int
-    tiles: int
-    words: int
-    key_blocks: int
-    batch_stride: int
-    head_stride: int
-    bytes: int
-    memory: Any
-
-    @property
-    def fields(self) -> tuple[int, ...]:
-        """In the order of `BLOCK_MAP_DTYPE`."""
-        strides = self.batch_stride, self.head_stride
-        return self.visited, self.full, self.tiles, *strides, self.words, self.key_blocks
-
-
-@dataclass(frozen=True)
 class Layout:
     """How the parts of a map, and the ranges that it is built with, lie in their memory.
 
     Attributes
     ----------
-    full, tiles, bytes
+    full, behind, tiles, shown, bytes
         Where they begin, and the end of the map; `visited` lies first.
+    slots
+        Blocks of each part whose pairs are kept at most.
     key_ranges, scratch
         Where those of keys begin behind those of rows, and bytes of both.
     """
 
     full: int
+    behind: int
     tiles: int
+    shown: int
     bytes: int
+    slots: int
     key_ranges: int
     scratch: int
 
@@ -212,9 +195,55 @@ class Layout:
         row_tiles = batches * heads * spec.row_tiles
         parts = row_tiles * spec.parts
         bits = round_up(parts * spec.words * _WORD, _ALIGNMENT)
+        tiles = 2 * bits + round_up(parts * spec.words, _ALIGNMENT)
+        shown = tiles + round_up(row_tiles * _TILE, _ALIGNMENT)
+        of_slot = parts * spec.slot_bytes
+        slots = min(_MOST_SLOTS, _SLOTS_BYTES // of_slot, spec.key_blocks) if of_slot else 0
         key_ranges = round_up(parts * mask.row_ranges, _ALIGNMENT)
         of_keys = batches * heads * spec.key_blocks * mask.key_ranges
-        return cls(bits, 2 * bits, 2 * bits + row_tiles * _TILE, key_ranges, key_ranges + of_keys)
+        return cls(
+            full=bits,
+            behind=2 * bits,
+            tiles=tiles,
+            shown=shown,
+            bytes=shown + slots * of_slot,
+            slots=slots,
+            key_ranges=key_ranges,
+            scratch=key_ranges + of_keys,
+        )
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Where a map lies, for kernels (`BlockMap` in `kernels_cu/blocks/map.cuh`).
+
+    Attributes
+    ----------
+    address, layout
+        Where it begins, and how its parts lie.
+    words, key_blocks
+        Of a part of a row tile.
+    batch_stride, head_stride
+        In row tiles; 0 where all sequences, or heads, share one.
+    memory
+        Keeps it.
+    """
+
+    address: int
+    layout: Layout
+    words: int
+    key_blocks: int
+    batch_stride: int
+    head_stride: int
+    memory: Any
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """In the order of `BLOCK_MAP_DTYPE`."""
+        layout = self.layout
+        places = layout.full, layout.behind, layout.tiles, layout.shown
+        strides = self.batch_stride, self.head_stride
+        return self.address, *places, *strides, self.words, self.key_blocks, layout.slots, 0
 
 
 def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
@@ -242,7 +271,8 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
         if ranges:
             lines.append(f"static_assert(sizeof(MaskBounds::{struct}) <= {ranges});")
     for entry in entries:
-        lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS})')
+        # With any number of registers ptxas takes so few that some masks spill.
+        lines.append(f'extern "C" __global__ void __launch_bounds__({_THREADS}, 4)')
         lines.append(
             f"{entry}(const __grid_constant__ BlockMapParams params) "
             f"{{ block_map::{functions[entry]}(params); }}"
@@ -305,15 +335,15 @@ class ReadyMap:
     ----------
     map
         The map.
-    addresses
-        Of its parts, see `BlockMap`.
+    address
+        Where it begins.
     """
 
     def __init__(
         self, map: BlockMap, of_maps: _Stream | None = None, built: Any | None = None
     ) -> None:
         self.map = map
-        self.addresses = map.visited, map.full, map.tiles
+        self.address = map.address
         self._of_maps, self._built = of_maps, built
         self._legacy_has_waited = False
 
@@ -439,7 +469,7 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
     unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
     parts = spec.row_tiles * spec.parts
-    thread_blocks = ceil_div(batches * heads * parts * spec.words, _WARPS)
+    thread_blocks = batches * heads * parts
     if thread_blocks > MAX_GRID:
         raise UnsupportedError(
             f"the block map of a mask of {batches} sequences, {heads} heads, {spec.seqlen_q} "
@@ -451,14 +481,12 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
     # Named until the launches are made: then the pool may hand it on, to what runs later.
     scratch = cuda.alloc(layout.scratch) if layout.scratch else None
     built = BlockMap(
-        visited=memory.ptr,
-        full=memory.ptr + layout.full,
-        tiles=memory.ptr + layout.tiles,
+        address=memory.ptr,
+        layout=layout,
         words=spec.words,
         key_blocks=spec.key_blocks,
         batch_stride=heads * spec.row_tiles if mask.of_batch else 0,
         head_stride=spec.row_tiles if mask.of_head else 0,
-        bytes=layout.bytes,
         memory=memory,
     )
     ranges = 0 if scratch is None else scratch.ptr

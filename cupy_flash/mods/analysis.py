@@ -10,6 +10,7 @@ from cupy_flash.mods.expression import INT, REAL, Node, cast, constant, fold, op
 
 Range = tuple[float, float]
 _ANY: Range = (-math.inf, math.inf)
+_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -161,23 +162,27 @@ def real_of_int(node: Node, analysis: Analysis) -> Node:
     return cast(node, REAL)
 
 
-def real_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
-    """Ends of a range that a real does not leave unless it is NaN, whatever scores are.
+def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
+    """Ends of a range that a number does not leave unless it is NaN, whatever scores are.
 
     Parameters
     ----------
     root
-        An expression of a score.
+        An expression.
     numbers
-        What its captured numbers are.
+        What is known of its captured numbers.
     """
 
     def visit(node: Node, args: tuple[Range, ...]) -> Range:
-        if node.op in ("const", "scalar") and node.type == REAL:
-            number = float(node.value if node.op == "const" else numbers[node.value])
+        if node.type not in (INT, REAL):
+            return _ANY
+        if node.is_constant or (node.op == "scalar" and node.value in numbers):
+            number = float(node.value if node.is_constant else numbers[node.value])
             return number, number
         if node.op in ("tanh", "sin", "cos"):
             return -1.0, 1.0
+        if node.op == "cast" and node.args[0].type == INT:
+            return args[0]
         if node.op == "where":
             ends = [end for part in args[1:] for end in part]
         elif node.op in ("min", "max"):
@@ -191,6 +196,11 @@ def real_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
             ends = [by[node.op](a, b) for a in x for b in y]
         else:
             return _ANY
-        return _ANY if any(map(math.isnan, ends)) else (min(ends), max(ends))
+        if any(map(math.isnan, ends)):
+            return _ANY
+        low, high = min(ends), max(ends)
+        # Integers may wrap.
+        wraps = node.type == INT and node.op not in ("where", "min", "max")
+        return _ANY if wraps and (low < _INT_MIN or high > _INT_MAX) else (low, high)
 
     return fold(root, visit)

@@ -20,6 +20,7 @@ from cupy_flash.mods.expression import (
     Node,
     constant,
     operation,
+    postorder,
     substitute,
 )
 from cupy_flash.mods.lower import exponent, lower
@@ -38,6 +39,11 @@ PrinterT = TypeVar("PrinterT", bound=Printer)
 # What a unit includes ahead of the text.
 HEADERS = ("score/capture.cuh", "score/functions.cuh")
 
+# Operations that the unit of special functions has a part in.
+_FUNCTIONS = frozenset(
+    {"tanh", "tanh_approx", "logistic", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos"}
+)
+
 # The capture that scores are scaled by.
 SCALE = "softmax_scale"
 
@@ -45,6 +51,7 @@ _ROW_PARAMETERS = (
     "const ModArguments& a, int b, int h, int i, int row, int q_start, int k_start, Real base"
 )
 _KEYS_PARAMETERS = "const ModArguments& a, const Row& r, int first_key"
+_BOUNDS_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int last"
 _PAIR_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int step"
 
 
@@ -58,14 +65,19 @@ def emit(
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
-    ``Mods`` has ``changes_scores`` and ``hides_pairs``, and these functions, of which the first is
-    called for a query row, the second for that row and a run of keys, the others for each pair:
+    ``Mods`` has ``changes_scores``, ``hides_pairs`` and ``calls_functions`` (the unit of special
+    functions for each score), and these functions, of which the first is called for a query row,
+    the second for that row and a run of keys, the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
     - ``Real exponent(a, row, keys, step, x, pairs)``, which is log2(e) times the new score, less
       the base, of the key ``first_key + step`` whose product of query and key is x,
     - ``bool sees(a, row, keys, step)``.
+
+    The last two have a variant for pairs that read arrays inside of their bounds, ``Inside``: with
+    ``has_bounds`` there are such, and ``bool is_inside(a, row, keys, last)`` tells whether all
+    pairs of steps from 0 to ``last`` do.
 
     ``step`` should be a constant after unrolling. Whatever does not change along a row is found in
     ``row``, and what grows evenly from key to key begins in ``keys``, so that the other two add a
@@ -123,15 +135,19 @@ class _Emission:
             f"using Real = {self._real};",
             f"static constexpr bool changes_scores = {_bool(score is not None)};",
             f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
+            f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
+            f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
             *self._functions(),
             *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *of_row, "return r;"]),
             *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *of_keys, "return k;"]),
-            "template <class Pairs = FromMemory>",
+            *self._is_inside(),
+            "template <bool Inside = false, class Pairs = FromMemory>",
             *_function(
                 f"Real exponent({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})", of_power
             ),
+            "template <bool Inside = false>",
             *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
@@ -170,6 +186,18 @@ class _Emission:
                 yield f"r.{name} = {printer.place(array, indices)};"
 
         return printer.body(lines)
+
+    def _calls_functions(self, power: Node) -> bool:
+        return any(
+            node.op in _FUNCTIONS and not self._analysis.is_of_row(node)
+            for node in postorder(power)
+        )
+
+    def _is_inside(self) -> list[str]:
+        if not self._members.bounds:
+            return []
+        body = f"return {' && '.join(self._members.bounds)};"
+        return _function(f"bool is_inside({_BOUNDS_PARAMETERS})", [body])
 
     def _functions(self) -> Iterator[str]:
         """Those of CUDA text, with the parameters of the Python functions beside them."""

@@ -28,6 +28,9 @@ class Members:
     functions
         Texts that are given as CUDA, with the types of what they are called with, by a node that
         calls them.
+    bounds
+        No members, but conditions: where all hold, indices of the pairs from step 0 to ``last`` are
+        inside of their arrays.
     """
 
     values: dict[Node, str] = field(default_factory=dict)
@@ -37,6 +40,7 @@ class Members:
     )
     reals: dict[Node, str] = field(default_factory=dict)
     functions: dict[tuple[object, tuple[str, ...]], tuple[str, Node]] = field(default_factory=dict)
+    bounds: dict[str, None] = field(default_factory=dict)
 
     def value(self, node: Node) -> str:
         """What a row has of a value."""

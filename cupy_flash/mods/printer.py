@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from cupy_flash.mods.analysis import Analysis, Linear
+from cupy_flash.mods.analysis import Analysis, Linear, value_range
 from cupy_flash.mods.arguments import Captures
 from cupy_flash.mods.expression import BOOL, COMPARISONS, INT, REAL, UINT64, Node
 from cupy_flash.mods.members import Indices, Members
@@ -150,8 +150,13 @@ class Printer:
         found = []
         for axis, index in indices:
             kind = "offset_from_0" if self.analysis.is_not_negative(index) else "offset"
-            found.append(f"a.{array}.{kind}<{axis}>({unwrapped(self.text(index))})")
+            options = self.offset_options(array, axis, index)
+            found.append(f"a.{array}.{kind}<{options}>({unwrapped(self.text(index))})")
         return found
+
+    def offset_options(self, array: str, axis: int, index: Node) -> str:
+        """Template arguments of an offset."""
+        return str(axis)
 
     def place(self, array: str, indices: Indices) -> str:
         """What a row has of where it reads in an array."""
@@ -217,6 +222,27 @@ class PairPrinter(Printer):
             return f"({position} - step)"
         steps = steps_text(linear.key, linear.offset)
         return f"({position} + ({steps}))" if " " in steps else f"({position} + {steps})"
+
+    def offset_options(self, array: str, axis: int, index: Node) -> str:
+        """And whether the index is known to be inside, where that can be asked of all pairs."""
+        bounds = self._bounds(f"a.{array}.shape[{axis}]", index)
+        self.members.bounds |= dict.fromkeys(bounds)
+        return f"{axis}, Inside" if bounds else str(axis)
+
+    def _bounds(self, length: str, index: Node) -> list[str]:
+        """Conditions for an index to be inside; none where they are not known."""
+        least, most = value_range(index, {})
+        if least >= 0 and most < math.inf:
+            return [f"{int(most)} < {length}"]
+        linear = self.analysis.linear(index)
+        if linear is None or abs(linear.key) != 1:
+            return []
+        position, offset = self.members.position(linear), linear.offset
+        start = f"{position} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else position
+        end = f"{start} {'+' if linear.key > 0 else '-'} last"
+        low, high = (start, end) if linear.key > 0 else (end, start)
+        lowest = [] if self.analysis.is_not_negative(index) else [f"{low} >= 0"]
+        return [*lowest, f"{high} < {length}"]
 
     def _growth(self, slope: Node) -> str:
         """What a real has grown by, as text behind it."""

@@ -53,7 +53,8 @@ class ScoreSpec:
     block
         Rows and keys of the blocks that the user's mask is the same in, if any.
     reads_pairs
-        Whether the text reads an element of an array for each pair to change its score.
+        Whether the text reads an element of an array for each pair, or to change scores of each
+        key.
     bias
         The bias, where each sequence has its own rows and they are contiguous.
     is_bounded

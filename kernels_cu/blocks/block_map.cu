@@ -1,8 +1,8 @@
 // Finds out which blocks of the score matrix a mask hides wholly, shows wholly, or in part. First
 // come ranges of what captured arrays hold for the rows of each part of a row tile and for the keys
 // of each key block; then, for 32 blocks at a time, what those say (bounds.cuh), and of blocks that
-// stay undecided a thread block looks at pairs, until one is seen and one is hidden; last the order
-// of the row tiles.
+// stay undecided a thread block looks at pairs, until one is seen and one is hidden; of some that
+// are seen in part all pairs are kept; last the order of the row tiles.
 //
 // The unit declares ModArguments, Mods and MaskBounds ahead of this file.
 #include "blocks/bounds.cuh"
@@ -44,24 +44,12 @@ constexpr int sizes = threads;
 
 // A mask that stands for all batches, or heads, is asked about the first.
 struct Head {
-  int64 index;
+  int index;
   int batch;
   int head;
 
-  __device__ Head(const BlockMapParams& p, int64 index)
-      : index(index), batch(int(index / p.heads)), head(int(index % p.heads)) {}
-};
-
-// Of a word among all of the map.
-struct Word {
-  int first_block;
-  int part;
-  Head at;
-
-  __device__ Word(const BlockMapParams& p, int64 index)
-      : first_block(int(index % p.map.words) * 32),
-        part(int(index / p.map.words % p.all_parts())),
-        at(p, index / p.map.words / p.all_parts()) {}
+  __device__ Head(const BlockMapParams& p, int index)
+      : index(index), batch(index / p.heads), head(index % p.heads) {}
 };
 
 // Positions of a part of a row tile, and keys of a block, ends included.
@@ -142,8 +130,9 @@ __device__ inline void find_ranges(const BlockMapParams& p) {
   // Of a mask without ranges nobody calls it, but the compiler would see a division by 0.
   const int warps_of_head = max(1, parts + key_blocks);
   const int64 of_head = index % warps_of_head;
-  const Head at(p, index / warps_of_head);
-  if (at.index >= int64(p.batches) * p.heads) return;
+  const int64 head = index / warps_of_head;
+  if (head >= int64(p.batches) * p.heads) return;
+  const Head at(p, int(head));
   const bool is_first_lane = threadIdx.x % lanes == 0;
   if (of_head < parts) {
     const Block block(p, int(of_head), 0);
@@ -153,7 +142,7 @@ __device__ inline void find_ranges(const BlockMapParams& p) {
       return MaskBounds::rows_at(p.mods, at.batch, at.head, i, 0, 0);
     });
     auto* to = static_cast<MaskBounds::Rows*>(p.row_ranges);
-    if (is_first_lane) to[at.index * parts + of_head] = ranges;
+    if (is_first_lane) to[int64(at.index) * parts + of_head] = ranges;
   } else {
     const int key_block = int(of_head) - parts;
     const Block block(p, 0, key_block);
@@ -161,7 +150,7 @@ __device__ inline void find_ranges(const BlockMapParams& p) {
       return MaskBounds::keys_at(p.mods, at.batch, at.head, j, 0, 0);
     });
     auto* to = static_cast<MaskBounds::Keys*>(p.key_ranges);
-    if (is_first_lane) to[at.index * p.map.key_blocks + key_block] = ranges;
+    if (is_first_lane) to[int64(at.index) * p.map.key_blocks + key_block] = ranges;
   }
 }
 
@@ -180,20 +169,39 @@ __device__ inline Seen seen_by_bounds(const BlockMapParams& p, const Head& at, i
   MaskBounds::Rows rows = {};
   MaskBounds::Keys keys = {};
   if constexpr (MaskBounds::row_ranges > 0) {
-    rows = static_cast<const MaskBounds::Rows*>(p.row_ranges)[at.index * p.all_parts() + part];
+    const int64 of_head = int64(at.index) * p.all_parts();
+    rows = static_cast<const MaskBounds::Rows*>(p.row_ranges)[of_head + part];
   }
   if constexpr (MaskBounds::key_ranges > 0) {
     keys = static_cast<const MaskBounds::Keys*>(
-        p.key_ranges)[at.index * p.map.key_blocks + key_block];
+        p.key_ranges)[int64(at.index) * p.map.key_blocks + key_block];
   }
   return MaskBounds::classify(p.mods, at.batch, at.head, block.i_low, block.i_high, block.j_low,
                               block.j_high, 0, 0, rows, keys);
 }
 
+// What the corners of a block say: that decides most of those that a boundary crosses. Pair by pair
+// the documents of 32768 tokens took 200 us, so 8.
+__device__ inline Truth seen_by_corners(const BlockMapParams& p, const Head& at,
+                                        const Block& block) {
+  Truth sees = {false, false};
+#pragma unroll
+  for (int corner = 0; corner < 4; ++corner) {
+    const int i = corner % 2 ? block.i_high : block.i_low;
+    const int j = corner / 2 ? block.j_high : block.j_low;
+    const auto row = Mods::row(p.mods, at.batch, at.head, i, i - p.q_offset, 0, 0, 0);
+    const bool is_seen = Mods::sees(p.mods, row, Mods::keys(p.mods, row, j), 0);
+    const bool is_inside = j >= i - p.left && j <= i + p.right;
+    sees.may_be_true |= is_inside & is_seen;
+    sees.may_be_false |= is_inside & !is_seen;
+  }
+  return sees;
+}
+
 // A warp's part of the pairs of a block, until the thread block knows one that is seen and one that
 // is hidden.
-__device__ inline void look_at_pairs(const BlockMapParams& p, const Head& at, const Block& block,
-                                     unsigned bit, Found& found) {
+__device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Head& at,
+                                              const Block& block, unsigned bit, Found& found) {
   const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
   volatile const Found& known = found;
   unsigned seen = 0, hidden = 0;
@@ -229,36 +237,81 @@ __device__ inline void look_at_pairs(const BlockMapParams& p, const Head& at, co
   }
 }
 
-// A warp for each word of the map, and all of a thread block for the pairs.
+// What is known of a warp's word before pairs are looked at.
+__device__ inline Found found_at_once(const BlockMapParams& p, const Head& at, int part, int word) {
+  Truth sees = {false, true};
+  bool is_open = false;
+  const int key_block = word * 32 + int(threadIdx.x % lanes);
+  const Seen seen = word < p.map.words ? seen_by_bounds(p, at, part, key_block) : Seen::none;
+  if (seen == Seen::all) sees = {true, false};
+  if (seen == Seen::some) {
+    sees = seen_by_corners(p, at, Block(p, part, key_block).within_band(p));
+    is_open = !(sees.may_be_true && sees.may_be_false);
+  }
+  return {__ballot_sync(all_lanes, is_open), __ballot_sync(all_lanes, sees.may_be_true),
+          __ballot_sync(all_lanes, sees.may_be_false)};
+}
+
+// Keeps the pairs of a block, a half of a fragment's thread each.
+template <int Words>
+__device__ __forceinline__ void keep_pairs(const BlockMapParams& p, const Head& at, int part,
+                                           int key_block, int slot) {
+  using Shown = ShownPairs<Words>;
+  static_assert(threads == 2 * Shown::threads, "each has a row");
+  const int thread = threadIdx.x / 2, half = threadIdx.x % 2;
+  const int row = part * p.part_rows + Shown::first_row(thread) + 8 * half;
+  const auto of_row = Mods::row(p.mods, at.batch, at.head, row + p.q_offset, row, 0, 0, 0);
+  const auto keys = Mods::keys(p.mods, of_row, key_block * p.Bc + Shown::first_key(thread));
+  unsigned* bits = p.map.shown_in<Shown>(blockIdx.x, slot)[thread].bits[half];
+#pragma unroll
+  for (int word = 0; word < Words; ++word) {
+    unsigned shown = 0;
+    for (int n = 0; n < min(32, p.Bc / 4 - word * 32); ++n) {
+      shown |= unsigned(Mods::sees(p.mods, of_row, keys, Shown::step(word * 32 + n))) << n;
+    }
+    bits[word] = shown;
+  }
+}
+
+// A thread block for each part of each head, and a warp for each of its words, from the last on.
 __device__ inline void build(const BlockMapParams& p) {
   __shared__ Found found[warps];
-  const int lane = threadIdx.x % lanes, warp = threadIdx.x / lanes;
-  const int64 words = int64(p.batches) * p.heads * p.all_parts() * p.map.words;
-  const int64 first = int64(blockIdx.x) * warps;
-  Seen seen = Seen::none;
-  if (first + warp < words) {
-    const Word word(p, first + warp);
-    seen = seen_by_bounds(p, word.at, word.part, word.first_block + lane);
-  }
-  const unsigned some = __ballot_sync(all_lanes, seen == Seen::some);
-  const unsigned all = __ballot_sync(all_lanes, seen == Seen::all);
-  if (lane == 0) found[warp] = {some, all, 0};
-  __syncthreads();
-  for (int n = 0; n < warps; ++n) {
-    const unsigned open = found[n].open;
-    if (open == 0) continue;
-    const Word word(p, first + n);
-    for (unsigned left = open; left != 0; left &= left - 1) {
-      const int bit = __ffs(left) - 1;
-      const Block block = Block(p, word.part, word.first_block + bit).within_band(p);
-      look_at_pairs(p, word.at, block, 1u << bit, found[n]);
+  const int warp = threadIdx.x / lanes;
+  const int part = blockIdx.x % p.all_parts();
+  const Head at(p, blockIdx.x / p.all_parts());
+  int slot = 0;
+  for (int first = (p.map.words - 1) / warps * warps; first >= 0; first -= warps) {
+    const Found at_once = found_at_once(p, at, part, first + warp);
+    if (threadIdx.x % lanes == 0) found[warp] = at_once;
+    __syncthreads();
+    for (int n = 0; n < warps; ++n) {
+      for (unsigned left = found[n].open; left != 0; left &= left - 1) {
+        const int bit = __ffs(left) - 1;
+        const Block block = Block(p, part, (first + n) * 32 + bit).within_band(p);
+        look_at_pairs(p, at, block, 1u << bit, found[n]);
+      }
     }
-  }
-  __syncthreads();
-  if (threadIdx.x < warps && first + threadIdx.x < words) {
-    const Found& known = found[threadIdx.x];
-    p.map.visited[first + threadIdx.x] = known.seen;
-    p.map.full[first + threadIdx.x] = known.seen & ~known.hidden;
+    __syncthreads();
+    for (int n = min(warps, p.map.words - first) - 1; n >= 0; --n) {
+      const Found known = found[n];
+      if (threadIdx.x == 0) {
+        const int64 index = int64(blockIdx.x) * p.map.words + first + n;
+        p.map.visited()[index] = known.seen;
+        p.map.full()[index] = known.seen & ~known.hidden;
+        p.map.behind()[index] = slot;
+      }
+      unsigned left = known.seen & known.hidden;
+      for (; left != 0 && slot < p.map.slots; ++slot) {
+        const int bit = 31 - __clz(left), key_block = (first + n) * 32 + bit;
+        left &= ~(1u << bit);
+        if (p.Bc <= 128) {
+          keep_pairs<1>(p, at, part, key_block, slot);
+        } else {
+          keep_pairs<2>(p, at, part, key_block, slot);
+        }
+      }
+    }
+    __syncthreads();
   }
 }
 
@@ -269,7 +322,7 @@ struct Extent {
   int count = 0;
 
   __device__ Extent(const BlockMapParams& p, int64 tile) {
-    const unsigned* visited = p.map.visited + tile * p.parts * p.map.words;
+    const unsigned* visited = p.map.visited() + tile * p.parts * p.map.words;
     for (int word = 0; word < p.map.words; ++word) {
       unsigned any = 0;
       for (int part = 0; part < p.parts; ++part) any |= visited[part * p.map.words + word];
@@ -305,7 +358,7 @@ __device__ inline void order_tiles(const BlockMapParams& p) {
   for (int tile = threadIdx.x; tile < p.row_tiles; tile += threads) {
     const Extent extent(p, first + tile);
     const int place = atomicAdd(ends + extent.size(p), -1) - 1;
-    p.map.tiles[first + place] = {tile, extent.begin, extent.end};
+    p.map.tiles()[first + place] = {tile, extent.begin, extent.end};
   }
 }
 

@@ -40,7 +40,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   __syncthreads();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if (threadIdx.x == 0) HopperProducer<Config>{cta}.produce();
+    if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();

@@ -257,15 +257,10 @@ struct MmaForward : MmaWork<Config> {
 
   __device__ void modify_scores(int key_begin) {
     if constexpr (Config::modified) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const ScoreRow at = score_row(p, this->work, place, row_of(first_row, i, half));
-          modify_fragment_row<Config, Bc / 8>(p, at, key_begin + lane % 4 * 2,
-                                              scores[i][0] + 2 * half);
-        }
-      }
+      modify_fragments<Config, 2 * row_tiles, Bc / 8>(
+          p,
+          [&](int r) { return score_row(p, this->work, place, row_of(first_row, r / 2, r % 2)); },
+          key_begin + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
 

@@ -59,6 +59,13 @@ __device__ inline void mbarrier_arrive_expect_tx(unsigned barrier, int bytes) {
                : "memory");
 }
 
+// mbarrier.expect_tx: has the phase, an arrival of which is still to come, wait for that many bytes
+// more.
+__device__ inline void mbarrier_expect_tx(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // mbarrier.try_wait.parity, until the phase of that parity is complete.
 __device__ inline void mbarrier_wait(unsigned barrier, int parity) {
   asm volatile(
@@ -106,6 +113,17 @@ __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap*
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
       "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// cp.async.bulk: bytes one behind the other to shared memory, both on 16 bytes. They count on the
+// barrier.
+__device__ inline void cp_async_bulk(unsigned shared, const void* source, int bytes,
+                                     unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared),
+      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

@@ -51,16 +51,25 @@ struct CaptureFields<Element, Offset, 0, 0> {
 // and twice as many of a long long.
 template <class Element, class Offset, int Rank, bool ContiguousLast>
 struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - ContiguousLast : 0)> {
-  // Elements from the first of an axis to the nearest that there is to an index.
-  template <int Axis>
+  // Elements from the first of an axis to the nearest that there is to an index; `Inside` says that
+  // there is the very one. With a sign then: what is added to an index becomes part of the load.
+  template <int Axis, bool Inside = false>
   __device__ Offset offset(int index) const {
-    return step<Axis>(max(0, min(index, this->shape[Axis] - 1)));
+    if constexpr (Inside) {
+      return step<Axis, Offset>(index);
+    } else {
+      return step<Axis>(max(0, min(index, this->shape[Axis] - 1)));
+    }
   }
 
   // The same of an index that is not negative.
-  template <int Axis>
+  template <int Axis, bool Inside = false>
   __device__ Offset offset_from_0(int index) const {
-    return step<Axis>(min(index, this->shape[Axis] - 1));
+    if constexpr (Inside) {
+      return step<Axis, Offset>(index);
+    } else {
+      return step<Axis>(min(index, this->shape[Axis] - 1));
+    }
   }
 
   template <class... Indices>
@@ -77,8 +86,8 @@ struct Capture : CaptureFields<Element, Offset, Rank, (Rank > 0 ? Rank - Contigu
 
  private:
   // Unsigned, as an address then takes one multiply-add.
-  template <int Axis>
-  __device__ Offset step(unsigned index) const {
+  template <int Axis, class Index = unsigned>
+  __device__ Offset step(Index index) const {
     if constexpr (ContiguousLast && Axis == Rank - 1) {
       return index;
     } else {

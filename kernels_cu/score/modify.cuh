@@ -12,6 +12,7 @@
 struct NoMods {
   static constexpr bool changes_scores = false;
   static constexpr bool hides_pairs = false;
+  static constexpr bool calls_functions = false;
 };
 
 // A row of a score matrix, as modifications know it.
@@ -38,42 +39,98 @@ __device__ T exponent_scale(const Params& p) {
   }
 }
 
-// Changes and hides scores of a row: score(n) is the one of key first_key + step(n), a constant.
-// Where they are changed, they become exponents of two relative to the base. With `hides` false
-// nothing is hidden, as a block map says. `pairs` has elements of pairs at hand.
-template <class Config, int Count, class AnyParams, class T, class Score, class Step,
-          class Pairs = FromMemory>
-__device__ void modify_row(const AnyParams& p, const ScoreRow& at, int first_key, T base,
-                           bool hides, Score score, Step step, const Pairs& pairs = {}) {
+// Changes and hides scores of some rows and a run of keys: score(r, n) is that of row at(r) and key
+// first_key + step(n), a constant that grows with n. Where they are changed, they become exponents
+// of two relative to base(r). With `hides` false nothing is hidden, as a block map says. pairs(r)
+// has elements of a row's pairs at hand.
+template <class Config, int Rows, int Count>
+struct ModifiedRows {
   using Mods = typename Config::Mods;
-  if constexpr (Mods::changes_scores || Mods::hides_pairs) {
-    const auto row = Mods::row(p.mods, at.batch, at.head, at.row + at.q_offset, at.row, at.q_start,
-                               at.k_start, base);
-    const auto keys = Mods::keys(p.mods, row, first_key);
+
+  template <class AnyParams, class At, class Base, class Score, class Step, class Pairs>
+  __device__ static void modify(const AnyParams& p, At at, int first_key, Base base, bool hides,
+                                Score score, Step step, Pairs pairs) {
+    if constexpr (Mods::changes_scores || Mods::hides_pairs) {
+      if (!Mods::changes_scores && !hides) return;
+      if constexpr (Mods::has_bounds) {
+        // Asked of all rows at once, so that they share what is read of keys.
+        bool is_inside = true;
+#pragma unroll
+        for (int r = 0; r < Rows; ++r) {
+          const auto row = row_of(p, at(r), base(r));
+          const auto keys = Mods::keys(p.mods, row, first_key);
+          is_inside &= Mods::is_inside(p.mods, row, keys, step(Count - 1));
+        }
+        if (is_inside) {
+          modify_all<true>(p, at, first_key, base, hides, score, step, pairs);
+          return;
+        }
+      }
+      modify_all<false>(p, at, first_key, base, hides, score, step, pairs);
+    }
+  }
+
+ private:
+  template <class AnyParams, class T>
+  __device__ static auto row_of(const AnyParams& p, const ScoreRow& at, T base) {
+    return Mods::row(p.mods, at.batch, at.head, at.row + at.q_offset, at.row, at.q_start,
+                     at.k_start, base);
+  }
+
+  template <bool Inside, class AnyParams, class At, class Base, class Score, class Step,
+            class Pairs>
+  __device__ static void modify_all(const AnyParams& p, At at, int first_key, Base base,
+                                    bool hides, Score score, Step step, Pairs pairs) {
     if constexpr (Mods::changes_scores) {
 #pragma unroll
-      for (int n = 0; n < Count; ++n) {
-        score(n) = Mods::exponent(p.mods, row, keys, step(n), score(n), pairs);
+      for (int r = 0; r < Rows; ++r) {
+        const auto row = row_of(p, at(r), base(r));
+        const auto keys = Mods::keys(p.mods, row, first_key);
+#pragma unroll
+        for (int n = 0; n < Count; ++n) {
+          score(r, n) =
+              Mods::template exponent<Inside>(p.mods, row, keys, step(n), score(r, n), pairs(r));
+        }
       }
     }
-    if constexpr (Mods::hides_pairs) {
-      if (!hides) return;
+    if (!Mods::hides_pairs || !hides) return;
+#pragma unroll
+    for (int r = 0; r < Rows; ++r) {
+      const auto row = row_of(p, at(r), base(r));
+      const auto keys = Mods::keys(p.mods, row, first_key);
 #pragma unroll
       for (int n = 0; n < Count; ++n) {
-        if (!Mods::sees(p.mods, row, keys, step(n))) score(n) = -SoftmaxMath<T>::infinity();
+        if (!Mods::template sees<Inside>(p.mods, row, keys, step(n))) {
+          score(r, n) = -SoftmaxMath<typename Mods::Real>::infinity();
+        }
       }
     }
   }
+};
+
+template <class Config, int Rows, int Count, class AnyParams, class At, class Score, class Step>
+__device__ void modify_rows(const AnyParams& p, At at, int first_key, Score score, Step step) {
+  ModifiedRows<Config, Rows, Count>::modify(
+      p, at, first_key, [](int) { return 0; }, true, score, step,
+      [](int) { return FromMemory(); });
 }
 
-// A lane's part of a row of accumulators (tile/fragments.cuh), whose first key is first_key.
-template <class Config, int column_tiles, class AnyParams, class Pairs = FromMemory>
-__device__ void modify_fragment_row(const AnyParams& p, const ScoreRow& at, int first_key,
-                                    float* row, float base = 0, bool hides = true,
-                                    const Pairs& pairs = {}) {
-  modify_row<Config, 2 * column_tiles>(
-      p, at, first_key, base, hides, [&](int n) -> float& { return row[n / 2 * 4 + n % 2]; },
+// A lane's parts of rows of accumulators (tile/fragments.cuh), whose first key is first_key:
+// part(r) is that of row at(r).
+template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Base,
+          class Part, class Pairs>
+__device__ void modify_fragments(const AnyParams& p, At at, int first_key, Base base, bool hides,
+                                 Part part, Pairs pairs) {
+  ModifiedRows<Config, Rows, 2 * column_tiles>::modify(
+      p, at, first_key, base, hides,
+      [&](int r, int n) -> float& { return part(r)[n / 2 * 4 + n % 2]; },
       [](int n) { return n / 2 * 8 + n % 2; }, pairs);
+}
+
+template <class Config, int Rows, int column_tiles, class AnyParams, class At, class Part>
+__device__ void modify_fragments(const AnyParams& p, At at, int first_key, Part part) {
+  modify_fragments<Config, Rows, column_tiles>(
+      p, at, first_key, [](int) { return 0.f; }, true, part, [](int) { return FromMemory(); });
 }
 
 // A sink is one more score of a row, without a value: what it makes of the log-sum-exp, and the

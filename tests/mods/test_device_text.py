@@ -311,3 +311,32 @@ def test_nan_of_a_score_stays_in_minimum_and_maximum(tmp_path) -> None:
     # Times log2(e) and back.
     np.testing.assert_allclose(run(scores)[0], [np.nan, -6, 6, 6], rtol=2**-22)
     np.testing.assert_array_equal(mod.evaluate(scores, 0, 0, 0, 0), [np.nan, -6, 6, 6])
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "bounds"),
+    [
+        (lambda j, x: x[j] > 0, (9,), ["k.first + last < a.x.shape[0]"]),
+        (
+            lambda i, j, x: x[i, j + 3] > 0,
+            (9, 9),
+            ["k.first + 3 + last < a.x.shape[1]"],
+        ),
+        (
+            lambda i, j, x: x[i - j] > 0,
+            (9,),
+            ["k.m0 - last >= 0", "k.m0 < a.x.shape[0]"],
+        ),
+        (lambda i, j, x: x[np.clip(i - j, -4, 4) + 4] > 0, (9,), ["8 < a.x.shape[0]"]),
+        # One that is read is anywhere; what it is read at is known.
+        (lambda j, x: x[x[j]] > 0, (9,), ["k.first + last < a.x.shape[0]"]),
+        (lambda i, j, x: x[i * j] > 0, (9,), None),
+        # What a row reads is asked for once.
+        (lambda i, j, x: (x[i] > 0) & (j > 2), (9,), None),
+    ],
+)
+def test_what_has_to_hold_for_all_pairs_to_read_inside(function, shape, bounds) -> None:
+    text = Text.of(MaskMod(function, x=np.ones(shape, np.int32))).emitted()
+    assert f"has_bounds = {'true' if bounds else 'false'};" in text
+    assert bool(bounds) == ("bool is_inside(" in text)
+    assert not bounds or f"return {' && '.join(bounds)};" in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import ScoreMod
-from cupy_flash.mods.analysis import real_range
+from cupy_flash.mods.analysis import value_range
 
 RANGES = {
     "tanh": (lambda score: 30 * np.tanh(score / 30), (-30, 30)),
@@ -34,7 +34,7 @@ def test_a_score_does_not_leave_its_range(name: str, rng: np.random.Generator) -
     function, expected = RANGES[name]
     captures = CAPTURES.get(name, {})
     traced = ScoreMod(function, **captures).traced
-    low, high = real_range(traced.expression, captures)
+    low, high = value_range(traced.expression, captures)
     assert (low, high) == expected
     score = rng.standard_normal(500) * rng.choice([1, 100, 1e300], 500)
     named = dict(zip("hij", rng.integers(0, 3, (3, 500)), strict=True), score=score)

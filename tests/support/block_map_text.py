@@ -47,6 +47,7 @@ _READING = """
 using std::min;
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 """
 
 _BOUNDS = """
@@ -78,10 +79,12 @@ extern "C" void read{number}(const BlockMap* map, int batch, int head, int tile,
   const MappedBlocks<2> blocks(*map, batch, head, tile);
   *answers++ = map->tile_at(batch, head, tile).tile;
   for (int k = 0; k < map->key_blocks; ++k) {{
-    *answers++ = blocks.visited_by(k);
-    *answers++ = blocks.full_for(k);
+    *answers++ = blocks.is_visited(0, k) + 2 * blocks.is_visited(1, k);
+    *answers++ = blocks.is_full(0, k) + 2 * blocks.is_full(1, k);
     *answers++ = blocks.last_before(k + 1);
     *answers++ = blocks.first_from(k, map->key_blocks);
+    *answers++ = blocks.slot_of(0, k);
+    *answers++ = blocks.slot_of(1, k);
   }}
   *answers = blocks.last_before(0);
 }}
@@ -102,6 +105,28 @@ extern "C" void build{number}(const BlockMapParams* p, int range_warps, int thre
 """
 
 
+class FoundMap(NamedTuple):
+    """What a map says, by (batches, heads).
+
+    Attributes
+    ----------
+    visited, full
+        Bools (parts, key blocks).
+    tiles
+        (row tiles, 3).
+    behind
+        (parts, words).
+    shown
+        (parts, slots, threads, halves, words) of bits.
+    """
+
+    visited: np.ndarray
+    full: np.ndarray
+    tiles: np.ndarray
+    behind: np.ndarray
+    shown: np.ndarray
+
+
 class HostMask(NamedTuple):
     """A mask's device code, on the host.
 
@@ -110,14 +135,14 @@ class HostMask(NamedTuple):
     classify
         Of b, h and an (n, 4) array of i_low, i_high, j_low and j_high: what bounds say of each.
     build
-        Of a `MapSpec`: visited, full and tiles.
+        A `MapSpec`'s map.
     read
         What a kernel is told of a row tile, of two parts, of such a map: of `BLOCK_MAP_DTYPE`,
         batch, head, tile.
     """
 
     classify: Callable[[int, int, np.ndarray], np.ndarray]
-    build: Callable[[MapSpec], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    build: Callable[[MapSpec], FoundMap]
     read: Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
@@ -169,21 +194,18 @@ def _host_mask(
         classify(pointer(packed()), b, h, len(ends), pointer(ends), pointer(seen))
         return seen
 
-    def built(spec: MapSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def built(spec: MapSpec) -> FoundMap:
         layout, (batches, heads) = Layout.of(spec, text), spec.maps(text)
         # Nothing in it that has not been written.
         memory = np.full(layout.bytes, 0xA5, np.uint8)
         scratch = np.full(layout.scratch + 8, 0xA5, np.uint8)
-        address = memory.ctypes.data
         map = BlockMap(
-            visited=address,
-            full=address + layout.full,
-            tiles=address + layout.tiles,
+            address=memory.ctypes.data,
+            layout=layout,
             words=spec.words,
             key_blocks=spec.key_blocks,
             batch_stride=0,
             head_stride=0,
-            bytes=layout.bytes,
             memory=memory,
         )
         params = np.frombuffer(
@@ -192,13 +214,13 @@ def _host_mask(
         parts = spec.row_tiles * spec.parts
         of_rows = parts if text.row_ranges else 0
         of_keys = spec.key_blocks if text.key_ranges else 0
-        thread_blocks = -(-batches * heads * parts * spec.words // 8)
+        thread_blocks = batches * heads * parts
         warps = batches * heads * (of_rows + of_keys)
         build(pointer(params), warps, thread_blocks, batches * heads)
         return read_map(spec, (batches, heads), memory, layout)
 
     def told(map: np.ndarray, batch: int, head: int, tile: int) -> np.ndarray:
-        answers = np.empty(2 + 4 * int(map["key_blocks"]), np.int32)
+        answers = np.empty(2 + 6 * int(map["key_blocks"]), np.int32)
         read(pointer(map), batch, head, tile, pointer(answers))
         return answers
 
@@ -221,31 +243,32 @@ def launched(ready: ReadyMap) -> None:
     ready.launched(block_maps.cupy_module().cuda.get_current_stream().ptr)
 
 
-def read_map(
-    spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A map's bytes as bools (batches, heads, parts, key blocks), twice, and the tiles."""
+def read_map(spec: MapSpec, maps: tuple[int, int], memory: np.ndarray, layout: Layout) -> FoundMap:
+    """What a map's bytes say."""
     shape = (*maps, spec.row_tiles * spec.parts)
-    size = int(np.prod(shape)) * spec.words * 4
+
+    def part(begin: int, dtype: type, *lengths: int) -> np.ndarray:
+        size = int(np.prod(lengths)) * np.dtype(dtype).itemsize
+        return memory[begin : begin + size].view(dtype).reshape(lengths)
+
     bits = []
     for begin in (0, layout.full):
-        words = memory[begin : begin + size].reshape(*shape, spec.words * 4)
+        words = part(begin, np.uint8, *shape, spec.words * 4)
         # No bit is set behind the last block.
         blocks = np.unpackbits(words, axis=-1, bitorder="little").astype(bool)
         assert not blocks[..., spec.key_blocks :].any()
         bits.append(blocks[..., : spec.key_blocks])
-    tiles = memory[layout.tiles : layout.bytes].view(np.int32).reshape(*maps, spec.row_tiles, 4)
-    return bits[0], bits[1], tiles[..., :3]
+    return FoundMap(
+        *bits,
+        part(layout.tiles, np.int32, *maps, spec.row_tiles, 4)[..., :3],
+        part(layout.behind, np.uint8, *shape, spec.words),
+        part(layout.shown, np.uint32, *shape, layout.slots, 128, 2, spec.slot_bytes // 1024),
+    )
 
 
-def check_map(
-    found: tuple[np.ndarray, np.ndarray, np.ndarray],
-    mod: MaskMod,
-    spec: MapSpec,
-    maps: tuple[int, int],
-) -> None:
-    """Asserts that a map, as of `read_map`, says what the mask's pairs say."""
-    visited, full, tiles = found
+def check_map(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
+    """Asserts that a map says what the mask's pairs say."""
+    visited, full, tiles = found[:3]
     expected_visited, expected_full = _expected_map(mod, spec, maps)
     np.testing.assert_array_equal(visited, expected_visited)
     np.testing.assert_array_equal(full, expected_full)
@@ -261,6 +284,32 @@ def check_map(
     np.testing.assert_array_equal(tiles[..., 1], np.where(any_visited, begin, 0))
     np.testing.assert_array_equal(tiles[..., 2], np.where(any_visited, end, 0))
     assert (counts[..., 1:] - counts[..., :-1] <= spec.key_blocks // 255).all()
+    _check_kept_pairs(found, mod, spec, maps)
+
+
+def _check_kept_pairs(found: FoundMap, mod: MaskMod, spec: MapSpec, maps: tuple[int, int]) -> None:
+    """The pairs of each part's last blocks that are neither hidden nor shown wholly."""
+    slots = found.shown.shape[3]
+    partial = found.visited & ~found.full
+    of_words = np.pad(partial, [(0, 0)] * 3 + [(0, -spec.key_blocks % 32)])
+    counts = of_words.reshape(*partial.shape[:3], spec.words, 32).sum(-1)
+    behind = counts[..., ::-1].cumsum(-1)[..., ::-1] - counts
+    np.testing.assert_array_equal(found.behind, np.minimum(behind, slots))
+    threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
+    rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves
+    columns = threads % 4 * 2 + keys // 2 * 8 + keys % 2
+    for b, h, part in np.ndindex(partial.shape[:3]):
+        kept = np.flatnonzero(partial[b, h, part])[::-1][:slots]
+        for slot, block in enumerate(kept):
+            row, j = part * 64 + rows, block * spec.Bc + columns
+            there = (row < spec.seqlen_q) & (j < spec.seqlen_k)
+            i = np.minimum(row, spec.seqlen_q - 1) + spec.q_offset
+            args = b, h, i, np.minimum(j, spec.seqlen_k - 1)
+            seen = mod.evaluate(*(np.asarray(x, np.int32) for x in args))
+            words = found.shown[b, h, part, slot]
+            bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+            shown = bits[..., : spec.Bc // 4].astype(bool)
+            np.testing.assert_array_equal(shown[there], np.broadcast_to(seen, there.shape)[there])
 
 
 def _expected_map(

@@ -73,6 +73,17 @@ class Text:
 
 Run = Callable[..., tuple[np.ndarray, np.ndarray]]
 
+_INSIDE = """
+template <class Mods, class Arguments, class Row, class Keys>
+bool is_inside(const Arguments& a, const Row& r, const Keys& k, int last) {
+  if constexpr (Mods::has_bounds) {
+    return Mods::is_inside(a, r, k, last);
+  } else {
+    return false;
+  }
+}
+"""
+
 _UNIT = """
 namespace mod{number} {{
 {text}
@@ -83,11 +94,16 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
     const Mods::Row r = Mods::row(*a, columns[0], columns[1], columns[2], columns[3], columns[4],
                                   columns[5], 0);
     const Mods::Keys k = Mods::keys(*a, r, columns[6]);
+    const int step = columns[7];
+    // As kernels do, without a look at bounds where none is crossed.
+    const bool inside = is_inside<Mods>(*a, r, k, step);
     scores[pair] = x[pair];
     if (Mods::changes_scores) {{
-      scores[pair] = Mods::exponent(*a, r, k, columns[7], x[pair]) * 0.6931471805599453;
+      scores[pair] = inside ? Mods::exponent<true>(*a, r, k, step, x[pair])
+                            : Mods::exponent(*a, r, k, step, x[pair]);
+      scores[pair] *= 0.6931471805599453;
     }}
-    seen[pair] = Mods::sees(*a, r, k, columns[7]);
+    seen[pair] = inside ? Mods::sees<true>(*a, r, k, step) : Mods::sees(*a, r, k, step);
   }}
 }}
 }}
@@ -109,7 +125,7 @@ def compiled_for_host(folder: Path, texts: Sequence[Text]) -> list[Run]:
         for number, text in enumerate(texts)
     ]
     source, library = folder / "mods.cpp", folder / "mods.so"
-    source.write_text(includes + "".join(units), encoding="utf-8")
+    source.write_text(includes + _INSIDE + "".join(units), encoding="utf-8")
     # The stand-ins come first; sums of integers wrap, as they do in NumPy and on a GPU.
     options = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-fwrapv"]
     options += [f"-I{FOLDER}", f"-I{KERNEL_DIR}"]

@@ -133,14 +133,9 @@ struct DecodeWarp : DecodeBlock<Config> {
 
   __device__ void modify_scores(int first_key) {
     if constexpr (Config::modified) {
-#pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          modify_fragment_row<Config, Bc / 8>(p, Block::score_row(row_of(i, half)),
-                                              first_key + lane % 4 * 2, scores[i][0] + 2 * half);
-        }
-      }
+      modify_fragments<Config, 2 * row_tiles, Bc / 8>(
+          p, [&](int r) { return Block::score_row(row_of(r / 2, r % 2)); },
+          first_key + lane % 4 * 2, [&](int r) { return scores[r / 2][0] + 2 * (r % 2); });
     }
   }
 

@@ -34,10 +34,13 @@ struct HopperConsumer {
   static constexpr bool softmax_turns = Config::turns && Config::bounded && !Config::noted;
   static constexpr bool product_turns = Config::turns && !softmax_turns;
   // Whether O is waited for ahead of the exponentials instead of behind them. At head_dim 64 that is
-  // 3 to 5% faster with ALiBi, windows, documents and tables. At 128 it is 2% faster with ALiBi, but
-  // 1 to 8% slower with biases, tables and documents.
+  // 3 to 5% faster with ALiBi, windows, documents, tables and sinks, and 1% with bounded scores, but
+  // 7% slower where tanh makes the softmax long and maxima are looked for. At 128 it is 1 to 2%
+  // faster with bounded scores and 2% with ALiBi, but 1 to 8% slower with biases, tables and
+  // documents.
   static constexpr bool awaits_output_first =
-      Config::modified && !Config::bounded && Config::head_dim_v <= 64;
+      Config::modified &&
+      (Config::bounded || (Config::head_dim_v <= 64 && !Config::Mods::calls_functions));
 
   const Cta& cta;
   const int consumer;  // which of the consumers this is
@@ -52,6 +55,8 @@ struct HopperConsumer {
   int block;      // of keys, whose scores were computed last
   int begin;      // the last block that the tile visits
   typename Cta::Note note;  // of the block, where Config::noted
+  int shown_slot = -1;  // in the ring of pairs, where Config::mapped
+  typename Cta::Shown shown;  // of the block, where a block map keeps its pairs
   RingPosition<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
@@ -96,13 +101,12 @@ struct HopperConsumer {
     if (product_turns) take_turn();
     products.start_output(accumulate);
     if (product_turns && consumer < consumers - 1) pass_turn();
-    // The last consumer has passed its last turn on, too.
-    if (softmax_turns && consumer == 0) take_turn();
     float normalizer[2];
     results().finish_softmax(softmax.rows, normalizer);
-    ptx::wgmma_wait_group<0>();
-    products.leave_output();
+    await_output();
     results().write_output(normalizer);
+    // The last consumer has passed its last turn on, too.
+    if (softmax_turns && consumer == 0) take_turn();
   }
 
   // The scores of `block` and the output of the one before it, which was the last of its query tile
@@ -113,6 +117,7 @@ struct HopperConsumer {
     products.start_output(accumulate);
     if (product_turns) pass_turn();
 
+    take_shown_pairs();
     if (softmax_turns) take_turn();
     ptx::wgmma_wait_group<1>();
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
@@ -169,6 +174,7 @@ struct HopperConsumer {
       products.start_scores();
       if (!is_first_turn) products.pass_values();
       end_turn();
+      take_shown_pairs();
       ptx::wgmma_wait_group<0>();
       products.leave_scores(is_first_turn ? 1 : 2, !accumulate, false);
       is_first_turn = false;
@@ -191,8 +197,7 @@ struct HopperConsumer {
       products.pass_keys(note.is_end());
       products.start_output(accumulate);
       end_turn();
-      ptx::wgmma_wait_group<0>();
-      products.leave_output();
+      await_output();
       accumulate = true;
       change_tile(accumulate);
       if (note.is_end()) return;
@@ -204,6 +209,7 @@ struct HopperConsumer {
   __device__ void take_note() {
     products.await_slot();
     note = *cta.note(products.ring.slot);
+    if (Config::mapped && ++shown_slot == Cta::shown_slots) shown_slot = 0;
     block = note.block;
     if (!Products::keeps_all_queries && note.begins_tile() && visit >= 0) products.leave_queries();
   }
@@ -304,15 +310,43 @@ struct HopperConsumer {
       const int q_offset =
           Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
       const int first = products.first_row_of(current.work) + Products::lane_row();
-      const bool hides = !Config::mapped || !note.is_full(consumer);
+      const bool hides = !Config::mapped || !(note.is_full(consumer) || note.slot(consumer));
       const HopperBias<Config> bias(cta, consumer, bias_ring);
+      modify_fragments<Config, 2, Bc / 8>(
+          cta.p,
+          [&](int half) {
+            return ScoreRow{current.work.batch, current.work.head, first + 8 * half,
+                            q_offset,           sequence.q_first,  sequence.k_first};
+          },
+          block * Bc + threadIdx.x % 4 * 2, [&](int half) { return softmax.rows[half].base; },
+          hides, [&](int half) { return products.scores + 2 * half; },
+          [&](int half) { return bias.of_half(half); });
+      if constexpr (Config::mapped) {
+        if (note.slot(consumer)) hide_others();
+      }
+    }
+  }
+
+  // What came with the keys, before these are left.
+  __device__ void take_shown_pairs() {
+    if constexpr (Config::mapped) {
+      if (note.slot(consumer)) {
+        shown = cta.shown(shown_slot, consumer);
+        // As `HopperBias` does.
+        ptx::fence_proxy_async();
+      }
+    }
+  }
+
+  __device__ void hide_others() {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const ScoreRow at = {current.work.batch, current.work.head, first + 8 * half,
-                             q_offset,           sequence.q_first,  sequence.k_first};
-        modify_fragment_row<Config, Bc / 8>(cta.p, at, block * Bc + threadIdx.x % 4 * 2,
-                                            products.scores + 2 * half, softmax.rows[half].base,
-                                            hides, bias.of_half(half));
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < Bc / 4; ++n) {
+        const bool is_shown = shown.bits[half][n / 32] >> n % 32 & 1;
+        if (!is_shown) {
+          products.scores[2 * half + n / 2 * 4 + n % 2] = -SoftmaxMath<float>::infinity();
+        }
       }
     }
   }

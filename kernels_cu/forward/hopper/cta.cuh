@@ -76,25 +76,41 @@ struct HopperCta {
     int block;
     unsigned bits;
 
+    static constexpr unsigned everyone = (1u << consumers) - 1;
     static constexpr unsigned first = 1 << 30, end = 1u << 31;
-    // Of as many bits as there are consumers: whose block it is, and for which no mask hides a pair.
-    __device__ static Note of(int block, unsigned whose, unsigned full, bool begins_tile) {
-      return {block, whose | full << 8 | (begins_tile ? first : 0)};
+    static_assert(BlockMap::most_slots < 256, "a slot takes eight bits");
+    // What is said to a consumer: whether the block is its own, whether no mask hides a pair, and
+    // where the block map keeps its pairs, from 1 on; 0 for nowhere.
+    __device__ static unsigned bits_of(int consumer, bool is_own, bool is_full, unsigned slot) {
+      return (unsigned(is_own) | unsigned(is_full) << 3) << consumer | slot << (6 + 8 * consumer);
+    }
+    __device__ static Note of(int block, unsigned bits, bool begins_tile) {
+      return {block, bits | (begins_tile ? first : 0)};
     }
     __device__ static Note end_of_work() { return {-1, end}; }
 
     __device__ bool is_of(int consumer) const { return bits >> consumer & 1; }
-    __device__ bool is_full(int consumer) const { return bits >> (8 + consumer) & 1; }
+    __device__ bool is_full(int consumer) const { return bits >> (3 + consumer) & 1; }
+    __device__ int slot(int consumer) const { return bits >> (6 + 8 * consumer) & 255; }
     __device__ bool begins_tile() const { return bits & first; }
     __device__ bool is_end() const { return bits & end; }
   };
   static constexpr int notes = Config::noted ? Config::stages : 0;
 
-  // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, the
-  // barriers, the visits, the tails and the notes.
+  // Of a block of keys that a mask hides in part, the pairs that it shows, each consumer's. They
+  // come with the keys and are taken before these are left. In the ring of tiles keys and values
+  // take turns: when there is place in it for keys again, those half as many and one before have
+  // been left.
+  using Shown = ShownPairs<Bc <= 128 ? 1 : 2>;
+  static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
+  static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
+
+  // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
+  // pairs, the barriers, the visits, the tails and the notes.
   static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
-  static constexpr int barrier_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
+  static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
+  static constexpr int barrier_offset = shown_offset + shown_slots * consumers * shown_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
   static constexpr int barriers = ring_barriers + sequence_barriers + 2 * Config::bias_stages;
@@ -177,6 +193,17 @@ struct HopperCta {
 
   __device__ unsigned bias_address(int slot) const {
     return shared + bias_offset + slot * BiasTile::bytes;
+  }
+
+  __device__ unsigned shown_address(int slot, int consumer) const {
+    return shared + shown_offset + (slot * consumers + consumer) * shown_bytes;
+  }
+
+  __device__ const Shown& shown(int slot, int consumer) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<const Shown*>(
+        shared_memory + shown_offset)[(slot * consumers + consumer) * Shown::threads +
+                                      threadIdx.x % Shown::threads];
   }
 
   // ---- Query tiles.

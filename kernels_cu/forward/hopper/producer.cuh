@@ -1,8 +1,10 @@
 // The producer of a thread block of the Hopper kernel: one thread that has the copy engine bring
-// tiles of Q, K and V to shared memory.
+// tiles of Q, K and V to shared memory. Where it leaves notes, its warp follows every step, to find
+// out together what they say.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/notes.cuh"
 
 #if __CUDA_ARCH__ == 900
 
@@ -22,6 +24,12 @@ struct HopperProducer {
   RingPosition<1> found = {};
   RingPosition<Cta::tails> tail = {};
   RingPosition<Config::bias_stages> bias_ring = {};
+  RingPosition<Cta::shown_slots> shown_ring = {};
+  HopperNotes<Config> notes;  // of Config::noted
+
+  // Whether a thread produces, and whether it is the one of these that copies and tells.
+  __device__ static bool is_one() { return Config::noted ? threadIdx.x < 32 : threadIdx.x == 0; }
+  __device__ static bool acts() { return !Config::noted || threadIdx.x == 0; }
 
   // A block of keys of a sequence, and of their values.
   struct Block {
@@ -48,14 +56,17 @@ struct HopperProducer {
       // head_dim 128 it lost 4% there, and gained 3% without causality.
       bool announced =
           !Config::causal && ptx::mbarrier_test_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+      if constexpr (Config::noted) {
+        announced = __shfl_sync(~0u, announced, 0);
+        notes.enter(cta.p, next);
+      }
       if (announced) announce(next);
-      unsigned with_blocks = 0;  // consumers that got one of this tile
       for (int key = next.keys.end - 1; key >= next.keys.begin;
-           key = block_after(cta.p, next.work, key)) {
+           key = Config::noted ? notes.block_after(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
         const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
                             sequence.seqlen_k};
-        if constexpr (Config::noted) leave_note(next, key, with_blocks);
+        if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.work);
         load_block<KeyTile>(&cta.maps.k, keys);
         if constexpr (Cta::streams_bias) load_bias(next.work, key);
         if (values.index >= 0) load_values(values);
@@ -64,11 +75,11 @@ struct HopperProducer {
         values = keys;
         if (Config::sequences &&
             key == next.keys.begin + min(Cta::found_ahead, next.blocks() - 1)) {
-          ptx::mbarrier_arrive(cta.found_empty());
+          if (acts()) ptx::mbarrier_arrive(cta.found_empty());
         }
       }
     }
-    if constexpr (Config::noted) note_end();
+    if constexpr (Config::noted) end_notes();
     if (values.index >= 0) load_values(values);
     if constexpr (!Config::noted) announce(Visit::end_of_work());
     if constexpr (Config::sequences) announce_no_tail();
@@ -93,66 +104,53 @@ struct HopperProducer {
   __device__ void announce(const Visit& next) {
     ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
     // One that was found is there already.
-    if (!Config::sequences) *cta.visit(visit) = next;
+    if (!Config::sequences && acts()) *cta.visit(visit) = next;
     const unsigned barrier = cta.q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
       load<QueryTile>(cta.shared + q_ring.slot * QueryTile::bytes, &cta.maps.q,
                       sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
                       barrier, ptx::l2_evict_first);
-    } else {
+    } else if (acts()) {
       ptx::mbarrier_arrive(barrier);
     }
     q_ring.advance();
     visit = Cta::next_visit(visit);
   }
 
-  // The block of keys that a query tile visits after another.
-  template <class AnyParams>
-  __device__ static int block_after(const AnyParams& p, const Work& work, int block) {
-    if constexpr (Config::mapped) {
-      return Cta::mapped_blocks(p, work).last_before(block);
-    } else {
-      return block - 1;
-    }
-  }
-
   // Says whose the block is whose keys come next.
-  __device__ void leave_note(const Visit& next, int key, unsigned& with_blocks) {
+  __device__ void leave_note(const typename Cta::Note& note, const Work& work) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    *cta.note(ring.slot) = note_of(cta.p, next, key, with_blocks);
+    if (!acts()) return;
+    *cta.note(ring.slot) = note;
+    if constexpr (Config::mapped) load_shown_pairs(cta.p, note, work);
   }
 
+  // The pairs that the block map keeps arrive with the keys.
   template <class AnyParams>
-  __device__ static typename Cta::Note note_of(const AnyParams& p, const Visit& next, int key,
-                                               unsigned& with_blocks) {
-    constexpr unsigned all = (1u << Cta::consumers) - 1;
-    unsigned whose = 0, full = 0;
-    if constexpr (Config::mapped) {
-      const auto blocks = Cta::mapped_blocks(p, next.work);
-      whose = blocks.visited_by(key);
-      full = blocks.full_for(key);
-    } else {
-      const Mask<Config> mask = next.template mask<Config>(p);
-      const int rows = next.sequence(p).seqlen_q;
-#pragma unroll
-      for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-        const int first = next.work.q_begin + 64 * consumer, end = min(first + 64, rows);
-        const bool sees = first < end && mask.visible_begin(first) < (key + 1) * Bc &&
-                          key * Bc < mask.visible_end(end - 1);
-        whose |= unsigned(sees) << consumer;
-      }
+  __device__ void load_shown_pairs(const AnyParams& p, const typename Cta::Note& note,
+                                   const Work& work) {
+    // Few have any: a loop takes fewer of the producer's few registers.
+#pragma unroll 1
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      const int slot = note.slot(consumer);
+      if (slot == 0) continue;
+      const int64 tile = p.block_map.row_tile(work.batch, work.head, work.q_begin / Config::Br);
+      ptx::mbarrier_expect_tx(cta.full(ring.slot), Cta::shown_bytes);
+      ptx::cp_async_bulk(cta.shown_address(shown_ring.slot, consumer),
+                         p.block_map.template shown_in<typename Cta::Shown>(
+                             tile * Cta::consumers + consumer, slot - 1),
+                         Cta::shown_bytes, cta.full(ring.slot));
     }
-    // Who sees none has results to write, too.
-    if (key == next.keys.begin) whose |= all & ~with_blocks;
-    with_blocks |= whose;
-    return Cta::Note::of(key, whose, full, key == next.keys.end - 1);
+    shown_ring.advance();
   }
 
-  __device__ void note_end() {
+  __device__ void end_notes() {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    *cta.note(ring.slot) = Cta::Note::end_of_work();
-    ptx::mbarrier_arrive(cta.full(ring.slot));
+    if (acts()) {
+      *cta.note(ring.slot) = Cta::Note::end_of_work();
+      ptx::mbarrier_arrive(cta.full(ring.slot));
+    }
     ring.advance();
   }
 
@@ -184,6 +182,7 @@ struct HopperProducer {
   template <class Tile>
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
                               unsigned barrier, unsigned long long policy, int column = 0) {
+    if (!acts()) return;
     ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
 #pragma unroll
     for (int slab = 0; slab < Tile::slabs; ++slab) {
@@ -198,7 +197,7 @@ struct HopperProducer {
   // yet.
   __device__ void load_tail(const Block& block) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
-    *cta.tail(tail.slot) = {ring.slot, block.rows()};
+    if (acts()) *cta.tail(tail.slot) = {ring.slot, block.rows()};
     load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, block.row(), block.head, block.batch,
                     cta.arrived(tail.slot), ptx::l2_evict_last);
     ring.advance();
@@ -206,6 +205,7 @@ struct HopperProducer {
   }
 
   __device__ void announce_no_tail() const {
+    if (!acts()) return;
     *cta.tail(tail.slot) = {-1, 0};
     ptx::mbarrier_arrive(cta.arrived(tail.slot));
   }

@@ -103,12 +103,10 @@ struct Rows {
   template <class At>
   __device__ void modify(const Params& p, At at, int key_begin) {
     if constexpr (Config::modified) {
-#pragma unroll
-      for (int i = 0; i < L::rows; ++i) {
-        modify_row<Config, L::keys>(
-            p, at(first() + i * L::warp_rows), key_begin + L::position(), T(0), true,
-            [&](int j) -> T& { return scores[i][j]; }, [](int j) { return j * L::row_threads; });
-      }
+      modify_rows<Config, L::rows, L::keys>(
+          p, [&](int i) { return at(first() + i * L::warp_rows); }, key_begin + L::position(),
+          [&](int i, int j) -> T& { return scores[i][j]; },
+          [](int j) { return j * L::row_threads; });
     }
   }
 

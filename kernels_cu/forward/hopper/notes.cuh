@@ -1,0 +1,103 @@
+// Which blocks of keys a query tile visits, and whose they are, where not every block is every
+// consumer's. The producer's warp finds out of 32 blocks at a time, a lane of each: one thread that
+// did so block by block took longer than the consumers.
+#pragma once
+
+#include "forward/hopper/cta.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperNotes {
+  using Cta = HopperCta<Config>;
+  using Visit = typename Cta::Visit;
+  using Note = typename Cta::Note;
+  static constexpr int Bc = Config::Bc;
+  static constexpr unsigned all_lanes = ~0u;
+
+  int word;          // of 32 blocks
+  unsigned pending;  // of these, those that are still to come
+  unsigned bits;     // of the note on the lane's block
+  unsigned served;   // consumers that got a block of the tile
+
+  // Of the tile whose last block comes next.
+  template <class AnyParams>
+  __device__ void enter(const AnyParams& p, const Visit& visit) {
+    served = 0;
+    look_at(p, visit, (visit.keys.end - 1) / 32);
+  }
+
+  // The block that comes behind another; none of the tile's at its end.
+  template <class AnyParams>
+  __device__ int block_after(const AnyParams& p, const Visit& visit, int block) {
+    pending &= ~(1u << block % 32);
+    if (pending == 0) look_at(p, visit, word_before(p, visit));
+    return pending == 0 ? -1 : word * 32 + 31 - __clz(pending);
+  }
+
+  __device__ Note note_of(const Visit& visit, int block) {
+    unsigned of_block = __shfl_sync(all_lanes, bits, block % 32);
+    // Who sees none has results to write, too.
+    if (block == visit.keys.begin) of_block |= Note::everyone & ~served;
+    served |= of_block & Note::everyone;
+    return Note::of(block, of_block, block == visit.keys.end - 1);
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  template <class AnyParams>
+  __device__ void look_at(const AnyParams& p, const Visit& visit, int word) {
+    this->word = word;
+    const int block = word * 32 + lane();
+    const bool is_inside = visit.keys.begin <= block && block < visit.keys.end;
+    bits = is_inside ? bits_of(p, visit, block) : 0;
+    // The ends are told of in any case, and without a map all that lies in between.
+    const bool is_told = !Config::mapped || bits & Note::everyone || block == visit.keys.begin ||
+                         block == visit.keys.end - 1;
+    pending = __ballot_sync(all_lanes, is_inside && is_told);
+  }
+
+  // The next word with a block that any consumer visits, or with the tile's first.
+  template <class AnyParams>
+  __device__ int word_before(const AnyParams& p, const Visit& visit) const {
+    const int first = visit.keys.begin / 32;
+    if constexpr (Config::mapped) {
+      const auto blocks = Cta::mapped_blocks(p, visit.work);
+      for (int last = word - 1; last >= first; last -= 32) {
+        const int word = last - lane();
+        const bool visits = word == first || (word > first && blocks.visited_of_any(word) != 0);
+        if (const unsigned found = __ballot_sync(all_lanes, visits)) return last - __ffs(found) + 1;
+      }
+      return -1;
+    } else {
+      return word - 1;
+    }
+  }
+
+  template <class AnyParams>
+  __device__ static unsigned bits_of(const AnyParams& p, const Visit& visit, int block) {
+    unsigned bits = 0;
+    if constexpr (Config::mapped) {
+      const auto blocks = Cta::mapped_blocks(p, visit.work);
+#pragma unroll
+      for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+        bits |= Note::bits_of(consumer, blocks.is_visited(consumer, block),
+                              blocks.is_full(consumer, block), blocks.slot_of(consumer, block));
+      }
+    } else {
+      const Mask<Config> mask = visit.template mask<Config>(p);
+      const int rows = visit.sequence(p).seqlen_q;
+#pragma unroll
+      for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+        const int first = visit.work.q_begin + 64 * consumer, end = min(first + 64, rows);
+        const bool sees = first < end && mask.visible_begin(first) < (block + 1) * Bc &&
+                          block * Bc < mask.visible_end(end - 1);
+        bits |= Note::bits_of(consumer, sees, false, 0);
+      }
+    }
+    return bits;
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

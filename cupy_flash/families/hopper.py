@@ -106,14 +106,14 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     # Where tiles of 192 rows would leave SMs idle, smaller ones leave fewer.
     few = ceil_div(problem.seqlen_q, 192) * problem.batch * problem.heads_q < device.sm_count
     is_mapped = problem.score is not None and problem.score.may_be_mapped
-    if problem.seqlen_q > 64 and widest <= 128 and is_mapped and not few:
+    block = problem.score.block if problem.score is not None else None
+    if problem.seqlen_q > 64 and widest <= 128 and is_mapped and (block or not few):
         # 12 documents of 108 to 1663 tokens in 2 x 8192, ms of an H200: head_dim 64 192x96 0.400,
         # 192x64 0.437, 192x80 0.447; 128 128x96 0.313, 128x112 0.313, 128x128 0.314.
         sizes = (96, 64, 80, 48, 32, 112) if widest <= 64 else (96, 128, 64, 48, 80, 32)
-        block = problem.score.block if problem.score is not None else None
         # Blocks of the user's come first: along their edges pairs are looked at.
         Bc = next((n for n in sizes if block is not None and block[1] % n == 0), sizes[0])
-        return [_tile(192, Bc, 2) if widest <= 64 else _tile(128, Bc, 2, 2)]
+        return [_tile(192, Bc, 2) if widest <= 64 and not few else _tile(128, Bc, 2, 2)]
     if problem.seqlen_q > 64 and widest <= 128 and _streams_bias(problem):
         # A bias of (1, heads, 8192, 8192) and 2 x 8192, ms of an H200: head_dim 64 192x96 2.82,
         # 192x80 3.17, 192x64 3.32, 128x128 3.85; 128 128x128 1.99, 192x64 2.03, 128x96 2.27.

@@ -54,3 +54,22 @@ def test_scores_at_their_cap_keep_the_precision_of_values(cap, size, sign, rng) 
     v = (size * rng.standard_normal((1, 300, 2, 64))).astype(real)
     call = ModifiedCall("equal", "bfloat16", {"q": q, "k": k, "v": v}, {"softcap": cap})
     call.check(cupy)
+
+
+# Queries behind all keys: every score is far below zero, and the last block's others are hidden.
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("rows", [3, 34, 130])
+def test_low_scores_beside_hidden_ones_find_their_base(
+    dtype: str, head_dim: int, rows: int, rng: np.random.Generator
+) -> None:
+    import cupy
+
+    arrays = {
+        name: rng.standard_normal((2, length, 2, head_dim)).astype(DTYPES[dtype])
+        for name, length in (("q", rows), ("k", 305), ("v", 305))
+    }
+    arrays["alibi_slopes"] = np.array([0.5, 0.1], np.float32)
+    for causal in (False, True):
+        options = {"causal": causal, "q_offset": 400}
+        ModifiedCall("equal", dtype, arrays, options).check(cupy)

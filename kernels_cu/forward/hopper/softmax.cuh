@@ -158,16 +158,22 @@ struct HopperSoftmax {
   // The same for the warp, of lanes that see keys. Of a row that another sees none of nothing
   // changes; whether some see none is told, as their rows may still be without a key.
   __device__ bool may_change_of_seen(const Scores& scores, bool& some_see_none) const {
-    bool may = false, sees_none = false;
+    bool may = false, any_is_blind = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto max = largest<Order, by_bits ? 2 : 4>(scores, half);
-      const bool is_blind = max == Order::of(-SoftmaxMath<float>::infinity());
+      const bool is_blind = sees_none(scores, half);
       may |= !is_blind && may_change(scores, half);
-      sees_none |= is_blind;
+      any_is_blind |= is_blind;
     }
-    some_see_none = __any_sync(~0u, sees_none);
+    some_see_none = __any_sync(~0u, any_is_blind);
     return __any_sync(~0u, may);
+  }
+
+  // Whether all scores are hidden that a lane holds of a row. Where bounds are not negative, the
+  // bits of -inf are not the least.
+  __device__ static bool sees_none(const Scores& scores, int half) {
+    using By = ScoreOrder<by_bits && (Row::highest < 0), true>;
+    return largest<By, by_bits ? 2 : 4>(scores, half) == By::of(-SoftmaxMath<float>::infinity());
   }
 
   // Of this lane's part of a row, in several chains for the latency's sake.

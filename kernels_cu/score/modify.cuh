@@ -93,15 +93,17 @@ struct ModifiedRows {
         }
       }
     }
-    if (!Mods::hides_pairs || !hides) return;
+    if constexpr (Mods::hides_pairs) {
+      if (!hides) return;
 #pragma unroll
-    for (int r = 0; r < Rows; ++r) {
-      const auto row = row_of(p, at(r), base(r));
-      const auto keys = Mods::keys(p.mods, row, first_key);
+      for (int r = 0; r < Rows; ++r) {
+        const auto row = row_of(p, at(r), base(r));
+        const auto keys = Mods::keys(p.mods, row, first_key);
 #pragma unroll
-      for (int n = 0; n < Count; ++n) {
-        if (!Mods::template sees<Inside>(p.mods, row, keys, step(n))) {
-          score(r, n) = -SoftmaxMath<typename Mods::Real>::infinity();
+        for (int n = 0; n < Count; ++n) {
+          if (!Mods::template sees<Inside>(p.mods, row, keys, step(n))) {
+            score(r, n) = -SoftmaxMath<typename Mods::Real>::infinity();
+          }
         }
       }
     }

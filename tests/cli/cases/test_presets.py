@@ -111,9 +111,9 @@ def test_the_memory_preset_doubles_the_sequence_from_1k_to_32k() -> None:
     assert preset.providers == ("cupy_flash", "cupy-library", "torch-math")
 
 
-def test_the_mods_preset_is_of_8192_tokens_and_decodes_with_a_window_and_without() -> None:
+def test_the_mods_preset_has_long_documents_and_decodes_with_a_window_and_without() -> None:
     preset = presets.preset("mods")
-    *square_ones, windowed, short = preset.cases
+    *square_ones, narrow, wide, windowed, short = preset.cases
     texts = [f"{'causal ' if c.causal else ''}{c.mods}".strip() for c in square_ones]
 
     assert {(c.batch, c.seqlen_q, c.seqlen_k, c.heads_q * c.head_dim) for c in square_ones} == {
@@ -125,6 +125,9 @@ def test_the_mods_preset_is_of_8192_tokens_and_decodes_with_a_window_and_without
         *("bias heads", "bias shared", "mod documents", "causal mod documents", "mod t5"),
     ]
     assert [c.head_dim for c in square_ones] == [64] * 11 + [128] * 11
+    for long, head_dim in ((narrow, 64), (wide, 128)):
+        assert (long.batch, long.seqlen_q, long.head_dim) == (1, 32768, head_dim)
+        assert (long.causal, str(long.mods)) == (True, "mod documents")
     assert (windowed.seqlen_k, str(windowed.mods)) == (65536, "window 1023:0")
     assert (short.seqlen_k, bool(short.mods)) == (1024, False)
     assert windowed.kv_bytes == short.kv_bytes

@@ -27,15 +27,19 @@ def _or_none(name: str) -> Callable[[str], Any]:
 _MOD_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "window": (
         CommaList(_or_none("window"), "LEFT:RIGHT or none", "1023:0"),
-        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound.",
+        "Keys seen on either side of a query, LEFT:RIGHT; a side left out has no bound. Or none.",
     ),
-    "softcap": (CommaList(_or_none("softcap"), "a number above 0 or none", "50"), "Cap of scores."),
-    "alibi": (FLAGS, "ALiBi's slopes, those of the paper; 'no,yes' for both."),
-    "sinks": (FLAGS, "A sink for each query head."),
+    "softcap": (
+        CommaList(_or_none("softcap"), "a number from 1e-30 to 1e+30 or none", "50"),
+        "Cap of scores, a number or none.",
+    ),
+    "alibi": (FLAGS, "ALiBi's slopes, those of the paper: yes or no; 'no,yes' for both."),
+    "sinks": (FLAGS, "A sink for each query head: yes or no."),
     **{
         name: (
             CommaList(_or_none(name), f"one of {', '.join(SPANS)}, none", SPANS[0]),
-            f"{what}: for each head, shared by all, or for each head of each sequence (batch).",
+            f"{what}: heads, for each head; shared, one for all; batch, for each head of each "
+            "sequence; or none.",
         )
         for name, what in (("bias", "A bias in the dtype of q"), ("mask", "A mask of bools"))
     },

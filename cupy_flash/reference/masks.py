@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.scores import Pairs, Scores
 from cupy_flash.problem.mask import Mask
+from cupy_flash.problem.problem import count, integer
 from cupy_flash.reference.modifications import read_modifications
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ def seen_pairs(
     Raises
     ------
     TypeError, ValueError
-        For modifications that `flash_attention` refuses, as far as they are looked at.
+        For sizes that are none, and for arrays that hide keys and have no such sequence or head,
+        or not so many queries and keys.
 
     Examples
     --------
@@ -55,8 +58,11 @@ def seen_pairs(
     array([[0, 1, 1, 0],
            [0, 0, 1, 1]])
     """
+    seqlen_q, seqlen_k = count("seqlen_q", seqlen_q), count("seqlen_k", seqlen_k)
+    b, h = count("b", b), count("h", h)
     modified = read_modifications(modifications)
-    offset = seqlen_k - seqlen_q if q_offset is None else q_offset
+    _require_fit(modified, seqlen_q, seqlen_k, b, h)
+    offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
     mask = modified.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
     hidden = mask.hidden(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
@@ -65,6 +71,29 @@ def seen_pairs(
     zeros = np.zeros((seqlen_q, seqlen_k), np.float32)
     left = hides.apply(zeros, Pairs(b, h, rows, keys, offset))
     return np.asarray(~hidden & (left == 0))
+
+
+def _require_fit(modified: Modified, seqlen_q: int, seqlen_k: int, b: int, h: int) -> None:
+    """Raise ValueError for arrays that hide keys, but not of this sequence and head."""
+    scores = modified.scores
+    # Of each array's axes: the element that is looked at, or how many there are to be.
+    sequence, head = ("b", b), ("h", h)
+    queries, keys = ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)
+    arrays = {
+        "mask": (scores.mask, (sequence, head, queries, keys)),
+        "tree_mask": (scores.tree_mask, (sequence, queries)),
+        "prefix_lens": (modified.prefix_lens, (sequence,)),
+        "seqlens_k": (modified.seqlens_k, (sequence,)),
+    }
+    for name, (array, axes) in arrays.items():
+        if array is None:
+            continue
+        if array.ndim != len(axes):
+            raise ValueError(f"{name} has shape {array.shape}; expected {len(axes)} axes")
+        for size, (axis, number) in zip(array.shape, axes, strict=True):
+            fits = size > number if axis in ("b", "h") else size == number
+            if not fits and not (name == "mask" and size == 1):
+                raise ValueError(f"{name} has shape {array.shape}, but {axis} is {number}")
 
 
 def plot_mask(

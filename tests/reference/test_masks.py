@@ -46,6 +46,26 @@ def test_it_is_what_the_reference_gives_a_weight(name: str, rng: np.random.Gener
         np.testing.assert_array_equal(seen, weights[b, :, h] > 0)
 
 
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no such sequence": ({"b": 2, **MASKS["padded"]}, r"seqlens_k has shape \(2,\), but b is 2"),
+    "no such head": ({"h": 3, **MASKS["array"]}, r"mask has shape .*, but h is 3"),
+    "another number of queries": (
+        {"tree_mask": np.ones((1, 9), np.uint64)},
+        r"tree_mask has shape \(1, 9\), but seqlen_q is 20",
+    ),
+    "another number of keys": ({"mask": np.ones((QUERIES, 9), bool)}, "but seqlen_k is 30"),
+    "too many axes": ({"mask": np.ones((1, 1, 1, QUERIES, KEYS), bool)}, "expected 4 axes"),
+    "below 0": ({"b": -1, **MASKS["array"]}, "b is -1; expected at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arrays_have_the_sequence_and_its_pairs(name: str) -> None:
+    arguments, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        seen_pairs(QUERIES, KEYS, **arguments)
+
+
 def test_blocks_are_left_out_masked_or_whole() -> None:
     classes = block_classes(seen_pairs(6, 6, causal=True), (2, 4))
     assert classes.tolist() == [[1, 0], [1, 0], [2, 1]]

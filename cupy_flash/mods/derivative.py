@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from cupy_flash.mods.expression import REAL, Node, constant, operation, postorder
+from cupy_flash.mods.captures import array_node
+from cupy_flash.mods.expression import REAL, SCORE, Node, constant, operation, postorder
 
 ZERO, ONE = constant(0, REAL), constant(1, REAL)
 _HALF, _MINUS_ONE = constant(0.5, REAL), constant(-1, REAL)
@@ -46,6 +48,68 @@ def derivative(root: Node, of: Node) -> Node:
         For CUDA text, which is not looked into.
     """
     return _Tangents(root, of).of[root]
+
+
+class Partial(NamedTuple):
+    """How an expression changes with an element that it reads.
+
+    Attributes
+    ----------
+    number
+        Of the array, among those whose gradients are asked for.
+    load
+        What reads the element.
+    derivative
+        With respect to it.
+    """
+
+    number: int
+    load: Node
+    derivative: Node
+
+
+def partials(root: Node, names: tuple[str, ...]) -> tuple[Partial, ...]:
+    """Derivatives by the elements of some captures, without those that are 0 everywhere."""
+    numbers = {array_node(name): number for number, name in enumerate(names)}
+    found = (
+        Partial(numbers[node.args[0]], node, derivative(root, node))
+        for node in postorder(root)
+        if node.op == "load" and node.args[0] in numbers
+    )
+    return tuple(partial for partial in found if not is_zero(partial.derivative))
+
+
+class Slopes(NamedTuple):
+    """What a backward pass asks of the text of a new score.
+
+    Attributes
+    ----------
+    slope
+        The derivative by the scaled score.
+    partials
+        Derivatives by elements of captures.
+    differentiable
+        How many captures have gradients.
+    """
+
+    slope: Node
+    partials: tuple[Partial, ...]
+    differentiable: int
+
+
+def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
+    """Derivatives of a new score, which None leaves as it is.
+
+    Parameters
+    ----------
+    score
+        A real without CUDA text.
+    names
+        Of the captured arrays of reals whose gradients are asked for, by number.
+    """
+    if score is None:
+        return Slopes(ONE, (), len(names))
+    return Slopes(derivative(score, SCORE), partials(score, names), len(names))
 
 
 class _Tangents:

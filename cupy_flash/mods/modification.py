@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -77,6 +77,21 @@ _SYMBOLS = {"score": SCORE} | POSITIONS
 
 _known: weakref.WeakValueDictionary[Any, Traced] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+class Derivable(NamedTuple):
+    """What derivatives of a `ScoreMod` are taken of.
+
+    Attributes
+    ----------
+    graph
+        What the Python function computes, whether or not there is CUDA text beside it.
+    differentiable
+        Captured arrays whose gradients are asked for, by number.
+    """
+
+    graph: Node
+    differentiable: tuple[str, ...]
 
 
 class Modification:
@@ -321,6 +336,11 @@ class ScoreMod(Modification):
                 ) from error
             object.__setattr__(self, "_graph", graph)
         return graph
+
+    @property
+    def derivable(self) -> Derivable:
+        """What derivatives are taken of; raises as `graph` does."""
+        return Derivable(self.graph, self.differentiable)
 
     def evaluate(
         self,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.mods.derivative import ONE, derivative, is_zero
-from cupy_flash.mods.expression import SCORE, Node, postorder
+from cupy_flash.mods.derivative import ONE, derivative, partials
+from cupy_flash.mods.expression import SCORE
 from cupy_flash.mods.interpret import Interpreter
 from cupy_flash.mods.modification import ScoreMod
 from cupy_flash.mods.scores import Pairs, Scores
@@ -93,19 +93,12 @@ def capture_gradients(
     }
     values = Interpreter(x, _positions(at), score_mod.captures, xp)
     pairs = np.broadcast_shapes(*(np.shape(part) for part in (x, *at)))
-    for load, partial in partials(score_mod.graph, score_mod.differentiable):
+    for _, load, partial in partials(score_mod.graph, score_mod.differentiable):
         with np.errstate(all="ignore"):
             products = xp.where(weight != 0, weight * values.value(partial), 0)
         name, indices = load.args[0].value, [values.value(node) for node in load.args[1:]]
         found[name] += _gathered(xp.broadcast_to(products, pairs), indices, found[name].shape, xp)
     return found
-
-
-def partials(root: Node, names: tuple[str, ...]) -> tuple[tuple[Node, Node], ...]:
-    """Loads of captures that an expression depends on smoothly, and its derivatives by them."""
-    loads = (node for node in postorder(root) if node.op == "load" and node.args[0].value in names)
-    found = ((load, derivative(root, load)) for load in loads)
-    return tuple((load, partial) for load, partial in found if not is_zero(partial))
 
 
 def _gathered(products: Any, indices: list[Any], shape: tuple[int, ...], xp: Any) -> Any:

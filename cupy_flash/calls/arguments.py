@@ -169,7 +169,6 @@ _INT32 = frozenset(
 CACHES = ("k_cache", "v_cache")
 
 
-
 def require_given(arguments: Arguments, kind: str) -> None:
     """Raise TypeError for an array that is None though calls of this kind need it."""
     for name in _REQUIRED[kind]:
@@ -189,9 +188,7 @@ def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
     return 0, cache_seqlens
 
 
-def normalized(
-    given: Any, written: tuple[str, ...] = ("out",)
-) -> tuple[Any, Callable[[Any], Any]]:
+def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Callable[[Any], Any]]:
     """Every array as a NumPy or CuPy one, all of one kind, and the way back to the first's.
 
     Parameters

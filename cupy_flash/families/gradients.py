@@ -5,16 +5,11 @@ Each row of dk, dv and dq is summed up by one thread block, in one order: same i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
 
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
-from cupy_flash.families.schedule import (
-    KEY_GRADIENTS,
-    QUERY_GRADIENTS,
-    ROW_TERMS,
-    Launch,
-    Schedule,
-)
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
@@ -48,10 +43,8 @@ def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
     return None
 
 
-def schedule(problem: Problem, device: Device, launches: Mapping[str, Launch]) -> Schedule:
-    """That of a kernel for rows of keys and one for rows of queries, as far as they are wanted."""
-    gradient = problem.gradient
-    assert gradient is not None
+def schedule(problem: Problem, device: Device, launches: Iterable[Launch]) -> Schedule:
+    """That of the kernels that sum up rows, of which those without rows are left out."""
     terms = Launch(
         ROW_TERMS,
         "find_row_terms",
@@ -59,19 +52,20 @@ def schedule(problem: Problem, device: Device, launches: Mapping[str, Launch]) -
         _TERMS_THREADS,
         arguments=("gradients",),
     )
-    wanted = {KEY_GRADIENTS: ("k", "v"), QUERY_GRADIENTS: ("q",)}
-    of_rows = (launches[entry] for entry, names in wanted.items() if gradient.wants(*names))
-    rows = problem.layout.total_q * problem.heads_q if problem.layout.packed_q else problem.rows
     return Schedule(
-        (terms, *(launch for launch in of_rows if launch.grid[0])),
-        workspace=rows * 2 * ITEMSIZE[problem.lse_dtype],
+        (terms, *(launch for launch in launches if launch.grid[0])),
+        workspace=_query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype],
         section_heads=heads_in_l2(problem, device),
     )
 
 
+def _query_rows(problem: Problem) -> int:
+    """Over the whole batch and all heads, as lse has them."""
+    return math.prod(problem.lse_shape)
+
+
 def _terms_blocks(problem: Problem) -> int:
-    rows = problem.layout.total_q * problem.heads_q if problem.layout.packed_q else problem.rows
-    return max(1, ceil_div(rows * row_lanes(problem), _TERMS_THREADS))
+    return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
 
 
 def config(problem: Problem) -> dict[str, int | bool]:

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 
 from cupy_flash.families import gradients
 from cupy_flash.families.contract import (
-    MAX_REGISTERS,
     Family,
     round_up,
     why_not_blocks,
     why_not_scale,
 )
-from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
+from cupy_flash.families.schedule import (
+    KEY_GRADIENTS,
+    QUERY_GRADIENTS,
+    VALUE_GRADIENTS,
+    Launch,
+    Schedule,
+    Split,
+)
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -41,6 +47,9 @@ class MmaBackwardTile(Tile):
         Of the kernel of dq: its rows are queries, keys stream by.
     min_blocks, dq_min_blocks
         Thread blocks per SM that the compiler limits registers for.
+    apart
+        1 where dk and dv have a kernel each: eight products in all in place of seven, for head
+        dims whose sums of both do not fit the registers.
     """
 
     warps: int = 4
@@ -49,6 +58,7 @@ class MmaBackwardTile(Tile):
     dq_warps: int = 4
     min_blocks: int = 1
     dq_min_blocks: int = 1
+    apart: int = 0
 
 
 class MmaBackwardFamily(Family[MmaBackwardTile]):
@@ -67,7 +77,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         if reason := gradients.why_not(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
-            return self.why_not_tile(problem, device, MmaBackwardTile(32, 64))
+            return self.why_not_tile(problem, device, _SMALL[-1])
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaBackwardTile]:
@@ -78,9 +88,13 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             )
             if (rows := 16 * tiles * warps) <= 128
         ]
-        for keys, Br, warps, blocks in shapes:
-            for queries, Bc, dq_warps, dq_blocks in shapes:
-                yield MmaBackwardTile(Br, keys, warps, queries, Bc, dq_warps, blocks, dq_blocks)
+        for (keys, Br, warps, blocks), (queries, Bc, dq_warps, dq_blocks) in itertools.product(
+            shapes, shapes
+        ):
+            for apart in (0, 1):
+                yield MmaBackwardTile(
+                    Br, keys, warps, queries, Bc, dq_warps, blocks, dq_blocks, apart
+                )
 
     def why_not_tile(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> str | None:
         for rows, columns, warps, blocks, of_keys in (
@@ -98,22 +112,21 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             reason = why_not_blocks(
                 device,
                 threads=32 * warps,
-                shared_memory=self._shared_memory(problem, rows, columns, of_keys=of_keys),
-                registers=min(
-                    MAX_REGISTERS,
-                    self._registers(problem, rows // warps, columns, of_keys=of_keys),
-                ),
+                shared_memory=self._shared_memory(problem, tile, of_keys=of_keys),
+                registers=self._registers(problem, tile, of_keys=of_keys),
                 min_blocks=blocks,
             )
             if reason:
                 return reason
         return gradients.why_not_grid(problem, tile.Bc, tile.dq_Br)
 
-    def _registers(self, problem: Problem, rows: int, columns: int, *, of_keys: bool) -> int:
-        """What a thread of a warp of so many rows holds: sums, s, dp, and the rest."""
+    def _registers(self, problem: Problem, tile: MmaBackwardTile, *, of_keys: bool) -> int:
+        """What a thread holds: sums, s, dp, and the rest."""
         dim, dim_v = _padded_dims(problem)
-        dims = dim + dim_v if of_keys else dim
-        return rows * (dims + 2 * columns) // 32 + _OTHER_REGISTERS
+        if not of_keys:
+            return _held(tile.dq_Br // tile.dq_warps, tile.dq_Bc, dim)
+        both = max(dim, dim_v) if tile.apart else dim + dim_v
+        return _held(tile.Bc // tile.warps, tile.Br, both)
 
     def default_tile(self, problem: Problem, device: Device) -> MmaBackwardTile:
         tile = self._first_legal(problem, device)
@@ -125,36 +138,52 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     def shared_memory(self, problem: Problem, tile: MmaBackwardTile) -> int:
-        return self._shared_memory(problem, tile.Bc, tile.Br, of_keys=True)
+        return self._shared_memory(problem, tile, of_keys=True)
 
-    def _shared_memory(self, problem: Problem, rows: int, columns: int, *, of_keys: bool) -> int:
+    def _shared_memory(self, problem: Problem, tile: MmaBackwardTile, *, of_keys: bool) -> int:
         row_bytes = sum(_padded_dims(problem)) * problem.itemsize
-        terms = columns * _TERMS_BYTES if of_keys else 0
-        return rows * row_bytes + _STAGES * (columns * row_bytes + terms)
+        if not of_keys:
+            return (tile.dq_Br + _STAGES * tile.dq_Bc) * row_bytes
+        return tile.Bc * row_bytes + _STAGES * tile.Br * (row_bytes + _TERMS_BYTES)
 
     def schedule(self, problem: Problem, device: Device, tile: MmaBackwardTile) -> Schedule:
         of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.dq_Br)
-        launches = {
-            KEY_GRADIENTS: Launch(
-                KEY_GRADIENTS,
-                "mma_key_gradients",
-                (of_keys, 1, 1),
-                32 * tile.warps,
-                self.shared_memory(problem, tile),
-                tile.min_blocks,
-                arguments=("gradients",),
-            ),
-            QUERY_GRADIENTS: Launch(
-                QUERY_GRADIENTS,
-                "mma_query_gradients",
-                (of_queries, 1, 1),
-                32 * tile.dq_warps,
-                self._shared_memory(problem, tile.dq_Br, tile.dq_Bc, of_keys=False),
-                tile.dq_min_blocks,
-                arguments=("gradients",),
-            ),
-        }
+        launches = []
+        for entry, function, is_of_keys in self._kernels(problem, tile):
+            warps, blocks, min_blocks = (
+                (tile.warps, of_keys, tile.min_blocks)
+                if is_of_keys
+                else (tile.dq_warps, of_queries, tile.dq_min_blocks)
+            )
+            launches.append(
+                Launch(
+                    entry,
+                    function,
+                    (blocks, 1, 1),
+                    32 * warps,
+                    self._shared_memory(problem, tile, of_keys=is_of_keys),
+                    min_blocks,
+                    arguments=("gradients",),
+                )
+            )
         return gradients.schedule(problem, device, launches)
+
+    def _kernels(self, problem: Problem, tile: MmaBackwardTile) -> list[tuple[str, str, bool]]:
+        """Entry, function, and whether its rows are keys, of each kernel of a backward pass."""
+        gradient = problem.gradient
+        assert gradient is not None
+        found = []
+        if gradient.wants("k", "v"):
+            if gradient.wants("k") and gradient.wants("v") and not tile.apart:
+                found.append((KEY_GRADIENTS, "mma_key_and_value_gradients", True))
+            else:
+                if gradient.wants("k"):
+                    found.append((KEY_GRADIENTS, "mma_key_gradients", True))
+                if gradient.wants("v"):
+                    found.append((VALUE_GRADIENTS, "mma_value_gradients", True))
+        if gradient.wants("q"):
+            found.append((QUERY_GRADIENTS, "mma_query_gradients", False))
+        return found
 
     def config(
         self, problem: Problem, tile: MmaBackwardTile, split: Split
@@ -167,10 +196,13 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             "dq_Bc": tile.dq_Bc,
             "dq_warps": tile.dq_warps,
             "shared_memory": self.shared_memory(problem, tile),
-            "dq_shared_memory": self._shared_memory(
-                problem, tile.dq_Br, tile.dq_Bc, of_keys=False
-            ),
+            "dq_shared_memory": self._shared_memory(problem, tile, of_keys=False),
         } | gradients.config(problem)
+
+
+def _held(rows: int, columns: int, dims: int) -> int:
+    """Registers of a thread of a warp of so many rows: accumulators, and the rest."""
+    return rows * (dims + 2 * columns) // 32 + _OTHER_REGISTERS
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:
@@ -182,16 +214,22 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
 def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:
     """Tiles from the best down, by resource arithmetic: not yet measured."""
     dim = max(_padded_dims(problem))
+    tile = MmaBackwardTile
     if problem.itemsize == 2:
         if dim <= 64:
-            return (MmaBackwardTile(64, 128, 8, 128, 64, 4, 1, 1), MmaBackwardTile(64, 64))
+            return (tile(64, 128, 8, 128, 32, 4, dq_min_blocks=2), tile(64, 64))
         if dim <= 128:
-            return (MmaBackwardTile(64, 64, 4, 128, 32, 4, 2, 1), MmaBackwardTile(32, 64))
-        return (MmaBackwardTile(16, 64, 4, 64, 32, 4), MmaBackwardTile(16, 64, 4, 64, 16))
+            return (tile(64, 64, 4, 64, 64, 4, 2, 2), tile(32, 64))
+        return (tile(32, 64, 4, 64, 32, apart=1), tile(16, 64, 4, 64, 16, apart=1))
     if dim <= 64:
-        return (MmaBackwardTile(32, 64), MmaBackwardTile(32, 64, 4, 64, 32))
-    return (MmaBackwardTile(16, 64, 4, 64, 32), MmaBackwardTile(16, 64, 4, 64, 16))
+        return (tile(32, 64), tile(32, 64, 4, 64, 32))
+    if dim <= 128:
+        return (tile(32, 64, 4, 64, 32, apart=1), tile(16, 64, 4, 64, 16, apart=1))
+    return (tile(16, 64, 4, 64, 16, apart=1), tile(16, 32, 2, 32, 16, 2, apart=1))
 
 
 # For little shared memory.
-_SMALL = (MmaBackwardTile(16, 32, 2, 32, 16, 2), MmaBackwardTile(16, 16, 1, 16, 16, 1))
+_SMALL = (
+    MmaBackwardTile(16, 32, 2, 32, 16, 2, apart=1),
+    MmaBackwardTile(16, 16, 1, 16, 16, 1, apart=1),
+)

@@ -66,20 +66,26 @@ class SimtBackwardFamily(Family[SimtBackwardTile]):
         return (slices + weights) * self._accumulator_size(problem)
 
     def schedule(self, problem: Problem, device: Device, tile: SimtBackwardTile) -> Schedule:
-        blocks = gradients.blocks_of(problem, tile.Bc, tile.Br)
-        functions = {KEY_GRADIENTS: "simt_key_gradients", QUERY_GRADIENTS: "simt_query_gradients"}
-        launches = {
-            entry: Launch(
+        gradient = problem.gradient
+        assert gradient is not None
+        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        entries = []
+        if gradient.wants("k", "v"):
+            entries.append((KEY_GRADIENTS, "simt_key_gradients", of_keys))
+        if gradient.wants("q"):
+            entries.append((QUERY_GRADIENTS, "simt_query_gradients", of_queries))
+        launches = (
+            Launch(
                 entry,
                 function,
-                (count, 1, 1),
+                (blocks, 1, 1),
                 _THREADS,
                 self.shared_memory(problem, tile),
                 1,
                 arguments=("gradients",),
             )
-            for (entry, function), count in zip(functions.items(), blocks, strict=True)
-        }
+            for entry, function, blocks in entries
+        )
         return gradients.schedule(problem, device, launches)
 
     def config(

@@ -97,7 +97,11 @@ class Plan:
             f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
         )
         rows = [
-            ("problem", f"{_direction_text(problem)}{problem.dtype}, {sizes}, {heads}, {dims}" + _mask_text(problem)),
+            (
+                "problem",
+                f"{_direction_text(problem)}{problem.dtype}, {sizes}, {heads}, {dims}"
+                + _mask_text(problem),
+            ),
             *(self._gpu_rows() if self.device else [("device", "CPU (NumPy)")]),
             ("family", self.family),
             ("tile", str(self.tile)),

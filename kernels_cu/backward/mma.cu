@@ -8,12 +8,13 @@
 //   rows of queries:  dq += ds k                   over the tiles of keys
 //
 // Both make p and ds anew, seven products of rows and columns in all where five would do. As in
-// forward a warp owns 16 or 32 rows, and p and ds never leave its registers. The two kernels are
-// one text: what stays is called rows, what streams by columns.
+// forward a warp owns 16 or 32 rows, and p and ds never leave its registers. Where those do not
+// hold dk and dv together, a kernel has dk and another dv. All are one text: what stays is called
+// rows, what streams by columns.
 //
-//           rows            columns
-//   keys:     k, v            q, dout     s' = k q',  dp' = v dout'
-//   queries:  q, dout         k, v        s = q k',   dp = dout v'
+//             rows         columns
+//   keys:     k, v         q, dout     s' = k q',  dp' = v dout'
+//   queries:  q, dout      k, v        s = q k',   dp = dout v'
 #include "backward/params.cuh"
 #include "backward/row_terms.cuh"
 #include "backward/weigh.cuh"
@@ -43,8 +44,15 @@ struct GradientProductsOf<float> {
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
-template <class Config, bool OfKeys>
+// What a kernel sums up.
+enum class Sums { of_keys_and_values, of_keys, of_values, of_queries };
+
+template <class Config, Sums Kind>
 struct MmaGradients {
+  static constexpr bool OfKeys = Kind != Sums::of_queries;
+  // Whether dk or dq is among them, and whether dv is.
+  static constexpr bool from_ds = Kind != Sums::of_values;
+  static constexpr bool from_p = Kind == Sums::of_keys_and_values || Kind == Sums::of_values;
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
   using Kinds = GradientProductsOf<Element>;
@@ -146,8 +154,8 @@ struct MmaGradients {
   __device__ int first_head() const { return OfKeys ? work.head * group() : work.head; }
 
   __device__ void run() {
-    clear(sums);
-    if constexpr (OfKeys) clear(sums_v);
+    if constexpr (from_ds) clear(sums);
+    if constexpr (from_p) clear(sums_v);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) seen[i][0] = seen[i][1] = 0;
     if (begin < end) sweep();
@@ -168,8 +176,10 @@ struct MmaGradients {
     const int left = row_count() - work.begin;
     if constexpr (OfKeys) {
       start<rows, Config::head_dim, Layout>(rows_at(), keys(p.k, head_kv), p.k, work.begin, left);
-      start<rows, Config::head_dim_v, LayoutV>(rows_v_at(), keys(p.v, head_kv), p.v, work.begin,
-                                               left);
+      if constexpr (from_ds) {
+        start<rows, Config::head_dim_v, LayoutV>(rows_v_at(), keys(p.v, head_kv), p.v, work.begin,
+                                                 left);
+      }
     } else {
       start<rows, Config::head_dim, Layout>(rows_at(), queries(p.q, work.head), p.q, work.begin,
                                             left);
@@ -269,14 +279,18 @@ struct MmaGradients {
     of_scores.multiply_queries_keys(scores, rows_at() + warp_row * Layout::row_bytes,
                                     columns_at(stage));
     clear(gradients);
-    of_weights.multiply_queries_keys(gradients, rows_v_at() + warp_row * LayoutV::row_bytes,
-                                     columns_v_at(stage));
+    if constexpr (from_ds) {
+      of_weights.multiply_queries_keys(gradients, rows_v_at() + warp_row * LayoutV::row_bytes,
+                                       columns_v_at(stage));
+    }
     weigh<Masked>(stage, head, tile, own);
     const auto nothing = [](int, int) {};
-    if constexpr (OfKeys) {
+    if constexpr (from_p) {
       of_scores.multiply_probabilities_values(sums_v, scores, columns_v_at(stage), nothing);
     }
-    of_weights.multiply_probabilities_values(sums, gradients, columns_at(stage), nothing);
+    if constexpr (from_ds) {
+      of_weights.multiply_probabilities_values(sums, gradients, columns_at(stage), nothing);
+    }
   }
 
   template <bool Masked>
@@ -341,29 +355,33 @@ struct MmaGradients {
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        scale_row<dim / 8>(sums[i][0] + 2 * half, scale);
-        if (is_seen(i, half)) continue;
-        fill_row_from<dim / 8>(sums[i][0] + 2 * half, 0, 0);
-        if constexpr (OfKeys) fill_row_from<dim_v / 8>(sums_v[i][0] + 2 * half, 0, 0);
+        const bool found = is_seen(i, half);
+        if constexpr (from_ds) {
+          scale_row<dim / 8>(sums[i][0] + 2 * half, scale);
+          if (!found) fill_row_from<dim / 8>(sums[i][0] + 2 * half, 0, 0);
+        }
+        if constexpr (from_p) {
+          if (!found) fill_row_from<dim_v / 8>(sums_v[i][0] + 2 * half, 0, 0);
+        }
       }
     }
-    if constexpr (OfKeys) {
-      write<Config::head_dim, Layout>(p.dk, at.k_batch, at.k_first, of_weights, sums, rows_at());
-      write<Config::head_dim_v, LayoutV>(p.dv, at.k_batch, at.k_first, of_scores, sums_v,
-                                         rows_v_at());
-    } else {
-      write<Config::head_dim, Layout>(p.dq, at.q_batch, at.q_first, of_weights, sums, rows_at());
+    if constexpr (from_ds) {
+      write<Config::head_dim, Layout>(OfKeys ? p.dk : p.dq, of_weights, sums, rows_at());
+    }
+    if constexpr (from_p) {
+      write<Config::head_dim_v, LayoutV>(p.dv, of_scores, sums_v, rows_v_at());
     }
   }
 
   // A gradient of its inputs' type goes through shared memory, each warp its own rows, so that
   // global memory sees whole chunks. `target` held rows that nobody else reads.
-  template <int Columns, class TileLayout, class Products, class Sums>
-  __device__ void write(const Tensor& tensor, int batch, int first_row, const Products& products,
-                        const Sums& of, unsigned target) {
+  template <int Columns, class TileLayout, class Products, class Accumulators>
+  __device__ void write(const Tensor& tensor, const Products& products, const Accumulators& of,
+                        unsigned target) {
     if (tensor.data == nullptr) return;
-    Gradient* output = tensor.head<Gradient>(batch, work.head) +
-                       (first_row + int64(work.begin)) * tensor.row_stride;
+    const int batch = OfKeys ? at.k_batch : at.q_batch;
+    const int64 first_row = (OfKeys ? at.k_first : at.q_first) + int64(work.begin);
+    Gradient* output = tensor.head<Gradient>(batch, work.head) + first_row * tensor.row_stride;
     const int left = row_count() - work.begin;
     const int warp_row = warp * warp_rows;
     if constexpr (sizeof(Gradient) != sizeof(Element)) {
@@ -405,28 +423,39 @@ struct MmaGradients {
   }
 };
 
-template <class Config, bool OfKeys>
+template <class Config, Sums Kind>
 __device__ void mma_gradients(const GradientParams& p) {
-  using Kernel = MmaGradients<Config, OfKeys>;
+  using Kernel = MmaGradients<Config, Kind>;
+  constexpr bool of_keys = Kernel::OfKeys;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const int heads = OfKeys ? p.heads_kv : p.heads_q;
-  const int section = OfKeys ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads;
+  const int heads = of_keys ? p.heads_kv : p.heads_q;
+  const int section = of_keys ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads;
   // Of causal masks the first keys are seen by most queries, and the last queries see most keys.
-  const GradientWork work = find_gradient_work<Kernel::rows, !OfKeys>(
-      OfKeys ? p.seqlen_k : p.seqlen_q, p.batch, heads, section, blockIdx.x);
+  const GradientWork work = find_gradient_work<Kernel::rows, !of_keys>(
+      of_keys ? p.seqlen_k : p.seqlen_q, p.batch, heads, section, blockIdx.x);
   const Sequence at = sequence_of<Config>(p, work.batch);
-  if (work.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
+  if (work.begin >= (of_keys ? at.seqlen_k : at.seqlen_q)) return;
   Kernel(p, work, at, shared_memory).run();
 }
 
 template <class Config>
+__device__ void mma_key_and_value_gradients(const GradientParams& p) {
+  mma_gradients<Config, Sums::of_keys_and_values>(p);
+}
+
+template <class Config>
 __device__ void mma_key_gradients(const GradientParams& p) {
-  mma_gradients<Config, true>(p);
+  mma_gradients<Config, Sums::of_keys>(p);
+}
+
+template <class Config>
+__device__ void mma_value_gradients(const GradientParams& p) {
+  mma_gradients<Config, Sums::of_values>(p);
 }
 
 template <class Config>
 __device__ void mma_query_gradients(const GradientParams& p) {
-  mma_gradients<Config, false>(p);
+  mma_gradients<Config, Sums::of_queries>(p);
 }
 
 #endif  // __CUDA_ARCH__ >= 800

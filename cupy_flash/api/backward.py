@@ -1,4 +1,4 @@
-"""Gradients of attention of batches of equal lengths."""
+"""Gradients of attention."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cupy_flash.calls import run_backward
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options
+from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.tile import TileRequest, freeze_tile
 
 if TYPE_CHECKING:
@@ -115,3 +117,180 @@ def flash_attention_backward(
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
     return run_backward.gradients(arguments, options, backend, modifications)
+
+
+def flash_attention_qkvpacked_backward(
+    dout: Any,
+    qkv: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    dqkv: Any | None = None,
+    grad_dtype: str | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """Gradient of `flash_attention_qkvpacked`, in one array as well.
+
+    Parameters
+    ----------
+    dout, out, lse, dlse, causal, softmax_scale, q_offset, grad_dtype, backend, family, tile,
+    **modifications
+        As of `flash_attention_backward`.
+    qkv : array, shape (batch, seqlen, 3, heads, head_dim)
+        Queries, keys and values along the third axis.
+    dqkv : array, optional
+        Where to write the gradient: as qkv, but for strides.
+
+    Returns
+    -------
+    dqkv : array, shape (batch, seqlen, 3, heads, head_dim)
+        Of qkv's kind.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `flash_attention_backward`, and for a qkv or dqkv of another shape.
+    """
+    options = Options(
+        "equal",
+        causal,
+        softmax_scale,
+        True,
+        family,
+        freeze_tile(tile),
+        q_offset,
+        wrt=ROWS,
+        grad_dtype=grad_dtype,
+    )
+    others = GradientArguments(None, None, None, out, dout, lse, dlse)
+    return run_backward.gradient_of_qkv(qkv, dqkv, others, options, backend, modifications)
+
+
+def flash_attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dlse: Any | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any | None = None,
+    wrt: Sequence[str] | None = None,
+    dq: Any | None = None,
+    dk: Any | None = None,
+    dv: Any | None = None,
+    grad_dtype: str | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Gradients of `flash_attention_varlen` of packed queries, keys and values.
+
+    Parameters
+    ----------
+    dout : array, shape (total_q, heads_q, head_dim_v)
+        Gradient of the output.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+    seqused_k, backend, **modifications
+        As of the `flash_attention_varlen` call whose gradients these are.
+    out : array, shape (total_q, heads_q, head_dim_v)
+        What the call returned.
+    lse, dlse : array, shape (heads_q, total_q)
+        Its log-sum-exp, and the gradient of that.
+    wrt, dq, dk, dv, grad_dtype, family, tile
+        As of `flash_attention_backward`.
+
+    Returns
+    -------
+    tuple of arrays
+        The gradients in the order of `wrt`. Rows that belong to no sequence are zeros.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention_varlen` and `flash_attention_backward`.
+
+    Notes
+    -----
+    As of `flash_attention_varlen`: what stands in arrays on a GPU is not checked, and leads no
+    kernel outside of the arrays.
+    """
+    options = Options(
+        "packed",
+        causal,
+        softmax_scale,
+        True,
+        family,
+        freeze_tile(tile),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        wrt=run_backward.wanted(wrt),
+        grad_dtype=grad_dtype,
+    )
+    arguments = GradientArguments(
+        *(q, k, v, out, dout, lse, dlse, dq, dk, dv),
+        *(cu_seqlens_q, cu_seqlens_k, seqused_k),
+    )
+    return run_backward.gradients(arguments, options, backend, modifications)
+
+
+def plan_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    wrt: Sequence[str] | None = None,
+    grad_dtype: str | None = None,
+    backend: str = "auto",
+    family: str | None = None,
+    tile: TileRequest = None,
+    arch: str | None = None,
+    **modifications: Unpack[Modifications],
+) -> Plan:
+    """The Plan that `flash_attention_backward` would use for contiguous out and gradients.
+
+    Parameters
+    ----------
+    q, k, v, causal, softmax_scale, q_offset, layout, wrt, grad_dtype, backend, family, tile,
+    **modifications
+        As of `flash_attention_backward`. The arrays are not read.
+    arch : str, optional
+        Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+
+    Returns
+    -------
+    Plan
+        Family, tile, workspace and reasons; `print` it.
+    """
+    options = Options(
+        "equal",
+        causal,
+        softmax_scale,
+        True,
+        family,
+        freeze_tile(tile),
+        q_offset,
+        layout,
+        wrt=run_backward.wanted(wrt),
+        grad_dtype=grad_dtype,
+    )
+    return run_backward.plan(q, k, v, options, backend, arch, modifications)

@@ -107,7 +107,7 @@ class Arguments(NamedTuple):
         """
         if self.qkv is None:
             return self
-        _check_qkv(self.qkv, layout)
+        check_qkv(self.qkv, layout)
         q, k, v = (self.qkv[:, :, i] for i in range(3))
         return self._replace(q=q, k=k, v=v, qkv=None)
 
@@ -255,7 +255,7 @@ def sizes_of(problem: Problem) -> Sizes:
     return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, total_q)
 
 
-def _check_qkv(qkv: Any, layout: str) -> None:
+def check_qkv(qkv: Any, layout: str) -> None:
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")

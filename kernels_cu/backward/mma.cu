@@ -125,8 +125,7 @@ struct MmaGradients {
       : p(p),
         work(work),
         at(at),
-        mask(at.seqlen_k, Config::sequences ? at.q_offset<Config>(p) : p.q_offset,
-             {p, work.batch}),
+        mask(mask_of<Config>(p, at, work.batch)),
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "grid/sequences.cuh"
@@ -45,6 +46,12 @@ __device__ Sequence sequence_of(const Params& p, int batch) {
   } else {
     return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
   }
+}
+
+// Which pairs of a sequence are seen by their places.
+template <class Config>
+__device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
+  return {at.seqlen_k, Config::sequences ? at.q_offset<Config>(p) : p.q_offset, {p, batch}};
 }
 
 // The scale of scores with its sign, which the gradients of q and k are multiplied by.

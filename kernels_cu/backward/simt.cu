@@ -1,41 +1,31 @@
 // Gradients of attention on the CUDA cores: every dtype, every architecture. Two kernels as in
-// mma.cu, which says what rows and columns are; both are blocked products: arrays come through
-// shared memory a slice of head_dim at a time, and each thread has rows and columns that are `side`
-// apart.
+// mma.cu, which says what rows and columns are.
 #include "backward/params.cuh"
 #include "backward/row_terms.cuh"
+#include "backward/simt_products.cuh"
 #include "backward/weigh.cuh"
 #include "backward/work.cuh"
 #include "score/mask.cuh"
-#include "tile/element.cuh"
-#include "tile/layout.cuh"
 
 template <class Config, bool OfKeys>
 struct SimtGradients {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
   using T = Accumulator<Element>;
-  static constexpr int side = 16;  // threads along the rows, and along the columns
-  static constexpr int threads = side * side;
   static constexpr int rows = OfKeys ? Config::Bc : Config::Br;
   static constexpr int columns = OfKeys ? Config::Br : Config::Bc;
-  static constexpr int own_rows = rows / side;
-  static constexpr int own_columns = columns / side;
-  static_assert(rows % side == 0 && columns % side == 0, "whole rows and columns of threads");
-
-  // One more than a slice, so that what a warp reads lies in different banks.
-  static constexpr int slice = 32;
-  static constexpr int slice_stride = slice + 1;
-  static constexpr int slices = ceil_div(Config::head_dim, slice);
-  static constexpr int slices_v = ceil_div(Config::head_dim_v, slice);
-  static constexpr int own_dims = slice / side;
-  static constexpr int weights_stride = columns + 1;
+  using Products = SimtProducts<Element, rows, columns>;
+  static constexpr int side = Products::side;
+  static constexpr int own_rows = Products::own_rows;
+  static constexpr int own_columns = Products::own_columns;
+  static constexpr int own_dims = Products::own_dims;
+  static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
+  static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
 
   struct Shared {
-    T rows_slice[rows * slice_stride];
-    T columns_slice[columns * slice_stride];
-    T p[rows * weights_stride];
-    T ds[rows * weights_stride];
+    typename Products::Shared operands;
+    T p[rows * (columns + 1)];
+    T ds[rows * (columns + 1)];
   };
   static_assert(sizeof(Shared) == Config::shared_memory, "as the host planned");
 
@@ -45,12 +35,12 @@ struct SimtGradients {
   const Mask<Config> mask;
   Shared& shared;
   const T scale_log2;
-  const int x = threadIdx.x % side;
-  const int y = threadIdx.x / side;
+  const int x = Products::x();
+  const int y = Products::y();
 
-  T scores[own_rows][own_columns];      // then p
-  T gradients[own_rows][own_columns];   // of p, then of the scores
-  T sums[slices][own_rows][own_dims];   // dk, or dq
+  T scores[own_rows][own_columns];     // then p
+  T gradients[own_rows][own_columns];  // of p, then of the scores
+  T sums[slices][own_rows][own_dims];  // dk, or dq
   T sums_v[slices_v][own_rows][own_dims];
   T seen[own_rows];  // sums of p, where a modification may hide all of a row
 
@@ -59,8 +49,7 @@ struct SimtGradients {
       : p(p),
         work(work),
         at(at),
-        mask(at.seqlen_k, Config::sequences ? at.q_offset<Config>(p) : p.q_offset,
-             {p, work.batch}),
+        mask(mask_of<Config>(p, at, work.batch)),
         shared(shared),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e) {}
 
@@ -75,28 +64,23 @@ struct SimtGradients {
       const QueryTiles tiles = find_query_tiles<columns>(mask, work.begin, stop, at.seqlen_q);
       for (int head = work.head * group; head < (work.head + 1) * group; ++head) {
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-          visit({keys(p.k, work.head), p.k.row_stride}, {keys(p.v, work.head), p.v.row_stride},
-                {queries(p.q, head), p.q.row_stride}, {queries(p.dout, head), p.dout.row_stride},
-                head, tile);
+          visit(keys(p.k, work.head), keys(p.v, work.head), queries(p.q, head),
+                queries(p.dout, head), head, tile * columns);
         }
       }
     } else {
       const KeyTiles tiles = find_key_tiles<columns, false>(mask, work.begin, stop, 0, 1);
       const int head_kv = work.head / group;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        visit({queries(p.q, work.head), p.q.row_stride},
-              {queries(p.dout, work.head), p.dout.row_stride}, {keys(p.k, head_kv), p.k.row_stride},
-              {keys(p.v, head_kv), p.v.row_stride}, work.head, tile);
+        visit(queries(p.q, work.head), queries(p.dout, work.head), keys(p.k, head_kv),
+              keys(p.v, head_kv), work.head, tile * columns);
       }
     }
     finish();
   }
 
  private:
-  struct Rows {
-    const Element* begin;
-    int64 stride;
-  };
+  using Rows = HeadRows<Element>;
 
   template <int Count>
   __device__ static void clear(T (&values)[Count][own_rows][own_dims]) {
@@ -111,116 +95,45 @@ struct SimtGradients {
   }
 
   __device__ int row_count() const { return OfKeys ? at.seqlen_k : at.seqlen_q; }
-  __device__ int column_count() const { return OfKeys ? at.seqlen_q : at.seqlen_k; }
-  // Where a head's rows of q or dout begin, and those of k or v.
-  __device__ const Element* queries(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
+  __device__ Rows queries(const Tensor& tensor, int head) const {
+    return query_rows<Element>(tensor, at, head);
   }
-  __device__ const Element* keys(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(at.k_batch, head) + at.k_first * tensor.row_stride;
+  __device__ Rows keys(const Tensor& tensor, int head) const {
+    return key_rows<Element>(tensor, at, head);
   }
 
   // One tile of columns: s and dp from the rows and columns, and what they add to the sums.
-  __device__ void visit(Rows first, Rows first_v, Rows second, Rows second_v, int head, int tile) {
-    multiply<Config::head_dim>(scores, first, second, tile);
-    multiply<Config::head_dim_v>(gradients, first_v, second_v, tile);
-    weigh(head, tile);
+  __device__ void visit(Rows first, Rows first_v, Rows second, Rows second_v, int head,
+                        int column) {
+    Products::template multiply<Config::head_dim>(scores, shared.operands, first, work.begin,
+                                                  second, column);
+    Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
+                                                    work.begin, second_v, column);
+    weigh(head, column + x);
 #pragma unroll
     for (int i = 0; i < own_rows; ++i) {
 #pragma unroll
       for (int j = 0; j < own_columns; ++j) {
-        const int place = (y + i * side) * weights_stride + x + j * side;
+        const int place = (y + i * side) * (columns + 1) + x + j * side;
         shared.p[place] = scores[i][j];
         shared.ds[place] = gradients[i][j];
         if constexpr (Config::Mods::hides_pairs) seen[i] += scores[i][j];
       }
     }
-    add<Config::head_dim>(sums, shared.ds, second, tile);
-    if constexpr (OfKeys) add<Config::head_dim_v>(sums_v, shared.p, second_v, tile);
-  }
-
-  // A slice of Dim columns of some rows, zeros where there are none. What was there before is read
-  // by nobody any more.
-  template <int Count, int Dim>
-  __device__ static void load(T (&target)[Count * slice_stride], const Rows& source, int first,
-                              int end, int begin_dim) {
-    for (int i = threadIdx.x; i < Count * slice; i += threads) {
-      const int row = first + i / slice, d = begin_dim + i % slice;
-      const bool is_there = row < end && d < Dim;
-      target[i / slice * slice_stride + i % slice] =
-          is_there ? widen(source.begin[row * source.stride + d]) : T(0);
+    Products::template add<Config::head_dim>(sums, shared.operands, shared.ds, second, column);
+    if constexpr (OfKeys) {
+      Products::template add<Config::head_dim_v>(sums_v, shared.operands, shared.p, second_v,
+                                                 column);
     }
   }
 
-  template <int Dim>
-  __device__ void multiply(T (&product)[own_rows][own_columns], const Rows& first,
-                           const Rows& second, int tile) {
-#pragma unroll
-    for (int i = 0; i < own_rows; ++i) {
-#pragma unroll
-      for (int j = 0; j < own_columns; ++j) product[i][j] = 0;
-    }
-#pragma unroll 1
-    for (int begin = 0; begin < Dim; begin += slice) {
-      __syncthreads();
-      load<rows, Dim>(shared.rows_slice, first, work.begin, row_count(), begin);
-      load<columns, Dim>(shared.columns_slice, second, tile * columns, column_count(), begin);
-      __syncthreads();
-#pragma unroll 4
-      for (int d = 0; d < slice; ++d) {
-        T left[own_rows];
-#pragma unroll
-        for (int i = 0; i < own_rows; ++i) {
-          left[i] = shared.rows_slice[(y + i * side) * slice_stride + d];
-        }
-#pragma unroll
-        for (int j = 0; j < own_columns; ++j) {
-          const T right = shared.columns_slice[(x + j * side) * slice_stride + d];
-#pragma unroll
-          for (int i = 0; i < own_rows; ++i) product[i][j] = fma(left[i], right, product[i][j]);
-        }
-      }
-    }
-  }
-
-  // of += weights times columns, each tile's share summed alone: long sums lose less to rounding.
-  template <int Dim, int Slices>
-  __device__ void add(T (&of)[Slices][own_rows][own_dims], const T* weights, const Rows& second,
-                      int tile) {
-#pragma unroll
-    for (int s = 0; s < Slices; ++s) {
-      __syncthreads();
-      load<columns, Dim>(shared.columns_slice, second, tile * columns, column_count(), s * slice);
-      __syncthreads();
-      T share[own_rows][own_dims] = {};
-#pragma unroll 4
-      for (int c = 0; c < columns; ++c) {
-        T right[own_dims];
-#pragma unroll
-        for (int d = 0; d < own_dims; ++d) {
-          right[d] = shared.columns_slice[c * slice_stride + x + d * side];
-        }
-#pragma unroll
-        for (int i = 0; i < own_rows; ++i) {
-          const T left = weights[(y + i * side) * weights_stride + c];
-#pragma unroll
-          for (int d = 0; d < own_dims; ++d) share[i][d] = fma(left, right[d], share[i][d]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < own_rows; ++i) {
-#pragma unroll
-        for (int d = 0; d < own_dims; ++d) of[s][i][d] += share[i][d];
-      }
-    }
-  }
-
-  __device__ void weigh(int head, int tile) {
+  // `column` is the thread's first.
+  __device__ void weigh(int head, int column) {
     const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, at, head);
     const auto terms = [&](int row) {
       return row < at.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
     };
-    const int row = work.begin + y, column = tile * columns + x;
+    const int row = work.begin + y;
     const auto step = [](int n) { return n * side; };
     if constexpr (OfKeys) {
       const Weigh<Config, own_columns, own_rows> weigh = {p, mask, at, work.batch, head, scale_log2};
@@ -261,26 +174,27 @@ struct SimtGradients {
     for (int i = 0; i < own_rows; ++i) {
       const bool found = is_seen(i);
       if constexpr (OfKeys) {
-        write<Config::head_dim>(p.dk, at.k_batch, at.k_first, i, sums, found, scale);
-        write<Config::head_dim_v>(p.dv, at.k_batch, at.k_first, i, sums_v, found, T(1));
+        write<Config::head_dim>(p.dk, i, sums, found, scale);
+        write<Config::head_dim_v>(p.dv, i, sums_v, found, T(1));
       } else {
-        write<Config::head_dim>(p.dq, at.q_batch, at.q_first, i, sums, found, scale);
+        write<Config::head_dim>(p.dq, i, sums, found, scale);
       }
     }
   }
 
   template <int Dim, int Slices>
-  __device__ void write(const Tensor& tensor, int batch, int first_row, int i,
-                        const T (&of)[Slices][own_rows][own_dims], bool found, T factor) {
+  __device__ void write(const Tensor& tensor, int i, const T (&of)[Slices][own_rows][own_dims],
+                        bool found, T factor) {
     const int row = work.begin + y + i * side;
     if (tensor.data == nullptr || row >= row_count()) return;
-    Gradient* output = tensor.head<Gradient>(batch, work.head) +
-                       (first_row + int64(row)) * tensor.row_stride;
+    const int batch = OfKeys ? at.k_batch : at.q_batch;
+    const int64 place = (OfKeys ? at.k_first : at.q_first) + int64(row);
+    Gradient* output = tensor.head<Gradient>(batch, work.head) + place * tensor.row_stride;
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
 #pragma unroll
       for (int d = 0; d < own_dims; ++d) {
-        const int column = s * slice + x + d * side;
+        const int column = s * Products::slice + x + d * side;
         if (column < Dim) output[column] = narrow<Gradient>(found ? of[s][i][d] * factor : T(0));
       }
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_type
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
+from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -161,6 +161,17 @@ def spec_of(array: Any, address: int) -> ArraySpec:
         dtype=dtype_name(array),
         alignment=min(alignment, MAX_ALIGNMENT),
     )
+
+
+def new_spec(shape: tuple[int, ...], layout: str, dtype: str) -> ArraySpec:
+    """`spec_of` a new C-contiguous array of this shape, whose axes are in the order of a layout."""
+    if len(shape) == 3:
+        return ArraySpec.contiguous((1, shape[0], shape[1], shape[2]), dtype)
+    first, second, third, dim = shape
+    batch, outer, inner = contiguous_strides((first, second, third, dim))
+    if layout == "bhsd":
+        return ArraySpec((first, third, second, dim), (batch, inner, outer), dtype)
+    return ArraySpec((first, second, third, dim), (batch, outer, inner), dtype)
 
 
 def require_int32(name: str, array: Any) -> None:

@@ -212,7 +212,7 @@ def prepare(
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     names = (*fields, *_VALUES, *parts, *map_place)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
-    fixed = _fixed(plan)
+    fixed = fixed_fields(plan)
     if options.modifiers is not None:
         sizes = sizes_of(problem)
         arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
@@ -252,7 +252,7 @@ def prepare(
     )
 
 
-def _fixed(plan: Plan) -> dict[str, Any]:
+def fixed_fields(plan: Plan) -> dict[str, Any]:
     """Fields of the params that are the same in all calls of a plan."""
     problem, schedule = plan.problem, plan.schedule
     sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")

@@ -184,6 +184,10 @@ class Family(ABC, Generic[TileT]):
             "Element": ELEMENT_TYPES[problem.dtype],
             "Mods": "NoMods" if score is None else "::Mods",
         }
+        gradient = problem.gradient
+        if gradient is not None:
+            types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
+            members["has_dlse"] = gradient.dlse
         lines = [
             f"// cupy_flash {self.name}, sources {self.digest()}",
             *(() if score is None else (*_MOD_HEADERS, score.text)),
@@ -195,6 +199,7 @@ class Family(ABC, Generic[TileT]):
         title = (
             f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
             + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+            + (" backward" if gradient is not None else "")
             + (" causal" if problem.causal else "")
             + (" modified" if score is not None else "")
             + (" split" if split.kind == "parts" else "")

@@ -1,0 +1,73 @@
+"""What families do alike that compute gradients: row terms first, then rows of keys, and queries.
+
+Each row of dk, dv and dq is summed up by one thread block, in one order: same inputs, same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import ITEMSIZE, Problem
+
+_TERMS_THREADS = 256
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no kernel of gradients serves a problem; None if they may."""
+    if problem.layout.page_size or problem.layout.kind == "cached":
+        return "computes no gradients of a cache"
+    return None
+
+
+def row_lanes(problem: Problem) -> int:
+    """Lanes that share a row of out and dout: 16 bytes each, a power of two of them."""
+    pieces = ceil_div(problem.head_dim_v * problem.itemsize, 16)
+    return min(32, 1 << (pieces - 1).bit_length())
+
+
+def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
+    """Thread blocks of tiles of so many keys, and of so many queries."""
+    of_keys = ceil_div(problem.seqlen_k, keys) * problem.batch * problem.heads_kv
+    return of_keys, ceil_div(problem.seqlen_q, queries) * problem.batch * problem.heads_q
+
+
+def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
+    """Why such tiles are more than a launch takes, or None if they are not."""
+    blocks = max(*blocks_of(problem, keys, queries), _terms_blocks(problem))
+    if blocks > MAX_GRID:
+        return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+    return None
+
+
+def schedule(problem: Problem, device: Device, launches: Iterable[Launch]) -> Schedule:
+    """That of the kernels that sum up rows, of which those without rows are left out."""
+    terms = Launch(
+        ROW_TERMS,
+        "find_row_terms",
+        (_terms_blocks(problem), 1, 1),
+        _TERMS_THREADS,
+        arguments=("gradients",),
+    )
+    return Schedule(
+        (terms, *(launch for launch in launches if launch.grid[0])),
+        workspace=_query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype],
+        section_heads=heads_in_l2(problem, device),
+    )
+
+
+def _query_rows(problem: Problem) -> int:
+    """Over the whole batch and all heads, as lse has them."""
+    return math.prod(problem.lse_shape)
+
+
+def _terms_blocks(problem: Problem) -> int:
+    return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
+
+
+def config(problem: Problem) -> dict[str, int | bool]:
+    """Members of the `Config` struct that all kernels of gradients read."""
+    return {"row_lanes": row_lanes(problem), "sequences": not problem.layout.is_equal}

@@ -1,221 +1,237 @@
-"""Gradients of a range of keys over tiles of query rows: the heart of the CPU backward pass.
+"""Gradients of a tile of query rows over tiles of keys: the heart of the CPU's backward pass.
 
 See `cupy_flash.host.gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host.crew import Stop
-from cupy_flash.host.passes import Block, Pass, Scratch
-from cupy_flash.host.turns import Turns
+from cupy_flash.host.gradient_pass import GradientPass
+from cupy_flash.host.passes import Block, Scratch
+from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
+from cupy_flash.problem.gradient import OF_MOD
 
 Array = NDArray[Any]
 
-
-class Gradients(NamedTuple):
-    """One backward pass: the forward pass, what its outputs' gradients are, and what is wanted."""
-
-    job: Pass
-    lse: Array  # (batch, heads_kv, group, seqlen_q)
-    dout: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
-    delta: Array  # (batch, heads_kv, group, seqlen_q): see `row_sums`
-    dq: Array | None  # (batch, heads_kv, group, seqlen_q, head_dim)
-    dk: Array | None  # (batch, seqlen_k, heads_kv, head_dim)
-    dv: Array | None  # (batch, seqlen_k, heads_kv, head_dim_v)
-
-    def items(self, turns: Turns, first: int) -> Iterator[KeyRange]:
-        """All ranges of keys, numbered from one on."""
-        batch, heads_kv, group, seqlen_q, _ = self.job.q.shape
-        seqlen_k, cut = self.job.k.shape[1], self.job.cut
-        number = first
-        tiles = -(-seqlen_q // cut.Br)
-        for sequences in slices(batch, cut.batch):
-            for kv_heads in slices(heads_kv, cut.kv_heads):
-                heads = Heads.make(self, sequences, kv_heads)
-                for keys in slices(seqlen_k, cut.Bc):
-                    turns.enter(heads.key, number, tiles)
-                    yield KeyRange(self, heads, keys, number)
-                    number += 1
+# Elements of a total, and what is to be added to them.
+Part = tuple[Array, Array]
 
 
-class Heads(NamedTuple):
-    """Query heads, with the key/value heads they share, that ranges of keys have in common."""
-
-    key: tuple[int, ...]
-    sequences: slice
-    kv_heads: slice
-    seen: list[tuple[slice, int, int]]  # tiles of rows, from the last on, with the keys they see
-    dq: Array | None  # what is added up, (sequences, kv heads, group, seqlen_q, head_dim)
-
-    @classmethod
-    def make(cls, work: Gradients, sequences: slice, kv_heads: slice) -> Heads:
-        job = work.job
-        seqlen_q = job.q.shape[3]
-        heads = Block(sequences, kv_heads, slice(0, job.q.shape[2]), slice(0, seqlen_q))
-        tiles = [heads._replace(rows=rows) for rows in slices(seqlen_q, job.cut.Br)]
-        seen = [(tile.rows, *job.keys_seen(tile)) for tile in reversed(tiles)]
-        dq = None
-        if work.dq is not None:
-            dq = work.dq[tuple(heads)]
-            if dq.dtype != job.compute and any(
-                begin // job.cut.Bc < (end - 1) // job.cut.Bc for _, begin, end in seen
-            ):
-                dq = np.empty(dq.shape, job.compute)
-        return cls((sequences.start, kv_heads.start), sequences, kv_heads, seen, dq)
+def differentiate(
+    work: GradientPass, scratch: Scratch, block: Block, turn: Turn, turns: Turns, stop: Stop
+) -> None:
+    """Write dq of a block's rows, and add what they have of all other gradients."""
+    tile = _Tile(work, scratch, block)
+    begin, end = work.job.keys_seen(block)
+    for start in range(begin, end, work.job.cut.Bc):
+        key = min(start + work.job.cut.Bc, end)
+        if stop.requested:
+            return
+        parts = tile.take(start, key)
+        if parts and not turns.wait(turn, key):
+            return
+        add(parts)
+        turns.passed(turn, key)
+    tile.write_dq()
+    turns.finish(turn, functools.partial(add, tile.rests))
 
 
-class KeyRange(NamedTuple):
-    """A range of keys with the rows that see some of it."""
-
-    work: Gradients
-    heads: Heads
-    keys: slice
-    number: int
-
-    def compute(self, scratch: Scratch, turns: Turns, stop: Stop) -> None:
-        """Write dk and dv of the range, and add what it gives to dq."""
-        result = _Keys(self, scratch).take_all(turns, stop)
-        turns.leave(self.heads.key, self.number, result)
+def add(parts: list[Part]) -> None:
+    """Add parts to their totals."""
+    for total, part in parts:
+        total += part
 
 
-class _Keys:
-    """A range of keys while the rows pass by.
+class _Tile:
+    """The rows of a block on their way through the keys.
 
-    Scores and what else there is of each pair are (sequences, kv heads, keys, rows): the long side
-    first, as matrix products are fastest.
+    Arrays are (sequences, kv heads, heads, rows, ...); in products, the rows of all heads that
+    share keys are one matrix.
+
+    Attributes
+    ----------
+    rests
+        What is to be added when the block is through.
     """
 
-    def __init__(self, item: KeyRange, scratch: Scratch) -> None:
-        self.item, self.scratch = item, scratch
-        self.work, self.job, self.heads = item.work, item.work.job, item.heads
-        scale = self.job.compute.type(self.job.softmax_scale)
-        k, v = (x[self.heads.sequences, item.keys, self.heads.kv_heads].swapaxes(1, 2) for x in (self.job.k, self.job.v))
-        self.k = self._cut("k", k.shape)
-        np.copyto(self.k, k, casting="same_kind")
-        self.k *= scale
-        self.kT = self._columns("kT", self.k)
-        self.vT = self._columns("vT", v)
-        self.dk = self._zeros("dk", k, self.work.dk)
-        self.dv = self._zeros("dv", v, self.work.dv)
+    def __init__(self, work: GradientPass, scratch: Scratch, block: Block) -> None:
+        self.work, self.job, self.scratch, self.block = work, work.job, scratch, block
+        job, where = work.job, tuple(block)
+        modified = job.modified or Modified()
+        self.mask_mod = modified.scores.mask_mod
+        self.changes = modified.scores._replace(mask_mod=None)
+        q = job.queries(block, scratch)
+        dout = scratch.copy("dout", work.dout[where], job.compute)
+        lse = scratch.copy("lse", work.lse[where], job.compute)
+        self.rows = q.shape[:4]
+        # Whatever stands in rows that see no key, nothing comes of it.
+        visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
+        dead = (lse == -np.inf) | (visible.begins(rows) >= visible.ends(rows))
+        q[dead], dout[dead] = 0, 0
+        delta = np.einsum("...d,...d->...", dout, job.out[where].astype(job.compute, copy=False))
+        if work.dlse is not None:
+            delta -= work.dlse[where]
+        self.rests: list[Part] = []
+        if "sinks" in work.small:
+            self.rests.append(self._of_sinks(lse, delta))
+        self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
+        self.rests += [(work.captures[name], part) for name, part in self.captures.items()]
+        # Weights of exactly 0, whatever becomes of the scores.
+        lse[dead] = np.inf
+        self.q, self.dout, self.lse, self.delta = (
+            x.reshape(*self.rows[:2], -1, x.shape[4])
+            for x in (q, dout, lse[..., None], delta[..., None])
+        )
+        self.dq: Array | None = None
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
         return self.scratch.cut(name, shape, self.job.compute)
 
-    def _columns(self, name: str, x: Any) -> Array:
-        """The range's rows and a column of ones: (sequences, kv heads, keys, dim + 1)."""
-        b, h, n, d = x.shape
-        copy = self._cut(name, (b, h, d + 1, n))
-        np.copyto(copy[:, :, :-1], x.swapaxes(2, 3), casting="same_kind")
-        copy[:, :, -1] = 1
-        return copy
+    def _of_sinks(self, lse: Array, delta: Array) -> Part:
+        sinks = self.job.sinks_of(self.block)
+        assert sinks is not None
+        sinks = sinks[..., 0]
+        # A sink of -inf has no weight, not even where the lse is -inf.
+        weights = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
+        total = self.work.small["sinks"].reshape(self.job.q.shape[1:3])
+        part = -np.sum(weights * delta, axis=(0, 3), dtype=np.float64)
+        return total[self.block.kv_heads, self.block.heads], part
 
-    def _zeros(self, name: str, like: Array, wanted: Array | None) -> Array | None:
-        if wanted is None:
-            return None
-        zeros = self._cut(name, like.shape)
-        zeros[...] = 0
-        return zeros
-
-    def take_all(self, turns: Turns, stop: Stop) -> Callable[[], None] | None:
-        start, end = self.item.keys.start, self.item.keys.stop
-        Bc = self.job.cut.Bc
-        group = self.job.q.shape[2]
-        key, number = self.heads.key, self.item.number
-        tile = len(self.heads.seen)
-        visible = self.job.mask_of(Block(self.heads.sequences, self.heads.kv_heads, None, None))
-        for rows, first, last in self.heads.seen:
-            tile -= 1
-            begin, behind = max(first, start), min(last, end)
-            if begin >= behind:
-                if first >= last and start == 0 and self.heads.dq is not None:
-                    self.work.dq[self.heads.sequences, self.heads.kv_heads, :, rows] = 0
-                continue
-            if stop.requested:
-                return None
-            some = slice(max(rows.start, visible.first_row(begin)), min(rows.stop, visible.last_row(behind-1)))
-            for heads in slices(group, self.job.cut.heads_per_tile):
-                block = Block(self.heads.sequences, self.heads.kv_heads, heads, some)
-                product = self._take(block, begin, behind)
-                if product is not None:
-                    if first < start and not turns.wait(key, number, tile):
-                        return None
-                    self._add(block, rows, product, first >= start, last <= end)
-            if last > end:
-                turns.passed(key, number, tile)
-        self.dk *= self.job.compute.type(self.job.softmax_scale)
-        for array, wanted in ((self.dk, self.work.dk), (self.dv, self.work.dv)):
-            if array is not None:
-                np.copyto(wanted[self.heads.sequences, self.item.keys, self.heads.kv_heads], array.swapaxes(1, 2), casting="same_kind")
-        return None
-
-    def _add(self, block: Block, rows, product: Array, is_first: bool, is_last: bool) -> None:
-        where = tuple(block)
-        target = self.work.dq[where]
-        sums = self.heads.dq[:, :, block.heads, block.rows]
-        if is_first and block.rows != rows:
-            self.heads.dq[:, :, block.heads, rows] = 0
-        if is_first:
-            sums[...] = product
-        else:
-            sums += product
-
-    def _take(self, block: Block, begin: int, end: int) -> Array | None:
-        job, work = self.job, self.work
-        where = tuple(block)
-        start = self.item.keys.start
-        local = slice(begin - start, end - start)
-        source = job.q[where]
-        b, h, g, s, d = source.shape
-        R = g * s
-        q = self._cut("q", (b, h, g, s, d + 1))
-        np.copyto(q[..., :-1], source, casting="same_kind")
-        np.negative(work.lse[where], out=q[..., -1])
-        source = work.dout[where]
-        dv = source.shape[4]
-        dout = self._cut("dout", (b, h, g, s, dv + 1))
-        np.copyto(dout[..., :-1], source, casting="same_kind")
-        np.negative(work.delta[where], out=dout[..., -1])
-        q, dout = q.reshape(b, h, R, d + 1), dout.reshape(b, h, R, dv + 1)
-        n = end - begin
-        kT, vT = self.kT[..., local], self.vT[..., local]
-        p = self._cut("p", (b, h, R, n))
-        np.matmul(q, kT, out=p)
+    def take(self, start: int, stop: int) -> list[Part]:
+        """Take up keys [start, stop); what their pairs add to gradients but dq."""
+        job, work, block = self.job, self.work, self.block
+        start, stop, unseen = self._seen_by_mask(start, stop)
+        if start >= stop:
+            return []
+        k = job.keys(block, start, stop, self.scratch)
+        v = job.values(block, start, stop, self.scratch)
+        p = self._cut("p", (*self.q.shape[:-1], stop - start))
+        np.matmul(self.q, k.swapaxes(-1, -2), out=p)
+        pairs = p.reshape(*self.rows, stop - start)
+        hidden = self._hidden(start, stop)
+        at = job.pairs_of(block, start, stop)
+        scaled = pairs.copy() if self.captures else pairs
+        slope = None
+        if unseen is not None:
+            hidden.append((slice(None), unseen))
+        if not self.changes.changes_nothing:
+            changed, slope = apply_with_slope(self.changes, pairs, at)
+            np.copyto(pairs, changed, casting="same_kind")
+            hidden.append((slice(None), pairs == -np.inf))
+        p -= self.lse
         np.exp(p, out=p)
-        self._hide(block, p, begin, end)
-        if self.dv is not None:
-            product = self._cut("product", (b, h, n, dv))
-            np.matmul(p.swapaxes(2, 3), dout[..., :-1], out=product)
-            self.dv[:, :, local] += product
-        ds = self._cut("ds", (b, h, R, n))
-        np.matmul(dout, vT, out=ds)
+        _hide(pairs, hidden)
+        parts = []
+        if work.dv is not None:
+            parts.append(self._of_keys("dv", work.dv, p, self.dout, start, stop))
+        if not work.needs_scores:
+            return parts
+        ds = self._cut("ds", p.shape)
+        np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
+        ds -= self.delta
         ds *= p
-        self._hide(block, ds, begin, end)
-        if self.dk is not None:
-            product = self._cut("product", (b, h, n, d))
-            np.matmul(ds.swapaxes(2, 3), q[..., :-1], out=product)
-            self.dk[:, :, local] += product
-        if work.dq is None:
-            return None
-        product = self._cut("product", (b, h, R, d))
-        np.matmul(ds, self.k[:, :, local], out=product)
-        return product.reshape(b, h, g, s, d)
+        pairs = ds.reshape(pairs.shape)
+        # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
+        _hide(pairs, hidden)
+        if work.bias is not None:
+            parts += self._of_bias(pairs, start, stop)
+        if self.captures:
+            self._take_captures(scaled, at, pairs)
+        if slope is not None:
+            pairs *= slope
+            _hide(pairs, hidden)
+        if work.dk is not None:
+            parts.append(self._of_keys("dk", work.dk, ds, self.q, start, stop))
+        if work.dq is not None:
+            self._take_dq(ds, k)
+        return parts
 
-    def _hide(self, block: Block, x: Array, begin: int, end: int) -> None:
-        rows, visible = block.rows, self.job.mask_of(block)
-        for first, stop in visible.edges(rows.start, rows.stop, begin, end):
-            hidden = visible.hidden(rows.start, rows.stop, first, stop)
-            b, h, R, n = x.shape
-            x5 = x.reshape(b, h, -1, rows.stop - rows.start, n)[..., first - begin : stop - begin]
-            np.copyto(x5, 0, where=hidden)
+    def _seen_by_mask(self, start: int, stop: int) -> tuple[int, int, Array | None]:
+        """Of some keys those from the first to the last that the user's mask lets any row see.
+
+        And which of their pairs it hides.
+        """
+        if self.mask_mod is None:
+            return start, stop, None
+        at = self.job.pairs_of(self.block, start, stop)
+        seen = self.mask_mod.evaluate(
+            *(at.b, at.h, at.row + at.q_offset, at.j),
+            q_start=at.q_start,
+            k_start=at.k_start,
+            dtype=self.job.compute,
+        )
+        seen = np.broadcast_to(seen, (*self.rows, stop - start))
+        keys = np.flatnonzero(seen.any(axis=(0, 1, 2, 3)))
+        if not keys.size:
+            return start, start, None
+        first, end = int(keys[0]), int(keys[-1]) + 1
+        return start + first, start + end, ~seen[..., first:end]
+
+    def _hidden(self, start: int, stop: int) -> list[tuple[slice, Array]]:
+        """Which pairs are hidden by their positions: columns, and those among their pairs."""
+        rows, visible = self.block.rows, self.job.mask_of(self.block)
+        return [
+            (slice(first - start, end - start), visible.hidden(rows.start, rows.stop, first, end))
+            for first, end in visible.edges(rows.start, rows.stop, start, stop)
+        ]
+
+    def _of_keys(
+        self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
+    ) -> Part:
+        """Sums of weighted rows for each key."""
+        product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3]))
+        np.matmul(weights.swapaxes(-1, -2), rows, out=product)
+        return total[self.block.batch, self.block.kv_heads, start:stop], product
+
+    def _of_bias(self, dt: Array, start: int, stop: int) -> list[Part]:
+        """Gradients of scores, summed up where the bias has one element for them."""
+        bias = self.work.bias
+        assert bias is not None
+        shared = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
+        index = (*self.block, slice(start, stop))
+        total = bias[tuple(slice(None) if n == 1 else i for i, n in zip(index, bias.shape))]
+        part = dt.sum(axis=shared, keepdims=True, dtype=bias.dtype)
+        if bias.shape[4] > 1:
+            return [(total, part)]
+        # Of other keys too: added when no block before has any left.
+        self.rests.append((total, part))
+        return []
+
+    def _take_captures(self, scaled: Array, at: Pairs, dt: Array) -> None:
+        score_mod = self.changes.score_mod
+        assert score_mod is not None
+        found = capture_gradients(score_mod, behind_softcap(self.changes, scaled), at, dt)
+        for name, part in self.captures.items():
+            part += found[name.removeprefix(OF_MOD)]
+
+    def _take_dq(self, ds: Array, k: Array) -> None:
+        if self.dq is None:
+            self.dq = np.matmul(ds, k, out=self._cut("dq", self.q.shape))
+            return
+        self.dq += np.matmul(ds, k, out=self._cut("product", self.q.shape))
+
+    def write_dq(self) -> None:
+        """Write the gradients of the rows."""
+        if self.work.dq is None:
+            return
+        dq = self.work.dq[tuple(self.block)]
+        if self.dq is None:
+            dq[...] = 0
+            return
+        self.dq *= self.job.compute.type(self.job.softmax_scale)
+        np.copyto(dq, self.dq.reshape(dq.shape), casting="same_kind")
 
 
-def slices(count: int, size: int) -> Iterator[slice]:
-    """Parts of a size, but for the last."""
-    for first in range(0, count, size):
-        yield slice(first, min(first + size, count))
+def _hide(x: Array, hidden: list[tuple[slice, Array]]) -> None:
+    """Set to 0 what is of hidden pairs: (..., rows, keys)."""
+    for columns, pairs in hidden:
+        np.copyto(x[..., columns], 0, where=pairs)

@@ -1,17 +1,28 @@
 """Threads that add to the same elements: each waits for its turn, so that bits depend on no thread.
 
-Items of work are numbered in the order in which threads take them up. An item that shares elements
-with others enters a queue for them; there it is at a place, which only ever falls. It may add at a
-place when all items before it in the queue are past it. As those began earlier, they mostly are;
-none ever waits for a later one.
+Items of work are numbered in the order in which threads take them up. Those of one queue add to the
+same elements, each in the order of the keys; an item may add what it has of some keys once all items
+before it in the queue have passed them. As those began earlier, they mostly have; and as none ever
+waits for a later one, all come to an end.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from cupy_flash.host.crew import Stop
+
+# After so long a waiting thread looks whether another has failed, which does not wake it.
+SECONDS_TO_LOOK = 0.1
+
+
+class Turn(NamedTuple):
+    """An item's place among all items."""
+
+    number: int
+    queue: Hashable
 
 
 class Turns:
@@ -19,52 +30,42 @@ class Turns:
 
     def __init__(self, stop: Stop) -> None:
         self._stop, self._changed = stop, threading.Condition()
-        # By queue, and by the number of each item in it.
-        self._places: dict[Hashable, dict[int, int]] = {}
-        # Of items that are through, by number, while others are not that come before.
-        self._results: dict[int, Callable[[], None]] = {}
-        self._next_result = 0
+        # By queue: behind which keys its items are, by number.
+        self._passed: dict[Hashable, dict[int, int]] = {}
+        # What is left to add of items that are through, while others are not that come before.
+        self._rests: dict[int, Callable[[], None]] = {}
+        self._next_rest = 0
 
-    def enter(self, queue: Hashable, item: int, place: int) -> None:
-        """An item begins at a place; to be called in the order of items."""
+    def enter(self, turn: Turn) -> None:
+        """Begin an item; to be called in the order of items."""
         with self._changed:
-            self._places.setdefault(queue, {})[item] = place
+            self._passed.setdefault(turn.queue, {})[turn.number] = 0
 
-    def wait(self, queue: Hashable, item: int, place: int) -> bool:
-        """Wait until an item may add at a place; False if all work is to stop."""
+    def wait(self, turn: Turn, key: int) -> bool:
+        """Wait until an item may add what it has of keys before this one; False if all stop."""
         with self._changed:
-            places = self._places[queue]
-            while any(at >= place for other, at in places.items() if other < item):
+            passed = self._passed[turn.queue]
+            while any(at < key for number, at in passed.items() if number < turn.number):
                 if self._stop.requested:
                     return False
-                self._changed.wait()
-            return True
+                self._changed.wait(SECONDS_TO_LOOK)
+        return True
 
-    def move(self, queue: Hashable, item: int, place: int) -> None:
-        """An item adds nothing any more at places above this one."""
+    def passed(self, turn: Turn, key: int) -> None:
+        """An item has nothing more to add of keys before this one."""
         with self._changed:
-            self._places[queue][item] = place
+            self._passed[turn.queue][turn.number] = key
             self._changed.notify_all()
 
-    def leave(self, queue: Hashable, item: int) -> None:
-        """An item adds nothing any more."""
+    def finish(self, turn: Turn, add_rest: Callable[[], None]) -> None:
+        """An item is through; what is left to add is added when that of all before it is."""
         with self._changed:
-            places = self._places[queue]
-            del places[item]
-            if not places:
-                del self._places[queue]
+            passed = self._passed[turn.queue]
+            del passed[turn.number]
+            if not passed:
+                del self._passed[turn.queue]
             self._changed.notify_all()
-
-    def finish(self, item: int, result: Callable[[], None]) -> None:
-        """An item is through; its result is taken up when those of all before it are."""
-        with self._changed:
-            self._results[item] = result
-            while self._next_result in self._results:
-                self._results.pop(self._next_result)()
-                self._next_result += 1
-
-    def give_up(self) -> None:
-        """Let nobody wait any longer: a thread has failed."""
-        with self._changed:
-            self._stop.requested = True
-            self._changed.notify_all()
+            self._rests[turn.number] = add_rest
+            while self._next_rest in self._rests:
+                self._rests.pop(self._next_rest)()
+                self._next_rest += 1

@@ -87,8 +87,9 @@ class _Tile:
         self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
         self.rests += [(work.captures[name], part) for name, part in self.captures.items()]
         q[..., :-1] *= job.compute.type(job.softmax_scale)
-        np.negative(lse, out=q[..., -1])
-        np.negative(delta, out=dout[..., -1])
+        # Not np.negative: NumPy 2.4.6 has it wrong between some strides of two.
+        np.subtract(0, lse, out=q[..., -1])
+        np.subtract(0, delta, out=dout[..., -1])
         # Weights of exactly 0, whatever becomes of the scores.
         q[dead, -1] = -np.inf
         self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))

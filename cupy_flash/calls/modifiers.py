@@ -27,7 +27,14 @@ from cupy_flash.mods.keywords import (
     require_mod,
     window_of,
 )
-from cupy_flash.mods.modification import Derivable, MaskMod, ScoreMod, Traced, prefixed
+from cupy_flash.mods.modification import (
+    NOT_DERIVABLE,
+    Derivable,
+    MaskMod,
+    ScoreMod,
+    Traced,
+    prefixed,
+)
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 from cupy_flash.problem.problem import MAX_ALIGNMENT
@@ -48,8 +55,8 @@ class Modifiers(NamedTuple):
     numbers
         That those capture, by the names that they have among all captures.
     derivable
-        Of score_mod, where derivatives are asked for. A backward pass that does not give the
-        gradients of all captures may leave some out.
+        Of a backward pass, whose text has derivatives: what those of score_mod are taken of. One
+        that does not give the gradients of all captures may leave some out.
     """
 
     names: tuple[str, ...]
@@ -83,7 +90,7 @@ def read_modifiers(
     modifications
         Of a public function.
     backward
-        Whether derivatives are asked for.
+        Whether derivatives are asked for, see `Modifiers.derivable`.
 
     Raises
     ------
@@ -128,10 +135,12 @@ def read_modifiers(
         None if score_mod is None else score_mod.traced,
         None if mask_mod is None else mask_mod.traced,
         numbers,
-        score_mod.derivable if backward and score_mod is not None else None,
     )
     if modifiers == _NOTHING:
         return None
+    if backward:
+        derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
+        modifiers = modifiers._replace(derivable=derivable)
     return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
 
 
@@ -220,22 +229,9 @@ def _broadcast(name: str, array: Any, shape: tuple[int, ...], of_keys: tuple[int
 
 
 def score_spec(
-    modifiers: Modifiers,
-    arrays: Mapping[str, Any],
-    sizes: Sizes,
-    *,
-    causal: bool,
-    backward: bool = False,
+    modifiers: Modifiers, arrays: Mapping[str, Any], sizes: Sizes, *, causal: bool
 ) -> ScoreSpec:
-    """What a kernel is made for, of canonical arrays.
-
-    Parameters
-    ----------
-    modifiers
-        Read with the same `backward`.
-    backward
-        Whether the text has derivatives.
-    """
+    """What a kernel is made for, of canonical arrays."""
     specs = _capture_specs(modifiers, arrays, 1.0)
     if "prefix_lens" in specs and not causal:
         raise ValueError(
@@ -249,7 +245,6 @@ def score_spec(
         tuple(specs.items()),
         (causal and "prefix_lens" not in specs) or window.right == 0,
         sizes.dtype,
-        backward,
         modifiers.derivable,
     )
     slopes = text.slopes
@@ -309,7 +304,6 @@ def _device_text(
     captures: tuple[tuple[str, CaptureSpec], ...],
     sees_no_later_key: bool,
     dtype: str,
-    backward: bool,
     derivable: Derivable | None,
 ) -> _Text:
     specs = dict(captures)
@@ -318,10 +312,9 @@ def _device_text(
     )
     score, seen = composed(score_mod=score_mod)
     slopes = None
-    if backward:
-        smooth = score
-        if score_mod is not None and derivable is not None:
-            smooth, _ = composed(score_mod=Traced(derivable.graph, score_mod.specs))
+    if derivable is not None:
+        by_function = derivable.traced(score_mod)
+        smooth = score if by_function is score_mod else composed(score_mod=by_function)[0]
         slopes = slopes_of(smooth, _differentiable(derivable))
     pairwise = frozenset({"bias"} & set(specs))
     text = emit(score, seen, specs, dtype=dtype, pairwise=pairwise, slopes=slopes)

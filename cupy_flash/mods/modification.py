@@ -85,13 +85,23 @@ class Derivable(NamedTuple):
     Attributes
     ----------
     graph
-        What the Python function computes, whether or not there is CUDA text beside it.
+        What the Python function computes, whether or not there is CUDA text beside it; None where
+        there is no function.
     differentiable
         Captured arrays whose gradients are asked for, by number.
     """
 
-    graph: Node
+    graph: Node | None
     differentiable: tuple[str, ...]
+
+    def traced(self, score_mod: Traced | None) -> Traced | None:
+        """What text would depend on without CUDA text in it."""
+        if score_mod is None or self.graph is None:
+            return None
+        return Traced(self.graph, score_mod.specs)
+
+
+NOT_DERIVABLE = Derivable(None, ())
 
 
 class Modification:

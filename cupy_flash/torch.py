@@ -12,7 +12,8 @@ mask_mod is among its arguments: those break the graph in two.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from cupy_flash.mods.keywords import Modifications
 
 __all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
+
+# Options of `flash_attention`, as its operator has them.
+_DENSE = ("causal", "softmax_scale", "q_offset", "layout")
 
 
 def flash_attention(
@@ -60,11 +64,10 @@ def flash_attention(
     """
     numbers = (causal, softmax_scale, q_offset, layout)
     if torch.compiler.is_compiling() and not _has_functions(modifications):
-        window, softcap, arrays = _plain(modifications)
-        out, lse = torch.ops.cupy_flash.attention(q, k, v, arrays, *numbers, window, softcap)
+        plain = _plain(modifications)
+        out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
     else:
-        names = ("causal", "softmax_scale", "q_offset", "layout")
-        options = dict(zip(names, numbers, strict=True)) | modifications
+        options = dict(zip(_DENSE, numbers, strict=True)) | modifications
         call, others = dense_call(options)
         out, lse = _eager(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
@@ -140,9 +143,9 @@ def flash_attention_varlen(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch.compiler.is_compiling() and not _has_functions(modifications):
-        window, softcap, arrays = _plain(modifications)
+        plain = _plain(modifications)
         out, lse = torch.ops.cupy_flash.attention_varlen(
-            *(q, k, v, arrays, *lengths, causal, softmax_scale, window, softcap)
+            *(q, k, v, *plain, *lengths, causal, softmax_scale)
         )
     else:
         options = {"causal": causal, "softmax_scale": softmax_scale, **modifications}
@@ -177,7 +180,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
+        *inputs, out, lse = [_detached(tensor) for tensor in ctx.saved_tensors]
         return None, *_pull_back(
             ctx.call, tuple(inputs), (out, lse), (dout, dlse), ctx.needs_input_grad[1:]
         )
@@ -213,127 +216,151 @@ def _has_functions(modifications: Any) -> bool:
     return any(modifications.get(name) is not None for name in ("score_mod", "mask_mod"))
 
 
-def _plain(modifications: Any) -> tuple[list[int], float | None, list[Tensor | None]]:
-    """What an operator's schema has types for: a window (-1 has no bound), softcap, and arrays."""
-    left, right = modifications.get("window_size") or (None, None)
-    window = [-1 if bound is None else bound for bound in (left, right)]
-    return window, modifications.get("softcap"), [modifications.get(name) for name in ARRAYS]
-
-
-_NUMBERS = "int[] window, float? softcap"
-_DENSE = f"bool causal, float? softmax_scale, int? q_offset, str layout, {_NUMBERS}"
+# What operators are given of modifications, in order: what has gradients, other arrays, numbers.
+_WITH_GRADIENT = ("bias", "sinks")
+_ARRAYS = tuple(name for name in ARRAYS if name not in _WITH_GRADIENT)
+_NUMBERS = ("window_size", "softcap")
+_OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
-_VARLEN = f"{_LENGTHS}, bool causal, float? softmax_scale, {_NUMBERS}"
 
 
-def _dense_of_plain(arrays: list[Any], *values: Any) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    names = ("causal", "softmax_scale", "q_offset", "layout", "window_size", "softcap")
-    return dense_call(
-        dict(zip(names, values, strict=True)) | dict(zip(ARRAYS, arrays, strict=True))
-    )
+def _plain(modifications: Any) -> tuple[Any, ...]:
+    """Modifications as operators take them; a window's bound of -1 is none."""
+    window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
+    arrays = [modifications.get(name) for name in _ARRAYS]
+    of_gradient = [modifications.get(name) for name in _WITH_GRADIENT]
+    return *of_gradient, arrays, window, modifications.get("softcap")
 
 
-def _varlen_of_plain(arrays: list[Any], *values: Any) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    names = ("causal", "softmax_scale", "window_size", "softcap", *ARRAYS)
-    return varlen_call(values[:4], dict(zip(names, (*values[4:], *arrays), strict=True)))
+def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
+    """`_plain` undone."""
+    bias, sinks, arrays, window, softcap = modifications
+    names = (*_WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
+    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
 
 
-def _lse_shape_dense(q: Tensor, *values: Any) -> tuple[Any, ...]:
+class _Operator(NamedTuple):
+    """A public function as an operator, whose arguments are q, k, v, modifications, and others.
+
+    Attributes
+    ----------
+    name
+        Of the operator.
+    schema
+        Of the others.
+    of_plain
+        The call, and its inputs besides q, k and v, of modifications and others.
+    lse_shape
+        Of q and the others.
+    """
+
+    name: str
+    schema: str
+    of_plain: Callable[..., tuple[DifferentiableCall, tuple[Any, ...]]]
+    lse_shape: Callable[..., tuple[Any, ...]]
+
+    def register(self) -> None:
+        """Make it and its gradient, which is an operator too, known to torch."""
+        arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
+        made = torch.library.custom_op(
+            f"cupy_flash::{self.name}",
+            self.run,
+            mutates_args=(),
+            schema=f"({arguments}) -> (Tensor, Tensor)",
+        )
+        made.register_fake(self.run_fake)
+        made.register_autograd(self.backward, setup_context=_save)
+        results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
+        torch.library.custom_op(
+            f"cupy_flash::{self.name}_gradients",
+            self.gradients,
+            mutates_args=(),
+            schema=f"({results}, {arguments}) -> Tensor[]",
+        ).register_fake(self.gradients_fake)
+
+    def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+        """The call of an operator's arguments, and its inputs."""
+        call, others = self.of_plain(_options(values[3:8]), *values[8:])
+        return call, tuple([_detached(tensor) for tensor in (*values[:3], *others)])
+
+    def run(self, *values: Any) -> tuple[Any, Any]:
+        """Attention: out and lse."""
+        call, inputs = self._call(values)
+        return call.run(inputs)
+
+    def run_fake(self, *values: Any) -> tuple[Any, Any]:
+        """Their shapes."""
+        q, v = values[0], values[2]
+        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_empty(self.lse_shape(q, *values[8:]), dtype=accumulator)
+
+    def gradients(
+        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+    ) -> list[Any]:
+        """Those of q, k, v, bias and sinks that are there and needed."""
+        call, inputs = self._call(values)
+        found = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
+        return [gradient for gradient in found if gradient is not None]
+
+    def gradients_fake(
+        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+    ) -> list[Any]:
+        """Their shapes."""
+        inputs = [x for x in values[:5] if x is not None]
+        return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
+
+    def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        """A gradient for each argument of the operator."""
+        q, k, v, bias, sinks, out, lse, *arrays = ctx.saved_tensors
+        first = (q, k, v, bias, sinks)
+        values = (*first, arrays, *ctx.values)
+        needed = [n for x, n in zip(first, ctx.needs_input_grad, strict=False) if x is not None]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
+        new = iter(operator(dout, dlse, out, lse, needed, *values))
+        of_first = (
+            next(new) if x is not None and n else None
+            for x, n in zip(first, ctx.needs_input_grad, strict=False)
+        )
+        return *of_first, *[None] * (len(values) - len(first))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    arrays = inputs[5]
+    ctx.values = inputs[6:]
+    ctx.save_for_backward(*inputs[:5], *output, *arrays)
+    ctx.set_materialize_grads(False)
+
+
+def _dense_of_plain(modifications: Any, *values: Any) -> Any:
+    return dense_call(dict(zip(_DENSE, values, strict=True)) | modifications)
+
+
+def _varlen_of_plain(modifications: Any, *values: Any) -> Any:
+    names = ("causal", "softmax_scale")
+    return varlen_call(values[:4], dict(zip(names, values[4:], strict=True)) | modifications)
+
+
+def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
     batch, first, second, _ = q.shape
     return (batch, second, first) if values[3] == "bshd" else (batch, first, second)
 
 
-def _lse_shape_varlen(q: Tensor, *values: Any) -> tuple[Any, ...]:
-    return (q.shape[1], q.shape[0])
+def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
+    return q.shape[1], q.shape[0]
 
 
-def _register(name: str, schema: str, of_plain: Any, lse_shape: Any) -> None:
-    """The operator of a public function, and its gradient, which is one too."""
-    arguments = f"Tensor q, Tensor k, Tensor v, Tensor?[] arrays, {schema}"
-    in_order = ARRAYS.index
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, arrays: Any, *values: Any) -> Any:
-        call, others = of_plain(arrays, *values)
-        return call.run((q, k, v, *others))
-
-    def fake(q: Tensor, k: Tensor, v: Tensor, arrays: Any, *values: Any) -> Any:
-        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        return out, q.new_empty(lse_shape(q, *values), dtype=accumulator)
-
-    def gradients(
-        dout: Tensor,
-        dlse: Any,
-        out: Tensor,
-        lse: Tensor,
-        needed: list[bool],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arrays: Any,
-        *values: Any,
-    ) -> list[Tensor]:
-        call, others = of_plain(arrays, *values)
-        found = _pull_back(call, (q, k, v, *others), (out, lse), (dout, dlse), tuple(needed))
-        return [gradient for gradient in found if gradient is not None]
-
-    def fake_gradients(
-        dout: Tensor,
-        dlse: Any,
-        out: Tensor,
-        lse: Tensor,
-        needed: list[bool],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arrays: Any,
-        *values: Any,
-    ) -> list[Tensor]:
-        _, others = of_plain(arrays, *values)
-        inputs = (q, k, v, *others)
-        return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, arrays, *values = inputs
-        ctx.values = values
-        ctx.save_for_backward(q, k, v, *output, *arrays)
-        ctx.set_materialize_grads(False)
-
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *arrays = ctx.saved_tensors
-        call, others = of_plain(arrays, *ctx.values)
-        inputs = (q, k, v, *others)
-        given = dict(zip(call.names, inputs, strict=True))
-        wanted = dict(zip("qkv", ctx.needs_input_grad, strict=False))
-        wanted |= {n: x.requires_grad for n, x in given.items() if n not in wanted}
-        needed = [wanted[name] for name in call.names]
-        if dout is None:
-            dout = torch.zeros_like(out)
-        operator = getattr(torch.ops.cupy_flash, f"{name}_gradients")
-        new = iter(operator(dout, dlse, out, lse, needed, q, k, v, arrays, *ctx.values))
-        found = {n: next(new) for n in call.names if wanted[n]}
-        of_arrays: list[Tensor | None] = [None] * len(ARRAYS)
-        for n in call.names[3:]:
-            of_arrays[in_order(n)] = found.get(n)
-        rest = [None] * len(ctx.values)
-        return (*(found.get(n) for n in "qkv"), of_arrays, *rest)
-
-    made = torch.library.custom_op(
-        f"cupy_flash::{name}",
-        attention,
-        mutates_args=(),
-        schema=f"({arguments}) -> (Tensor, Tensor)",
-    )
-    made.register_fake(fake)
-    made.register_autograd(backward, setup_context=setup)
-    results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
-    torch.library.custom_op(
-        f"cupy_flash::{name}_gradients",
-        gradients,
-        mutates_args=(),
-        schema=f"({results}, {arguments}) -> Tensor[]",
-    ).register_fake(fake_gradients)
-
-
-_register("attention", _DENSE, _dense_of_plain, _lse_shape_dense)
-_register("attention_varlen", _VARLEN, _varlen_of_plain, _lse_shape_varlen)
+_Operator(
+    "attention",
+    "bool causal, float? softmax_scale, int? q_offset, str layout",
+    _dense_of_plain,
+    _dense_lse_shape,
+).register()
+_Operator(
+    "attention_varlen",
+    f"{_LENGTHS}, bool causal, float? softmax_scale",
+    _varlen_of_plain,
+    _varlen_lse_shape,
+).register()

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import no_array, read, require_mutable, way_back
+from cupy_flash.arrays.kinds import (
+    no_array,
+    read,
+    require_mutable,
+    to_torch,
+    torch_streams,
+    way_back,
+)
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -17,6 +24,7 @@ from cupy_flash.arrays.strided import (
     require_shape,
     to_bshd,
 )
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import check_qkv, normalized, with_modifiers
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
@@ -74,6 +82,8 @@ def gradients(
         results = on_gpu.run(arguments, options, 0, True, functions)
         if results is not None:
             return tuple(results)
+    if backend == "auto" and is_torch_on_gpu(*arguments):
+        return _of_torch(arguments, options, functions)
     require_backend(backend)
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
@@ -90,6 +100,24 @@ def gradients(
     converted = [convert(result) for result in results]
     own = [getattr(given, f"d{name}", None) for name in options.wrt]
     return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
+
+
+def _of_torch(
+    arguments: GradientArguments, options: Options, functions: Functions
+) -> tuple[Any, ...]:
+    """Gradients of tensors on a GPU, without the checks that their type passes."""
+    for name in _REQUIRED:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
+    streams = torch_streams("q", arguments.q)
+    if streams is not None:
+        order(*streams)
+    results = on_gpu.run(arguments, options, 0, False, functions)
+    if streams is not None:
+        order(*reversed(streams))
+    # New arrays are CuPy's where q had to be copied.
+    kind = arguments.q.__class__
+    return tuple([result if result.__class__ is kind else to_torch(result) for result in results])
 
 
 def gradient_of_qkv(

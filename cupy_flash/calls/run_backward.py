@@ -33,7 +33,6 @@ from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, read_modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
@@ -177,8 +176,7 @@ def plan(
     if arch is not None:
         device = device_for_arch(arch)
     elif isinstance(q, np.ndarray) and not on_host.runs_on_gpu(problem, options, backend):
-        tile = gradients_on_host.tile_of(problem, options)
-        return make_cpu_plan(problem, tile, gpu_unavailable())
+        return gradients_on_host.plan_of(problem, options)
     elif reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     else:

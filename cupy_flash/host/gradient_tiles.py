@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cupy_flash.host.crew import Stop
 from cupy_flash.host.gradient_pass import GradientPass
 from cupy_flash.host.passes import Block, Scratch
+from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
@@ -109,10 +110,12 @@ class _Tile:
         copy[..., -1] = 1
         return copy
 
-    def _of_keys(self, name: str, source: Array, start: int, stop: int) -> Array:
+    def _of_keys(self, name: str, source: Array | PagedRows, start: int, stop: int) -> Array:
         """Keys or values, (sequences, kv heads, stop - start, dim + 1)."""
         block = self.block
-        return self._with_column(name, source[block.batch, start:stop, block.kv_heads].swapaxes(1, 2))
+        return self._with_column(
+            name, source[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        )
 
     def _of_sinks(self, lse: Array, delta: Array) -> Part:
         sinks = self.job.sinks_of(self.block)
@@ -121,7 +124,7 @@ class _Tile:
         # A sink of -inf has no weight, not even where the lse is -inf.
         weights = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
         total = self.work.small["sinks"].reshape(self.job.q.shape[1:3])
-        part = -np.sum(weights * delta, axis=(0, 3), dtype=np.float64)
+        part: Array = -np.asarray(np.sum(weights * delta, axis=(0, 3), dtype=np.float64))
         return total[self.block.kv_heads, self.block.heads], part
 
     def take(self, start: int, stop: int) -> list[Part]:
@@ -217,7 +220,9 @@ class _Tile:
         assert bias is not None
         shared = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
         index = (*self.block, slice(start, stop))
-        total = bias[tuple(slice(None) if n == 1 else i for i, n in zip(index, bias.shape, strict=True))]
+        total = bias[
+            tuple(slice(None) if n == 1 else i for i, n in zip(index, bias.shape, strict=True))
+        ]
         part = dt.sum(axis=shared, keepdims=True, dtype=bias.dtype)
         if bias.shape[4] > 1:
             return [(total, part)]

@@ -376,7 +376,7 @@ def _add_rows_of_none(forward: ModifiedCall, rng: np.random.Generator) -> None:
         arrays[name] = np.concatenate([arrays[name], filler])
     total_q = len(arrays["q"])
     for name in ("bias", "mask"):
-        if name in arrays and arrays[name].shape[1] > 1:
+        if name in arrays and arrays[name].shape[1] != 1:
             missing = total_q - arrays[name].shape[1]
             arrays[name] = np.pad(arrays[name], ((0, 0), (0, missing), (0, 0)))
     if rng.integers(3) == 0:

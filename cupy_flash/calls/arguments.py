@@ -256,6 +256,7 @@ def sizes_of(problem: Problem) -> Sizes:
 
 
 def check_qkv(qkv: Any, layout: str) -> None:
+    """Raise TypeError or ValueError for what is no array of q, k and v, or another layout."""
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gradient_calls import GradientCall, placed
+from support.gradient_calls import KINDS, GradientCall, placed, random_gradient_call
 from support.gradient_rule import check_gradients
 from support.modified_calls import DTYPES, ModifiedCall
 
@@ -110,6 +110,24 @@ def test_gradients_as_good_as_naive_ones_are_near_enough(dtype: str, rng: Any) -
     call = call_with_everything(rng, dtype)
     check_gradients(call, call.truth.naive)
     check_gradients(call, tuple(call.truth.naive.values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_naive_gradients_of_random_calls_are_near_enough(kind: str, dtype: str, rng: Any) -> None:
+    for _ in range(4):
+        call = random_gradient_call(rng, dtype, kind, longest=(60, 120))
+        (dout, q, k, v, out, lse, *_), named = call.given(np)
+        for array, given in ((call.dout, dout), *zip("qkv", (q, k, v), strict=True)):
+            expected = call.forward.arrays[array] if isinstance(array, str) else array
+            assert given.dtype == expected.dtype
+            np.testing.assert_array_equal(given.astype(float), expected.astype(float))
+        assert (out.shape, out.dtype) == (dout.shape, q.dtype)
+        assert named.get("dlse", lse).shape == lse.shape
+        for name, array in call.results_for(np).items():
+            assert np.isnan(array).all()
+            assert array.shape == call.inputs[name[1:]].shape
+        check_gradients(call, call.truth.naive)
 
 
 # So much cancels in the gradients of these captures that bfloat16 tells little of them.

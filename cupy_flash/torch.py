@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
 
-# Options of `flash_attention`, as its operator has them.
-_DENSE = ("causal", "softmax_scale", "q_offset", "layout")
-
 
 def flash_attention(
     q: Tensor,
@@ -62,14 +59,20 @@ def flash_attention(
         As `cupy_flash.flash_attention` and, in the backward pass,
         `cupy_flash.flash_attention_backward`.
     """
-    numbers = (causal, softmax_scale, q_offset, layout)
     if torch.compiler.is_compiling() and not _has_functions(modifications):
-        plain = _plain(modifications)
+        plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
         out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
     else:
-        options = dict(zip(_DENSE, numbers, strict=True)) | modifications
-        call, others = dense_call(options)
-        out, lse = _eager(call, (q, k, v, *others))
+        call, others = dense_call(
+            {
+                "causal": causal,
+                "softmax_scale": softmax_scale,
+                "q_offset": q_offset,
+                "layout": layout,
+                **modifications,
+            }
+        )
+        out, lse = _run(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
 
@@ -150,11 +153,11 @@ def flash_attention_varlen(
     else:
         options = {"causal": causal, "softmax_scale": softmax_scale, **modifications}
         call, others = varlen_call(lengths, options)
-        out, lse = _eager(call, (q, k, v, *others))
+        out, lse = _run(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
 
-def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _eager(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
@@ -163,7 +166,15 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     return call.run(tuple([_detached(tensor) for tensor in inputs]))
 
 
-_eager = torch.compiler.disable(_run)
+_outside_graph = torch.compiler.disable(_eager)
+
+
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    # What keeps a function out of graphs costs each call of it 5 us.
+    if torch.compiler.is_compiling():
+        result: tuple[Any, Any] = _outside_graph(call, inputs)
+        return result
+    return _eager(call, inputs)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -335,7 +346,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 
 def _dense_of_plain(modifications: Any, *values: Any) -> Any:
-    return dense_call(dict(zip(_DENSE, values, strict=True)) | modifications)
+    names = ("causal", "softmax_scale", "q_offset", "layout")
+    return dense_call(dict(zip(names, values, strict=True)) | modifications)
 
 
 def _varlen_of_plain(modifications: Any, *values: Any) -> Any:

@@ -390,8 +390,9 @@ def dense_gradients(
 
 
 def read_all(**arrays: Any) -> list[Any]:
-    """Arrays of any kind as `read` has them; None stays."""
-    return [None if x is None else read(name, x) for name, x in arrays.items()]
+    """Arrays of any kind as `read` has them; None stays where nothing has to be given."""
+    optional = "out", "dlse"
+    return [None if x is None and name in optional else read(name, x) for name, x in arrays.items()]
 
 
 def check_rows(

@@ -343,7 +343,9 @@ struct MmaGradients {
       found = mask.visible_begin(row) < mask.visible_end(row);
     }
     if constexpr (Config::Mods::hides_pairs) {
-      found = found && sum_of_lanes(seen[i][half]) != 0;
+      // All lanes take part in the sum, found or not.
+      const float sum = sum_of_lanes(seen[i][half]);
+      found = found && sum != 0;
     }
     return found;
   }

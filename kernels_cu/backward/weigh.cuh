@@ -47,7 +47,7 @@ struct Weigh {
 
  private:
   __device__ auto mod_row(int row, T base) const {
-    return Mods::row(p.mods, batch, head, row + p.q_offset, row, at.q_first, at.k_first, base);
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
   template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Gradient,

@@ -13,7 +13,7 @@ from support import fake_gpu
 from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.arrays import torch_arrays
 from cupy_flash.calls import attention, on_gpu
-from cupy_flash.reference import dense
+from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
 OURS, THEIRS = 0xA0, 0xB0
@@ -157,7 +157,7 @@ def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
 
 def test_references_read_tensors_on_a_gpu_as_cupy_arrays(gpu):
     tensor = qkv(gpu)["q"]
-    for array in dense._as_bhsd(tensor, tensor, tensor, "bhsd"):
+    for array in rows.as_bhsd(tensor, tensor, tensor, "bhsd"):
         assert type(array) is fake_gpu.FakeArray
         assert (array.shape, array.dtype) == (tensor.shape, np.float16)
         assert array.data.ptr == tensor.data_ptr()

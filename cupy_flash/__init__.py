@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupy_flash.api.backward import (
+    flash_attention_backward,
+    flash_attention_qkvpacked_backward,
+    flash_attention_varlen_backward,
+    plan_backward,
+)
 from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
+from cupy_flash.api.vjp import flash_attention_vjp
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import Modifications
@@ -36,10 +43,15 @@ __all__ = [
     "check_mod",
     "combine",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_qkvpacked",
+    "flash_attention_qkvpacked_backward",
     "flash_attention_varlen",
+    "flash_attention_varlen_backward",
+    "flash_attention_vjp",
     "flash_attention_with_kvcache",
     "plan",
+    "plan_backward",
     "plan_varlen",
     "plan_with_kvcache",
     "plot_mask",

@@ -58,8 +58,9 @@ def flash_attention_backward(
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of the log-sum-exp, of its dtype, where something depends on it.
     wrt : sequence of str, optional
-        Inputs whose gradients are returned, by default ("q", "k", "v"). What is left out costs
-        nothing.
+        Inputs whose gradients are returned: "q", "k", "v", "bias", "sinks", and "score_mod.NAME" of
+        an array that a `ScoreMod` captures as differentiable. By default q, k and v, and then every
+        such array. What is left out costs nothing.
     dq, dk, dv : array, optional
         Where to write the gradients: as q, k and v, but for strides, with a contiguous last axis.
         No overlap with anything.
@@ -112,7 +113,7 @@ def flash_attention_backward(
         freeze_tile(tile),
         q_offset,
         layout,
-        wrt=run_backward.wanted(wrt),
+        wrt=run_backward.wanted(wrt, modifications),
         grad_dtype=grad_dtype,
     )
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, dq, dk, dv)
@@ -239,7 +240,7 @@ def flash_attention_varlen_backward(
         freeze_tile(tile),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        wrt=run_backward.wanted(wrt),
+        wrt=run_backward.wanted(wrt, modifications),
         grad_dtype=grad_dtype,
     )
     arguments = GradientArguments(
@@ -290,7 +291,7 @@ def plan_backward(
         freeze_tile(tile),
         q_offset,
         layout,
-        wrt=run_backward.wanted(wrt),
+        wrt=run_backward.wanted(wrt, modifications),
         grad_dtype=grad_dtype,
     )
     return run_backward.plan(q, k, v, options, backend, arch, modifications)

@@ -110,8 +110,9 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
 
 
 def result_spec(arguments: GradientArguments, options: Options, name: str) -> ResultSpec:
-    """Shape and dtype of a new gradient of q, k or v."""
-    like = getattr(arguments, name)
+    """Shape and dtype of the new gradient of an input."""
+    # Captures are called so among a call's arrays.
+    like = getattr(arguments, name.replace(".", "_"))
     dtype = like.dtype if options.grad_dtype is None else np.dtype(options.grad_dtype)
     return tuple(like.shape), dtype
 

@@ -28,13 +28,13 @@ from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.gradient import OF_MOD, ROWS
 
 _REQUIRED = ("q", "k", "v", "out", "dout", "lse")
 
 
-def wanted(wrt: Sequence[str] | None) -> tuple[str, ...]:
-    """The inputs whose gradients are wanted.
+def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
+    """The inputs whose gradients are wanted, of a call with these modifications.
 
     Raises
     ------
@@ -43,14 +43,18 @@ def wanted(wrt: Sequence[str] | None) -> tuple[str, ...]:
     ValueError
         For none, a name twice, or of no input that has a gradient.
     """
+    differentiable = getattr(modifications.get("score_mod"), "differentiable", ())
+    captures = tuple(OF_MOD + name for name in differentiable)
     if wrt is None:
-        return ROWS
+        return ROWS + captures
     if isinstance(wrt, str) or not isinstance(wrt, Sequence):
         raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('q', 'k')")
     names = tuple(wrt)
+    others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
+    known = (*ROWS, *others, *captures)
     for name in names:
-        if name not in ROWS:
-            raise ValueError(f"wrt names {name!r}; expected some of {', '.join(ROWS)}")
+        if name not in known:
+            raise ValueError(f"wrt names {name!r}; expected some of {', '.join(known)}")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"wrt is {wrt!r}; expected at least one name, and each once")
     return names
@@ -158,7 +162,7 @@ def _modified(
     arguments: GradientArguments, options: Options, modifications: Mapping[str, Any]
 ) -> tuple[GradientArguments, Options, Functions]:
     """The call with its modifications."""
-    found = read_modifiers(modifications) if modifications else None
+    found = read_modifiers(modifications, backward=True) if modifications else None
     if found is None:
         return arguments, options, NO_FUNCTIONS
     modifiers, arrays, functions = found

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
 _TERMS_THREADS = 256
@@ -20,6 +21,9 @@ def why_not(problem: Problem) -> str | None:
     """Why no kernel of gradients serves a problem; None if they may."""
     if problem.layout.page_size or problem.layout.kind == "cached":
         return "computes no gradients of a cache"
+    assert problem.gradient is not None
+    if others := [name for name in problem.gradient.wrt if name not in ROWS]:
+        return f"computes no gradient of {', '.join(others)}"
     return None
 
 

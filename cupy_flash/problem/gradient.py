@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 # Inputs of attention that have rows of their own, and so a gradient as large.
 ROWS = ("q", "k", "v")
+# What the names of those begin with that a score modification captures.
+OF_MOD = "score_mod."
 
 
 @dataclass(frozen=True)

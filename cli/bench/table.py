@@ -14,7 +14,6 @@ from ..cases.cases import describe
 from ..cases.presets import Preset
 from ..cases.sequences import repeatable
 from ..measure.check import Coverage
-from ..measure.memory import output_bytes
 from ..measure.runner import Cell, Settings
 from ..records import environment, report
 from ..records.records import CASE_FIELDS, optional_fields
@@ -305,7 +304,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
         {
             "label": label,
             "cells": cells,
-            "inputs": cells[0].case.array_bytes - output_bytes(cells[0].case),
+            "inputs": cells[0].case.array_bytes - cells[0].case.result_bytes,
         }
         for cells, label in zip(table, labels, strict=True)
     ]

@@ -186,7 +186,9 @@ class Case:
             return problem
         if self.is_cached or self.asked_splits:
             what = "num_splits goes" if self.asked_splits else "caches go"
-            raise ValueError(f"{what} with forward calls only; expected other options for gradients")
+            raise ValueError(
+                f"{what} with forward calls only; expected other options for gradients"
+            )
         specs = {name: self._spec(x) for name, x in zip(ROWS, self.bshd_shapes, strict=True)}
         dout = self._spec((*specs["q"].shape[:3], self.head_dim_v))
         return with_gradient(problem, GradientSpec(ROWS, self.dtype), dout, specs)
@@ -359,7 +361,19 @@ def _seen_pairs(case: Case) -> float:
 
 
 _PARTS = (
-    *("dtype", "direction", "kind", "batch", "heads", "seqlen", "lengths", "head_dim", "mask", "mods", "scale"),
+    *(
+        "dtype",
+        "direction",
+        "kind",
+        "batch",
+        "heads",
+        "seqlen",
+        "lengths",
+        "head_dim",
+        "mask",
+        "mods",
+        "scale",
+    ),
     *("layout", "step", "splits"),
 )
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

@@ -22,16 +22,17 @@ from ..cases.sequences import rows_in_call, rows_of
 from . import check
 from .check import GPU_SCORES, HOST_SCORES, SAMPLE_ROWS, Check, Coverage
 
-# The reference, the naive formula and the sizes have five products each, beside two formulas of two.
+# The reference, the naive formula and the sizes have five products each, not two formulas of two.
 _WORK = 4
 # More groups than this cost more in launches than in arithmetic.
 _MOST_GROUPS = 64
 
 
 class Group(NamedTuple):
-    """The query heads of a sequence that share a key/value head: their gradients are computed whole.
+    """The query heads of a sequence that share a key/value head.
 
-    For each element of dk and dv takes all queries that see the key, and these all of their keys.
+    Their gradients are computed whole: an element of dk takes all queries that see its key, and
+    these take all of their keys.
     """
 
     batch: int
@@ -86,7 +87,7 @@ def choose_groups(
     scores, rows = most_scores, SAMPLE_ROWS if most_rows is None else most_rows
     if most_rows is None and case.scores <= most_scores and len(groups) <= _MOST_GROUPS:
         return groups
-    chosen = []
+    chosen: list[Group] = []
     for group in first + [group for group in order if group not in first]:
         queries, keys = lengths[group.batch]
         cost, own_rows = heads * queries * keys, heads * queries
@@ -161,10 +162,11 @@ class GradientCheck:
         for found in zip(naive, exact, sizes, strict=True):
             # Where the plain formula overflows, nothing can be said of a gradient.
             is_finite = xp.isfinite(found[0]) & xp.isfinite(found[1]) & xp.isfinite(found[2])
-            numbers = [xp.where(is_finite, x, 0) for x in found]
-            kept.append(numbers[1])
+            numbers, reference, size = (xp.where(is_finite, x, 0) for x in found)
+            kept.append(reference)
             finite.append(is_finite)
-            bounds.append(gradient_bound(*numbers, numpy_dtype(case.dtype), lse=lse))
+            dtype = numpy_dtype(case.dtype)
+            bounds.append(gradient_bound(numbers, reference, size, dtype, lse=lse))
         return _Part(tuple(kept), tuple(finite), tuple(bounds))
 
     def error(self, found: tuple[Any, Any, Any]) -> float:

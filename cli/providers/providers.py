@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.families import FAMILIES
-from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.families.schedule import Schedule
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host import cpu, gradient_sources, gradients
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields

@@ -15,7 +15,7 @@ import click
 from cupy_flash.families import FORWARD
 from cupy_flash.problem.problem import DTYPES
 
-from ..cases.cases import KINDS, Case, describe
+from ..cases.cases import DIRECTIONS, KINDS, Case, describe
 from ..cases.mods import Mods
 from .report import Record, Row
 
@@ -37,9 +37,12 @@ CASE_FIELDS = (
     "seqlen_q",
     "seqlen_k",
 )
-# What caches, packed sequences and modified calls have besides: null in rows of other cases, or not
-# there at all.
-OPTIONAL_FIELDS = ("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods")
+# What caches, packed sequences, modified calls and gradients have besides: null in rows of other
+# cases, or not there at all.
+OPTIONAL_FIELDS = (
+    *("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods"),
+    "direction",
+)
 
 # What a head's parts are, where a record has them.
 _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
@@ -150,6 +153,7 @@ _FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "asked_splits": _is_count,
     "lengths": _is_list_of_counts,
     "mods": _is_modifications,
+    "direction": lambda value: value in DIRECTIONS,
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "provider": _is_text,
@@ -207,11 +211,12 @@ def case_of(row: Row) -> Case:
         asked_splits=row.get("asked_splits") or 0,
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
         mods=Mods.parse(row.get("mods") or ""),
+        direction=row.get("direction") or "forward",
     )
 
 
 def optional_fields(case: Case) -> dict[str, Any]:
-    """What tells a case of caches, packed sequences or modified scores apart; None for others."""
+    """What tells a case of one of these kinds apart; None for others."""
     return {
         "kind": None if case.is_dense else case.kind,
         "page_size": case.page_size or None,
@@ -220,6 +225,7 @@ def optional_fields(case: Case) -> dict[str, Any]:
         "asked_splits": case.asked_splits or None,
         "lengths": list(case.lengths) if case.lengths else None,
         "mods": str(case.mods) or None,
+        "direction": case.direction if case.is_backward else None,
     }
 
 

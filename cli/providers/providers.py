@@ -16,7 +16,7 @@ import numpy as np
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host import cpu, gradient_sources, gradients
+from cupy_flash.host import cpu, gradients
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields
 from cupy_flash.problem.tile import Tile, freeze_tile
@@ -31,6 +31,7 @@ from ..cases.mod_arguments import restricted
 from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
 from ..measure.timing import Timed
+from ..records import environment
 from . import torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
@@ -38,8 +39,6 @@ from .contract import Prepared, Provider, TileFields
 PAGE_SIZES = (1, 16, 64)
 # Kernel families, whatever they compute.
 FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
-# What plans of the CPU backend have for a family.
-CPU_FAMILY = "cpu"
 # Arrays of the plain formula of gradients that are as large as a chunk of scores.
 _GRADIENT_TEMPORARIES = 10
 
@@ -81,21 +80,13 @@ class Dispatcher(Provider):
         return Prepared(
             call,
             plan=plan,
-            kernel_digest=digest_of(plan.family, inputs.case.direction),
+            kernel_digest=environment.digest_of(plan.family, inputs.case.direction),
         )
 
     def replayed(self, prepared: Prepared) -> Timed | None:
         # Replays would make the block map anew, which calls keep, as others keep theirs.
         assert prepared.plan is not None
         return None if _reads_map(prepared.plan) else super().replayed(prepared)
-
-
-def digest_of(family: str, direction: str) -> str | None:
-    """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
-    if family == CPU_FAMILY:
-        return cpu.digest() if direction == "forward" else gradient_sources.digest()
-    known = FAMILIES[direction].get(family)
-    return known.digest() if known else None
 
 
 def _reads_map(plan: Plan) -> bool:
@@ -236,7 +227,7 @@ class CpuBackend(Provider):
         return Prepared(
             inputs.call(on_gpu=False, backend="cpu", tile=self.tile),
             plan=cpu_plan(inputs.case, self.tile),
-            kernel_digest=digest_of(CPU_FAMILY, inputs.case.direction),
+            kernel_digest=environment.digest_of("cpu", inputs.case.direction),
         )
 
 

@@ -17,6 +17,7 @@ from cupy_flash.problem.problem import DTYPES
 
 from ..cases.cases import DIRECTIONS, KINDS, Case, describe
 from ..cases.mods import Mods
+from . import environment
 from .report import Record, Row
 
 # What a record's `record_version` may be; records from before there was one are of version 1.
@@ -85,13 +86,26 @@ def read(path: Path) -> Record:
     return Record(head, rows)
 
 
-def kernels(record: Record) -> set[tuple[str, str]]:
-    """Kernel families whose times a record holds, each with the digest of its sources then."""
+def kernels(record: Record) -> set[tuple[str, str, str]]:
+    """Kernel families whose times a record holds: name, direction, digest of the sources then."""
     head = record.metadata
-    named = {(part.get("family"), part.get("kernel_digest")) for part in (head, *record.rows)}
+    named = {
+        (part.get("family"), part.get("direction") or "forward", part.get("kernel_digest"))
+        for part in (head, *record.rows)
+    }
     # As the scripts under benchmarks/ name them.
-    named |= {(name, head.get(f"{name}_digest")) for name in FORWARD}
-    return {(family, digest) for family, digest in named if family and digest}
+    named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
+    return {(name, direction, digest) for name, direction, digest in named if name and digest}
+
+
+def changed_kernels(record: Record) -> list[str]:
+    """Of these families, those whose sources are others now, as text."""
+    changed = {
+        name if direction == "forward" else f"{name} {direction}"
+        for name, direction, digest in kernels(record)
+        if digest != environment.digest_of(name, direction)
+    }
+    return sorted(changed)
 
 
 def read_bench(path: Path) -> Record:

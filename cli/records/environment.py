@@ -55,6 +55,11 @@ def digest_of(family: str, direction: str = "forward") -> str | None:
     return known.digest() if known else None
 
 
+def kernel_name(family: str, direction: str) -> str:
+    """A family and what its kernels compute, as text."""
+    return family if direction == "forward" else f"{family} {direction}"
+
+
 def versions() -> dict[str, str]:
     """Versions of what a result depends on; what is not there is left out.
 

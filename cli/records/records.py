@@ -101,7 +101,7 @@ def kernels(record: Record) -> set[tuple[str, str, str]]:
 def changed_kernels(record: Record) -> list[str]:
     """Of these families, those whose sources are others now, as text."""
     changed = {
-        name if direction == "forward" else f"{name} {direction}"
+        environment.kernel_name(name, direction)
         for name, direction, digest in kernels(record)
         if digest != environment.digest_of(name, direction)
     }

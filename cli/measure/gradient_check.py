@@ -69,7 +69,7 @@ def choose_groups(
     seed
         Of the choice.
     most_scores
-        Elements of score matrices that may be computed; one group may have more.
+        Elements of score matrices that may be computed, besides those of the longest sequence.
     most_rows
         Query rows over all heads that may be compared, likewise; None for a usual sample.
     """
@@ -87,11 +87,11 @@ def choose_groups(
     scores, rows = most_scores, SAMPLE_ROWS if most_rows is None else most_rows
     if most_rows is None and case.scores <= most_scores and len(groups) <= _MOST_GROUPS:
         return groups
-    chosen: list[Group] = []
-    for group in first + [group for group in order if group not in first]:
+    chosen = list(first)
+    for group in order:
         queries, keys = lengths[group.batch]
         cost, own_rows = heads * queries * keys, heads * queries
-        if not chosen or (cost <= scores and own_rows <= rows):
+        if group not in first and cost <= scores and own_rows <= rows:
             chosen.append(group)
             scores, rows = scores - cost, rows - own_rows
         if len(chosen) == _MOST_GROUPS:

@@ -259,3 +259,33 @@ def test_gradients_of_equal_head_dims_count_two_and_a_half_times_the_output() ->
         presets.preset("fa3-grid-backward").cases, presets.preset("fa3-grid").cases, strict=True
     ):
         assert mine.flops() == 2.5 * forward.flops()
+
+
+# ---- On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--causal", "no,yes", "--kv-heads", "1,2"),
+        ("--window", "40:0", "--sinks", "--dtype", "fp16,fp32"),
+        ("--lengths", "113,7,203"),
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_timed_in_graphs_and_checked(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    shape = () if "--lengths" in options else ("--batch", "2", "--seqlen-q", "203")
+    _, data = recorded(
+        *(tmp_path, "--backward", *shape, "--heads", "2", "--head-dim", "64", "--repeats", "3"),
+        *("--provider", "cupy_flash,cupy_flash-simt,torch-flash,torch-cudnn", *options),
+    )
+    ours = [row for row in data["rows"] if row["provider"].startswith("cupy_flash")]
+    torchs = [row for row in data["rows"] if not row["provider"].startswith("cupy_flash")]
+
+    assert {row["check"] for row in ours} == {"passed"}
+    assert {row["timed_by"] for row in ours} == {"graph"}
+    assert all(row["timed_by"] == "graph" for row in torchs if row["reason"] is None)
+    assert {row["check"] for row in torchs} <= {"passed", "skipped"}

@@ -23,8 +23,10 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
+from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
+from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
 
 __version__ = "0.1.0"
 
@@ -37,7 +39,9 @@ __all__ = [
     "ScoreMod",
     "Tile",
     "UnsupportedError",
+    "attention_backward_reference",
     "attention_reference",
+    "attention_varlen_backward_reference",
     "attention_varlen_reference",
     "attention_with_kvcache_reference",
     "check_mod",

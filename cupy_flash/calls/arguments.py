@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,15 @@ from cupy_flash.arrays.strided import (
     spec_of,
     to_bshd,
 )
-from cupy_flash.calls.modifiers import Sizes, canonical, score_spec
+from cupy_flash.calls.modifiers import (
+    NO_FUNCTIONS,
+    Functions,
+    Modifiers,
+    Sizes,
+    canonical,
+    read_modifiers,
+    score_spec,
+)
 from cupy_flash.calls.options import Options
 from cupy_flash.problem.problem import (
     ArraySpec,
@@ -119,6 +127,19 @@ def with_modifiers(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ..
     """The same with arrays of modifications behind the others, as fields of their names."""
     # What `_make` comes to, in half of the time.
     return tuple.__new__(_record_with(arguments.__class__, names), arguments + arrays)
+
+
+def modified(
+    arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
+) -> tuple[Any, Modifiers | None, Functions]:
+    """The arrays with those of modifications, and what else these ask for; see `read_modifiers`."""
+    found = read_modifiers(modifications, backward=backward)
+    if found is None:
+        return arguments, None, NO_FUNCTIONS
+    modifiers, arrays, functions = found
+    if arrays:
+        arguments = with_modifiers(arguments, modifiers.names, arrays)
+    return arguments, modifiers, functions
 
 
 @functools.cache
@@ -256,6 +277,7 @@ def sizes_of(problem: Problem) -> Sizes:
 
 
 def check_qkv(qkv: Any, layout: str) -> None:
+    """Raise TypeError or ValueError for what is no array of queries, keys and values."""
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")

@@ -23,9 +23,11 @@ from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.on_host import require_writable, runs_on_gpu, upload_order
 from cupy_flash.calls.options import Options
 from cupy_flash.families import FAMILIES
-from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.families.schedule import Schedule
+from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
 from cupy_flash.host import gradients
-from cupy_flash.planning.planner import tile_fields
+from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.planning.planner import Plan, tile_fields
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -68,6 +70,19 @@ def tile_of(problem: Problem, options: Options) -> Tile:
     require_cpu_family(options.family, FAMILIES["backward"])
     default = gradients.default_tile(problem)
     return dataclasses.replace(default, **tile_fields(Tile, options.tile))
+
+
+def plan_of(problem: Problem, options: Options) -> Plan:
+    """The plan of the CPU backend; raises as `tile_of`."""
+    tile = tile_of(problem, options)
+    plan = make_cpu_plan(problem, tile, gpu_unavailable())
+    return dataclasses.replace(
+        plan,
+        schedule=Schedule((), workspace=gradients.workspace_bytes(problem, tile)),
+        rejected={
+            name: reason for reason in plan.rejected.values() for name in FAMILIES["backward"]
+        },
+    )
 
 
 def _on_gpu(

@@ -18,13 +18,13 @@ from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
     Arguments,
+    modified,
     normalized,
     problem_of,
     require_given,
-    with_modifiers,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, read_modifiers
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.errors import UnsupportedError
@@ -54,27 +54,28 @@ def attention(
     modifications
         Masks, and what becomes of scores.
     """
-    functions = NO_FUNCTIONS
+    modifiers, functions = None, NO_FUNCTIONS
     if modifications:
-        arguments, options, functions = _modified(arguments, options, modifications)
+        arguments, modifiers, functions = modified(arguments, modifications)
     options = plain_options(options)
     if backend == "auto":
         # The common calls, without the checks that their arguments pass by their types.
         cupy = sys.modules.get("cupy")
         like = arguments.q if arguments.qkv is None else arguments.qkv
         if cupy is not None and like.__class__ is cupy.ndarray:
-            found = on_gpu.run(arguments, options, keys, True, functions)
+            found = on_gpu.run(arguments, options, keys, True, functions, modifiers)
             if found is not None:
                 return found if options.return_lse else found[0]
         elif is_torch_on_gpu(*arguments.of_kind(options.kind)):
-            return _of_torch(arguments, options, keys, functions)
-        elif options.kind == "equal" and arguments.out is None and options.modifiers is None:
+            return _of_torch(arguments, options, keys, functions, modifiers)
+        elif options.kind == "equal" and arguments.out is None and modifiers is None:
             found = _of_jax(arguments, options)
             if found is not None:
                 return found
     require_backend(backend)
     require_given(arguments, options.kind)
-    arguments, options = arguments.parts_of_qkv(options.layout), options.of_parts()
+    options = options.with_modifiers(modifiers).of_parts()
+    arguments = arguments.parts_of_qkv(options.layout)
     if _all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
@@ -110,19 +111,6 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     return result, convert(lse)
 
 
-def _modified(
-    arguments: Arguments, options: Options, modifications: Mapping[str, Any]
-) -> tuple[Arguments, Options, Functions]:
-    """The call with its modifications."""
-    found = read_modifiers(modifications)
-    if found is None:
-        return arguments, options, NO_FUNCTIONS
-    modifiers, arrays, functions = found
-    if arrays:
-        arguments = with_modifiers(arguments, modifiers.names, arrays)
-    return arguments, options.with_modifiers(modifiers), functions
-
-
 def plan(
     arguments: Arguments,
     options: Options,
@@ -132,7 +120,8 @@ def plan(
 ) -> Plan:
     """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
     if modifications:
-        arguments, options, _ = _modified(arguments, options, modifications)
+        arguments, modifiers, _ = modified(arguments, modifications)
+        options = options.with_modifiers(modifiers)
     options = plain_options(options)
     require_backend(backend)
     require_given(arguments, options.kind)
@@ -181,14 +170,20 @@ def _all_are(kind: type, given: tuple[Any, ...]) -> bool:
     return True
 
 
-def _of_torch(arguments: Arguments, options: Options, keys: int, functions: Functions) -> Any:
+def _of_torch(
+    arguments: Arguments,
+    options: Options,
+    keys: int,
+    functions: Functions,
+    modifiers: Modifiers | None,
+) -> Any:
     """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
     require_given(arguments, options.kind)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     streams = kinds.torch_streams(name, like)
     if streams is not None:
         order(*streams)
-    result, lse = on_gpu.run(arguments, options, keys, False, functions)
+    result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.

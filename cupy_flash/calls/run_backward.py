@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import no_array, read, require_mutable, way_back
+from cupy_flash.arrays.kinds import (
+    no_array,
+    read,
+    require_mutable,
+    to_torch,
+    torch_streams,
+    way_back,
+)
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -17,15 +24,15 @@ from cupy_flash.arrays.strided import (
     require_shape,
     to_bshd,
 )
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
-from cupy_flash.calls.arguments import check_qkv, normalized, with_modifiers
+from cupy_flash.calls.arguments import check_qkv, modified, normalized
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.gradients import WRITTEN, GradientArguments, gradient_problem
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, read_modifiers
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host.plan import make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import OF_MOD, ROWS
@@ -67,14 +74,19 @@ def gradients(
     modifications: Mapping[str, Any],
 ) -> tuple[Any, ...]:
     """What the public functions of gradients return."""
-    arguments, options, functions = _modified(arguments, options, modifications)
+    modifiers, functions = None, NO_FUNCTIONS
+    if modifications:
+        arguments, modifiers, functions = modified(arguments, modifications, backward=True)
     options = plain_options(options)
     cupy = sys.modules.get("cupy")
     if backend == "auto" and cupy is not None and arguments.q.__class__ is cupy.ndarray:
-        results = on_gpu.run(arguments, options, 0, True, functions)
+        results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
         if results is not None:
             return tuple(results)
+    if backend == "auto" and is_torch_on_gpu(*arguments):
+        return _of_torch(arguments, options, functions, modifiers)
     require_backend(backend)
+    options = options.with_modifiers(modifiers)
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
@@ -90,6 +102,27 @@ def gradients(
     converted = [convert(result) for result in results]
     own = [getattr(given, f"d{name}", None) for name in options.wrt]
     return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
+
+
+def _of_torch(
+    arguments: GradientArguments,
+    options: Options,
+    functions: Functions,
+    modifiers: Modifiers | None,
+) -> tuple[Any, ...]:
+    """Gradients of tensors on a GPU, without the checks that their type passes."""
+    for name in _REQUIRED:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
+    streams = torch_streams("q", arguments.q)
+    if streams is not None:
+        order(*streams)
+    results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
+    if streams is not None:
+        order(*reversed(streams))
+    # New arrays are CuPy's where q had to be copied.
+    kind = arguments.q.__class__
+    return tuple([result if result.__class__ is kind else to_torch(result) for result in results])
 
 
 def gradient_of_qkv(
@@ -142,30 +175,17 @@ def plan(
     bhsd = to_bshd(np.empty(rows, np.uint8), options.layout).transpose(0, 2, 1, 3)
     lse = np.empty(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
     arguments = GradientArguments(q, k, v, out, out, lse)
-    arguments, options, _ = _modified(arguments, options, modifications)
+    arguments, modifiers, _ = modified(arguments, modifications, backward=True)
+    options = options.with_modifiers(modifiers)
     options = plain_options(options)
     require_backend(backend)
     problem = gradient_problem(arguments, options)
     if arch is not None:
         device = device_for_arch(arch)
     elif isinstance(q, np.ndarray) and not on_host.runs_on_gpu(problem, options, backend):
-        tile = gradients_on_host.tile_of(problem, options)
-        return make_cpu_plan(problem, tile, gpu_unavailable())
+        return gradients_on_host.plan_of(problem, options)
     elif reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
     else:
         device = current_device()
     return make_plan(problem, device, family=options.family, tile=options.tile)
-
-
-def _modified(
-    arguments: GradientArguments, options: Options, modifications: Mapping[str, Any]
-) -> tuple[GradientArguments, Options, Functions]:
-    """The call with its modifications."""
-    found = read_modifiers(modifications, backward=True) if modifications else None
-    if found is None:
-        return arguments, options, NO_FUNCTIONS
-    modifiers, arrays, functions = found
-    if arrays:
-        arguments = with_modifiers(arguments, modifiers.names, arrays)
-    return arguments, options.with_modifiers(modifiers), functions

@@ -11,6 +11,8 @@ from cupy_flash.host.passes import Cut, Pass
 
 Array = NDArray[Any]
 
+SCORES_AT_ONCE = 1 << 17
+
 
 class GradientPass(NamedTuple):
     """A forward pass, gradients of its results, and where those of its inputs are added up.
@@ -60,6 +62,7 @@ class GradientPass(NamedTuple):
         `totals` are gradients by name; that of a bias with the axes above.
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
+        job = job._replace(cut=smaller(job.cut))
 
         def by_row(x: Array) -> Array:
             grouped = x.reshape(batch, seqlen_q, heads_kv, group, x.shape[3])
@@ -97,6 +100,13 @@ class GradientPass(NamedTuple):
         """Bytes of one worker's buffers."""
         head_dim, head_dim_v = self.job.q.shape[4], self.job.v.shape[3]
         return scratch_elements(self.job.cut, head_dim, head_dim_v) * self.job.compute.itemsize
+
+
+def smaller(cut: Cut) -> Cut:
+    """As many heads and sequences of a block as have `SCORES_AT_ONCE`."""
+    at_once = max(1, SCORES_AT_ONCE // (cut.Br * cut.heads_per_tile * cut.Bc))
+    kv_heads = min(cut.kv_heads, at_once)
+    return cut._replace(kv_heads=kv_heads, batch=min(cut.batch, max(1, at_once // kv_heads)))
 
 
 def scratch_elements(cut: Cut, head_dim: int, head_dim_v: int) -> int:

@@ -1,9 +1,9 @@
 """The tiled backward pass in NumPy: gradients of attention where there is no GPU.
 
 The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 2) with
-its loops exchanged: a tile of Br query rows stays put while tiles of Bc keys and values pass by. The
-weights of a tile are found again from the log-sum-exp; dq is summed up with the rows, and what
-belongs to keys is added to dk and dv, which lie in memory as a whole. Neither scores nor weights do.
+its loops exchanged: a tile of Br query rows stays put while tiles of Bc keys and values pass by.
+Weights are found again from the log-sum-exp. dq is summed up beside the rows; what belongs to keys
+is added to dk and dv, which are in memory as a whole, as neither scores nor weights are.
 
 Threads share the tiles of rows out, as in `cupy_flash.host.cpu`. They add to dk and dv in an order
 that does not depend on them, see `cupy_flash.host.turns`.
@@ -45,10 +45,20 @@ Array = NDArray[Any]
 # `cupy_flash.host.batches`.
 MIN_PAIRS_TO_SHARE = 1 << 15
 
+# So many tiles of rows there are at least, for threads to share out, unless they are low.
+MIN_TILES = 16
+
 
 def default_tile(problem: Problem) -> Tile:
     """The tile to use where none is asked for; does not depend on the number of threads."""
-    Br, Bc = 256, 512
+    # Best of interleaved runs on one thread, ms of CPU time; AMD EPYC with AVX-512, OpenBLAS
+    # 0.3.31, float32, 1 x 2048 x 8 x 64, by tile 128x256, 256x256, 256x512, 512x256, 512x512,
+    # 1024x256: full 342, 310, 315, 288, 281, 272; causal 185, 176, 178, 194, 191, 215.
+    # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
+    Br, Bc = 1024 if problem.mask.is_full else 256, 256
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    while Br > 256 and rows < MIN_TILES * Br:
+        Br //= 2
     while Bc > 64 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
         Bc //= 2
     return Tile(Br, Bc)
@@ -68,6 +78,19 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
         tile=tile,
     )
     return scratch_elements(cut, *dims) * (8 if problem.dtype == "float64" else 4)
+
+
+def workspace_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of memory besides the arrays, with one worker."""
+    assert problem.gradient is not None
+    is_wide = problem.dtype == "float64" or problem.gradient.dtype == "float32"
+    # dk and dv are summed up in more than 16 bits.
+    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    columns = (
+        0 if is_wide else sum(dim for name, dim in dims.items() if problem.gradient.wants(name))
+    )
+    keys = problem.layout.total_k if problem.layout.packed_k else problem.batch * problem.seqlen_k
+    return scratch_bytes(problem, tile) + 4 * keys * problem.heads_kv * columns
 
 
 def backward(
@@ -115,7 +138,7 @@ def backward(
         job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, modified)
         bias = totals.get("bias")
         is_shared = bias is not None and bias.shape[:3] != job.q.shape[:3]
-        _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], threads)
+        _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], tile, threads)
     _write(results, totals)
 
 
@@ -202,7 +225,7 @@ def varlen_backward(
             is_shared=is_shared,
         )
         works.append(work)
-    _run(works, 1 if _share_keys(sequences) else threads)
+    _run(works, tile, 1 if _share_keys(sequences) else threads)
     _write(results, totals)
 
 
@@ -211,20 +234,20 @@ class _Run(NamedTuple):
 
     first: int
     seqlen: int
-    count: int
+    sequences: int
 
     @property
     def span(self) -> slice:
         """Their rows."""
-        return slice(self.first, self.first + self.count * self.seqlen)
+        return slice(self.first, self.first + self.sequences * self.seqlen)
 
     def rows(self, x: Array) -> Array:
         """Those of an array (total, heads, dim), as (sequences, seqlen, heads, dim)."""
-        return x[self.span].reshape(self.count, self.seqlen, *x.shape[1:])
+        return x[self.span].reshape(self.sequences, self.seqlen, *x.shape[1:])
 
     def values(self, x: Array) -> Array:
         """Those of an array (heads, total), as (sequences, heads, seqlen)."""
-        return x[:, self.span].reshape(len(x), self.count, self.seqlen).swapaxes(0, 1)
+        return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
 
 
 def _share_keys(sequences: list[tuple[Queries, Keys]]) -> bool:
@@ -271,9 +294,14 @@ def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
                 np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
 
 
-def _run(works: list[GradientPass], threads: int | None) -> None:
+def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
     """Compute passes, their blocks shared out to threads."""
     worker_bytes = max((work.scratch_bytes for work in works), default=0)
+    if worker_bytes > SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )
     pairs = sum(work.job.pairs for work in works)
     # Of threads that work on short sequences, each waits for the other's turn with the GIL.
     most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_TO_SHARE * len(works) else 1

@@ -1,9 +1,9 @@
 """Threads that add to the same elements: each waits for its turn, so that bits depend on no thread.
 
-Items of work are numbered in the order in which threads take them up. Those of one queue add to the
-same elements, each in the order of the keys; an item may add what it has of some keys once all items
-before it in the queue have passed them. As those began earlier, they mostly have; and as none ever
-waits for a later one, all come to an end.
+Items of work are numbered in the order in which threads take them up. Those of one queue add to
+the same elements, each in the order of the keys; an item may add what it has of some keys once all
+items before it in the queue have passed them. As those began earlier, they mostly have; and as none
+ever waits for a later one, all come to an end.
 """
 
 from __future__ import annotations

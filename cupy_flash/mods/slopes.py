@@ -64,7 +64,7 @@ def _positions(at: Pairs) -> dict[str, Any]:
 
 
 def capture_gradients(
-    score_mod: ScoreMod, x: Any, at: Pairs, weight: Any, xp: Any = np
+    score_mod: ScoreMod, x: Any, at: Pairs, weight: Any, xp: Any = np, *, of_sizes: bool = False
 ) -> dict[str, Any]:
     """Gradients of the arrays that a modification names as differentiable.
 
@@ -80,6 +80,8 @@ def capture_gradients(
         Gradients of the new scores; 0 where hidden, which leaves no trace of what is there.
     xp
         NumPy or CuPy.
+    of_sizes
+        Whether absolute values are summed up, so that nothing cancels.
 
     Returns
     -------
@@ -96,6 +98,8 @@ def capture_gradients(
     for _, load, partial in partials(score_mod.graph, score_mod.differentiable):
         with np.errstate(all="ignore"):
             products = xp.where(weight != 0, weight * values.value(partial), 0)
+        if of_sizes:
+            products = abs(products)
         name, indices = load.args[0].value, [values.value(node) for node in load.args[1:]]
         found[name] += _gathered(xp.broadcast_to(products, pairs), indices, found[name].shape, xp)
     return found

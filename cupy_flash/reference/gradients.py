@@ -47,6 +47,24 @@ if TYPE_CHECKING:
 OF_MOD = "score_mod."
 
 
+class ScoreErrors(NamedTuple):
+    """How far off scores are.
+
+    Attributes
+    ----------
+    of_product
+        Error of a scaled score, in proportion to the sum of its products' absolute values.
+    of_score
+        What the new score is off by besides, a function of the scaled score.
+    of_slope
+        Error of how the new score grows with it.
+    """
+
+    of_product: float
+    of_score: Callable[[Any], Any]
+    of_slope: float
+
+
 class Arithmetic(NamedTuple):
     """How gradients are computed.
 
@@ -61,12 +79,15 @@ class Arithmetic(NamedTuple):
     of_sizes
         Whether absolute values are summed up, |dP| + |D| in place of dP - D: what rounding errors
         are in proportion to, however much cancels in the gradients.
+    errors
+        Of scores, whose effects on gradients are summed up instead of those.
     """
 
     compute: np.dtype[Any]
     stored: np.dtype[Any]
     result: np.dtype[Any] | None
     of_sizes: bool = False
+    errors: ScoreErrors | None = None
 
     @classmethod
     def of(cls, dtype: Any, grad_dtype: Any = None) -> Arithmetic:
@@ -188,21 +209,27 @@ def backward_naive(
     return dense_gradients(dout, q, k, v, arithmetic=arithmetic, out=out, **options)
 
 
-def gradient_sizes(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, ...]:
+def gradient_sizes(
+    dout: Any, q: Any, k: Any, v: Any, *, errors: ScoreErrors | None = None, **options: Any
+) -> tuple[Any, ...]:
     """What gradients would be if nothing cancelled, for :func:`gradient_bound`.
 
     Parameters
     ----------
     dout, q, k, v, **options
         As of :func:`attention_backward_reference`.
+    errors
+        For how far gradients may be off by errors of the scores, in place of their sizes: each pair
+        counts in proportion to those. The output and the log-sum-exp are without error, and so is
+        the gradient of a sink but for its size.
 
     Returns
     -------
     tuple of float64 arrays
-        As of :func:`attention_backward_reference`; the sums of absolute values, but that those of
-        captures take a function's derivative as it is.
+        As of :func:`attention_backward_reference`: the sums of absolute values.
     """
-    return dense_gradients(dout, q, k, v, arithmetic=SIZES, **options)
+    arithmetic = SIZES._replace(errors=errors)
+    return dense_gradients(dout, q, k, v, arithmetic=arithmetic, **options)
 
 
 def gradient_bound(
@@ -363,8 +390,9 @@ def dense_gradients(
 
 
 def read_all(**arrays: Any) -> list[Any]:
-    """Arrays of any kind as `read` has them; None stays."""
-    return [None if x is None else read(name, x) for name, x in arrays.items()]
+    """Arrays of any kind as `read` has them; None stays where nothing has to be given."""
+    optional = "out", "dlse"
+    return [None if x is None and name in optional else read(name, x) for name, x in arrays.items()]
 
 
 def check_rows(
@@ -430,6 +458,14 @@ def gradient_formula(
             dp = xp.matmul(dout_rows, v_rows.T)
             dt = xp.where(seen, p * minus(dp, d[:, None]), 0)
             dx = dt if slope is None else xp.where(seen, dt * size(slope), 0)
+            if arithmetic.errors is not None:
+                errors = arithmetic.errors
+                off = errors.of_product * abs(scale) * xp.matmul(q_rows, k_rows.T)
+                if slope is not None:
+                    off = off * abs(slope)
+                off = xp.where(seen, off + errors.of_score(x), 0)
+                dx = dx * off + dt * errors.of_slope
+                stored_p, dt = stored_p * off, dt * off
             stored_dx = arithmetic.rounded(dx)
             if "q" in into:
                 dq = rows.queries(into["q"])
@@ -445,7 +481,7 @@ def gradient_formula(
             if "sinks" in into:
                 of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
                 into["sinks"][rows.head] -= of_sink.sum()
-            _add_to_captures(xp, into, rows, x, dt, modified.scores)
+            _add_to_captures(xp, into, rows, x, dt, modified.scores, arithmetic)
 
 
 def _softmax(
@@ -504,12 +540,19 @@ def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
 
 
 def _add_to_captures(
-    xp: Any, into: Mapping[str, Any], rows: Rows, x: Any, dt: Any, scores: Scores
+    xp: Any,
+    into: Mapping[str, Any],
+    rows: Rows,
+    x: Any,
+    dt: Any,
+    scores: Scores,
+    arithmetic: Arithmetic,
 ) -> None:
     """Add to the gradients of captured arrays what pairs give."""
     if not any(name.startswith(OF_MOD) for name in into):
         return
     assert scores.score_mod is not None
-    found = capture_gradients(scores.score_mod, behind_softcap(scores, x, xp), rows.at, dt, xp)
+    x = behind_softcap(scores, x, xp)
+    found = capture_gradients(scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes)
     for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
         into[OF_MOD + name][...] += found[name]

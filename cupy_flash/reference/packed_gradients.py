@@ -13,6 +13,7 @@ from cupy_flash.reference.gradients import (
     SIZES,
     Arithmetic,
     Gradients,
+    ScoreErrors,
     check_rows,
     gradient_formula,
     read_all,
@@ -104,20 +105,25 @@ def backward_varlen_naive(
     return packed_gradients(dout, q, *others, arithmetic=arithmetic, out=out, **options)
 
 
-def gradient_varlen_sizes(dout: Any, q: Any, *others: Any, **options: Any) -> tuple[Any, ...]:
+def gradient_varlen_sizes(
+    dout: Any, q: Any, *others: Any, errors: ScoreErrors | None = None, **options: Any
+) -> tuple[Any, ...]:
     """What gradients over packed sequences would be if nothing cancelled.
 
     Parameters
     ----------
     dout, q, *others, **options
         As of :func:`attention_varlen_backward_reference`.
+    errors
+        As of :func:`~cupy_flash.reference.gradients.gradient_sizes`.
 
     Returns
     -------
     tuple of float64 arrays
         See :func:`~cupy_flash.reference.gradients.gradient_sizes`.
     """
-    return packed_gradients(dout, q, *others, arithmetic=SIZES, **options)
+    arithmetic = SIZES._replace(errors=errors)
+    return packed_gradients(dout, q, *others, arithmetic=arithmetic, **options)
 
 
 def packed_gradients(

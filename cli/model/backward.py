@@ -71,10 +71,10 @@ def kernels_of(plan: Plan) -> list[Kernel]:
     entries = [launch.entry for launch in plan.launches]
     found = []
     for launch in plan.launches:
-        if launch.entry not in _OF_KERNEL:
+        if launch is not plan.main and launch.entry not in _OF_KERNEL:
             continue
         keys_stay = launch.entry != QUERY_GRADIENTS
-        products = _OF_KERNEL[launch.entry]
+        products = _OF_KERNEL.get(launch.entry, USEFUL)
         if QUERY_GRADIENTS not in entries:
             products = USEFUL
         elif launch.entry == KEY_GRADIENTS and VALUE_GRADIENTS in entries:

@@ -79,10 +79,12 @@ def test_each_kernel_has_products_of_its_own(
     assert backward.recomputation(plan.problem, kernels) == computed / (3 * 64 + 2 * 128)
 
 
-def test_a_kernel_that_does_everything_computes_what_counts() -> None:
+@pytest.mark.parametrize("entry", ["key_gradients", "attention"])
+def test_a_kernel_that_does_everything_computes_what_counts(entry: str) -> None:
     plan = plan_of(case(), family="mma")
-    of_keys = tuple(each for each in plan.launches if each.entry != "query_gradients")
-    schedule = dataclasses.replace(plan.schedule, launches=of_keys)
+    terms, of_keys, _ = plan.launches
+    launches = (terms, dataclasses.replace(of_keys, entry=entry))
+    schedule = dataclasses.replace(plan.schedule, launches=launches)
     (kernel,) = backward.kernels_of(dataclasses.replace(plan, schedule=schedule))
 
     assert backward.recomputation(plan.problem, [kernel]) == 1

@@ -68,11 +68,15 @@ def kernels_of(plan: Plan) -> list[Kernel]:
     """The kernels of a plan that go through pairs."""
     device, tile = plan.device, plan.tile
     assert device is not None, "the CPU backend has no device memory"
-    entries = [launch.entry for launch in plan.launches]
+    # What only adds up or rounds sums that another kernel made holds no tile.
+    launches = [
+        launch
+        for launch in plan.launches
+        if launch is plan.main or (launch.entry in _OF_KERNEL and launch.shared_memory)
+    ]
+    entries = [launch.entry for launch in launches]
     found = []
-    for launch in plan.launches:
-        if launch is not plan.main and launch.entry not in _OF_KERNEL:
-            continue
+    for launch in launches:
         keys_stay = launch.entry != QUERY_GRADIENTS
         products = _OF_KERNEL.get(launch.entry, USEFUL)
         if QUERY_GRADIENTS not in entries:

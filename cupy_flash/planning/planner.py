@@ -302,8 +302,8 @@ def _choose_tile(
 ) -> tuple[Tile, str]:
     if request is not None:
         return _requested_tile(family, problem, device, request), "tile asked for"
-    # Tables are of forward problems without modifications.
-    is_plain = problem.score is None and problem.gradient is None
+    # Tables are of problems without modifications.
+    is_plain = problem.score is None
     entry = tuning.lookup(device, family.name, family.digest(), problem) if is_plain else None
     if entry is not None:
         tile = tuned_tile(family.tile_type, entry.tile)

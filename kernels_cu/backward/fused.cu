@@ -112,8 +112,8 @@ struct FusedGradients {
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
-  int* passing = nullptr;    // the counter of the turn that is to be passed on, and the turn
-  int passed = 0;
+  int passing = -1;          // the tile of sums whose turn is to be passed on, and the turn
+  int passing_turn;
 
   __device__ FusedGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
                             unsigned char* memory)
@@ -182,6 +182,7 @@ struct FusedGradients {
     start<Br, Config::head_dim_v, LayoutV>(
         douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
     const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
+#pragma unroll
     for (int i = threadIdx.x; i < Br; i += threads) {
       ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
                                    terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
@@ -196,40 +197,43 @@ struct FusedGradients {
       start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, keys_left);
     }
     const int group = p.heads_q / p.heads_kv;
-    const int last_head = (work.head + 1) * group - 1;
-    load(0, work.head * group, tiles.end - 1);
+    int head = work.head * group;
+    int tile = tiles.end - 1;
+    load(0, head, tile);
+    int left = group * (tiles.end - tiles.begin);
     int stage = 0;
-    for (int head = work.head * group; head <= last_head; ++head) {
-      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-        ptx::cp_async_wait_group<0>();
-        // Nobody reads the tile before any more, whose place the next one takes.
-        __syncthreads();
-        if (stages > 1) load_behind(1 - stage, head, tile, last_head);
-        visit(stage, head, tile);
-        if (stages > 1) {
-          stage = 1 - stage;
-        } else {
-          __syncthreads();
-          load_behind(0, head, tile, last_head);
-        }
+    while (true) {
+      ptx::cp_async_wait_group<0>();
+      // Nobody reads the tile before any more, whose place the next one takes.
+      __syncthreads();
+      --left;
+      int next_head = head, next_tile = tile - 1;
+      if (next_tile < tiles.begin) {
+        next_tile = tiles.end - 1;
+        ++next_head;
       }
+      if (stages > 1 && left > 0) load(1 - stage, next_head, next_tile);
+      visit(stage, head, tile);
+      if (left == 0) break;
+      if (stages > 1) {
+        stage = 1 - stage;
+      } else {
+        __syncthreads();
+        load(0, next_head, next_tile);
+      }
+      head = next_head;
+      tile = next_tile;
     }
     __syncthreads();
     pass();
   }
 
-  // Starts loading the tile that follows another.
-  __device__ void load_behind(int stage, int head, int tile, int last_head) {
-    if (tile > tiles.begin) {
-      load(stage, head, tile - 1);
-    } else if (head < last_head) {
-      load(stage, head + 1, tiles.end - 1);
-    }
-  }
-
+  // The turn of the tile before, to which all have added when the barrier behind it is passed.
   __device__ void pass() {
     if constexpr (wants_q) {
-      if (threadIdx.x == 0 && passing != nullptr) pass_turn(passing, passed);
+      if (threadIdx.x == 0 && passing >= 0) {
+        pass_turn(query_sums.counters + passing, passing_turn);
+      }
     }
   }
 
@@ -240,18 +244,16 @@ struct FusedGradients {
       make_pairs(stage, head, tile, (pass * side_warps + side()) * columns, is_masked);
     }
     if constexpr (wants_q) {
-      // The tile before has been added to before the barrier that this one began with.
       pass();
-      const int64 slot = query_sums.first_slot(p, at, work.batch, head) + tile;
+      const int slot = query_sums.first_slot(p, at, work.batch, head) + tile;
       const int first = Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0;
       const int turn = work.begin / Bc - first;
-      int* counter = query_sums.counters + slot;
-      if (threadIdx.x == 0) await_turn(counter, turn);
+      if (threadIdx.x == 0) await_turn(query_sums.counters + slot, turn);
       __syncthreads();
       add_others(stage);
       add_query_gradients(slot, turn);
-      passing = counter;
-      passed = turn;
+      passing = slot;
+      passing_turn = turn;
     } else if constexpr (side_warps > 1) {
       __syncthreads();
       add_others(stage);
@@ -361,7 +363,7 @@ struct FusedGradients {
     }
   }
 
-  __device__ void add_query_gradients(int64 slot, int turn) {
+  __device__ void add_query_gradients(int slot, int turn) {
     float sums[sum_row_tiles][2 * ColumnsOfSums::steps][4];
     clear(sums);
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);

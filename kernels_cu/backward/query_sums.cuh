@@ -41,32 +41,32 @@ template <class Config>
 struct QuerySums {
   static constexpr int Br = Config::sums_Br;
   static constexpr int64 unit = 512;
-  int64 slots;
+  int slots;
   int* counters;
 
   __device__ explicit QuerySums(const GradientParams& p) {
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows =
         int64(p.heads_q) * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
-    slots = is_packed ? int64(p.heads_q) * (p.total_q / Br + p.batch)
-                      : int64(p.batch) * p.heads_q * ceil_div(p.seqlen_q, Br);
+    slots = is_packed ? p.heads_q * (p.total_q / Br + p.batch)
+                      : p.batch * p.heads_q * ceil_div(p.seqlen_q, Br);
     counters = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                       whole(rows * int64(sizeof(*row_terms<Config>(p)))));
   }
 
   __device__ float* sums() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
-                                    whole(slots * int64(sizeof(int))));
+                                    whole(int64(slots) * int64(sizeof(int))));
   }
 
   // The first tile of a sequence's head. Those of packed sequences begin where the ones before
   // have ended at the latest.
-  __device__ int64 first_slot(const GradientParams& p, const Sequence& at, int batch,
-                              int head) const {
-    if (p.cu_seqlens_q != nullptr) {
-      return int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch;
+  __device__ int first_slot(const GradientParams& p, const Sequence& at, int batch,
+                            int head) const {
+    if (Config::sequences && p.cu_seqlens_q != nullptr) {
+      return head * (p.total_q / Br + p.batch) + at.q_first / Br + batch;
     }
-    return (int64(at.q_batch) * p.heads_q + head) * ceil_div(p.seqlen_q, Br);
+    return (at.q_batch * p.heads_q + head) * ceil_div(p.seqlen_q, Br);
   }
 
  private:
@@ -92,7 +92,7 @@ struct QueryGradientTile {
     const Sequence at = sequence_of<Config>(p, work.batch);
     if (work.begin >= at.seqlen_q) return;
     const QuerySums<Config> all(p);
-    const int64 slot = all.first_slot(p, at, work.batch, work.head) + work.begin / Br;
+    const int slot = all.first_slot(p, at, work.batch, work.head) + work.begin / Br;
     // Nobody has added to a tile that sees no key.
     const bool is_written = all.counters[slot] != 0;
     const float* sums = all.sums() + slot * Fragments::floats;

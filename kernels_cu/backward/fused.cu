@@ -183,7 +183,9 @@ struct FusedGradients {
         douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
     const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
 #pragma unroll
-    for (int i = threadIdx.x; i < Br; i += threads) {
+    for (int first_row = 0; first_row < Br; first_row += threads) {
+      const int i = first_row + threadIdx.x;
+      if (Br % threads != 0 && i >= Br) break;
       ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
                                    terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
     }
@@ -248,7 +250,7 @@ struct FusedGradients {
       const int slot = query_sums.first_slot(p, at, work.batch, head) + tile;
       const int first = Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0;
       const int turn = work.begin / Bc - first;
-      if (threadIdx.x == 0) await_turn(query_sums.counters + slot, turn);
+      if (threadIdx.x == threads - 32) await_turn(query_sums.counters + slot, turn);
       __syncthreads();
       add_others(stage);
       add_query_gradients(slot, turn);
@@ -364,8 +366,9 @@ struct FusedGradients {
   }
 
   __device__ void add_query_gradients(int slot, int turn) {
-    float sums[sum_row_tiles][2 * ColumnsOfSums::steps][4];
-    clear(sums);
+    const TurnOfWarp<Fragments> own(query_sums.sums() + slot * Fragments::floats, turn);
+    typename TurnOfWarp<Fragments>::Sums sums;
+    own.begin(sums);
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     const int first_step = warp / sum_column_warps * sum_row_tiles;
 #pragma unroll
@@ -374,14 +377,7 @@ struct FusedGradients {
       Pairs::read_transposed(left, ds_at(), key, first_step);
       ColumnsOfSums::multiply(sums, left, right + key * Layout::row_bytes);
     }
-    float* target = query_sums.sums() + slot * Fragments::floats;
-#pragma unroll
-    for (int i = 0; i < sum_row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < Fragments::column_tiles; ++j) {
-        add_in_turn(target + Fragments::place(warp, i, j, lane), sums[i][j], turn);
-      }
-    }
+    own.end(sums);
   }
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.

@@ -35,6 +35,61 @@ struct SumFragments {
   }
 };
 
+#if __CUDA_ARCH__ >= 800
+
+// A block that has its turn adds a warp's fragments to a tile. Where memory adds, that is one
+// instruction without an answer; elsewhere the products begin with what the blocks before have
+// left. The first stores, so that nothing clears the sums.
+template <class Fragments>
+struct TurnOfWarp {
+  using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool memory_adds = true;
+#else
+  static constexpr bool memory_adds = false;
+#endif
+
+  float* target;
+  bool is_first;
+
+  __device__ TurnOfWarp(float* sums, int turn)
+      : target(sums + Fragments::place(threadIdx.x / 32, 0, 0, threadIdx.x % 32)),
+        is_first(turn == 0) {}
+
+  __device__ void begin(Sums& sums) const {
+    clear(sums);
+    if constexpr (!memory_adds) {
+      if (!is_first) {
+        for_each([&](int i, int j, float* at) { ptx::ld_global_cg_v4(sums[i][j], at); });
+      }
+    }
+  }
+
+  __device__ void end(const Sums& sums) const {
+#if __CUDA_ARCH__ >= 900
+    if (!is_first) {
+      for_each([&](int i, int j, float* at) { ptx::red_add_v4(at, sums[i][j]); });
+      return;
+    }
+#endif
+    for_each([&](int i, int j, float* at) { ptx::st_global_v4(at, sums[i][j]); });
+  }
+
+ private:
+  template <class Visit>
+  __device__ void for_each(Visit visit) const {
+#pragma unroll
+    for (int i = 0; i < Fragments::row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Fragments::column_tiles; ++j) {
+        visit(i, j, target + Fragments::place(0, i, j, 0));
+      }
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800
+
 // What lies in the workspace behind the terms of rows: a counter of turns for each tile, which the
 // kernel of row terms clears, and the sums. As gradients.py counts them.
 template <class Config>

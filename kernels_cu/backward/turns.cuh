@@ -23,21 +23,4 @@ __device__ inline void pass_turn(int* counter, int turn) {
   ptx::st_release_gpu(counter, turn + 1);
 }
 
-// Four floats of a block that has its turn. The first stores, so that nothing clears the sums.
-__device__ inline void add_in_turn(float* sums, const float (&x)[4], int turn) {
-#if __CUDA_ARCH__ >= 900
-  if (turn == 0) {
-    ptx::st_global_v4(sums, x);
-  } else {
-    ptx::red_add_v4(sums, x);
-  }
-#else
-  float sum[4] = {};
-  if (turn != 0) ptx::ld_global_cg_v4(sum, sums);
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] += x[c];
-  ptx::st_global_v4(sums, sum);
-#endif
-}
-
 #endif  // __CUDA_ARCH__ >= 800

@@ -23,7 +23,7 @@ from cupy_flash.problem.tile import Tile
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Addresses, counters and the operands of products.
-_OTHER_REGISTERS = 48
+_OTHER_REGISTERS = 40
 # Rows of dq that a warp sums up, where there are as many.
 _SUM_ROWS = 32
 # Tiles of keys of a head that are at work at once, each a step behind the one before.

@@ -49,6 +49,9 @@ class FusedTile(Tile):
         Tiles of queries in shared memory: one in use, one on its way.
     min_blocks
         Thread blocks per SM that the compiler limits registers for.
+    paired
+        1 where of two warps that share keys one makes scores and the other gradients of
+        probabilities, of the queries of both.
     """
 
     warps: int = 4
@@ -56,6 +59,7 @@ class FusedTile(Tile):
     columns: int = 32
     stages: int = 2
     min_blocks: int = 1
+    paired: int = 0
 
     @property
     def side_warps(self) -> int:
@@ -109,6 +113,8 @@ class FusedFamily(Family[FusedTile]):
             return f"{tile.warps} warps cannot share {tile.Br} rows of dq"
         if tile.stages not in (1, 2):
             return f"stages is {tile.stages}; expected 1 or 2"
+        if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
+            return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
         reason = why_not_blocks(
@@ -125,7 +131,7 @@ class FusedFamily(Family[FusedTile]):
         dim, dim_v = _padded_dims(problem, tile)
         kept = tile.Bc * (dim + dim_v) // tile.warps
         passing = max(
-            2 * tile.Bc // tile.key_warps * tile.columns,
+            (3 if tile.paired else 2) * tile.Bc // tile.key_warps * tile.columns,
             tile.Br * dim // tile.warps,
         )
         return (kept + passing) // 32 + _OTHER_REGISTERS
@@ -189,6 +195,7 @@ class FusedFamily(Family[FusedTile]):
             "key_warps": tile.key_warps,
             "columns": tile.columns,
             "stages": tile.stages,
+            "paired": bool(tile.paired),
             "sum_row_warps": tile.sum_row_warps,
             "padded_dim": dim,
             "padded_dim_v": dim_v,

@@ -19,6 +19,7 @@
 #include "backward/turns.cuh"
 #include "backward/weigh.cuh"
 #include "backward/work.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
 #include "tile/access.cuh"
@@ -62,16 +63,27 @@ struct FusedGradients {
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
-  template <int Dim, int DimOut>
+  template <int Dim, int DimOut, int Columns>
   struct ProductConfig {
     using Element = typename Config::Element;
-    static constexpr int Bc = columns;
+    static constexpr int Bc = Columns;
     static constexpr int head_dim = Dim;
     static constexpr int head_dim_v = DimOut;
     static constexpr bool q_in_registers = false;
   };
-  using OfScores = Products16Bit<ProductConfig<dim, dim_v>, row_tiles>;
-  using OfWeights = Products16Bit<ProductConfig<dim_v, dim>, row_tiles>;
+  // Of a pair of warps that share keys, one makes scores and the other gradients of p, of the
+  // queries of both, and each gives the other half of them: fewer operands are read for larger
+  // products.
+  static constexpr bool paired = Config::paired && wants_ds;
+  static_assert(!paired || side_warps % 2 == 0, "pairs");
+
+  template <int Columns>
+  using OfScoresOf = Products16Bit<ProductConfig<dim, dim_v, Columns>, row_tiles>;
+  template <int Columns>
+  using OfWeightsOf = Products16Bit<ProductConfig<dim_v, dim, Columns>, row_tiles>;
+  using OfScores = OfScoresOf<columns>;
+  using OfWeights = OfWeightsOf<columns>;
+  using Scores = float[row_tiles][columns / 8][4];
   using Layout = typename OfScores::KeyLayout;     // of q and k
   using LayoutV = typename OfWeights::KeyLayout;   // of v and dout
   using Pairs = Exchange<Element, Br>;             // of p' and ds': keys by queries
@@ -107,8 +119,6 @@ struct FusedGradients {
   const QueryTiles tiles;
   int full_end;
 
-  OfScores of_scores;
-  OfWeights of_weights;
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
@@ -267,15 +277,15 @@ struct FusedGradients {
   __device__ void make_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_at(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = douts_at(stage) + first * LayoutV::row_bytes;
-    typename OfScores::Scores scores;      // then p'
-    typename OfWeights::Scores gradients;  // of p', then of the scores
-    clear(scores);
-    of_scores.multiply_queries_keys(
-        scores, keys_at() + key_warp() * warp_keys * Layout::row_bytes, query_rows);
-    clear(gradients);
-    if constexpr (wants_ds) {
-      of_weights.multiply_queries_keys(
-          gradients, values_at() + key_warp() * warp_keys * LayoutV::row_bytes, dout_rows);
+    Scores scores;     // then p'
+    Scores gradients;  // of p', then of the scores
+    if constexpr (paired) {
+      multiply_in_pair(scores, gradients, stage, first);
+    } else {
+      clear(scores);
+      clear(gradients);
+      multiply_keys_queries<columns>(scores, query_rows);
+      if constexpr (wants_ds) multiply_values_douts<columns>(gradients, dout_rows);
     }
     if (is_masked) {
       weigh<true>(scores, gradients, stage, head, tile, first);
@@ -307,9 +317,76 @@ struct FusedGradients {
     }
   }
 
+  template <int Columns>
+  __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
+                                        unsigned query_rows) {
+    OfScoresOf<Columns>().multiply_queries_keys(
+        scores, keys_at() + key_warp() * warp_keys * Layout::row_bytes, query_rows);
+  }
+  template <int Columns>
+  __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
+                                        unsigned dout_rows) {
+    OfWeightsOf<Columns>().multiply_queries_keys(
+        gradients, values_at() + key_warp() * warp_keys * LayoutV::row_bytes, dout_rows);
+  }
+
+  // A warp gives the other what that needs where that will put its p' and ds'.
+  __device__ void multiply_in_pair(Scores& scores, Scores& gradients, int stage, int first) {
+    const bool has_scores = side() % 2 == 0;  // else gradients, of the second half of the queries
+    const int first_of_pair = has_scores ? first : first - columns;
+    float both[row_tiles][2 * columns / 8][4];
+    clear(both);
+    if (has_scores) {
+      multiply_keys_queries<2 * columns>(
+          both, queries_at(stage) + first_of_pair * Layout::row_bytes);
+      give_half(both, columns / 8, first_of_pair + columns);
+    } else {
+      multiply_values_douts<2 * columns>(
+          both, douts_at(stage) + first_of_pair * LayoutV::row_bytes);
+      give_half(both, 0, first_of_pair);
+    }
+    ptx::barrier_sync_aligned(1 + warp / 2, 64);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+        unsigned taken[4];
+        ptx::ld_shared_v4(taken, place_of_given(i, j, first));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float other = __uint_as_float(taken[c]);
+          scores[i][j][c] = has_scores ? both[i][j][c] : other;
+          gradients[i][j][c] = has_scores ? other : both[i][j + columns / 8][c];
+        }
+      }
+    }
+    // All have taken before the first puts its p' there.
+    __syncwarp();
+  }
+
+  __device__ void give_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
+                            int first) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+        unsigned given[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) given[c] = __float_as_uint(both[i][begin + j][c]);
+        ptx::st_shared_v4(place_of_given(i, j, first), given);
+      }
+    }
+  }
+
+  // Half of the lanes find it in p', the others in ds', of the queries from `first` on.
+  __device__ unsigned place_of_given(int i, int j, int first) const {
+    const int key = key_warp() * warp_keys + 16 * i + lane % 16;
+    return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
+  }
+
   template <bool Masked>
-  __device__ void weigh(typename OfScores::Scores& scores, typename OfWeights::Scores& gradients,
-                        int stage, int head, int tile, int first) {
+  __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
+                        int first) {
     const int column = first + lane % 4 * 2;  // of the lane's first element in the tile
     const Terms* terms =
         reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;

@@ -240,27 +240,39 @@ struct FusedGradients {
     pass();
   }
 
-  // The turn of the tile before, to which all have added when the barrier behind it is passed.
+  __device__ int slot_of(int head, int tile) const {
+    return query_sums.first_slot(p, at, work.batch, head) + tile;
+  }
+
+  // Of all tiles of keys that a tile of queries sees, how many come before this one.
+  __device__ int turn_of(int tile) const {
+    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+  }
+
+  // Passes on the turn of the tile before, to which all have added when the barrier behind it is
+  // passed.
   __device__ void pass() {
     if constexpr (wants_q) {
-      if (threadIdx.x == 0 && passing >= 0) {
-        pass_turn(query_sums.counters + passing, passing_turn);
-      }
+      if (threadIdx.x != 0) return;
+      pass_turn(passing < 0 ? nullptr : query_sums.counters + passing, passing_turn);
     }
   }
 
   __device__ void visit(int stage, int head, int tile) {
     const bool is_masked = tile < tiles.full_begin || tile >= full_end;
+    int found = 0;  // by one thread: whose turn it is
+    if constexpr (wants_q) {
+      if (threadIdx.x == 0) found = look_at_turn(query_sums.counters + slot_of(head, tile));
+    }
+    make_pairs<true>(stage, head, tile, side() * columns, is_masked);
 #pragma unroll
-    for (int pass = 0; pass < passes; ++pass) {
-      make_pairs(stage, head, tile, (pass * side_warps + side()) * columns, is_masked);
+    for (int i = 1; i < passes; ++i) {
+      make_pairs<false>(stage, head, tile, (i * side_warps + side()) * columns, is_masked);
     }
     if constexpr (wants_q) {
-      pass();
-      const int slot = query_sums.first_slot(p, at, work.batch, head) + tile;
-      const int first = Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0;
-      const int turn = work.begin / Bc - first;
-      if (threadIdx.x == threads - 32) await_turn(query_sums.counters + slot, turn);
+      const int slot = slot_of(head, tile);
+      const int turn = turn_of(tile);
+      if (threadIdx.x == 0) await_turn(query_sums.counters + slot, turn, found);
       __syncthreads();
       add_others(stage);
       add_query_gradients(slot, turn);
@@ -274,6 +286,7 @@ struct FusedGradients {
 
   // p' and ds' of the warp's keys and of `columns` queries from `first` of the tile on, and what
   // those alone add to its columns of dk and dv.
+  template <bool First>
   __device__ void make_pairs(int stage, int head, int tile, int first, bool is_masked) {
     const unsigned query_rows = queries_at(stage) + first * Layout::row_bytes;
     const unsigned dout_rows = douts_at(stage) + first * LayoutV::row_bytes;
@@ -287,6 +300,7 @@ struct FusedGradients {
       multiply_keys_queries<columns>(scores, query_rows);
       if constexpr (wants_ds) multiply_values_douts<columns>(gradients, dout_rows);
     }
+    if (First) pass();
     if (is_masked) {
       weigh<true>(scores, gradients, stage, head, tile, first);
     } else {

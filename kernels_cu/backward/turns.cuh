@@ -11,16 +11,26 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// To be called by one thread; a barrier tells the others.
-__device__ inline void await_turn(const int* counter, int turn) {
-  if (turn == 0) return;
-  while (ptx::ld_acquire_gpu(counter) != turn) {
-  }
+// One thread of a block keeps its turns; barriers tell the others.
+//
+//   look_at_turn   early, as the answer takes its time
+//   pass_turn      of the tile before, behind a barrier of all that have added to it
+//   await_turn     before a barrier of all that will add
+//
+// The fence that passing a turn on takes serves the look before it as well.
+__device__ inline int look_at_turn(const int* counter) { return ptx::ld_relaxed_gpu(counter); }
+
+// A null counter stands for no turn.
+__device__ inline void pass_turn(int* counter, int turn) {
+  ptx::fence_acq_rel_gpu();
+  if (counter != nullptr) ptx::st_relaxed_gpu(counter, turn + 1);
 }
 
-// By one thread, behind a barrier of all that have added.
-__device__ inline void pass_turn(int* counter, int turn) {
-  ptx::st_release_gpu(counter, turn + 1);
+// `found` is what the look found.
+__device__ inline void await_turn(const int* counter, int turn, int found) {
+  if (found == turn) return;
+  while (ptx::ld_acquire_gpu(counter) != turn) {
+  }
 }
 
 #endif  // __CUDA_ARCH__ >= 800

@@ -15,10 +15,22 @@ __device__ inline int ld_acquire_gpu(const int* global) {
   return x;
 }
 
-// st.release.gpu: what the block wrote before its last barrier is seen by whoever acquires this.
-__device__ inline void st_release_gpu(int* global, int x) {
-  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+// ld.relaxed.gpu: orders nothing by itself.
+__device__ inline int ld_relaxed_gpu(const int* global) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
 }
+
+// st.relaxed.gpu
+__device__ inline void st_relaxed_gpu(int* global, int x) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+
+// fence.acq_rel.gpu: what the block wrote before its last barrier is seen by whoever sees what this
+// thread stores relaxed behind it; and what was written before a value that this thread has loaded
+// relaxed is seen by what follows.
+__device__ inline void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // st.global.v4.f32
 __device__ inline void st_global_v4(float* global, const float (&x)[4]) {

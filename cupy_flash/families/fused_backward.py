@@ -26,8 +26,10 @@ _TERMS_BYTES = 8
 _OTHER_REGISTERS = 40
 # Rows of dq that a warp sums up, where there are as many.
 _SUM_ROWS = 32
-# Tiles of keys of a head that are at work at once, each a step behind the one before.
-_KEY_TILES_AT_ONCE = 16
+# Tiles of keys of a head that are at work at once, each 1.5 steps behind the one before: at most so
+# many, and one for so many tiles of queries.
+_MOST_AT_ONCE = 16
+_STEPS_OF_ONE = 2
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,11 @@ class FusedFamily(Family[FusedTile]):
             )
         slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
         return gradients.schedule(
-            problem, device, launches, self._sums(problem, tile), _section(problem, device, slots)
+            problem,
+            device,
+            launches,
+            self._sums(problem, tile),
+            _section(problem, device, tile, slots),
         )
 
     def _sums(self, problem: Problem, tile: FusedTile) -> QuerySums:
@@ -212,16 +218,18 @@ def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 
 
-def _section(problem: Problem, device: Device, slots: int) -> int:
+def _section(problem: Problem, device: Device, tile: FusedTile, slots: int) -> int:
     """Query heads whose tiles are interleaved.
 
     Few enough that half of L2 holds what their tiles of queries move: q, dout and the sums of dq.
-    But enough that not too many tiles of a head wait for each other when the kernel begins.
+    But enough that tiles of a head do not wait for each other long when the kernel begins.
     """
     group = problem.heads_q // problem.heads_kv
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
     in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
-    enough = ceil_div(slots, _KEY_TILES_AT_ONCE)
+    steps = group * ceil_div(problem.seqlen_q, tile.Br)
+    at_once = min(_MOST_AT_ONCE, max(1, steps // _STEPS_OF_ONE))
+    enough = ceil_div(slots, at_once)
     return group * max(1, min(max(in_l2, enough), problem.batch * problem.heads_kv))
 
 
@@ -242,8 +250,8 @@ def _preferred_tiles(problem: Problem) -> tuple[FusedTile, ...]:
             tile(32, 64, 4, 2, columns=16),
         )
     return (
-        tile(64, 64, 8, 2, columns=16),
-        tile(64, 64, 8, 2, columns=16, stages=1),
+        tile(64, 64, 8, 2, columns=16, paired=1),
+        tile(64, 64, 8, 2, columns=16, stages=1, paired=1),
     )
 
 

@@ -188,7 +188,9 @@ class FusedFamily(Family[FusedTile]):
         )
 
     def _sums(self, problem: Problem, tile: FusedTile) -> QuerySums:
-        return QuerySums(tile.Br, _padded_dims(problem, tile)[0])
+        gradient = problem.gradient
+        assert gradient is not None
+        return QuerySums(tile.Br, _padded_dims(problem, tile)[0] if gradient.wants("q") else 0)
 
     def config(self, problem: Problem, tile: FusedTile, split: Split) -> dict[str, int | bool]:
         gradient = problem.gradient
@@ -213,7 +215,7 @@ class FusedFamily(Family[FusedTile]):
 
 
 def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
-    """Columns of q and k, and of v and dout, in shared memory: warps that share them have 16 each."""
+    """Columns of q and k, and of v and dout, in shared memory: 16 for each warp that shares them."""
     unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 

@@ -97,14 +97,13 @@ class QuerySums:
     def workspace(self, problem: Problem) -> int:
         """Bytes of row terms, counters and sums."""
         layout = problem.layout
+        counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+        tiles = counters
         if layout.packed_q:
-            slots = problem.heads_q * (layout.total_q // self.Br + problem.batch)
-        else:
-            slots = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+            tiles = problem.heads_q * (layout.total_q // self.Br + problem.batch)
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
-        counters = slots * _WORD
-        sums = slots * self.Br * self.columns * _WORD
-        return round_up(terms, _PART_BYTES) + round_up(counters, _PART_BYTES) + sums
+        sums = tiles * self.Br * self.columns * _WORD
+        return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
 
 
 def _query_rows(problem: Problem) -> int:

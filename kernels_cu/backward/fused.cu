@@ -110,7 +110,6 @@ struct FusedGradients {
   const GradientWork work;
   const Sequence at;
   const Mask<Config> mask;
-  const QuerySums<Config> query_sums;
   unsigned char* const memory;
   const unsigned shared;
   const float scale_log2;
@@ -122,8 +121,7 @@ struct FusedGradients {
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
-  int passing = -1;          // the tile of sums whose turn is to be passed on, and the turn
-  int passing_turn;
+  int passing = -1;          // number of the tile of sums whose turn is to be passed on
 
   __device__ FusedGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
                             unsigned char* memory)
@@ -131,7 +129,6 @@ struct FusedGradients {
         work(work),
         at(at),
         mask(mask_of<Config>(p, at, work.batch)),
-        query_sums(p),
         memory(memory),
         shared(ptx::shared_address(memory)),
         scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
@@ -140,6 +137,9 @@ struct FusedGradients {
         full_end(tiles.full_end) {
     // Rows behind the last are no rows to modifications.
     if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
+    // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
+    // dq.
+    if (work.begin + Bc > at.seqlen_k) full_end = 0;
   }
 
   __device__ void run() {
@@ -176,6 +176,12 @@ struct FusedGradients {
   }
   __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
 
+  // A tile of queries of one head.
+  struct Step {
+    int head;
+    int tile;
+  };
+
   template <int Rows, int Dim, class TileLayout>
   __device__ static void start(unsigned target, const Element* source, const Tensor& tensor,
                                int left) {
@@ -184,8 +190,9 @@ struct FusedGradients {
                                    tensor.row_stride, left);
   }
 
-  __device__ void load(int stage, int head, int tile) {
-    const int first = tile * Br;
+  __device__ void load(int stage, const Step& step) {
+    const int head = step.head;
+    const int first = step.tile * Br;
     const int left = at.seqlen_q - first;
     start<Br, Config::head_dim, Layout>(queries_at(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
@@ -208,40 +215,35 @@ struct FusedGradients {
     if constexpr (wants_ds) {
       start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, keys_left);
     }
-    const int group = p.heads_q / p.heads_kv;
-    int head = work.head * group;
-    int tile = tiles.end - 1;
-    load(0, head, tile);
-    int left = group * (tiles.end - tiles.begin);
+    Step step = {work.head * group(), tiles.end - 1};
+    load(0, step);
     int stage = 0;
     while (true) {
       ptx::cp_async_wait_group<0>();
       // Nobody reads the tile before any more, whose place the next one takes.
       __syncthreads();
-      --left;
-      int next_head = head, next_tile = tile - 1;
-      if (next_tile < tiles.begin) {
-        next_tile = tiles.end - 1;
-        ++next_head;
-      }
-      if (stages > 1 && left > 0) load(1 - stage, next_head, next_tile);
-      visit(stage, head, tile);
-      if (left == 0) break;
+      if (stages > 1 && !is_last(step)) load(1 - stage, step_behind(step));
+      visit(stage, step.head, step.tile);
+      if (is_last(step)) break;
+      step = step_behind(step);
       if (stages > 1) {
         stage = 1 - stage;
       } else {
         __syncthreads();
-        load(0, next_head, next_tile);
+        load(0, step);
       }
-      head = next_head;
-      tile = next_tile;
     }
     __syncthreads();
     pass();
   }
 
-  __device__ int slot_of(int head, int tile) const {
-    return query_sums.first_slot(p, at, work.batch, head) + tile;
+  __device__ int group() const { return p.heads_q / p.heads_kv; }
+  __device__ bool is_last(const Step& step) const {
+    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
+  }
+  __device__ Step step_behind(const Step& step) const {
+    if (step.tile > tiles.begin) return {step.head, step.tile - 1};
+    return {step.head + 1, tiles.end - 1};
   }
 
   // Of all tiles of keys that a tile of queries sees, how many come before this one.
@@ -254,7 +256,7 @@ struct FusedGradients {
   __device__ void pass() {
     if constexpr (wants_q) {
       if (threadIdx.x != 0) return;
-      pass_turn(passing < 0 ? nullptr : query_sums.counters + passing, passing_turn);
+      pass_turn(passing < 0 ? nullptr : QuerySums<Config>(p).counters + passing);
     }
   }
 
@@ -262,7 +264,10 @@ struct FusedGradients {
     const bool is_masked = tile < tiles.full_begin || tile >= full_end;
     int found = 0;  // by one thread: whose turn it is
     if constexpr (wants_q) {
-      if (threadIdx.x == 0) found = look_at_turn(query_sums.counters + slot_of(head, tile));
+      if (threadIdx.x == 0) {
+        const QuerySums<Config> sums(p);
+        found = look_at_turn(sums.counters + sums.number(p, work.batch, head, tile));
+      }
     }
     make_pairs<true>(stage, head, tile, side() * columns, is_masked);
 #pragma unroll
@@ -270,14 +275,14 @@ struct FusedGradients {
       make_pairs<false>(stage, head, tile, (i * side_warps + side()) * columns, is_masked);
     }
     if constexpr (wants_q) {
-      const int slot = slot_of(head, tile);
+      const QuerySums<Config> sums(p);
+      const int number = sums.number(p, work.batch, head, tile);
       const int turn = turn_of(tile);
-      if (threadIdx.x == 0) await_turn(query_sums.counters + slot, turn, found);
+      if (threadIdx.x == 0) await_turn(sums.counters + number, turn, found);
       __syncthreads();
       add_others(stage);
-      add_query_gradients(slot, turn);
-      passing = slot;
-      passing_turn = turn;
+      add_query_gradients(head, tile, turn);
+      passing = number;
     } else if constexpr (side_warps > 1) {
       __syncthreads();
       add_others(stage);
@@ -456,8 +461,10 @@ struct FusedGradients {
     }
   }
 
-  __device__ void add_query_gradients(int slot, int turn) {
-    const TurnOfWarp<Fragments> own(query_sums.sums() + slot * Fragments::floats, turn);
+  __device__ void add_query_gradients(int head, int tile, int turn) {
+    const TurnOfWarp<Fragments> own(
+        QuerySums<Config>(p).template sums<Fragments::floats>(p, at, work.batch, head, tile),
+        turn);
     typename TurnOfWarp<Fragments>::Sums sums;
     own.begin(sums);
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);

@@ -90,38 +90,51 @@ struct TurnOfWarp {
 
 #endif  // __CUDA_ARCH__ >= 800
 
-// What lies in the workspace behind the terms of rows: a counter of turns for each tile, which the
-// kernel of row terms clears, and the sums. As gradients.py counts them.
+// What lies in the workspace behind the terms of rows: a counter of turns for each tile of the
+// longest sequence there may be, which the kernel of row terms clears, and the sums. As
+// gradients.py counts them.
+//
+// Sums of packed sequences lie as close as those, in tiles that begin where the ones before have
+// ended at the latest. Counters do not: where the caller's array makes sequences overlap, sums of
+// no meaning are added up, but nobody waits for a turn that was passed on to somebody else.
 template <class Config>
 struct QuerySums {
   static constexpr int Br = Config::sums_Br;
   static constexpr int64 unit = 512;
-  int slots;
+  int tiles;    // of a head of a sequence
+  int counted;  // tiles of all
   int* counters;
 
-  __device__ explicit QuerySums(const GradientParams& p) {
-    const bool is_packed = p.cu_seqlens_q != nullptr;
-    const int64 rows =
-        int64(p.heads_q) * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
-    slots = is_packed ? p.heads_q * (p.total_q / Br + p.batch)
-                      : p.batch * p.heads_q * ceil_div(p.seqlen_q, Br);
+  // Found anew at each use, so that none of it takes registers between them.
+  __device__ explicit QuerySums(const GradientParams& p)
+      : tiles(ceil_div(ptx::opaque(p.seqlen_q), Br)) {
+    const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
+                                                        : int64(p.batch) * ptx::opaque(p.seqlen_q));
+    counted = p.batch * p.heads_q * tiles;
     counters = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                       whole(rows * int64(sizeof(*row_terms<Config>(p)))));
   }
 
-  __device__ float* sums() const {
-    return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
-                                    whole(int64(slots) * int64(sizeof(int))));
+  __device__ static bool is_packed(const GradientParams& p) {
+    return Config::sequences && p.cu_seqlens_q != nullptr;
   }
 
-  // The first tile of a sequence's head. Those of packed sequences begin where the ones before
-  // have ended at the latest.
-  __device__ int first_slot(const GradientParams& p, const Sequence& at, int batch,
-                            int head) const {
-    if (Config::sequences && p.cu_seqlens_q != nullptr) {
-      return head * (p.total_q / Br + p.batch) + at.q_first / Br + batch;
+  // Of a tile of a sequence's head, its number among the counters.
+  __device__ int number(const GradientParams& p, int batch, int head, int tile) const {
+    return (batch * p.heads_q + head) * tiles + tile;
+  }
+
+  // Its sums, of so many floats for each tile.
+  template <int64 floats>
+  __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
+                         int tile) const {
+    int64 place = number(p, batch, head, tile);
+    if (is_packed(p)) {
+      place = int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch + tile;
     }
-    return (at.q_batch * p.heads_q + head) * ceil_div(p.seqlen_q, Br);
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
+                                    whole(counted * int64(sizeof(int)))) +
+           place * floats;
   }
 
  private:
@@ -147,10 +160,11 @@ struct QueryGradientTile {
     const Sequence at = sequence_of<Config>(p, work.batch);
     if (work.begin >= at.seqlen_q) return;
     const QuerySums<Config> all(p);
-    const int slot = all.first_slot(p, at, work.batch, work.head) + work.begin / Br;
+    const int tile = work.begin / Br;
     // Nobody has added to a tile that sees no key.
-    const bool is_written = all.counters[slot] != 0;
-    const float* sums = all.sums() + slot * Fragments::floats;
+    const bool is_written = all.counters[all.number(p, work.batch, work.head, tile)] != 0;
+    const float* sums =
+        all.template sums<Fragments::floats>(p, at, work.batch, work.head, tile);
     const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
     const int left = at.seqlen_q - work.begin;
     const float scale = signed_scale<Config, float>(p);

@@ -21,9 +21,9 @@
 __device__ inline int look_at_turn(const int* counter) { return ptx::ld_relaxed_gpu(counter); }
 
 // A null counter stands for no turn.
-__device__ inline void pass_turn(int* counter, int turn) {
+__device__ inline void pass_turn(int* counter) {
   ptx::fence_acq_rel_gpu();
-  if (counter != nullptr) ptx::st_relaxed_gpu(counter, turn + 1);
+  if (counter != nullptr) ptx::red_add_relaxed_gpu(counter, 1);
 }
 
 // `found` is what the look found.

@@ -22,13 +22,13 @@ __device__ inline int ld_relaxed_gpu(const int* global) {
   return x;
 }
 
-// st.relaxed.gpu
-__device__ inline void st_relaxed_gpu(int* global, int x) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+// red.relaxed.gpu.add
+__device__ inline void red_add_relaxed_gpu(int* global, int x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
 // fence.acq_rel.gpu: what the block wrote before its last barrier is seen by whoever sees what this
-// thread stores relaxed behind it; and what was written before a value that this thread has loaded
+// thread adds relaxed behind it; and what was written before a value that this thread has loaded
 // relaxed is seen by what follows.
 __device__ inline void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

@@ -92,6 +92,9 @@ struct FusedGradients {
   using ColumnsOfSums = SharedColumns<Element, Layout, dim, sum_column_warps>;
   using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
 
+  // Whether queries see other keys than their sequence's.
+  static constexpr bool is_bounded = Config::causal || Config::modified;
+
   // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms.
   using Terms = RowTerms<float>;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
@@ -137,9 +140,6 @@ struct FusedGradients {
         full_end(tiles.full_end) {
     // Rows behind the last are no rows to modifications.
     if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
-    // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
-    // dq.
-    if (work.begin + Bc > at.seqlen_k) full_end = 0;
   }
 
   __device__ void run() {
@@ -261,7 +261,10 @@ struct FusedGradients {
   }
 
   __device__ void visit(int stage, int head, int tile) {
-    const bool is_masked = tile < tiles.full_begin || tile >= full_end;
+    // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
+    // dq.
+    const bool is_masked = work.begin + Bc > at.seqlen_k ||
+                           (is_bounded && (tile < tiles.full_begin || tile >= full_end));
     int found = 0;  // by one thread: whose turn it is
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {

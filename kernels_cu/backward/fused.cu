@@ -314,27 +314,30 @@ struct FusedGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
+    const int key = key_warp() * warp_keys;
     LeftStep<row_tiles> of_p[steps], of_ds[steps];
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
-      pack_step<Element>(of_p[step], scores, step);
       pack_step<Element>(of_ds[step], gradients, step);
-      const int key = key_warp() * warp_keys;
-      if constexpr (exchanges_p) Pairs::write(p_at(), of_p[step], key, first / 16 + step);
       if constexpr (exchanges_ds) Pairs::write(ds_at(), of_ds[step], key, first / 16 + step);
     }
-    if constexpr (wants_v) {
-      const unsigned right = ColumnsV::lane_address(dout_rows, side());
 #pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        ColumnsV::multiply(sums_v, of_p[step], right + 16 * step * LayoutV::row_bytes);
-      }
+    for (int step = 0; step < steps; ++step) {
+      pack_step<Element>(of_p[step], scores, step);
+      if constexpr (exchanges_p) Pairs::write(p_at(), of_p[step], key, first / 16 + step);
     }
     if constexpr (wants_k) {
       const unsigned right = Columns::lane_address(query_rows, side());
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
         Columns::multiply(sums_k, of_ds[step], right + 16 * step * Layout::row_bytes);
+      }
+    }
+    if constexpr (wants_v) {
+      const unsigned right = ColumnsV::lane_address(dout_rows, side());
+#pragma unroll
+      for (int step = 0; step < steps; ++step) {
+        ColumnsV::multiply(sums_v, of_p[step], right + 16 * step * LayoutV::row_bytes);
       }
     }
   }

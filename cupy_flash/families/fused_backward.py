@@ -215,7 +215,7 @@ class FusedFamily(Family[FusedTile]):
 
 
 def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
-    """Columns of q and k, and of v and dout, in shared memory: 16 for each warp that shares them."""
+    """Columns of q and k, and of v and dout, in shared memory: 16 for each warp of a row."""
     unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
 

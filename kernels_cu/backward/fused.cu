@@ -8,7 +8,7 @@
 //   s' = k q',  dp' = v dout',  p and ds from these,  dv += p' dout,  dk += ds' q,  dq = ds k
 //
 // The blocks of a head add their dq of a tile in turns (turns.cuh), the order is fixed. Scores are
-// transposed: a warp that has all queries of its keys hands p' and ds' to its products in registers.
+// transposed: a warp that has all queries of its keys has p' and ds' in registers for its products.
 // Where registers do not hold dk and dv of whole rows, side_warps warps share keys: each makes
 // scores of its part of the queries and has its part of the columns of dk and dv, and they exchange
 // p' and ds' through shared memory.

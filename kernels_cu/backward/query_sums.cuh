@@ -11,8 +11,8 @@
 #include "tile/layout.cuh"
 
 // How Rows x Columns sums lie: as row_warps x column_warps warps hold them in accumulator
-// fragments, so that a warp adds to 512 contiguous bytes at a time. Warps that share rows take turns
-// at 16 columns.
+// fragments, so that a warp adds to 512 contiguous bytes at a time. Of warps that share rows each has
+// 16 columns in turn.
 template <int Rows, int Columns, int row_warps, int column_warps>
 struct SumFragments {
   static constexpr int warps = row_warps * column_warps;

@@ -11,8 +11,8 @@
 #include "tile/layout.cuh"
 
 // How Rows x Columns sums lie: as row_warps x column_warps warps hold them in accumulator
-// fragments, so that a warp adds to 512 contiguous bytes at a time. Of warps that share rows each has
-// 16 columns in turn.
+// fragments, so that a warp adds to 512 contiguous bytes at a time. Warps that share rows have 16
+// columns each, and again.
 template <int Rows, int Columns, int row_warps, int column_warps>
 struct SumFragments {
   static constexpr int warps = row_warps * column_warps;

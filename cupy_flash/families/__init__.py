@@ -6,6 +6,7 @@ from typing import Any
 
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
+from cupy_flash.families.fused_backward import FusedFamily
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.mma import MmaFamily
 from cupy_flash.families.mma_backward import MmaBackwardFamily
@@ -18,7 +19,9 @@ FAMILIES: dict[str, dict[str, Family[Any]]] = {
         family.name: family
         for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
     },
-    "backward": {family.name: family for family in (MmaBackwardFamily(), SimtBackwardFamily())},
+    "backward": {
+        family.name: family for family in (FusedFamily(), MmaBackwardFamily(), SimtBackwardFamily())
+    },
 }
 FORWARD = FAMILIES["forward"]
 

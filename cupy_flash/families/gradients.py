@@ -1,20 +1,24 @@
-"""What families do alike that compute gradients: row terms first, then rows of keys, and queries.
+"""What families do alike that compute gradients: row terms first, then the sums.
 
-Each row of dk, dv and dq is summed up by one thread block, in one order: same inputs, same bits.
+Each row of dk, dv and dq is summed up in one order: same inputs, same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
 _TERMS_THREADS = 256
+# Parts of the workspace begin on multiples of this.
+_PART_BYTES = 512
+_WORD = 4
 
 
 def why_not(problem: Problem) -> str | None:
@@ -47,8 +51,24 @@ def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
     return None
 
 
-def schedule(problem: Problem, device: Device, launches: Iterable[Launch]) -> Schedule:
-    """That of the kernels that sum up rows, of which those without rows are left out."""
+def schedule(
+    problem: Problem,
+    device: Device,
+    launches: Iterable[Launch],
+    sums: QuerySums | None = None,
+    section_heads: int = 0,
+) -> Schedule:
+    """That of the kernels that sum up rows, of which those without rows are left out.
+
+    Parameters
+    ----------
+    problem, device, launches
+        What is computed, on what, by which kernels behind that of row terms.
+    sums
+        Of dq in the workspace, where blocks add to it.
+    section_heads
+        Query heads whose tiles are interleaved; 0 for those that L2 has place for.
+    """
     terms = Launch(
         ROW_TERMS,
         "find_row_terms",
@@ -58,9 +78,36 @@ def schedule(problem: Problem, device: Device, launches: Iterable[Launch]) -> Sc
     )
     return Schedule(
         (terms, *(launch for launch in launches if launch.grid[0])),
-        workspace=_query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype],
-        section_heads=heads_in_l2(problem, device),
+        workspace=_query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        if sums is None
+        else sums.workspace(problem),
+        section_heads=section_heads or heads_in_l2(problem, device),
     )
+
+
+@dataclass(frozen=True)
+class QuerySums:
+    """Sums of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
+
+    Attributes
+    ----------
+    Br, columns
+        Rows of a tile, and columns of a row, of float32.
+    """
+
+    Br: int
+    columns: int
+
+    def workspace(self, problem: Problem) -> int:
+        """Bytes of row terms, counters and sums."""
+        layout = problem.layout
+        counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+        tiles = counters
+        if layout.packed_q:
+            tiles = problem.heads_q * (layout.total_q // self.Br + problem.batch)
+        terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        sums = tiles * self.Br * self.columns * _WORD
+        return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
 
 
 def _query_rows(problem: Problem) -> int:
@@ -72,6 +119,10 @@ def _terms_blocks(problem: Problem) -> int:
     return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
 
 
-def config(problem: Problem) -> dict[str, int | bool]:
+def config(problem: Problem, sums: QuerySums | None = None) -> dict[str, int | bool]:
     """Members of the `Config` struct that all kernels of gradients read."""
-    return {"row_lanes": row_lanes(problem), "sequences": not problem.layout.is_equal}
+    return {
+        "row_lanes": row_lanes(problem),
+        "sequences": not problem.layout.is_equal,
+        "sums_Br": 0 if sums is None else sums.Br,
+    }

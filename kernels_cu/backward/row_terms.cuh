@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "backward/query_sums.cuh"
 #include "tile/access.cuh"
 #include "grid/schedule.cuh"
 
@@ -16,6 +17,13 @@ struct RowTermsOf {
 
   // Of a row, where it stands in lse, and in arrays.
   __device__ static void find(const GradientParams& p) {
+    if constexpr (Config::sums_Br > 0) {
+      const QuerySums<Config> sums(p);
+      const int64 step = int64(gridDim.x) * blockDim.x;
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.counted; i += step) {
+        sums.counters[i] = 0;
+      }
+    }
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;

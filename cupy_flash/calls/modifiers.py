@@ -98,11 +98,17 @@ def read_modifiers(
         For an argument of no such name, of a wrong kind, or out of range; for a function beside
         CUDA text that cannot be traced, where its derivative is asked for.
     """
-    if len(modifications) == 1:
+    if len(modifications) == 1 and not backward:
         [(name, value)] = modifications.items()
         if value.__class__ is MODS.get(name):
             return _read_alone(name, value)
-    return _read(modifications)
+    found = _read(modifications)
+    if found is None or not backward:
+        return found
+    modifiers, arrays, functions = found
+    score_mod = functions.score_mod
+    derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
+    return modifiers._replace(derivable=derivable), arrays, functions
 
 
 def _read_alone(name: str, mod: Any) -> tuple[Modifiers, tuple[Any, ...], Functions]:
@@ -161,9 +167,6 @@ def _read(
     )
     if modifiers == _NOTHING:
         return None
-    if backward:
-        derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
-        modifiers = modifiers._replace(derivable=derivable)
     return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
 
 

@@ -159,7 +159,7 @@ def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) 
         for tensor in inputs:
             if tensor.requires_grad:
                 return _Attention.apply(call, return_lse, *inputs)
-    return call.run(inputs, return_lse=return_lse)
+    return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
 _outside_graph = torch.compiler.disable(_eager)
@@ -176,7 +176,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, return_lse: bool, *inputs: Tensor) -> Any:
-        out, lse = call.run(inputs)
+        out, lse = call.run(_without_graph(inputs))
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*inputs, out, lse)
@@ -210,10 +210,15 @@ def _pull_back(
         dout = torch.zeros((), dtype=results[0].dtype, device=results[0].device)
         dout = dout.expand(results[0].shape)
     wrt = tuple([name for name, is_needed in zip(call.names, needed, strict=True) if is_needed])
-    new = call.pull_back(inputs, results, (dout, dlse), wrt)
+    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
     for name, gradient in zip(wrt, new, strict=True):
         found[call.names.index(name)] = gradient
     return found
+
+
+def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What can be read where autograd does not record: in host memory no tensor of its graph."""
+    return inputs if inputs[0].is_cuda else tuple([tensor.detach() for tensor in inputs])
 
 
 def _has_functions(modifications: Any) -> bool:
@@ -290,7 +295,7 @@ class _Operator(NamedTuple):
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Attention: out and lse."""
         call, inputs = self._call(values)
-        results: tuple[Any, Any] = call.run(inputs)
+        results: tuple[Any, Any] = call.run(_without_graph(inputs))
         return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:

@@ -5,6 +5,16 @@
 #include "score/mask.cuh"
 #include "score/modify.cuh"
 
+// Whether modifications make scores grow otherwise than the scaled scores do.
+template <class Mods>
+constexpr bool changes_slope() {
+  if constexpr (Mods::changes_scores) {
+    return Mods::changes_slope;
+  } else {
+    return false;
+  }
+}
+
 // Of `Queries` rows and `Keys` keys that a thread holds: score(r, n) is of query row(r) and of the
 // key first_key + step(n), a constant that grows with n; terms(r) are the row's.
 // A template of the params too, as only units with modifications have what those read.
@@ -27,6 +37,47 @@ struct Weigh {
   template <bool Masked, class RowOf, class Terms, class Score, class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
                       Step step) const {
+    visit<Masked>(row_of, first_key, terms, score, step,
+                  [&](int r, int n, bool seen, T exponent, T slope) {
+                    const T probability = seen ? Math::exp2(exponent) : T(0);
+                    const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
+                    score(r, n) = probability;
+                    gradient(r, n) = seen ? of_score : T(0);
+                  });
+  }
+
+  // The same in two steps, where no slope is changed: p of all pairs, and with these the gradients.
+  template <bool Masked, class RowOf, class Terms, class Score, class Step>
+  __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step) const {
+    visit<Masked>(row_of, first_key, terms, score, step,
+                  [&](int r, int n, bool seen, T exponent, T) {
+                    score(r, n) = seen ? Math::exp2(exponent) : T(0);
+                  });
+  }
+  template <bool Masked, class Terms, class Score, class Gradient>
+  __device__ static void finish(Terms terms, Score score, Gradient gradient) {
+    constexpr bool may_hide = Masked || Mods::hides_pairs;
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      const T delta = terms(r).delta;
+#pragma unroll
+      for (int n = 0; n < Keys; ++n) {
+        const T of_score = score(r, n) * (gradient(r, n) - delta);
+        gradient(r, n) = may_hide && score(r, n) == T(0) ? T(0) : of_score;
+      }
+    }
+  }
+
+ private:
+  __device__ auto mod_row(int row, T base) const {
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
+  }
+
+  // Has `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden pairs
+  // are to be left out by selection: a NaN in what they are made of leaves no trace.
+  template <bool Masked, class RowOf, class Terms, class Score, class Step, class Put>
+  __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step,
+                        Put put) const {
     if constexpr (is_modified) {
       if constexpr (Mods::has_bounds) {
         bool is_inside = true;
@@ -37,34 +88,28 @@ struct Weigh {
                                        step(Keys - 1));
         }
         if (is_inside) {
-          all<Masked, true>(row_of, first_key, terms, score, gradient, step);
+          visit_all<Masked, true>(row_of, first_key, terms, score, step, put);
           return;
         }
       }
     }
-    all<Masked, false>(row_of, first_key, terms, score, gradient, step);
+    visit_all<Masked, false>(row_of, first_key, terms, score, step, put);
   }
 
- private:
-  __device__ auto mod_row(int row, T base) const {
-    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
-  }
-
-  template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Gradient,
-            class Step>
-  __device__ void all(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
-                      Step step) const {
+  template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Step, class Put>
+  __device__ void visit_all(RowOf row_of, int first_key, Terms terms, Score score, Step step,
+                            Put put) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
       const int row = row_of(r);
-      const RowTerms<T> of_row = terms(r);
+      const T lse_log2 = terms(r).lse_log2;
       int begin = 0, end = 0;
       if constexpr (Masked) {
         end = row < at.seqlen_q ? mask.visible_end(row) - first_key : 0;
         if constexpr (Config::window_left) begin = mask.visible_begin(row) - first_key;
       }
       if constexpr (is_modified) {
-        const auto mod = mod_row(row, of_row.lse_log2);
+        const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
@@ -76,30 +121,21 @@ struct Weigh {
               slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
             }
           } else {
-            exponent = fma(x, scale_log2, -of_row.lse_log2);
+            exponent = fma(x, scale_log2, -lse_log2);
           }
           bool seen = !Masked || (step(n) < end && step(n) >= begin);
           if constexpr (Mods::hides_pairs) {
             seen = seen && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
           }
-          put(seen, exponent, of_row.delta, slope, score(r, n), gradient(r, n));
+          put(r, n, seen, exponent, slope);
         }
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
           const bool seen = !Masked || (step(n) < end && step(n) >= begin);
-          const T exponent = fma(score(r, n), scale_log2, -of_row.lse_log2);
-          put(seen, exponent, of_row.delta, T(1), score(r, n), gradient(r, n));
+          put(r, n, seen, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }
     }
-  }
-
-  // Hidden pairs are left out by selection: a NaN in what they are made of leaves no trace.
-  __device__ static void put(bool seen, T exponent, T delta, T slope, T& score, T& gradient) {
-    const T probability = seen ? Math::exp2(exponent) : T(0);
-    const T of_score = probability * (gradient - delta) * slope;
-    score = probability;
-    gradient = seen ? of_score : T(0);
   }
 };

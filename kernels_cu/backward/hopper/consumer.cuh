@@ -364,9 +364,11 @@ struct HopperGradientConsumer {
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
   __device__ bool is_seen(int half) const {
     const int key = cta.work.begin + lane_key() + 8 * half;
-    bool found = cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
-    if constexpr (Mods::hides_pairs) found = found && sum_of_lanes(seen[half]) != 0;
-    return found;
+    const bool found =
+        cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
+    if constexpr (!Mods::hides_pairs) return found;
+    const float sum = sum_of_lanes(seen[half]);
+    return found && sum != 0;
   }
 
   __device__ void finish() {

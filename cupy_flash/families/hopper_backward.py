@@ -208,9 +208,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         assert gradient is not None
         return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
 
-    def _tensor_maps(
-        self, problem: Problem, tile: HopperBackwardTile
-    ) -> dict[str, TensorMapSpec]:
+    def _tensor_maps(self, problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
         rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc, "dout": tile.Br}
         return {name: _map_spec(problem, name, rows[name]) for name in rows}
 

@@ -94,8 +94,8 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`), or "gradient_maps", if any, and
-        "gradients" of a backward problem.
+        a bias behind the others, if any, and "params" (`params.py`); of a backward problem
+        "gradient_maps", if any, and "gradients".
     """
 
     entry: str

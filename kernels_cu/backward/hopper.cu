@@ -1,8 +1,8 @@
 // Gradients of attention for float16 and bfloat16 on Hopper (sm_90a): five products in one pass.
 //
 // As in fused.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
-// tiles of queries of all query heads stream by, from the last to the first, and the blocks of a
-// head add their dq of a tile in turns (turns.cuh). Two warpgroups multiply with wgmma, half of the
+// tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
+// turns (turns.cuh), but from the first to the last, those of later keys ahead. Two warpgroups multiply with wgmma, half of the
 // keys each (hopper/consumer.cuh); warps of a third load, and add dq (hopper/helpers.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
@@ -18,9 +18,8 @@
 template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  // The first keys of a causal mask are seen by most queries.
   const GradientWork work =
-      find_gradient_work<Config::Bc, false>(p.seqlen_k, p.batch, p.heads_kv,
+      find_gradient_work<Config::Bc, true>(p.seqlen_k, p.batch, p.heads_kv,
                                             p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
   const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;

@@ -43,32 +43,48 @@ struct Weigh {
                     const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
                     score(r, n) = probability;
                     gradient(r, n) = seen ? of_score : T(0);
-                  });
+                  },
+                  0, Queries);
   }
 
-  // The same in two steps, where no slope is changed: p of all pairs, and with these the gradients.
+  // Only the first half of it, of the rows from `first` to `last` - 1, where no slope is changed: p.
   template <bool Masked, class RowOf, class Terms, class Score, class Step>
-  __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step) const {
-    visit<Masked>(row_of, first_key, terms, score, step,
-                  [&](int r, int n, bool seen, T exponent, T) {
-                    score(r, n) = seen ? Math::exp2(exponent) : T(0);
-                  });
+  __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
+                        int last) const {
+    visit<Masked>(
+        row_of, first_key, terms, score, step,
+        [&](int r, int n, bool seen, T exponent, T) {
+          score(r, n) = seen ? Math::exp2(exponent) : T(0);
+        },
+        first, last);
   }
-  template <bool Masked, class Terms, class Score, class Gradient>
-  __device__ static void finish(Terms terms, Score score, Gradient gradient) {
-    constexpr bool may_hide = Masked || Mods::hides_pairs;
+
+  // Without modifications: p of pairs that are hidden by their places becomes 0.
+  template <class RowOf, class Score, class Step>
+  __device__ void hide(RowOf row_of, int first_key, Score score, Step step) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
-      const T delta = terms(r).delta;
+      const Places places = places_of(row_of(r), first_key);
 #pragma unroll
       for (int n = 0; n < Keys; ++n) {
-        const T of_score = score(r, n) * (gradient(r, n) - delta);
-        gradient(r, n) = may_hide && score(r, n) == T(0) ? T(0) : of_score;
+        if (!places.include(step(n))) score(r, n) = 0;
       }
     }
   }
 
  private:
+  // Keys that a row sees by their places, from the first on.
+  struct Places {
+    int begin;
+    int end;
+    __device__ bool include(int step) const { return step < end && step >= begin; }
+  };
+  __device__ Places places_of(int row, int first_key) const {
+    Places places = {0, row < at.seqlen_q ? mask.visible_end(row) - first_key : 0};
+    if constexpr (Config::window_left) places.begin = mask.visible_begin(row) - first_key;
+    return places;
+  }
+
   __device__ auto mod_row(int row, T base) const {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
@@ -76,8 +92,8 @@ struct Weigh {
   // Has `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden pairs
   // are to be left out by selection: a NaN in what they are made of leaves no trace.
   template <bool Masked, class RowOf, class Terms, class Score, class Step, class Put>
-  __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step,
-                        Put put) const {
+  __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
+                        int first, int last) const {
     if constexpr (is_modified) {
       if constexpr (Mods::has_bounds) {
         bool is_inside = true;
@@ -88,26 +104,24 @@ struct Weigh {
                                        step(Keys - 1));
         }
         if (is_inside) {
-          visit_all<Masked, true>(row_of, first_key, terms, score, step, put);
+          visit_all<Masked, true>(row_of, first_key, terms, score, step, put, first, last);
           return;
         }
       }
     }
-    visit_all<Masked, false>(row_of, first_key, terms, score, step, put);
+    visit_all<Masked, false>(row_of, first_key, terms, score, step, put, first, last);
   }
 
   template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Step, class Put>
   __device__ void visit_all(RowOf row_of, int first_key, Terms terms, Score score, Step step,
-                            Put put) const {
+                            Put put, int first, int last) const {
 #pragma unroll
     for (int r = 0; r < Queries; ++r) {
+      if (r < first || r >= last) continue;
       const int row = row_of(r);
       const T lse_log2 = terms(r).lse_log2;
-      int begin = 0, end = 0;
-      if constexpr (Masked) {
-        end = row < at.seqlen_q ? mask.visible_end(row) - first_key : 0;
-        if constexpr (Config::window_left) begin = mask.visible_begin(row) - first_key;
-      }
+      Places places = {};
+      if constexpr (Masked) places = places_of(row, first_key);
       if constexpr (is_modified) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
@@ -123,7 +137,7 @@ struct Weigh {
           } else {
             exponent = fma(x, scale_log2, -lse_log2);
           }
-          bool seen = !Masked || (step(n) < end && step(n) >= begin);
+          bool seen = !Masked || places.include(step(n));
           if constexpr (Mods::hides_pairs) {
             seen = seen && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
           }
@@ -132,7 +146,7 @@ struct Weigh {
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
-          const bool seen = !Masked || (step(n) < end && step(n) >= begin);
+          const bool seen = !Masked || places.include(step(n));
           put(r, n, seen, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }

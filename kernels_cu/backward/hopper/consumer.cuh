@@ -3,14 +3,18 @@
 // operands of its products; ds alone goes through shared memory, for dq, of which each consumer
 // sums up a part over the keys of all.
 //
-// Products are asynchronous and run in the order in which they are started. One of another step is
-// always on its way while a consumer takes exponentials or writes ds or dq:
+// Products are asynchronous, and run in the order in which they are started. But only few are
+// queued: who starts more waits until those before are done. So exponentials are taken between the
+// starts of a product's parts, and dq is written before the next scores are started:
 //
-//   tensor cores   dp'(i)           dv(i)        | dq(i)      dk(i)      s'(i + 1)
-//   consumer       p = exp(s'(i))   ds(i), write | write dq(i)
-//                                                ^ all consumers have written ds
+//   tensor cores   dp'(i)           dv(i)       |dq(i)     dk(i)      s'(i + 1)
+//   consumer       p = exp(s'(i))   write ds(i) |          write dq(i)
+//                                               ^ all consumers have written ds
 //
-// A step is a part of `columns` queries of a tile; dq waits for the last part.
+// A step is a part of `columns` queries of a tile; dq waits for the last part. What products read of
+// shared memory takes nearly all of its bandwidth: operands that do not change are kept in registers
+// where there are some left, and row terms are taken while nothing waits for them: dp' is summed up
+// from -delta on.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -50,6 +54,9 @@ struct HopperGradientConsumer {
   static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
   static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
 
+  // Whether k and v are kept in registers as well.
+  static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
+
   // Both p and ds come from scores, gradients of p and what modifications need in one go where
   // those have slopes; else p is taken while the gradients are still on their way.
   static constexpr bool at_once = changes_slope<Mods>();
@@ -66,7 +73,11 @@ struct HopperGradientConsumer {
   float sums_v[dim_v / 2];
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
-  Scores scores;  // then p
+  Scores scores;                  // then p
+  Scores gradients;               // of p, then of scores; from -delta of the rows on
+  float lse_log2[columns / 4];    // of the rows of scores that come next
+  unsigned keys[keeps_keys ? 4 * k_steps : 1];
+  unsigned values[keeps_keys ? 4 * k_steps_v : 1];
   float seen[2] = {};  // sums of p, where a modification may hide all of a key
 
   __device__ HopperGradientConsumer(const Cta& cta, int consumer)
@@ -94,8 +105,13 @@ struct HopperGradientConsumer {
     ptx::mbarrier_wait(cta.keys_full(), 0);
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
     if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
+    if constexpr (keeps_keys) {
+      keep<KeyTile>(keys, cta.keys_at());
+      keep<ValueTile>(values, cta.values_at());
+    }
     Scores first;
-    start_scores(first, q_ring.slot, 0);
+    start_scores(first, 0);
+    take_terms(0);
     await_scores(first);
     while (!cta.is_last(step)) {
       visit<false>(step);
@@ -122,28 +138,23 @@ struct HopperGradientConsumer {
   __device__ void visit_part(const Step& step, bool is_masked) {
     constexpr bool ends_tile = Part == parts - 1;
     constexpr bool has_next = !ends_tile || !Last;
+    constexpr bool sums_queries = wants_q && ends_tile;
     // What a product makes is declared where it is started: so nothing that was there before takes
     // registers until then.
-    Scores gradients;  // of p, then of scores
     LeftOperand left_p, left_ds;
-    if constexpr (wants_ds) start_gradients(gradients, Part);
-    if constexpr (at_once) {
-      await<0>(gradients);
-      weigh<Part, Both>(step, is_masked, gradients);
-    } else {
-      weigh<Part, Probabilities>(step, is_masked, gradients);
-    }
+    weigh<Part>(step, is_masked);
     narrow(left_p, scores);
     if constexpr (wants_v) start_value_sums(left_p, Part);
-    if constexpr (wants_ds && !at_once) {
-      await<wants_v>(gradients);
-      weigh<Part, Gradients>(step, is_masked, gradients);
+    if constexpr (wants_ds) {
+      if constexpr (!at_once) {
+        await<wants_v>(gradients);
+        finish_gradients(is_masked);
+      }
+      narrow(left_ds, gradients);
     }
-    if constexpr (wants_ds) narrow(left_ds, gradients);
     if constexpr (wants_q) write_pairs(left_ds, Part);
 
     float query_sums[Fragments::columns / 2];
-    constexpr bool sums_queries = wants_q && ends_tile;
     if constexpr (sums_queries) {
       ptx::fence_proxy_async();
       Cta::await_consumers();
@@ -151,39 +162,37 @@ struct HopperGradientConsumer {
     }
     if constexpr (wants_k) start_key_sums(left_ds, Part);
     await<int(sums_queries) + int(wants_k)>(sums_v);
+    const int slot = q_ring.slot;
     if constexpr (ends_tile) {
       Cta::tell(cta.dout_empty(dout_ring.slot));
       dout_ring.advance();
+      q_ring.advance();
     }
-    const int slot = q_ring.slot;
-    if constexpr (ends_tile) q_ring.advance();
+    if constexpr (sums_queries) {
+      await<wants_k>(query_sums);
+      write_query_sums(query_sums);
+    }
     Scores next;
     if constexpr (has_next) {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-      start_scores(next, q_ring.slot, ends_tile ? 0 : Part + 1);
+      start_scores(next, ends_tile ? 0 : Part + 1);
+      take_terms(ends_tile ? 0 : Part + 1);
     }
-    if constexpr (sums_queries) {
-      await<int(wants_k) + int(has_next)>(query_sums);
-      write_query_sums(query_sums);
-    }
-    await<int(has_next)>(sums_k);
+    await<has_next>(sums_k);
     if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
     if constexpr (has_next) await_scores(next);
   }
 
   // ---- Products.
 
-  // s' = k q', of a part of the queries in a slot.
-  __device__ void start_scores(Scores& next, int slot, int part) const {
-    const unsigned long long k = KeyTile::k_along_columns() + own_rows<KeyTile>(cta.keys_at()) / 16;
-    const unsigned long long q =
-        QueryTile::k_along_columns() + rows_of<QueryTile>(cta.queries_at(slot), part) / 16;
+  // s' = k q', of a part of the queries in the slot that is next.
+  __device__ void start_scores(Scores& next, int part) const {
     ptx::pin(next);
     ptx::wgmma_fence();
+    const unsigned rows = rows_of<QueryTile>(cta.queries_at(q_ring.slot), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
-      Wgmma<Element, columns>::multiply(next, k + KeyTile::column_step(step) / 16,
-                                        q + QueryTile::column_step(step) / 16, step != 0);
+      multiply<KeyTile, QueryTile>(next, keys, cta.keys_at(), rows, step, step != 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -193,21 +202,55 @@ struct HopperGradientConsumer {
     for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
   }
 
-  // dp' = v dout'.
-  __device__ void start_gradients(Scores& gradients, int part) const {
-    const unsigned long long v =
-        ValueTile::k_along_columns() + own_rows<ValueTile>(cta.values_at()) / 16;
-    const unsigned long long dout =
-        DoutTile::k_along_columns() +
-        rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part) / 16;
+  // dp' = v dout' - delta, with `between` done after each part of it is started.
+  template <class Between>
+  __device__ void start_gradients(int part, Between between) {
+    // As new values: accumulators that come from another copy of the loop's body the compiler takes
+    // for too many to have products under way.
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) {
+      gradients[i] = __int_as_float(ptx::opaque(__float_as_int(gradients[i])));
+    }
     ptx::pin(gradients);
     ptx::wgmma_fence();
+    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part);
 #pragma unroll
     for (int step = 0; step < k_steps_v; ++step) {
-      Wgmma<Element, columns>::multiply(gradients, v + ValueTile::column_step(step) / 16,
-                                        dout + DoutTile::column_step(step) / 16, step != 0);
+      multiply<ValueTile, DoutTile>(gradients, values, cta.values_at(), rows, step, true);
+      between(step);
     }
     ptx::wgmma_commit_group();
+  }
+
+  // A step of a product of the consumer's keys, in registers or at `left`, and the rows of another
+  // tile.
+  template <class LeftTile, class Tile, int Count>
+  __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
+                           unsigned rows, int step, bool accumulate) const {
+    const unsigned long long right =
+        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
+    if constexpr (keeps_keys) {
+      Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
+    } else {
+      Wgmma<Element, columns>::multiply(
+          sums,
+          LeftTile::k_along_columns() +
+              (own_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+          right, accumulate);
+    }
+  }
+
+  template <class Tile, int Count>
+  __device__ void keep(unsigned (&kept)[Count], unsigned tile) const {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+    const unsigned line = own_rows<Tile>(tile) + row * Tile::line_bytes;
+#pragma unroll
+    for (int step = 0; step < Count / 4; ++step) {
+      unsigned fragment[4];
+      ptx::ldmatrix_x4(fragment, line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept[4 * step + i] = fragment[i];
+    }
   }
 
   // Until a product's sums are there, of which so many were started later.
@@ -275,46 +318,81 @@ struct HopperGradientConsumer {
 
   // ---- Between products.
 
-  enum Weighed { Probabilities, Gradients, Both };
+  template <bool Value>
+  struct Const {
+    static constexpr bool value = Value;
+  };
 
-  template <int Part, Weighed What>
-  __device__ void weigh(const Step& step, bool is_masked, Scores& gradients) {
-    if (is_masked) {
-      weigh<Part, What, true>(step, gradients);
-    } else {
-      weigh<Part, What, false>(step, gradients);
+  // Takes what the rows of a part bring to registers, where the next products will want it.
+  __device__ void take_terms(int part) {
+    const float* terms = cta.terms(q_ring.slot) + part * columns + threadIdx.x % 4 * 2;
+    using Pair = Vector<float, 2>;
+#pragma unroll
+    for (int j = 0; j < columns / 8; ++j) {
+      const Pair lse = *reinterpret_cast<const Pair*>(terms + 8 * j);
+      const Pair minus_delta = *reinterpret_cast<const Pair*>(terms + Br + 8 * j);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        lse_log2[2 * j + c] = lse.at[c];
+        gradients[4 * j + c] = gradients[4 * j + 2 + c] = minus_delta.at[c];
+      }
     }
   }
 
-  template <int Part, Weighed What, bool Masked>
-  __device__ void weigh(const Step& step, Scores& gradients) {
+  // The scores become p; where `at_once`, the gradients of p those of the scores. Else these are
+  // only started.
+  template <int Part>
+  __device__ void weigh(const Step& step, bool is_masked) {
     const int column = Part * columns + threadIdx.x % 4 * 2;  // the lane's first in the tile
-    const float* terms = cta.terms(q_ring.slot) + column;
-    const auto pair = [&](int first) {
-      return *reinterpret_cast<const Vector<float, 2>*>(terms + first);
-    };
-    const Weigh<Config, columns / 4, 2> weigh = {cta.p, cta.mask,  cta.at,
-                                                 cta.work.batch, step.head, scale_log2};
+    constexpr int rows = columns / 4;
+    const Weigh<Config, rows, 2> weigh = {cta.p,          cta.mask,  cta.at,
+                                          cta.work.batch, step.head, scale_log2};
     const auto row_of = [&](int r) { return step.tile * Br + column + r / 2 * 8 + r % 2; };
-    const auto terms_of = [&](int r) {
-      return RowTerms<float>{pair(r / 2 * 8).at[r % 2], pair(Br + r / 2 * 8).at[r % 2]};
-    };
+    // There is no delta to subtract any more.
+    const auto terms_of = [&](int r) { return RowTerms<float>{lse_log2[r], 0}; };
     const auto score = [&](int r, int n) -> float& { return scores[r / 2 * 4 + 2 * n + r % 2]; };
     const auto gradient = [&](int r, int n) -> float& {
       return gradients[r / 2 * 4 + 2 * n + r % 2];
     };
     const auto key_step = [](int n) { return 8 * n; };
     const int first_key = cta.work.begin + lane_key();
-    if constexpr (What == Gradients) {
-      weigh.template finish<Masked>(terms_of, score, gradient);
-    } else if constexpr (What == Probabilities) {
-      weigh.template begin<Masked>(row_of, first_key, terms_of, score, key_step);
+    const auto by_mask = [&](auto&& run) { is_masked ? run(Const<true>()) : run(Const<false>()); };
+    if constexpr (at_once) {
+      start_gradients(Part, [](int) {});
+      await<0>(gradients);
+      by_mask([&](auto masked) {
+        weigh.template run<masked.value>(row_of, first_key, terms_of, score, gradient, key_step);
+      });
+    } else if constexpr (wants_ds && !Config::modified) {
+      // One path of products: hidden pairs are left out behind it.
+      start_gradients(Part, [&](int i) {
+        weigh.template begin<false>(row_of, first_key, terms_of, score, key_step,
+                                    i * rows / k_steps_v, (i + 1) * rows / k_steps_v);
+      });
+      if (is_masked) weigh.hide(row_of, first_key, score, key_step);
     } else {
-      weigh.template run<Masked>(row_of, first_key, terms_of, score, gradient, key_step);
+      if constexpr (wants_ds) start_gradients(Part, [](int) {});
+      by_mask([&](auto masked) {
+        weigh.template begin<masked.value>(row_of, first_key, terms_of, score, key_step, 0, rows);
+      });
     }
-    if constexpr (Mods::hides_pairs && What != Gradients) {
+    if constexpr (Mods::hides_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) seen[i / 2 % 2] += scores[i];
+    }
+  }
+
+  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
+  __device__ void finish_gradients(bool is_masked) {
+    if (is_masked || Mods::hides_pairs) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) {
+        const float of_score = scores[i] * gradients[i];
+        gradients[i] = scores[i] == 0 ? 0 : of_score;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) gradients[i] *= scores[i];
     }
   }
 

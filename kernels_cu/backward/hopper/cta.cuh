@@ -115,7 +115,9 @@ struct HopperGradientCta {
         tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
                                    at.seqlen_q)) {}
 
-  // ---- The stream: of each query head of the group, tiles from the last to the first.
+  // ---- The stream: of each query head of the group, tiles from the first to the last. With later
+  // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
+  // who begins there first, and the ones of earlier keys when they have got so far.
 
   struct Step {
     int head;
@@ -123,13 +125,13 @@ struct HopperGradientCta {
   };
   __device__ bool has_steps() const { return tiles.begin < tiles.end; }
   __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), tiles.end - 1}; }
+  __device__ Step first_step() const { return {work.head * group(), tiles.begin}; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
+    return step.tile == tiles.end - 1 && step.head == (work.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile > tiles.begin) return {step.head, step.tile - 1};
-    return {step.head + 1, tiles.end - 1};
+    if (step.tile < tiles.end - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, tiles.begin};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
@@ -143,7 +145,8 @@ struct HopperGradientCta {
 
   // Of all tiles of keys that a tile of queries sees, how many come before this one.
   __device__ int turn_of(int tile) const {
-    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+    const int seen = mask.visible_end(min((tile + 1) * Br, at.seqlen_q) - 1);
+    return ceil_div(seen, Bc) - 1 - work.begin / Bc;
   }
 
   // ---- Shared memory.
@@ -162,7 +165,7 @@ struct HopperGradientCta {
   __device__ unsigned sums_at(int consumer) const {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
   }
-  // First lse_log2 of each row, then delta.
+  // First lse_log2 of each row, then -delta.
   __device__ float* terms(int slot) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     return reinterpret_cast<float*>(shared_memory + terms_offset) + slot * 2 * Br;

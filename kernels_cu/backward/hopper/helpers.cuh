@@ -114,7 +114,7 @@ struct HopperGradientTerms {
     for (int i = 0; i < rows_of_lane; ++i) {
       const int row = i * 32 + threadIdx.x % 32;
       terms[row] = found[i].lse_log2;
-      terms[Br + row] = found[i].delta;
+      terms[Br + row] = -found[i].delta;
     }
     if constexpr (Config::sequences) {
       clear_tail<typename Cta::QueryTile>(cta.q_arrived(q_ring.slot), q_ring.parity,

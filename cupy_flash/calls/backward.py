@@ -23,6 +23,7 @@ from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
 from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device
 
@@ -47,8 +48,8 @@ class Call:
         Whether results are tensors.
     apart
         Of all arrays of the call.
-    params
-        What kernels are given, but for the addresses.
+    params, tensor_maps
+        What kernels are given, but for the addresses; tensor_maps is None where none takes any.
     scratch
         Bytes of the plan's workspace.
     kernels
@@ -64,6 +65,7 @@ class Call:
     of_torch: bool
     apart: OverlapCheck
     params: PackedStruct
+    tensor_maps: TensorMaps | None
     scratch: int
     kernels: tuple[LoadedLaunch, ...]
     is_cleared: bool
@@ -87,9 +89,14 @@ class Call:
         values += (0 if memory is None else memory.ptr,)
         by_value = thread_arguments()
         self.params.pack_into(by_value.memory, values)
-        given = (by_value.pointer,)
-        for kernel, grid, block, shared_memory, _takes_maps in self.kernels:
-            kernel(grid, block, given, shared_memory)
+        given: tuple[Any, ...] = (by_value.pointer,)
+        with_maps = given
+        if self.tensor_maps is not None:
+            # Named until the launches are made: others may push it out of those that are kept.
+            maps = self.tensor_maps.at(values)
+            with_maps = (maps.pointer, by_value.pointer)
+        for kernel, grid, block, shared_memory, takes_maps in self.kernels:
+            kernel(grid, block, with_maps if takes_maps else given, shared_memory)
         return tuple([found[i] for i in self.order])
 
 
@@ -137,6 +144,7 @@ def prepare(
         )
         sources |= {f"mods.{name}.data": name for name in captured}
     wanted = tuple(f"d{name}" for name in options.wrt)
+    names, maps = (*fields, *_VALUES), plan.schedule.tensor_maps
     return Call(
         results=tuple(
             result_spec(arguments, options, name[1:]) if name in wanted else None
@@ -146,7 +154,8 @@ def prepare(
         order=tuple(WRITTEN.index(name) for name in wanted),
         of_torch=of_torch,
         apart=apart,
-        params=PackedStruct(params_dtype(problem), fixed, sources, (*fields, *_VALUES)),
+        params=PackedStruct(params_dtype(problem), fixed, sources, names),
+        tensor_maps=TensorMaps(maps, names) if maps else None,
         scratch=plan.workspace,
         kernels=loaded_launches(plan),
         is_cleared=problem.is_empty or not problem.layout.is_equal,

@@ -6,11 +6,11 @@ Each row of dk, dv and dq is summed up in one order: same inputs, same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
-from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
@@ -57,6 +57,7 @@ def schedule(
     launches: Iterable[Launch],
     sums: QuerySums | None = None,
     section_heads: int = 0,
+    tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
     """That of the kernels that sum up rows, of which those without rows are left out.
 
@@ -68,6 +69,8 @@ def schedule(
         Of dq in the workspace, where blocks add to it.
     section_heads
         Query heads whose tiles are interleaved; 0 for those that L2 has place for.
+    tensor_maps
+        Of which arrays the kernels take tensor maps.
     """
     terms = Launch(
         ROW_TERMS,
@@ -82,6 +85,7 @@ def schedule(
         if sums is None
         else sums.workspace(problem),
         section_heads=section_heads or heads_in_l2(problem, device),
+        tensor_maps=tensor_maps or {},
     )
 
 

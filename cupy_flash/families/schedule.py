@@ -24,6 +24,7 @@ _TYPES = {
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
+    "gradient_maps": "GradientMaps",
 }
 # What a kernel may be given, in order.
 _ARGUMENTS = (
@@ -31,7 +32,7 @@ _ARGUMENTS = (
     ("maps", "params"),
     ("biased_maps", "params"),
     ("gradients",),
-    ("maps", "gradients"),
+    ("gradient_maps", "gradients"),
 )
 
 
@@ -93,8 +94,8 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`), or "gradients" of a backward
-        problem.
+        a bias behind the others, if any, and "params" (`params.py`); of a backward problem
+        "gradient_maps", if any, and "gradients".
     """
 
     entry: str

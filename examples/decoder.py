@@ -212,9 +212,7 @@ class Decoder:
 
         return x + added, pullback
 
-    def _gate(
-        self, layer: int, x: Array
-    ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
+    def _gate(self, layer: int, x: Array) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
         y, of_norm = normalized(x)
         both, of_both = self._product(y, f"{layer}.gate_and_widen")
         gate, wide = self.xp.split(both, 2, axis=-1)
@@ -256,10 +254,10 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """x (batch, seqlen, heads, head_dim), each pair of columns turned by the angle of its row.
 
     Row i is at position i: the tables (seqlen, head_dim / 2) begin at the first. Computed in
-    float32 and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it. With -sin it
-    turns back, which is its pullback.
+    float32 at least and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it. With
+    -sin it turns back, which is its pullback.
     """
-    even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
+    even, odd = (x[..., i::2].astype(np.result_type(x, cos)) for i in (0, 1))
     cos, sin = cos[:, None], sin[:, None]
     turned = np.empty_like(x)
     turned[..., 0::2] = even * cos - odd * sin

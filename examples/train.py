@@ -8,7 +8,7 @@ The text, alice.txt, is chapters I to VII of "Alice's Adventures in Wonderland" 
 (1865), which is in the public domain: Project Gutenberg's edition as it stands in the Canterbury
 corpus, each paragraph made one line. The weights that ship, weights.npz, come from
 
-    python examples/train.py --batch 8 --steps 6000 --output examples/weights.npz
+    python examples/train.py --batch 8 --steps 2500 --output examples/weights.npz
 
 Needs click and rich, and matplotlib for ``--plot``.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class AdamW:
 
 
 def cross_entropy(logits: Array, targets: Array, xp: Any) -> tuple[Array, Callable[[], Array]]:
-    """The mean of -log p(target) in nats, and its pullback to logits (batch, seqlen, vocabulary)."""
+    """The mean of -log p(target), of logits (batch, seqlen, vocabulary), and its pullback."""
     logits = logits - logits.max(axis=-1, keepdims=True)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     is_target = (targets[..., None] == xp.arange(logits.shape[-1])).astype(logits.dtype)
@@ -125,6 +125,7 @@ def fused_attention(config: Config, place: Place, seqlen: int) -> AttentionWithP
             window_size=config.window_size(layer),
             sinks=sinks,
             wrt=("q", "k", "v", "sinks"),
+            grad_dtype="float32",
             backend=place.backend,
         )
 
@@ -150,28 +151,33 @@ def batches(text: np.ndarray, schedule: Schedule, seed: int) -> Callable[[], np.
     return draw
 
 
+def loss_and_gradients(
+    decoder: Decoder, tokens: Array, attention: AttentionWithPullback
+) -> tuple[float, Weights]:
+    """How well each token of (batch, seqlen + 1) but the first is foretold, and the gradients."""
+    rows, of_rows = decoder.with_pullback(tokens[:, :-1], attention)
+    logits, of_logits = decoder.logits_with_pullback(rows)
+    loss, of_loss = cross_entropy(logits, tokens[:, 1:], decoder.xp)
+    drows, gradients = of_logits(of_loss())
+    return float(loss), gradients | of_rows(drows)
+
+
 def train(
     decoder: Decoder,
     text: np.ndarray,
     schedule: Schedule,
     attention: AttentionWithPullback,
     seed: int,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> list[float]:
-    """Change the weights step by step; the loss of each step, which `report` is told as well."""
+    report: Callable[[int, float], None],
+) -> None:
+    """Change the weights step by step; `report` is told the number and the loss of each."""
     optimizer = AdamW(decoder.weights)
     draw = batches(text, schedule, seed)
-    losses = []
     for step in range(schedule.steps):
         tokens = decoder.xp.asarray(draw())
-        rows, of_rows = decoder.with_pullback(tokens[:, :-1], attention)
-        logits, of_logits = decoder.logits_with_pullback(rows)
-        loss, of_loss = cross_entropy(logits, tokens[:, 1:], decoder.xp)
-        drows, gradients = of_logits(of_loss())
-        optimizer.step(gradients | of_rows(drows), schedule.rate_of(step))
-        losses.append(float(loss))
-        report(step, losses[-1])
-    return losses
+        loss, gradients = loss_and_gradients(decoder, tokens, attention)
+        optimizer.step(gradients, schedule.rate_of(step))
+        report(step, loss)
 
 
 def read_text(path: Path, seqlen: int) -> np.ndarray:
@@ -202,24 +208,26 @@ class Reporter:
         )
         self._task = self.progress.add_task("", total=schedule.steps)
         self._started = self._said = time.perf_counter()
-        self._since: list[float] = []
+        self.losses: list[float] = []
+        self._told = 0  # how many of them lines were about
 
     def __call__(self, step: int, loss: float) -> None:
         self.progress.update(self._task, description=f"loss {loss:.3f}", advance=1)
-        self._since.append(loss)
-        lines = min(REPORTS, self.schedule.steps)
-        if (step + 1) * lines // self.schedule.steps == step * lines // self.schedule.steps:
+        self.losses.append(loss)
+        steps, lines = self.schedule.steps, min(REPORTS, self.schedule.steps)
+        if (step + 1) * lines // steps == step * lines // steps:
             return
         now = time.perf_counter()
-        tokens = len(self._since) * self.schedule.batch * self.schedule.seqlen
+        new = self.losses[self._told :]
+        rate = len(new) * self.schedule.batch * self.schedule.seqlen / (now - self._said)
         self.progress.console.print(
-            f"step {step + 1:6}   loss {np.mean(self._since):.3f}"
-            f"   {tokens / (now - self._said):8.0f} tokens/s   {now - self._started:5.0f} s"
+            f"step {step + 1:6}   loss {np.mean(new):.3f}   {rate:8.0f} tokens/s"
+            f"   {now - self._started:5.0f} s"
         )
-        self._said, self._since = now, []
+        self._said, self._told = now, len(self.losses)
 
 
-def plot(path: Path, losses: list[float]) -> None:
+def plot(path: Path, losses: Sequence[float]) -> None:
     """Draw the losses, and their running mean."""
     from matplotlib.figure import Figure
 
@@ -307,14 +315,16 @@ def command(
     )
     reporter = Reporter(schedule)
     attention = fused_attention(config, place, seqlen)
-    # On the CPU the products are small, and threads would rather wait for each other than compute.
-    with reporter.progress, threadpool_limits(limits=1, user_api="blas"):
-        losses = train(decoder, text, schedule, attention, seed, reporter)
-    if output:
-        save(output, config, weights)
-        click.echo(f"Saved the weights; to use them:\n  python generate.py --weights {output}")
-    if plot_path:
-        plot(plot_path, losses)
+    try:
+        # On the CPU the products are small, and threads would rather wait for each other.
+        with reporter.progress, threadpool_limits(limits=1, user_api="blas"):
+            train(decoder, text, schedule, attention, seed, reporter)
+    finally:  # Ctrl-C as well leaves what was learnt until then
+        if output:
+            save(output, config, weights)
+            click.echo(f"Saved; to use it: python examples/generate.py --weights {output}")
+        if plot_path and reporter.losses:
+            plot(plot_path, reporter.losses)
 
 
 def main() -> None:

@@ -59,9 +59,8 @@ def flash_attention(
         "softmax_scale": softmax_scale,
         "q_offset": q_offset,
         "layout": layout,
-        **modifications,
     }
-    call, others = dense_call(options)
+    call, others = dense_call(options, modifications)
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
@@ -99,9 +98,8 @@ def flash_attention_varlen(
         As `flash_attention`.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call, others = varlen_call(
-        lengths, {"causal": causal, "softmax_scale": softmax_scale, **modifications}
-    )
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    call, others = varlen_call(lengths, options, modifications)
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
@@ -110,7 +108,7 @@ def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[
     attention = jax.custom_vjp(lambda *inputs: call.run(inputs))
 
     def forward(*inputs: Any) -> tuple[Any, Any]:
-        results = call.run(inputs)
+        results: tuple[Any, Any] = call.run(inputs)
         return results, (inputs, results)
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:

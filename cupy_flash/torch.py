@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import ARRAYS
@@ -62,18 +63,15 @@ def flash_attention(
     if torch.compiler.is_compiling() and not _has_functions(modifications):
         plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
         out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
-    else:
-        call, others = dense_call(
-            {
-                "causal": causal,
-                "softmax_scale": softmax_scale,
-                "q_offset": q_offset,
-                "layout": layout,
-                **modifications,
-            }
-        )
-        out, lse = _run(call, (q, k, v, *others))
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    options = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "q_offset": q_offset,
+        "layout": layout,
+    }
+    call, others = dense_call(options, modifications)
+    return _run(call, (q, k, v, *others), return_lse)
 
 
 def flash_attention_qkvpacked(
@@ -150,51 +148,50 @@ def flash_attention_varlen(
         out, lse = torch.ops.cupy_flash.attention_varlen(
             *(q, k, v, *plain, *lengths, causal, softmax_scale)
         )
-    else:
-        options = {"causal": causal, "softmax_scale": softmax_scale, **modifications}
-        call, others = varlen_call(lengths, options)
-        out, lse = _run(call, (q, k, v, *others))
-    return (out, lse) if return_lse else out
+        return (out, lse) if return_lse else out
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    call, others = varlen_call(lengths, options, modifications)
+    return _run(call, (q, k, v, *others), return_lse)
 
 
-def _eager(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
-                result: tuple[Any, Any] = _Attention.apply(call, *inputs)
-                return result
-    return call.run(tuple([_detached(tensor) for tensor in inputs]))
+                return _Attention.apply(call, return_lse, *inputs)
+    return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
 _outside_graph = torch.compiler.disable(_eager)
 
 
-def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     # What keeps a function out of graphs costs each call of it 5 us.
-    if torch.compiler.is_compiling():
-        result: tuple[Any, Any] = _outside_graph(call, inputs)
-        return result
-    return _eager(call, inputs)
+    run = _outside_graph if torch.compiler.is_compiling() else _eager
+    return run(call, inputs, return_lse)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """A call in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = tuple([_detached(tensor) for tensor in inputs])
-        out, lse = call.run(inputs)
+    def forward(ctx: Any, call: DifferentiableCall, return_lse: bool, *inputs: Tensor) -> Any:
+        out, lse = call.run(_without_graph(inputs))
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*inputs, out, lse)
-        return out, lse
+        return (out, lse) if return_lse else out
 
+    # A second derivative of it is an error.
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = [_detached(tensor) for tensor in ctx.saved_tensors]
-        return None, *_pull_back(
-            ctx.call, tuple(inputs), (out, lse), (dout, dlse), ctx.needs_input_grad[1:]
-        )
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
+        given = (dout, dlse)
+        return None, None, *_pull_back(ctx.call, tuple(inputs), (out, lse), given, needed)
 
 
 def _pull_back(
@@ -213,14 +210,15 @@ def _pull_back(
         dout = torch.zeros((), dtype=results[0].dtype, device=results[0].device)
         dout = dout.expand(results[0].shape)
     wrt = tuple([name for name, is_needed in zip(call.names, needed, strict=True) if is_needed])
-    new = call.pull_back(inputs, results, (dout, dlse), wrt)
+    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
     for name, gradient in zip(wrt, new, strict=True):
         found[call.names.index(name)] = gradient
     return found
 
 
-def _detached(tensor: Any) -> Any:
-    return tensor.detach() if tensor.requires_grad else tensor
+def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What can be read where autograd does not record: in host memory no tensor of its graph."""
+    return inputs if inputs[0].is_cuda else tuple([tensor.detach() for tensor in inputs])
 
 
 def _has_functions(modifications: Any) -> bool:
@@ -292,12 +290,13 @@ class _Operator(NamedTuple):
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """The call of an operator's arguments, and its inputs."""
         call, others = self.of_plain(_options(values[3:8]), *values[8:])
-        return call, tuple([_detached(tensor) for tensor in (*values[:3], *others)])
+        return call, (*values[:3], *others)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Attention: out and lse."""
         call, inputs = self._call(values)
-        return call.run(inputs)
+        results: tuple[Any, Any] = call.run(_without_graph(inputs))
+        return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
         """Their shapes."""
@@ -347,12 +346,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 def _dense_of_plain(modifications: Any, *values: Any) -> Any:
     names = ("causal", "softmax_scale", "q_offset", "layout")
-    return dense_call(dict(zip(names, values, strict=True)) | modifications)
+    return dense_call(dict(zip(names, values, strict=True)), modifications)
 
 
 def _varlen_of_plain(modifications: Any, *values: Any) -> Any:
     names = ("causal", "softmax_scale")
-    return varlen_call(values[:4], dict(zip(names, values[4:], strict=True)) | modifications)
+    return varlen_call(values[:4], dict(zip(names, values[4:], strict=True)), modifications)
 
 
 def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:

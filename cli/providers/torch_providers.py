@@ -202,15 +202,15 @@ class TorchProvider(Provider):
             found = self.attention(inputs, *tensors)
             call = functools.partial(found.function, *tensors)
             return Prepared(call, back, found.without_gradients, note=found.note)
-        for tensor in tensors:
-            tensor.requires_grad_()
         found = self.attention(inputs, *tensors)
         dout = _bhsd(case, inputs.dout(on_gpu=True))
 
         def differentiated() -> Callable[[], Any]:
+            # Autograd keeps the stream that it first met a tensor on.
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
             with found.scope():
-                out = found.function(*tensors)
-            return functools.partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)
+                out = found.function(*leaves)
+            return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
         return Prepared(
             differentiated(),
@@ -226,7 +226,8 @@ class TorchProvider(Provider):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         call = prepared.call
         try:
-            with prepared.scope():
+            # A capture that fails leaves its stream the current one.
+            with prepared.scope(), torch.cuda.stream(torch.cuda.current_stream()):
                 if prepared.anew is not None:
                     # autograd goes backward on the streams that it went forward on.
                     torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
-from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_type
+from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
 from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
@@ -98,7 +98,7 @@ def as_cupy(array: Any) -> Any:
     """A CuPy array over the memory of a tensor or an array of JAX on a GPU; any other as it is."""
     if array.__class__ is JaxMemory:
         return array.as_cupy()
-    return tensor_as_cupy(array) if array.__class__ is tensor_type() else array
+    return tensor_as_cupy(array) if array.__class__ in tensor_types() else array
 
 
 def readable_in_place(array: Any) -> Any:

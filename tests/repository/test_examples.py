@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -498,8 +499,10 @@ def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
     assert message in errors
 
 
-# A block of Python that the line before it may mark as one for a GPU.
-SNIPPET = re.compile(r"^(<!-- gpu -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A block of Python, and what the line before it may say that it needs.
+SNIPPET = re.compile(
+    r"^(?:<!-- (gpu|torch|jax) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 # A comment that says what is printed.
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
@@ -515,13 +518,18 @@ def log_level() -> Iterator[None]:
 
 @pytest.mark.usefixtures("log_level")
 @pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/inference.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/inference.md", "docs/backward.md"]
+)
 def test_the_snippets_of_a_page_run_one_after_another_and_print_what_they_say(
     page: str, has_gpu: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {}
     text = (CHECKOUT / page).read_text(encoding="utf-8")
-    snippets = [code for needs_gpu, code in SNIPPET.findall(text) if has_gpu or not needs_gpu]
+    there = {"": True, "gpu": has_gpu} | {
+        name: find_spec(name) is not None for name in ("torch", "jax")
+    }
+    snippets = [code for needed, code in SNIPPET.findall(text) if there[needed]]
     assert len(snippets) >= 3
     for code in snippets:
         exec(code, names)

@@ -19,9 +19,8 @@ from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec, empty
 from cupy_flash.families.params import params_dtype
-from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.environment import cupy_module
-from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
+from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import make_plan
@@ -48,11 +47,9 @@ class Call:
         Whether results are tensors.
     apart
         Of all arrays of the call.
-    params, tensor_maps
-        What kernels are given, but for the addresses; tensor_maps is None where none takes any.
     scratch
         Bytes of the plan's workspace.
-    kernels
+    launches
         None where there is no query.
     is_cleared
         Whether results are zeros first: rows of no sequence have no kernel, nor have keys without
@@ -64,10 +61,8 @@ class Call:
     order: tuple[int, ...]
     of_torch: bool
     apart: OverlapCheck
-    params: PackedStruct
-    tensor_maps: TensorMaps | None
     scratch: int
-    kernels: tuple[LoadedLaunch, ...]
+    launches: Launches
     is_cleared: bool
 
     def run(
@@ -87,16 +82,8 @@ class Call:
                 as_cupy(array).fill(0)
         memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
         values += (0 if memory is None else memory.ptr,)
-        by_value = thread_arguments()
-        self.params.pack_into(by_value.memory, values)
-        given: tuple[Any, ...] = (by_value.pointer,)
-        with_maps = given
-        if self.tensor_maps is not None:
-            # Named until the launches are made: others may push it out of those that are kept.
-            maps = self.tensor_maps.at(values)
-            with_maps = (maps.pointer, by_value.pointer)
-        for kernel, grid, block, shared_memory, takes_maps in self.kernels:
-            kernel(grid, block, with_maps if takes_maps else given, shared_memory)
+        if self.launches:
+            self.launches.run(values)
         return tuple([found[i] for i in self.order])
 
 
@@ -154,9 +141,11 @@ def prepare(
         order=tuple(WRITTEN.index(name) for name in wanted),
         of_torch=of_torch,
         apart=apart,
-        params=PackedStruct(params_dtype(problem), fixed, sources, names),
-        tensor_maps=TensorMaps(maps, names) if maps else None,
         scratch=plan.workspace,
-        kernels=loaded_launches(plan),
+        launches=Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps(maps, names) if maps else None,
+        ),
         is_cleared=problem.is_empty or not problem.layout.is_equal,
     )

@@ -64,5 +64,9 @@ def thread_arguments() -> ThreadArguments:
     """Memory of this thread's for the struct of its next launch."""
     arguments = _of_thread.arguments
     if arguments is None:
+        from cupy.cuda import runtime
+
+        # The driver launches in the thread's context, which a new thread has none of yet.
+        runtime.setDevice(runtime.getDevice())
         arguments = _of_thread.arguments = ThreadArguments()
     return arguments

@@ -39,7 +39,7 @@ _WIDEST = 128
 # Registers of a thread of the helpers and of a consumer: together what the launch allots, 168 for
 # each of 384 threads. Of wide heads consumers need fewer, and helpers spill with 24.
 _REGISTERS = (24, 240)
-_WIDE_REGISTERS = (40, 232)
+_WIDE_REGISTERS = (24, 240)
 # Of a consumer, for addresses and state, besides sums and operands.
 _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8

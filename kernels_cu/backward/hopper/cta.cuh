@@ -113,7 +113,8 @@ struct HopperGradientCta {
   const GradientWork work;
   const Sequence at;
   const Mask<Config> mask;
-  const QueryTiles tiles;
+  int first_tile;
+  int end_tile;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
                                const GradientWork& work, const Sequence& at)
@@ -122,9 +123,12 @@ struct HopperGradientCta {
         shared(shared),
         work(work),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
-                                   at.seqlen_q)) {}
+        mask(mask_of<Config>(p, at, work.batch)) {
+    const QueryTiles tiles = find_query_tiles<Br>(mask, work.begin,
+                                                  min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
+    first_tile = tiles.begin;
+    end_tile = tiles.end;
+  }
 
   // ---- The stream: of each query head of the group, tiles from the first to the last. With later
   // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
@@ -134,15 +138,15 @@ struct HopperGradientCta {
     int head;
     int tile;
   };
-  __device__ bool has_steps() const { return tiles.begin < tiles.end; }
+  __device__ bool has_steps() const { return first_tile < end_tile; }
   __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), tiles.begin}; }
+  __device__ Step first_step() const { return {work.head * group(), first_tile}; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.end - 1 && step.head == (work.head + 1) * group() - 1;
+    return step.tile == end_tile - 1 && step.head == (work.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < tiles.end - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, tiles.begin};
+    if (step.tile < end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, first_tile};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
@@ -150,8 +154,9 @@ struct HopperGradientCta {
   __device__ bool is_masked(const Step& step) const {
     if (work.begin + Bc > at.seqlen_k) return true;
     if (!is_bounded && !Config::sequences) return false;
-    return step.tile < tiles.full_begin || step.tile >= tiles.full_end ||
-           (step.tile + 1) * Br > at.seqlen_q;
+    const int first = step.tile * Br, last = first + Br - 1;
+    return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
+           mask.visible_begin(last) > work.begin;
   }
 
   // Of all tiles of keys that a tile of queries sees, how many come before this one.

@@ -34,12 +34,17 @@ _WARPGROUP = 128
 _LOWEST = 64
 # Columns of a line of shared memory.
 _LINE = 64
+# Head dims of which a consumer holds dk and dv of 64 keys.
+_WIDEST = 128
 # Registers of a thread of the helpers and of a consumer: together what the launch allots, 168 for
-# each of 384 threads.
+# each of 384 threads. Of wide heads consumers need fewer, and helpers spill with 24.
 _REGISTERS = (24, 240)
+_WIDE_REGISTERS = (24, 240)
 # Of a consumer, for addresses and state, besides sums and operands.
 _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8
+# Besides those of slots.
+_OTHER_BARRIERS = 7
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Tiles of ds that consumers exchange: while one is written, products still read the other.
@@ -54,7 +59,7 @@ _STEPS_OF_ONE = 2
 
 @dataclass(frozen=True)
 class HopperBackwardTile(Tile):
-    """Tile of the `hopper` family of gradients. Each 64 of the Bc keys are a consumer's.
+    """Tile of the `hopper` family of gradients. Each 64 of the Bc keys are a consumer's, or both's.
 
     Attributes
     ----------
@@ -110,28 +115,30 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
-        for Br, q_stages, dout_stages in itertools.product((64, 128), (2, 3), (2, 3)):
-            yield HopperBackwardTile(Br, 128, 64, q_stages, dout_stages)
+        Bc = _LOWEST if _is_wide(problem) else 2 * _LOWEST
+        for Br, q_stages, dout_stages in itertools.product((64, 128), (1, 2, 3), (1, 2)):
+            yield HopperBackwardTile(Br, Bc, 64, q_stages, dout_stages)
 
     def why_not_tile(
         self, problem: Problem, device: Device, tile: HopperBackwardTile
     ) -> str | None:
-        if tile.Bc != 2 * _LOWEST:
-            return f"Bc is {tile.Bc}; expected {2 * _LOWEST}"
+        wide = _is_wide(problem)
+        keys = _LOWEST if wide else 2 * _LOWEST
+        if tile.Bc != keys:
+            return f"Bc is {tile.Bc}; expected {keys}"
         if tile.Br not in (_LOWEST, 2 * _LOWEST):
             return f"Br is {tile.Br}; expected {_LOWEST} or {2 * _LOWEST}"
         if tile.columns % 16 or tile.columns < 16 or tile.Br % tile.columns:
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
+        if wide and not tile.Br == tile.columns == _LOWEST:
+            return f"Br and columns are {tile.Br} and {tile.columns}; expected {_LOWEST}"
         if tile.q_stages < 1 or tile.dout_stages < 1:
             return f"stages are {tile.q_stages} and {tile.dout_stages}; expected at least 1"
-        dim, dim_v = _padded_dims(problem)
-        if dim not in (64, 128) or dim_v not in (64, 128):
-            return f"head_dim is {problem.head_dim}, head_dim_v {problem.head_dim_v}; at most 128"
-        if tile.Br == _LOWEST and dim < 2 * _LINE:
+        if tile.Br == _LOWEST and _padded_dims(problem)[0] < 2 * _LINE:
             return f"Br is {tile.Br}; of head_dim {problem.head_dim} each consumer has rows of dq"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
-        need, most = self._registers(problem, tile), _REGISTERS[1]
+        need, most = self._registers(problem, tile), _register_split(problem)[1]
         if need > most:
             return f"needs about {need} registers per thread; {most} are left to it"
         return gradients.why_not_grid(problem, tile.Bc, tile.Br)
@@ -139,6 +146,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
         """An estimate from below: dk and dv; p, dp and p again as an operand; the rest."""
         dim, dim_v = _padded_dims(problem)
+        if _is_wide(problem):
+            # Of dk and dv one; dq's half of the columns.
+            return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
         return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
 
     def default_tile(self, problem: Problem, device: Device) -> HopperBackwardTile:
@@ -155,20 +165,23 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         assert gradient is not None
         dim, dim_v = _padded_dims(problem)
         size = problem.itemsize
-        consumers = tile.Bc // _LOWEST
         total = tile.Bc * (dim + dim_v) * size
         total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
         total += tile.q_stages * tile.Br * _TERMS_BYTES
-        if gradient.wants("q"):
-            total += _PAIR_STAGES * tile.Br * tile.Bc * size + tile.Br * dim * 4
+        pairs = tile.Br * tile.Bc * size
+        if _is_wide(problem):
+            # ds, and p.
+            total += (2 if gradient.wants("q") else 1) * pairs
+        elif gradient.wants("q"):
+            total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
-        # A slot is full or empty, of sequences it has arrived before; k, v, and the sums of dq.
-        barriers = (2 if problem.layout.is_equal else 3) * slots + 3 + 2 * consumers
+        # A slot is full or empty, of sequences it has arrived before.
+        barriers = (2 if problem.layout.is_equal else 3) * slots + _OTHER_BARRIERS
         return total + barriers * _BARRIER_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
-        """Of a block of the main kernel: the consumers', and the helpers'."""
-        return _WARPGROUP * (tile.Bc // _LOWEST + 1)
+        """Of a block of the main kernel: two consumers', and the helpers'."""
+        return 3 * _WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         assert problem.gradient is not None
@@ -218,7 +231,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         gradient = problem.gradient
         assert gradient is not None
         dim, dim_v = _padded_dims(problem)
-        helper_registers, consumer_registers = _REGISTERS
+        helper_registers, consumer_registers = _register_split(problem)
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -229,6 +242,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "padded_dim_v": dim_v,
             "helper_registers": helper_registers,
             "consumer_registers": consumer_registers,
+            "wide": _is_wide(problem),
             "shared_memory": self.shared_memory(problem, tile),
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
@@ -236,9 +250,22 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         } | gradients.config(problem, self._sums(problem, tile))
 
 
+def _is_wide(problem: Problem) -> bool:
+    """Whether dk and dv of 64 keys take two consumers' registers."""
+    return max(problem.head_dim, problem.head_dim_v) > _WIDEST
+
+
+def _register_split(problem: Problem) -> tuple[int, int]:
+    return _WIDE_REGISTERS if _is_wide(problem) else _REGISTERS
+
+
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Columns of q and k, and of v and dout, in shared memory."""
-    return round_up(problem.head_dim, _LINE), round_up(problem.head_dim_v, _LINE)
+    """Columns of q and k, and of v and dout, in shared memory.
+
+    Of 64 rows of dq each consumer has whole lines.
+    """
+    unit = 2 * _LINE if _is_wide(problem) else _LINE
+    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _LINE)
 
 
 def _map_spec(problem: Problem, name: str, rows: int) -> TensorMapSpec:
@@ -271,6 +298,9 @@ def _section(problem: Problem, device: Device, tile: HopperBackwardTile) -> int:
 
 def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
     """Tiles from the best down, by arithmetic: not yet measured."""
+    tile = HopperBackwardTile
+    if _is_wide(problem):
+        return (tile(64, 64),)
     if _padded_dims(problem)[0] <= 64:
-        return (HopperBackwardTile(128, 128),)
-    return (HopperBackwardTile(64, 128, q_stages=3), HopperBackwardTile(64, 128))
+        return (tile(128, 128), tile(128, 128, dout_stages=1))
+    return (tile(64, 128, q_stages=3), tile(64, 128))

@@ -3,10 +3,12 @@
 // As in fused.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
 // tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
 // turns (turns.cuh), but from the first to the last, those of later keys ahead. Two warpgroups multiply with wgmma, half of the
-// keys each (hopper/consumer.cuh); warps of a third load, and add dq (hopper/helpers.cuh).
+// keys each (hopper/consumer.cuh) or of wide heads half of the products (hopper/wide.cuh); warps of
+// a third load, and add dq (hopper/helpers.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/helpers.cuh"
+#include "backward/hopper/wide.cuh"
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/row_terms.cuh"
@@ -41,11 +43,23 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
     if (warp == 1) HopperGradientTerms<Config>{cta}.bring_all();
     if constexpr (Config::wants_q) {
-      if (warp == 2 && is_first) HopperGradientAdder<Config>{cta}.add_all();
+      if (warp == 2 && is_first) {
+        if constexpr (Config::wide) {
+          HopperTurnKeeper<Config>{cta}.keep_all();
+        } else {
+          HopperGradientAdder<Config>{cta}.add_all();
+        }
+      }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
-    HopperGradientConsumer<Config>(cta, warp / 4 - 1).run();
+    if constexpr (!Config::wide) {
+      HopperGradientConsumer<Config>(cta, warp / 4 - 1).run();
+    } else if (warp / 4 == 1) {
+      HopperValueConsumer<Config>(cta, 0).run();
+    } else {
+      HopperKeyConsumer<Config>(cta, 1).run();
+    }
   }
 }
 

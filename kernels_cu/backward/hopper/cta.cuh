@@ -8,6 +8,8 @@
 //   consumers,        q_full, dout_full, sums_empty,     multiply                   q_empty, dout_empty,
 //     128 lanes each  each other, once a tile                                       sums_full
 //
+// (of wide heads see wide.cuh: consumers add dq, and what was the adder keeps the turns).
+//
 // Of packed sequences and of padded keys, what lies behind the last row belongs to others: there
 // the copies arrive at barriers of their own, where the warp of terms waits for them, clears those
 // rows and then tells the consumers. 0 times NaN would not go away.
@@ -59,7 +61,9 @@ struct HopperGradientCta {
   using Element = typename Config::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  static constexpr int consumers = Bc / 64;
+  // With wide heads two consumers share 64 keys (wide.cuh), else each has 64.
+  static constexpr bool wide = Config::wide;
+  static constexpr int consumers = wide ? 2 : Bc / 64;
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
@@ -76,18 +80,25 @@ struct HopperGradientCta {
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
   static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
 
-  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq, row terms and barriers.
+  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange, row
+  // terms and barriers.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
   static constexpr int pair_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
-  static constexpr int pair_stages = 2;
+  static constexpr int pair_stages = wide ? 1 : 2;
   static constexpr int sums_offset = pair_offset + (wants_q ? pair_stages * PairTile::bytes : 0);
-  static constexpr int terms_offset = sums_offset + (wants_q ? int(Fragments::floats) * 4 : 0);
+  static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
+  static constexpr int sums_bytes = wide      ? weights_bytes
+                                    : wants_q ? int(Fragments::floats) * 4
+                                              : 0;
+  static constexpr int terms_offset = sums_offset + sums_bytes;
   static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
-  static constexpr int other_barriers = 3 + 2 * consumers;
+  // Of k and v; of the sums of dq, or of what is exchanged and of turns.
+  static constexpr int other_barriers = 3 + 4;
+  static_assert(consumers == 2, "as many barriers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (Config::sequences ? arrived_barriers : 0);
@@ -102,7 +113,8 @@ struct HopperGradientCta {
   const GradientWork work;
   const Sequence at;
   const Mask<Config> mask;
-  const QueryTiles tiles;
+  int first_tile;
+  int end_tile;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
                                const GradientWork& work, const Sequence& at)
@@ -111,9 +123,12 @@ struct HopperGradientCta {
         shared(shared),
         work(work),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
-                                   at.seqlen_q)) {}
+        mask(mask_of<Config>(p, at, work.batch)) {
+    const QueryTiles tiles = find_query_tiles<Br>(mask, work.begin,
+                                                  min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
+    first_tile = tiles.begin;
+    end_tile = tiles.end;
+  }
 
   // ---- The stream: of each query head of the group, tiles from the first to the last. With later
   // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
@@ -123,15 +138,15 @@ struct HopperGradientCta {
     int head;
     int tile;
   };
-  __device__ bool has_steps() const { return tiles.begin < tiles.end; }
+  __device__ bool has_steps() const { return first_tile < end_tile; }
   __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), tiles.begin}; }
+  __device__ Step first_step() const { return {work.head * group(), first_tile}; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.end - 1 && step.head == (work.head + 1) * group() - 1;
+    return step.tile == end_tile - 1 && step.head == (work.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < tiles.end - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, tiles.begin};
+    if (step.tile < end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, first_tile};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
@@ -139,8 +154,9 @@ struct HopperGradientCta {
   __device__ bool is_masked(const Step& step) const {
     if (work.begin + Bc > at.seqlen_k) return true;
     if (!is_bounded && !Config::sequences) return false;
-    return step.tile < tiles.full_begin || step.tile >= tiles.full_end ||
-           (step.tile + 1) * Br > at.seqlen_q;
+    const int first = step.tile * Br, last = first + Br - 1;
+    return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
+           mask.visible_begin(last) > work.begin;
   }
 
   // Of all tiles of keys that a tile of queries sees, how many come before this one.
@@ -165,6 +181,7 @@ struct HopperGradientCta {
   __device__ unsigned sums_at(int consumer) const {
     return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
   }
+  __device__ unsigned weights_at() const { return shared + sums_offset; }
   // First lse_log2 of each row, then -delta.
   __device__ float* terms(int slot) const {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -181,10 +198,16 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
+  // Of consumers with keys of their own.
   __device__ unsigned sums_full(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }
   __device__ unsigned sums_empty(int consumer) const { return sums_full(consumers + consumer); }
+  // Of those that share keys.
+  __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
+  __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
+  __device__ unsigned turn_full() const { return barrier(ring_barriers + 5); }
+  __device__ unsigned added() const { return barrier(ring_barriers + 6); }
   __device__ unsigned q_arrived(int slot) const {
     return barrier(ring_barriers + other_barriers + slot);
   }
@@ -206,9 +229,16 @@ struct HopperGradientCta {
     ptx::mbarrier_init(keys_full(), 1);
     ptx::mbarrier_init(keys_arrived(), 1);
     ptx::mbarrier_init(values_full(), 1);
-    for (int consumer = 0; consumer < consumers; ++consumer) {
-      ptx::mbarrier_init(sums_full(consumer), 4);
-      ptx::mbarrier_init(sums_empty(consumer), 1);
+    if (wide) {
+      ptx::mbarrier_init(weights_full(), 4);
+      ptx::mbarrier_init(pairs_full(), 4);
+      ptx::mbarrier_init(turn_full(), 1);
+      ptx::mbarrier_init(added(), warps);
+    } else {
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        ptx::mbarrier_init(sums_full(consumer), 4);
+        ptx::mbarrier_init(sums_empty(consumer), 1);
+      }
     }
     ptx::fence_mbarrier_init();
   }

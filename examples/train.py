@@ -174,7 +174,7 @@ def train(
     optimizer = AdamW(decoder.weights)
     draw = batches(text, schedule, seed)
     for step in range(schedule.steps):
-        tokens = decoder.xp.asarray(draw())
+        tokens = decoder.xp.asarray(draw(), dtype=np.int32)
         loss, gradients = loss_and_gradients(decoder, tokens, attention)
         optimizer.step(gradients, schedule.rate_of(step))
         report(step, loss)
@@ -257,7 +257,7 @@ def writable(ctx: click.Context, param: click.Parameter, path: Path | None) -> P
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=600, show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True, help="Texts a step.")
 @click.option(
     "--seqlen", type=click.IntRange(1), default=192, show_default=True, help="Bytes of each."

@@ -8,7 +8,7 @@ The text, alice.txt, is chapters I to VII of "Alice's Adventures in Wonderland" 
 (1865), which is in the public domain: Project Gutenberg's edition as it stands in the Canterbury
 corpus, each paragraph made one line. The weights that ship, weights.npz, come from
 
-    python examples/train.py --batch 8 --steps 2500 --output examples/weights.npz
+    python examples/train.py --batch 8 --steps 1200 --output examples/weights.npz
 
 Needs click and rich, and matplotlib for ``--plot``.
 """

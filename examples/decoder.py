@@ -257,7 +257,7 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
     float32 at least and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it. With
     -sin it turns back, which is its pullback.
     """
-    even, odd = (x[..., i::2].astype(np.result_type(x, cos)) for i in (0, 1))
+    even, odd = (x[..., i::2].astype(np.result_type(x.dtype, cos.dtype)) for i in (0, 1))
     cos, sin = cos[:, None], sin[:, None]
     turned = np.empty_like(x)
     turned[..., 0::2] = even * cos - odd * sin

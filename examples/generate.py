@@ -25,20 +25,20 @@ from cupy_flash import flash_attention, flash_attention_with_kvcache
 
 WEIGHTS = Path(__file__).with_name("weights.npz")
 PROMPTS = (
-    "Alice was beginning to",
-    "'Come,' said the Cat, 'and tell me why",
-    "Once upon a time there was a Mouse that",
-    "The",
+    "Once upon a time there was a kernel that opened the door and",
+    "In the beginning",
+    "Alice was cancelled because of the storm, and",
+    "The Caterpillar had never",
 )
 
 # Greedy decoding takes the token of the largest logit. The cache and the recomputation add the same
 # numbers in another order, so their logits differ by rounding: by no more than TOLERANCE, three
-# times what was seen or more, or the comparison fails. So wherever the best logit leads the second
-# by more than twice that, both choose the same token. Nothing says that logits do: draw often
-# enough, and two come as close as you like. For the built-in prompts they do in both dtypes. Where
-# a lead is smaller, with other prompts, tokens may differ, and the comparison says that rounding
-# decided.
-TOLERANCE = {"float32": 3e-5, "float16": 5e-3}
+# times what was seen of 150 prompts or more, or the comparison fails. So wherever the best logit
+# leads the second by more than twice that, both choose the same token. Nothing says that logits do:
+# draw often enough, and two come as close as you like. Those of the built-in prompts lead by 0.08
+# at least, enough for both dtypes. Where a lead is smaller, with other prompts, tokens may differ,
+# and the comparison says that rounding decided.
+TOLERANCE = {"float32": 1e-4, "float16": 4e-2}
 
 
 class PagedCache:
@@ -251,7 +251,7 @@ def load_decoder(path: Path, xp: Any) -> Decoder:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("prompts", nargs=-1, type=Utf8Text())
 @click.option(
-    "--tokens", type=click.IntRange(1, 4096), default=96, show_default=True, help="Per prompt."
+    "--tokens", type=click.IntRange(1, 4096), default=64, show_default=True, help="Per prompt."
 )
 @click.option(
     "--page-size", type=click.IntRange(1, 4096), default=16, show_default=True, help="Tokens."

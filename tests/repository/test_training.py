@@ -117,6 +117,38 @@ def test_losses_are_those_of_the_naive_formulas_gradients_within_rounding(
     assert max_error(fused, exact) <= error_bound(naive, exact, np.float32)
 
 
+def test_gradients_of_bfloat16_products_are_those_of_float32_within_rounding(
+    train: Any, rng: np.random.Generator
+) -> None:
+    config, text = train.Config(), train.read_text(train.TEXT, 33)
+    weights = train.random_weights(config, int(rng.integers(2**31)))
+    tokens = train.batches(text, train.Schedule(1, batch=2, seqlen=33), int(rng.integers(99)))()
+    found = []
+    for dtype in (train.bfloat16, "float32"):
+        attention = train.fused_attention(config, train.Place("cpu", np, np, dtype), 33)
+        decoder = train.Decoder(config, weights, dtype=dtype)
+        found.append(train.loss_and_gradients(decoder, tokens, attention))
+    (rounded_loss, rounded), (loss, exact) = found
+    # Some twenty roundings one behind the other, forwards and back, each by 2^-9 at most.
+    rounding = 20 * 2**-9
+    assert rounded_loss == pytest.approx(loss, rel=rounding)
+    difference = sum(((rounded[name] - exact[name]) ** 2).sum() for name in exact)
+    assert difference < rounding**2 * sum((gradient**2).sum() for gradient in exact.values())
+    assert {gradient.dtype for gradient in rounded.values()} == {np.dtype(np.float32)}
+
+
+def test_steps_that_bfloat16_has_no_numbers_for_add_up(
+    train: Any, rng: np.random.Generator
+) -> None:
+    weights = {"w": np.ones((8, 8), np.float32)}
+    optimizer = train.AdamW(weights)
+    for _ in range(STEPS):
+        optimizer.step({"w": rng.uniform(1, 2, (8, 8)).astype(np.float32)}, rate=1e-4)
+    # Each step is about as long as the rate, whatever the gradient's size.
+    assert (weights["w"] < 1 - STEPS * 0.5e-4).all()
+    assert (weights["w"] > 1 - STEPS * 2e-4).all()
+
+
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_command_learns_and_keeps_weights_that_text_is_generated_with(
     train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, backend: str

@@ -23,8 +23,10 @@ struct Weigh {
   T scale_log2;
 
   // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
-  // some pair is hidden by its place, or lies behind the last row.
-  template <bool Masked, class RowOf, class Terms, class Score, class Gradient, class Step>
+  // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
+  // are those of the scaled scores, or of the new ones that the softmax takes.
+  template <bool Masked, bool OfScaled = true, class RowOf, class Terms, class Score,
+            class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
                       Step step) const {
     if constexpr (is_modified) {
@@ -37,12 +39,12 @@ struct Weigh {
                                        step(Keys - 1));
         }
         if (is_inside) {
-          all<Masked, true>(row_of, first_key, terms, score, gradient, step);
+          all<Masked, true, OfScaled>(row_of, first_key, terms, score, gradient, step);
           return;
         }
       }
     }
-    all<Masked, false>(row_of, first_key, terms, score, gradient, step);
+    all<Masked, false, OfScaled>(row_of, first_key, terms, score, gradient, step);
   }
 
  private:
@@ -50,8 +52,8 @@ struct Weigh {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
-  template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Gradient,
-            class Step>
+  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Terms, class Score,
+            class Gradient, class Step>
   __device__ void all(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
                       Step step) const {
 #pragma unroll
@@ -72,7 +74,7 @@ struct Weigh {
           T exponent, slope = 1;
           if constexpr (Mods::changes_scores) {
             exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x);
-            if constexpr (Mods::changes_slope) {
+            if constexpr (OfScaled && Mods::changes_slope) {
               slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
             }
           } else {

@@ -96,6 +96,8 @@ class Launch:
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
         a bias behind the others, if any, and "params" (`params.py`); of a backward problem
         "gradient_maps", if any, and "gradients".
+    source
+        File that has the function where it is not the family's own.
     """
 
     entry: str
@@ -106,6 +108,7 @@ class Launch:
     min_blocks: int | None = None
     cluster: int = 0
     arguments: tuple[str, ...] = ("params",)
+    source: str | None = None
 
     def __post_init__(self) -> None:
         assert self.arguments in _ARGUMENTS, "what launches hand over"
@@ -169,6 +172,8 @@ class Schedule:
         Query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
     tensor_maps
         Of which arrays the kernels take tensor maps, in order.
+    parts
+        Where in the workspace parts begin that kernels are given an address of, by its name.
     """
 
     launches: tuple[Launch, ...]
@@ -177,6 +182,7 @@ class Schedule:
     counters: int = 0
     section_heads: int = 1
     tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def main(self) -> Launch | None:

@@ -33,25 +33,28 @@ struct Weigh {
   T scale_log2;
 
   // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
-  // some pair is hidden by its place, or lies behind the last row.
-  template <bool Masked, class RowOf, class Terms, class Score, class Gradient, class Step>
+  // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
+  // are those of the scaled scores, or of the new ones that the softmax takes.
+  template <bool Masked, bool OfScaled = true, class RowOf, class Terms, class Score,
+            class Gradient, class Step>
   __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
                       Step step) const {
-    visit<Masked>(row_of, first_key, terms, score, step,
-                  [&](int r, int n, bool seen, T exponent, T slope) {
-                    const T probability = seen ? Math::exp2(exponent) : T(0);
-                    const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
-                    score(r, n) = probability;
-                    gradient(r, n) = seen ? of_score : T(0);
-                  },
-                  0, Queries);
+    visit<Masked, OfScaled>(
+        row_of, first_key, terms, score, step,
+        [&](int r, int n, bool seen, T exponent, T slope) {
+          const T probability = seen ? Math::exp2(exponent) : T(0);
+          const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
+          score(r, n) = probability;
+          gradient(r, n) = seen ? of_score : T(0);
+        },
+        0, Queries);
   }
 
   // Only the first half of it, of the rows from `first` to `last` - 1, where no slope is changed: p.
   template <bool Masked, class RowOf, class Terms, class Score, class Step>
   __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
                         int last) const {
-    visit<Masked>(
+    visit<Masked, true>(
         row_of, first_key, terms, score, step,
         [&](int r, int n, bool seen, T exponent, T) {
           score(r, n) = seen ? Math::exp2(exponent) : T(0);
@@ -91,7 +94,8 @@ struct Weigh {
 
   // Has `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden pairs
   // are to be left out by selection: a NaN in what they are made of leaves no trace.
-  template <bool Masked, class RowOf, class Terms, class Score, class Step, class Put>
+  template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
+            class Put>
   __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
                         int first, int last) const {
     if constexpr (is_modified) {
@@ -104,15 +108,16 @@ struct Weigh {
                                        step(Keys - 1));
         }
         if (is_inside) {
-          visit_all<Masked, true>(row_of, first_key, terms, score, step, put, first, last);
+          visit_all<Masked, true, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
           return;
         }
       }
     }
-    visit_all<Masked, false>(row_of, first_key, terms, score, step, put, first, last);
+    visit_all<Masked, false, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
   }
 
-  template <bool Masked, bool Inside, class RowOf, class Terms, class Score, class Step, class Put>
+  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Terms, class Score,
+            class Step, class Put>
   __device__ void visit_all(RowOf row_of, int first_key, Terms terms, Score score, Step step,
                             Put put, int first, int last) const {
 #pragma unroll
@@ -131,7 +136,7 @@ struct Weigh {
           T exponent, slope = 1;
           if constexpr (Mods::changes_scores) {
             exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x);
-            if constexpr (Mods::changes_slope) {
+            if constexpr (OfScaled && Mods::changes_slope) {
               slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
             }
           } else {

@@ -31,7 +31,7 @@ def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     found: list[Launch] = []
     if gradient.wants("sinks"):
         found.append(_launch("sink_gradients", problem.heads_q, "sink", threads=_SINK_THREADS))
-    if gradient.bias is not None and math.prod(gradient.bias):
+    if gradient.bias is not None and 0 not in gradient.bias:
         parts = bias_parts(problem, device)
         found.append(_tiled(problem, "bias_gradients", bias_tiles(problem) * parts, "bias"))
         if parts > 1:

@@ -114,14 +114,17 @@ class QuerySums:
 
     def workspace(self, problem: Problem) -> int:
         """Bytes of row terms, counters and sums."""
-        layout = problem.layout
         counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
-        tiles = counters
-        if layout.packed_q:
-            tiles = problem.heads_q * (layout.total_q // self.Br + problem.batch)
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
-        sums = tiles * self.Br * self.columns * _WORD
+        sums = self.places(problem) * self.Br * self.columns * _WORD
         return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
+
+    def places(self, problem: Problem) -> int:
+        """Tiles that there is room for."""
+        layout = problem.layout
+        if layout.packed_q:
+            return problem.heads_q * (layout.total_q // self.Br + problem.batch)
+        return problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
 
 
 def _query_rows(problem: Problem) -> int:

@@ -23,7 +23,7 @@ from cupy_flash.problem.tile import Tile
 
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Behind an image of a tile of float32, and threads that make one (`kernels_cu/backward/images.cuh`).
+# Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
 _SCALES_BYTES = 128
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"

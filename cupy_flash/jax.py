@@ -113,6 +113,9 @@ def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         inputs, results = saved
+        # Zeros that JAX makes of what nothing depends on lie on its default device.
+        (device,) = inputs[0].devices()
+        gradients = jax.device_put(gradients, device)
         return call.pull_back(inputs, results, gradients, call.names)
 
     attention.defvjp(forward, backward)

@@ -158,7 +158,8 @@ def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) 
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
-                return _Attention.apply(call, return_lse, *inputs)
+                function = _AttentionAndLse if return_lse else _Attention
+                return function.apply(call, *inputs)
     return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
@@ -171,27 +172,54 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
     return run(call, inputs, return_lse)
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """A call in autograd's graph."""
+# What `Function.apply` does besides, for functorch's transforms, takes 2.5 us. Of their tensors no
+# memory can be read.
+_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
+class _Attention(_Function):  # type: ignore[misc]
+    """A call in autograd's graph, of which out is used alone."""
 
     @staticmethod
-    def forward(ctx: Any, call: DifferentiableCall, return_lse: bool, *inputs: Tensor) -> Any:
-        out, lse = call.run(_without_graph(inputs))
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.save_for_backward(*inputs, out, lse)
-        return (out, lse) if return_lse else out
+    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        return _saved(ctx, call, inputs)[0]
 
-    # A second derivative of it is an error.
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        given = (dout, dlse)
-        return None, None, *_pull_back(ctx.call, tuple(inputs), (out, lse), given, needed)
+        pull_back = _pull_back_once if torch.is_grad_enabled() else _pull_back_saved
+        result: tuple[Tensor | None, ...] = pull_back(ctx, dout, dlse)
+        return result
+
+
+class _AttentionAndLse(_Attention):
+    """One of which both out and lse are."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        return _saved(ctx, call, inputs)
+
+
+def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
+    """Out and lse, kept with what they are of."""
+    results = call.run(_without_graph(inputs))
+    ctx.set_materialize_grads(False)
+    ctx.call = call
+    ctx.save_for_backward(*inputs, *results)
+    return results
+
+
+def _pull_back_saved(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    needed = ctx.needs_input_grad[1:]
+    return None, *_pull_back(ctx.call, tuple(inputs), (out, lse), (dout, dlse), needed)
+
+
+# A second derivative of it is an error.
+_pull_back_once = once_differentiable(_pull_back_saved)
 
 
 def _pull_back(
@@ -200,20 +228,22 @@ def _pull_back(
     results: tuple[Tensor, Tensor],
     gradients: tuple[Tensor | None, Tensor | None],
     needed: tuple[bool, ...],
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """A gradient for each input, None where none is needed."""
     dout, dlse = gradients
-    found: list[Tensor | None] = [None] * len(inputs)
     if dout is None and dlse is None:
-        return found
+        return (None,) * len(inputs)
     if dout is None:
         dout = torch.zeros((), dtype=results[0].dtype, device=results[0].device)
         dout = dout.expand(results[0].shape)
-    wrt = tuple([name for name, is_needed in zip(call.names, needed, strict=True) if is_needed])
+    wrt = call.names
+    if not all(needed):
+        wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
     new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
-    for name, gradient in zip(wrt, new, strict=True):
-        found[call.names.index(name)] = gradient
-    return found
+    if len(new) == len(inputs):
+        return new
+    found = dict(zip(wrt, new, strict=True))
+    return tuple([found.get(name) for name in call.names])
 
 
 def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

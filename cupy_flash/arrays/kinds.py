@@ -217,7 +217,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     if root == "torch":
         return to_torch
     if is_jax(array):
-        return _to_jax
+        return functools.partial(_to_jax, like=array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
@@ -238,7 +238,11 @@ def to_torch(result: Any) -> Any:
     return torch.from_dlpack(result)
 
 
-def _to_jax(result: Any) -> Any:
+def _to_jax(result: Any, like: Any) -> Any:
     import jax
 
-    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, None)
+    if not isinstance(result, np.ndarray):
+        return to_jax(result, None)
+    # JAX's default device may be a GPU.
+    (device,) = like.devices()
+    return jax.device_put(result, device)

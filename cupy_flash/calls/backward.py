@@ -18,17 +18,22 @@ from cupy_flash.calls.gradients import (
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
-from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.environment import cupy_module
-from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
+from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.gpu.tensor_map import TensorMaps
+from cupy_flash.mods.modification import prefixed
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 
-# Behind the addresses of a call's arguments: where results and scratch lie.
-_RESULTS = tuple(f"new_{name}" for name in WRITTEN)
-_VALUES = (*_RESULTS, "workspace")
+# Names of the values that params are packed from, behind the addresses of a call's arguments: where
+# the gradient of an input lies, the workspace, and parts of that.
+_RESULT, _WORKSPACE = "gradient of ", "workspace"
+# Fields of gradients of other inputs than q, k and v.
+_FIELDS = {"bias": "dbias", "sinks": "dsinks"}
 
 
 @dataclass(frozen=True)
@@ -38,34 +43,32 @@ class Call:
     Attributes
     ----------
     results
-        Shape and dtype of dq, dk and dv; None of one that is not wanted.
+        Shape and dtype of each gradient, in order.
     places
-        Of dq, dk and dv among the addresses.
-    order
-        Which of them are returned, in order.
+        Of the arrays among the call's that gradients may be written to; None where there is no such
+        argument.
     of_torch
         Whether results are tensors.
     apart
         Of all arrays of the call.
-    params
-        What kernels are given, but for the addresses.
     scratch
         Bytes of the plan's workspace.
-    kernels
+    parts
+        Where in it parts begin that kernels are given an address of.
+    launches
         None where there is no query.
     is_cleared
         Whether results are zeros first: rows of no sequence have no kernel, nor have keys without
         queries.
     """
 
-    results: tuple[ResultSpec | None, ...]
-    places: tuple[int, ...]
-    order: tuple[int, ...]
+    results: tuple[ResultSpec, ...]
+    places: tuple[int | None, ...]
     of_torch: bool
     apart: OverlapCheck
-    params: PackedStruct
     scratch: int
-    kernels: tuple[LoadedLaunch, ...]
+    parts: tuple[int, ...]
+    launches: Launches
     is_cleared: bool
 
     def run(
@@ -76,21 +79,21 @@ class Call:
         found: list[Any] = []
         values = addresses
         for place, spec in zip(self.places, self.results, strict=True):
-            array, at = arguments[place], addresses[place]
-            if array is None and spec is not None:
+            array = None if place is None else arguments[place]
+            if place is None or array is None:
                 array, at = empty(arguments.q, spec, of_torch=self.of_torch)
+            else:
+                at = addresses[place]
             found.append(array)
             values += (at,)
-            if self.is_cleared and array is not None:
+            if self.is_cleared:
                 as_cupy(array).fill(0)
         memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
-        values += (0 if memory is None else memory.ptr,)
-        by_value = thread_arguments()
-        self.params.pack_into(by_value.memory, values)
-        given = (by_value.pointer,)
-        for kernel, grid, block, shared_memory, _takes_maps in self.kernels:
-            kernel(grid, block, given, shared_memory)
-        return tuple([found[i] for i in self.order])
+        scratch = 0 if memory is None else memory.ptr
+        values += (scratch, *[scratch + part for part in self.parts])
+        if self.launches:
+            self.launches.run(values)
+        return tuple(found)
 
 
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
@@ -122,13 +125,17 @@ def prepare(
     apart = OverlapCheck(fields, arguments, WRITTEN)
     apart.check(tuple(0 if array is None else address_of(array) for array in arguments))
     plan = make_plan(problem, device, family=options.family, tile=options.tile)
-    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", "workspace")}
-    sources |= {name: new for name, new in zip(WRITTEN, _RESULTS, strict=True)}
+    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
+    sources |= {_field_of(name): _RESULT + name for name in options.wrt}
+    parts = plan.schedule.parts
+    sources |= {name: name for name in parts}
     optional = ("dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     sources |= {name: name for name in optional if getattr(arguments, name) is not None}
     if problem.layout.kind == "padded":
         sources["seqused_k"] = "seqlens_k"
     fixed = fixed_fields(plan)
+    if (of_bias := bias_fields(problem, device)) is not None:
+        fixed["dbias"] = of_bias
     if options.modifiers is not None:
         sizes = sizes_of(problem)
         arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
@@ -136,18 +143,26 @@ def prepare(
             options.modifiers, arrays, sizes, problem.softmax_scale
         )
         sources |= {f"mods.{name}.data": name for name in captured}
-    wanted = tuple(f"d{name}" for name in options.wrt)
+    results = tuple(_RESULT + name for name in options.wrt)
+    names, maps = (*fields, *results, _WORKSPACE, *parts), plan.schedule.tensor_maps
     return Call(
-        results=tuple(
-            result_spec(arguments, options, name[1:]) if name in wanted else None
-            for name in WRITTEN
-        ),
-        places=tuple(fields.index(name) for name in WRITTEN),
-        order=tuple(WRITTEN.index(name) for name in wanted),
+        results=tuple(result_spec(arguments, options, name) for name in options.wrt),
+        places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
         of_torch=of_torch,
         apart=apart,
-        params=PackedStruct(params_dtype(problem), fixed, sources, (*fields, *_VALUES)),
         scratch=plan.workspace,
-        kernels=loaded_launches(plan),
+        parts=tuple(parts.values()),
+        launches=Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps(maps, names) if maps else None,
+        ),
         is_cleared=problem.is_empty or not problem.layout.is_equal,
     )
+
+
+def _field_of(name: str) -> str:
+    """The field that has the address of an input's gradient."""
+    if name in ROWS:
+        return f"d{name}"
+    return _FIELDS.get(name) or f"dcaptures.{prefixed(*name.split('.'))}"

@@ -20,7 +20,7 @@ from cupy_flash.calls.arguments import Arguments, problem_of, with_modifiers
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import ResultSpec
 from cupy_flash.problem.backward import with_gradient
-from cupy_flash.problem.gradient import ROWS, GradientSpec
+from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
 from cupy_flash.problem.problem import Problem
 
 
@@ -105,14 +105,32 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         require_float(f"d{name}", given)
         require_in_place(f"d{name}", given)
         gradients[name] = spec_of(to_bshd(given, layout), address_of(given))
-    spec = GradientSpec(options.wrt, dtype, arguments.dlse is not None)
+    spec = GradientSpec(
+        options.wrt,
+        dtype,
+        arguments.dlse is not None,
+        as_inputs=options.grad_dtype is None,
+        bias=_bias_axes(arguments) if "bias" in options.wrt else None,
+        captured=sum(_input(arguments, n).size for n in options.wrt if n.startswith(OF_MOD)),
+    )
     return with_gradient(problem, spec, dout, gradients)
+
+
+def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:
+    shape = tuple(_input(arguments, "bias").shape)
+    batch, heads, rows, keys = (1,) * (4 - len(shape)) + shape
+    return batch, heads, rows, keys
+
+
+def _input(arguments: GradientArguments, name: str) -> Any:
+    """The array that a gradient is of, by its name in `Options.wrt`."""
+    # Captures are called so among a call's arrays.
+    return getattr(arguments, name.replace(".", "_"))
 
 
 def result_spec(arguments: GradientArguments, options: Options, name: str) -> ResultSpec:
     """Shape and dtype of the new gradient of an input."""
-    # Captures are called so among a call's arrays.
-    like = getattr(arguments, name.replace(".", "_"))
+    like = _input(arguments, name)
     dtype = like.dtype if options.grad_dtype is None else np.dtype(options.grad_dtype)
     return tuple(like.shape), dtype
 

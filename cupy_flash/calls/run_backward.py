@@ -51,7 +51,7 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     ValueError
         For none, a name twice, or of no input that has a gradient.
     """
-    if wrt is None and not modifications:
+    if wrt == ROWS or (wrt is None and not modifications):
         return ROWS
     differentiable = getattr(modifications.get("score_mod"), "differentiable", ())
     captures = tuple(OF_MOD + name for name in differentiable)

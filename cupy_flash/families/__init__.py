@@ -8,6 +8,7 @@ from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
 from cupy_flash.families.fused_backward import FusedFamily
 from cupy_flash.families.hopper import HopperFamily
+from cupy_flash.families.hopper_backward import HopperBackwardFamily
 from cupy_flash.families.mma import MmaFamily
 from cupy_flash.families.mma_backward import MmaBackwardFamily
 from cupy_flash.families.naive import NaiveFamily
@@ -20,7 +21,13 @@ FAMILIES: dict[str, dict[str, Family[Any]]] = {
         for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
     },
     "backward": {
-        family.name: family for family in (FusedFamily(), MmaBackwardFamily(), SimtBackwardFamily())
+        family.name: family
+        for family in (
+            HopperBackwardFamily(),
+            FusedFamily(),
+            MmaBackwardFamily(),
+            SimtBackwardFamily(),
+        )
     },
 }
 FORWARD = FAMILIES["forward"]

@@ -1,7 +1,8 @@
-"""Gradients of 16-bit inputs on tensor cores in one pass: `kernels_cu/backward/fused.cu`."""
+"""Gradients of 16-bit inputs and float32 in one pass: `kernels_cu/backward/fused.cu`."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from cupy_flash.problem.tile import Tile
 
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
+# Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
+_SCALES_BYTES = 128
+_IMAGE_THREADS = 256
+TILE_IMAGES = "tile_images"
 # Addresses, counters and the operands of products.
 _OTHER_REGISTERS = 40
 # Rows of dq that a warp sums up, where there are as many.
@@ -85,8 +90,11 @@ class FusedFamily(Family[FusedTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if device.arch < 80:
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
-        if problem.itemsize != 2:
-            return f"computes gradients of 16-bit inputs, not of {problem.dtype}"
+        if problem.dtype == "float64":
+            return "has no products of float64"
+        score = problem.score
+        if problem.dtype == "float32" and score is not None and score.changes_slope:
+            return "knows no bound of float32 gradients of scores that a function or a cap changes"
         if reason := gradients.why_not(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
@@ -150,14 +158,27 @@ class FusedFamily(Family[FusedTile]):
     def shared_memory(self, problem: Problem, tile: FusedTile) -> int:
         row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
         pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
-        return tile.Bc * row_bytes + pairs + tile.stages * tile.Br * (row_bytes + _TERMS_BYTES)
+        scales = _SCALES_BYTES if _in_pieces(problem) else 0
+        stage = tile.Br * (row_bytes + _TERMS_BYTES) + scales
+        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
 
     def schedule(self, problem: Problem, device: Device, tile: FusedTile) -> Schedule:
         assert problem.gradient is not None
         of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
         shared_memory = self.shared_memory(problem, tile)
         threads = 32 * tile.warps
-        launches = [
+        launches = []
+        if _in_pieces(problem):
+            launches.append(
+                Launch(
+                    TILE_IMAGES,
+                    "fused_tile_images",
+                    (of_keys + of_queries, 1, 1),
+                    _IMAGE_THREADS,
+                    arguments=("gradients",),
+                )
+            )
+        launches.append(
             Launch(
                 KEY_GRADIENTS,
                 "fused_gradients",
@@ -167,7 +188,7 @@ class FusedFamily(Family[FusedTile]):
                 tile.min_blocks,
                 arguments=("gradients",),
             )
-        ]
+        )
         if problem.gradient.wants("q"):
             launches.append(
                 Launch(
@@ -179,13 +200,12 @@ class FusedFamily(Family[FusedTile]):
                 )
             )
         slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
-        return gradients.schedule(
-            problem,
-            device,
-            launches,
-            self._sums(problem, tile),
-            _section(problem, device, tile, slots),
+        sums = self._sums(problem, tile)
+        schedule = gradients.schedule(
+            problem, device, launches, sums, _section(problem, device, tile, slots)
         )
+        images = _image_bytes(problem, tile, sums) if _in_pieces(problem) else 0
+        return dataclasses.replace(schedule, workspace=schedule.workspace + images)
 
     def _sums(self, problem: Problem, tile: FusedTile) -> QuerySums:
         gradient = problem.gradient
@@ -218,6 +238,23 @@ def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
     """Columns of q and k, and of v and dout, in shared memory: 16 for each warp of a row."""
     unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
+
+
+def _in_pieces(problem: Problem) -> bool:
+    """Whether tiles are images in the workspace: pairs of float16 in place of float32."""
+    return problem.dtype == "float32"
+
+
+def _image_bytes(problem: Problem, tile: FusedTile, sums: QuerySums) -> int:
+    """Of all images of tiles."""
+    layout = problem.layout
+    keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
+    if layout.packed_k:
+        keys = problem.heads_kv * (layout.total_k // tile.Bc + problem.batch)
+    row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
+    of_queries = tile.Br * (row_bytes + _TERMS_BYTES) + _SCALES_BYTES
+    of_keys = tile.Bc * row_bytes + _SCALES_BYTES
+    return sums.places(problem) * of_queries + keys * of_keys
 
 
 def _section(problem: Problem, device: Device, tile: FusedTile, slots: int) -> int:

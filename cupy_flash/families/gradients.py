@@ -6,13 +6,13 @@ Each row of dk, dv and dq is summed up in one order: same inputs, same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from cupy_flash.families import other_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
-from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
 _TERMS_THREADS = 256
@@ -25,9 +25,6 @@ def why_not(problem: Problem) -> str | None:
     """Why no kernel of gradients serves a problem; None if they may."""
     if problem.layout.page_size or problem.layout.kind == "cached":
         return "computes no gradients of a cache"
-    assert problem.gradient is not None
-    if others := [name for name in problem.gradient.wrt if name not in ROWS]:
-        return f"computes no gradient of {', '.join(others)}"
     return None
 
 
@@ -45,7 +42,8 @@ def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
 
 def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
     """Why such tiles are more than a launch takes, or None if they are not."""
-    blocks = max(*blocks_of(problem, keys, queries), _terms_blocks(problem))
+    own = blocks_of(problem, keys, queries)
+    blocks = max(*own, _terms_blocks(problem), other_gradients.bias_tiles(problem))
     if blocks > MAX_GRID:
         return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
     return None
@@ -57,6 +55,7 @@ def schedule(
     launches: Iterable[Launch],
     sums: QuerySums | None = None,
     section_heads: int = 0,
+    tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
     """That of the kernels that sum up rows, of which those without rows are left out.
 
@@ -68,6 +67,8 @@ def schedule(
         Of dq in the workspace, where blocks add to it.
     section_heads
         Query heads whose tiles are interleaved; 0 for those that L2 has place for.
+    tensor_maps
+        Of which arrays the kernels take tensor maps.
     """
     terms = Launch(
         ROW_TERMS,
@@ -76,12 +77,25 @@ def schedule(
         _TERMS_THREADS,
         arguments=("gradients",),
     )
-    return Schedule(
-        (terms, *(launch for launch in launches if launch.grid[0])),
-        workspace=_query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+    workspace = (
+        _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
         if sums is None
-        else sums.workspace(problem),
+        else sums.workspace(problem)
+    )
+    parts = {}
+    for name, size in other_gradients.workspace(problem, device).items():
+        parts[name] = round_up(workspace, _PART_BYTES)
+        workspace = parts[name] + size
+    return Schedule(
+        (
+            terms,
+            *(launch for launch in launches if launch.grid[0]),
+            *other_gradients.launches(problem, device),
+        ),
+        workspace=workspace,
         section_heads=section_heads or heads_in_l2(problem, device),
+        tensor_maps=tensor_maps or {},
+        parts=parts,
     )
 
 
@@ -100,14 +114,17 @@ class QuerySums:
 
     def workspace(self, problem: Problem) -> int:
         """Bytes of row terms, counters and sums."""
-        layout = problem.layout
         counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
-        tiles = counters
-        if layout.packed_q:
-            tiles = problem.heads_q * (layout.total_q // self.Br + problem.batch)
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
-        sums = tiles * self.Br * self.columns * _WORD
+        sums = self.places(problem) * self.Br * self.columns * _WORD
         return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
+
+    def places(self, problem: Problem) -> int:
+        """Tiles that there is room for."""
+        layout = problem.layout
+        if layout.packed_q:
+            return problem.heads_q * (layout.total_q // self.Br + problem.batch)
+        return problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
 
 
 def _query_rows(problem: Problem) -> int:
@@ -121,7 +138,9 @@ def _terms_blocks(problem: Problem) -> int:
 
 def config(problem: Problem, sums: QuerySums | None = None) -> dict[str, int | bool]:
     """Members of the `Config` struct that all kernels of gradients read."""
+    assert problem.gradient is not None
     return {
+        "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,

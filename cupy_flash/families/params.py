@@ -74,7 +74,19 @@ BLOCK_MAP_DTYPE = np.dtype(
 )
 
 
-# Of kernels that compute gradients, behind all else: mirrored in backward/params.cuh.
+# Mirrored in backward/params.cuh, as is what follows.
+BIAS_GRADIENT_DTYPE = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch", np.int32),
+        ("heads", np.int32),
+        ("rows", np.int32),
+        ("keys", np.int32),
+        ("parts", np.int64),
+    ]
+)
+
+# Of kernels that compute gradients, behind all else.
 GRADIENTS_DTYPE = np.dtype(
     [
         ("dout", TENSOR_DTYPE),
@@ -83,6 +95,9 @@ GRADIENTS_DTYPE = np.dtype(
         ("dv", TENSOR_DTYPE),
         ("dlse", np.uint64),
         ("dsinks", np.uint64),
+        ("dbias", BIAS_GRADIENT_DTYPE),
+        ("bias_parts", np.uint64),
+        ("capture_sums", np.uint64),
     ]
 )
 
@@ -99,7 +114,12 @@ def params_dtype(problem: Problem) -> np.dtype:
     assert GRADIENTS_DTYPE.fields is not None
     fields = {name: field[:2] for name, field in forward.fields.items()}
     fields |= {n: (f[0], forward.itemsize + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
-    return _struct(fields, forward.itemsize + GRADIENTS_DTYPE.itemsize)
+    end = forward.itemsize + GRADIENTS_DTYPE.itemsize
+    if problem.score is not None:
+        captures = problem.score.differentiable or ("_",)
+        fields["dcaptures"] = (np.dtype([(name, np.uint64) for name in captures]), end)
+        end += fields["dcaptures"][0].itemsize
+    return _struct(fields, end)
 
 
 def _forward_dtype(problem: Problem) -> np.dtype:
@@ -127,6 +147,8 @@ def layout_assertions(problem: Problem) -> str:
     """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
     name = "Params" if problem.gradient is None else "GradientParams"
     structs = [("Tensor", TENSOR_DTYPE), (name, params_dtype(problem))]
+    if problem.gradient is not None:
+        structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))
     if problem.score is not None:
         structs += [("ModArguments", problem.score.dtype), ("BlockMap", BLOCK_MAP_DTYPE)]
     return assertions(*structs)

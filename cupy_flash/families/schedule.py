@@ -24,6 +24,7 @@ _TYPES = {
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
+    "gradient_maps": "GradientMaps",
 }
 # What a kernel may be given, in order.
 _ARGUMENTS = (
@@ -31,7 +32,7 @@ _ARGUMENTS = (
     ("maps", "params"),
     ("biased_maps", "params"),
     ("gradients",),
-    ("maps", "gradients"),
+    ("gradient_maps", "gradients"),
 )
 
 
@@ -93,8 +94,10 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`), or "gradients" of a backward
-        problem.
+        a bias behind the others, if any, and "params" (`params.py`); of a backward problem
+        "gradient_maps", if any, and "gradients".
+    source
+        File that has the function where it is not the family's own.
     """
 
     entry: str
@@ -105,6 +108,7 @@ class Launch:
     min_blocks: int | None = None
     cluster: int = 0
     arguments: tuple[str, ...] = ("params",)
+    source: str | None = None
 
     def __post_init__(self) -> None:
         assert self.arguments in _ARGUMENTS, "what launches hand over"
@@ -168,6 +172,8 @@ class Schedule:
         Query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
     tensor_maps
         Of which arrays the kernels take tensor maps, in order.
+    parts
+        Where in the workspace parts begin that kernels are given an address of, by its name.
     """
 
     launches: tuple[Launch, ...]
@@ -176,6 +182,7 @@ class Schedule:
     counters: int = 0
     section_heads: int = 1
     tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def main(self) -> Launch | None:

@@ -88,13 +88,13 @@ class Slopes(NamedTuple):
         The derivative by the scaled score.
     partials
         Derivatives by elements of captures.
-    differentiable
-        How many captures have gradients.
+    names
+        Of the captures that have gradients, by number.
     """
 
     slope: Node
     partials: tuple[Partial, ...]
-    differentiable: int
+    names: tuple[str, ...]
 
 
 def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
@@ -108,8 +108,8 @@ def slopes_of(score: Node | None, names: tuple[str, ...]) -> Slopes:
         Of the captured arrays of reals whose gradients are asked for, by number.
     """
     if score is None:
-        return Slopes(ONE, (), len(names))
-    return Slopes(derivative(score, SCORE), partials(score, names), len(names))
+        return Slopes(ONE, (), names)
+    return Slopes(derivative(score, SCORE), partials(score, names), names)
 
 
 class _Tangents:

@@ -91,7 +91,9 @@ def emit(
     - ``changes_slope``, false where new scores grow as the scaled scores do,
     - ``Real slope(a, row, keys, step, x, pairs)``, how much the new score grows with the scaled
       one, of the same x as ``exponent``; it may be NaN or infinite where nothing is seen,
-    - ``differentiable``, how many captures have gradients,
+    - ``differentiable``, how many captures have gradients, and ``loads``, how many elements of them
+      a pair reads at most,
+    - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
     - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
       gradient)`` for each load of such a capture: its number, which element is read, counted in
       the order of C, and the weight, which is the gradient of the new score, times the derivative;
@@ -172,9 +174,13 @@ class _Emission:
         of_slope = self._returned(self._lowered(_of_product(slopes.slope)), self._pairwise)
         constants = [
             f"static constexpr bool changes_slope = {_bool(slopes.slope is not ONE)};",
-            f"static constexpr int differentiable = {slopes.differentiable};",
+            f"static constexpr int differentiable = {len(slopes.names)};",
+            f"static constexpr int loads = {len(slopes.partials)};",
         ]
+        visits = [f"visit({number}, a.{name});" for number, name in enumerate(slopes.names)]
         functions = [
+            "template <class Visit>",
+            *_function("void visit_differentiable(const ModArguments& a, Visit&& visit)", visits),
             *_function_of_score("slope", of_slope),
             "template <bool Inside = false, class Add>",
             *_function(f"void spread({_SPREAD_PARAMETERS})", self._spread(slopes.partials)),

@@ -22,11 +22,21 @@ class GradientSpec:
         Of the gradients of q, k and v: that of the inputs, or float32.
     dlse
         Whether the log-sum-exp has a gradient too.
+    as_inputs
+        Whether the gradients of other inputs have those' dtypes; else they have `dtype` as well.
+    bias
+        Axes of the gradient of a bias, if wanted: batch, heads, rows and keys, 1 long where one
+        element serves all. Of packed sequences the first is 1, and rows are those of all.
+    captured
+        Elements of the captured arrays whose gradients are computed, together.
     """
 
     wrt: tuple[str, ...]
     dtype: str
     dlse: bool = False
+    as_inputs: bool = True
+    bias: tuple[int, int, int, int] | None = None
+    captured: int = 0
 
     def wants(self, *names: str) -> bool:
         """Whether the gradient of one of these inputs is computed."""

@@ -12,8 +12,10 @@
 // Where registers do not hold dk and dv of whole rows, side_warps warps share keys: each makes
 // scores of its part of the queries and has its part of the columns of dk and dv, and they exchange
 // p' and ds' through shared memory.
+#include "backward/images.cuh"
 #include "backward/operands.cuh"
 #include "backward/params.cuh"
+#include "backward/pieces.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/row_terms.cuh"
 #include "backward/turns.cuh"
@@ -34,6 +36,9 @@ template <class Config>
 struct FusedGradients {
   using Element = typename Config::Element;
   using Gradient = typename Config::Gradient;
+  using Piece = typename Pieces<Element>::type;  // what shared memory holds
+  static constexpr int pieces = Pieces<Element>::count;
+  static constexpr bool in_pieces = pieces > 1;
   static constexpr bool wants_q = Config::wants_q;
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
@@ -63,12 +68,12 @@ struct FusedGradients {
 
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
-  template <int Dim, int DimOut, int Columns>
+  template <int Dim, int Columns>
   struct ProductConfig {
-    using Element = typename Config::Element;
+    using Element = Piece;
     static constexpr int Bc = Columns;
     static constexpr int head_dim = Dim;
-    static constexpr int head_dim_v = DimOut;
+    static constexpr int head_dim_v = Dim;
     static constexpr bool q_in_registers = false;
   };
   // Of a pair of warps that share keys, one makes scores and the other gradients of p, of the
@@ -77,33 +82,31 @@ struct FusedGradients {
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || side_warps % 2 == 0, "pairs");
 
-  template <int Columns>
-  using OfScoresOf = Products16Bit<ProductConfig<dim, dim_v, Columns>, row_tiles>;
-  template <int Columns>
-  using OfWeightsOf = Products16Bit<ProductConfig<dim_v, dim, Columns>, row_tiles>;
-  using OfScores = OfScoresOf<columns>;
-  using OfWeights = OfWeightsOf<columns>;
   using Scores = float[row_tiles][columns / 8][4];
-  using Layout = typename OfScores::KeyLayout;     // of q and k
-  using LayoutV = typename OfWeights::KeyLayout;   // of v and dout
-  using Pairs = Exchange<Element, Br>;             // of p' and ds': keys by queries
-  using Columns = SharedColumns<Element, Layout, dim, side_warps>;
-  using ColumnsV = SharedColumns<Element, LayoutV, dim_v, side_warps>;
-  using ColumnsOfSums = SharedColumns<Element, Layout, dim, sum_column_warps>;
+  using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
+  using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
+  using Pairs = Exchange<Piece, pieces * Br>;           // of p' and ds': keys by queries
+  using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
+  using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
+  using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
   using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
 
   // Whether queries see other keys than their sequence's.
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
-  // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms.
+  // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
+  // pieces, k and v, and a stage, are images with scales behind them.
   using Terms = RowTerms<float>;
+  using Images = TileImages<Config>;
+  static constexpr int scales_bytes =
+      in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
+  static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = side_warps > 1 && wants_v;
   static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
-  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms)));
-  static constexpr int stages_at =
-      Bc * row_bytes + (1 + (side_warps > 1)) * pairs_bytes;
+  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms))) + scales_bytes;
+  static constexpr int stages_at = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
   static_assert(stages_at + stages * stage_bytes == Config::shared_memory, "as the host planned");
 
   template <int Rows, int Dim, class TileLayout>
@@ -166,7 +169,7 @@ struct FusedGradients {
 
   __device__ unsigned keys_at() const { return shared; }
   __device__ unsigned values_at() const { return shared + Bc * Layout::row_bytes; }
-  __device__ unsigned ds_at() const { return shared + Bc * row_bytes; }
+  __device__ unsigned ds_at() const { return shared + keys_bytes; }
   __device__ unsigned p_at() const { return ds_at() + pairs_bytes; }
   __device__ unsigned queries_at(int stage) const {
     return shared + stages_at + stage * stage_bytes;
@@ -190,8 +193,37 @@ struct FusedGradients {
                                    tensor.row_stride, left);
   }
 
+  template <class Image>
+  __device__ static void start_image(unsigned target, const char* source) {
+#pragma unroll
+    for (int first = 0; first < Image::bytes; first += 16 * threads) {
+      const int at = first + 16 * int(threadIdx.x);
+      if (first + 16 * threads > Image::bytes && at >= Image::bytes) break;
+      ptx::cp_async<16>(target + at, source + at, 16);
+    }
+  }
+
+  __device__ void load_keys() {
+    if constexpr (in_pieces) {
+      start_image<typename Images::OfKeys>(
+          keys_at(), Images::of_keys(p, at, work.batch, work.head, work.begin / Bc));
+    } else {
+      const int left = at.seqlen_k - work.begin;
+      start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
+      if constexpr (wants_ds) {
+        start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
+      }
+    }
+  }
+
   __device__ void load(int stage, const Step& step) {
     const int head = step.head;
+    if constexpr (in_pieces) {
+      start_image<typename Images::OfQueries>(
+          queries_at(stage), Images::of_queries(p, at, work.batch, head, step.tile));
+      ptx::cp_async_commit_group();
+      return;
+    }
     const int first = step.tile * Br;
     const int left = at.seqlen_q - first;
     start<Br, Config::head_dim, Layout>(queries_at(stage),
@@ -210,11 +242,7 @@ struct FusedGradients {
   }
 
   __device__ void sweep() {
-    const int keys_left = at.seqlen_k - work.begin;
-    start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, keys_left);
-    if constexpr (wants_ds) {
-      start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, keys_left);
-    }
+    load_keys();
     Step step = {work.head * group(), tiles.end - 1};
     load(0, step);
     int stage = 0;
@@ -284,7 +312,7 @@ struct FusedGradients {
       if (threadIdx.x == 0) await_turn(sums.counters + number, turn, found);
       __syncthreads();
       add_others(stage);
-      add_query_gradients(head, tile, turn);
+      add_query_gradients(stage, head, tile, turn);
       passing = number;
     } else if constexpr (side_warps > 1) {
       __syncthreads();
@@ -314,30 +342,62 @@ struct FusedGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
-    const int key = key_warp() * warp_keys;
-    LeftStep<row_tiles> of_p[steps], of_ds[steps];
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
-      pack_step<Element>(of_ds[step], gradients, step);
-      if constexpr (exchanges_ds) Pairs::write(ds_at(), of_ds[step], key, first / 16 + step);
-    }
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
-      pack_step<Element>(of_p[step], scores, step);
-      if constexpr (exchanges_p) Pairs::write(p_at(), of_p[step], key, first / 16 + step);
-    }
+    Left of_p, of_ds;
+    make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
+    make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      const unsigned right = Columns::lane_address(query_rows, side());
-#pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        Columns::multiply(sums_k, of_ds[step], right + 16 * step * Layout::row_bytes);
-      }
+      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k);
     }
     if constexpr (wants_v) {
-      const unsigned right = ColumnsV::lane_address(dout_rows, side());
+      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v);
+    }
+  }
+
+  // p' or ds' of the warp's keys and of `columns` queries, as a left operand.
+  using Left = LeftStep<row_tiles>[steps][pieces];
+
+  // To where others find it, too, if Exchanges.
+  template <bool Exchanges>
+  __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (in_pieces) {
+        split_step(left[step][0], left[step][1], of, step);
+      } else {
+        pack_step<Element>(left[step][0], of, step);
+      }
+      if constexpr (Exchanges) {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+          Pairs::write(target, left[step][piece], key_warp() * warp_keys,
+                       (piece * Br + first) / 16 + step);
+        }
+      }
+    }
+  }
+
+  // The same of another warp, of the queries from `first` on.
+  __device__ void read(Left& left, unsigned source, int first) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int piece = 0; piece < pieces; ++piece) {
+        Pairs::read(left[step][piece], source, key_warp() * warp_keys,
+                    (piece * Br + first) / 16 + step);
+      }
+    }
+  }
+
+  // sums += factor left right, where only products of pieces have a factor.
+  template <class OwnColumns, class RightLayout, class Sums>
+  __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
+    const unsigned right = OwnColumns::lane_address(right_rows, side());
+    if constexpr (in_pieces) {
+      OwnColumns::add_product(sums, left, right, factor);
+    } else {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
-        ColumnsV::multiply(sums_v, of_p[step], right + 16 * step * LayoutV::row_bytes);
+        OwnColumns::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
       }
     }
   }
@@ -345,14 +405,25 @@ struct FusedGradients {
   template <int Columns>
   __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
                                         unsigned query_rows) {
-    OfScoresOf<Columns>().multiply_queries_keys(
-        scores, keys_at() + key_warp() * warp_keys * Layout::row_bytes, query_rows);
+    multiply_rows<Layout, dim>(scores, keys_at(), query_rows);
   }
   template <int Columns>
   __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
                                         unsigned dout_rows) {
-    OfWeightsOf<Columns>().multiply_queries_keys(
-        gradients, values_at() + key_warp() * warp_keys * LayoutV::row_bytes, dout_rows);
+    multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
+  }
+
+  // sums += left right' of the warp's keys.
+  template <class TileLayout, int Dim, int column_tiles>
+  __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
+                                unsigned right_rows) {
+    const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
+    if constexpr (in_pieces) {
+      ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
+    } else {
+      Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
+          sums, left, right_rows);
+    }
   }
 
   // A warp gives the other what that needs where that will put its p' and ds'.
@@ -409,21 +480,65 @@ struct FusedGradients {
     return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
+  // Of float32, what products of pieces are in units of, and what p and ds are made in units of.
+  // 2^14 p is below 2^15 even where lse is rounded down. A gradient of a score is in no warp's
+  // fragments before it is split, so that its unit comes from what bounds it: norms of rows.
+  struct Units {
+    float score;     // of products of q and k
+    float gradient;  // of those of dout and v, over the unit of ds
+    float delta;     // 1 over the unit of ds
+    float of_q, of_k, of_v;
+    static constexpr float log2_of_p = 14;
+    static constexpr float unit_of_p = 0x1p-14f;
+
+    __device__ Terms of(const Terms& terms) const {
+      if constexpr (!in_pieces) return terms;
+      return {terms.lse_log2 - log2_of_p, terms.delta * delta};
+    }
+  };
+  __device__ Units units(int stage) const {
+    if constexpr (!in_pieces) return {};
+    const auto& queries = *reinterpret_cast<const QueryScales*>(
+        memory + (queries_at(stage) - shared) + Images::OfQueries::scales_at);
+    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
+    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const float inverse = ds.inverse * Units::unit_of_p;
+    return {queries.q * keys.k,   keys.v * inverse * queries.dout, inverse,
+            ds.size * keys.k, ds.size * queries.q,             queries.dout * Units::unit_of_p};
+  }
+
+  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if (Config::Mods::changes_scores) scores[i][j][c] *= unit.score;
+          gradients[i][j][c] *= unit.gradient;
+        }
+      }
+    }
+  }
+
   template <bool Masked>
   __device__ void weigh(Scores& scores, Scores& gradients, int stage, int head, int tile,
                         int first) {
     const int column = first + lane % 4 * 2;  // of the lane's first element in the tile
     const Terms* terms =
         reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared)) + column;
-    const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {p,    mask, at, work.batch,
-                                                             head, scale_log2};
+    const Units unit = units(stage);
+    constexpr bool of_scaled = in_pieces && !Config::Mods::changes_scores;
+    const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
+        p, mask, at, work.batch, head, of_scaled ? scale_log2 * unit.score : scale_log2};
     const auto element = [](auto& of, int r, int n) -> float& {
       return of[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
+    if constexpr (in_pieces) scale(scores, gradients, unit);
     weigh.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
         work.begin + key_warp() * warp_keys + lane / 4,
-        [&](int r) { return terms[r / 2 * 8 + r % 2]; },
+        [&](int r) { return unit.of(terms[r / 2 * 8 + r % 2]); },
         [&](int r, int n) -> float& { return element(scores, r, n); },
         [&](int r, int n) -> float& { return element(gradients, r, n); },
         [](int n) { return n / 2 * 16 + n % 2 * 8; });
@@ -446,42 +561,51 @@ struct FusedGradients {
 #pragma unroll
       for (int pass = 0; pass < passes; ++pass) {
         const int first = (pass * side_warps + (side() + other) % side_warps) * columns;
-        const int key = key_warp() * warp_keys;
-        const unsigned right_v =
-            ColumnsV::lane_address(douts_at(stage) + first * LayoutV::row_bytes, side());
-        const unsigned right =
-            Columns::lane_address(queries_at(stage) + first * Layout::row_bytes, side());
-#pragma unroll
-        for (int step = 0; step < steps; ++step) {
-          LeftStep<row_tiles> left;
-          if constexpr (wants_v) {
-            Pairs::read(left, p_at(), key, first / 16 + step);
-            ColumnsV::multiply(sums_v, left, right_v + 16 * step * LayoutV::row_bytes);
-          }
-          if constexpr (wants_k) {
-            Pairs::read(left, ds_at(), key, first / 16 + step);
-            Columns::multiply(sums_k, left, right + 16 * step * Layout::row_bytes);
-          }
+        Left left;
+        if constexpr (wants_v) {
+          read(left, p_at(), first);
+          add_product<ColumnsV, LayoutV>(sums_v, left, douts_at(stage) + first * LayoutV::row_bytes,
+                                         units(stage).of_v);
+        }
+        if constexpr (wants_k) {
+          read(left, ds_at(), first);
+          add_product<Columns, Layout>(sums_k, left, queries_at(stage) + first * Layout::row_bytes,
+                                       units(stage).of_k);
         }
       }
     }
   }
 
-  __device__ void add_query_gradients(int head, int tile, int turn) {
+  __device__ void add_query_gradients(int stage, int head, int tile, int turn) {
     const TurnOfWarp<Fragments> own(
         QuerySums<Config>(p).template sums<Fragments::floats>(p, at, work.batch, head, tile),
         turn);
     typename TurnOfWarp<Fragments>::Sums sums;
-    own.begin(sums);
+    if constexpr (in_pieces) {
+      clear(sums);
+    } else {
+      own.begin(sums);
+    }
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     const int first_step = warp / sum_column_warps * sum_row_tiles;
 #pragma unroll
     for (int key = 0; key < Bc; key += 16) {
-      LeftStep<sum_row_tiles> left;
-      Pairs::read_transposed(left, ds_at(), key, first_step);
-      ColumnsOfSums::multiply(sums, left, right + key * Layout::row_bytes);
+      LeftStep<sum_row_tiles> left[pieces];
+#pragma unroll
+      for (int piece = 0; piece < pieces; ++piece) {
+        Pairs::read_transposed(left[piece], ds_at(), key, piece * Br / 16 + first_step);
+      }
+      if constexpr (in_pieces) {
+        ColumnsOfSums::multiply(sums, left, right + key * Layout::row_bytes);
+      } else {
+        ColumnsOfSums::multiply(sums, left[0], right + key * Layout::row_bytes);
+      }
     }
-    own.end(sums);
+    if constexpr (in_pieces) {
+      own.add(sums, units(stage).of_q);
+    } else {
+      own.end(sums);
+    }
   }
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
@@ -545,7 +669,7 @@ struct FusedGradients {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = key_warp() * warp_keys + 16 * i + 8 * half + lane / 4;
-        if constexpr (sizeof(Gradient) != sizeof(Element)) {
+        if constexpr (sizeof(Gradient) != sizeof(Piece)) {
           if (row >= left) continue;
           write_row<column_tiles, Dim>(
               output + row * tensor.row_stride, of[i][0] + 2 * half,
@@ -555,12 +679,12 @@ struct FusedGradients {
           for (int j = 0; j < column_tiles; ++j) {
             const int chunk = OwnColumns::column(j, side()) / 8;
             ptx::st_shared(target + TileLayout::offset(row, chunk) + lane % 4 * 4,
-                           pack<Element>(of[i][j][2 * half], of[i][j][2 * half + 1]));
+                           pack<Piece>(of[i][j][2 * half], of[i][j][2 * half + 1]));
           }
         }
       }
     }
-    if constexpr (sizeof(Gradient) == sizeof(Element)) {
+    if constexpr (sizeof(Gradient) == sizeof(Piece)) {
       __syncthreads();
       constexpr int elements = TileLayout::chunk_elements;
 #pragma unroll 4
@@ -588,6 +712,11 @@ __device__ void fused_gradients(const GradientParams& p) {
   const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;
   FusedGradients<Config>(p, work, at, shared_memory).run();
+}
+
+template <class Config>
+__device__ void fused_tile_images(const GradientParams& p) {
+  make_tile_images<Config>(p);
 }
 
 template <class Config>

@@ -1,7 +1,9 @@
 // Products of a warp whose right operand is read by columns, and whose left one comes from
-// registers or from either side of a tile in shared memory. 16-bit elements.
+// registers or from either side of a tile in shared memory. 16-bit elements, or pieces of float32:
+// all big ones of a row and then all small ones.
 #pragma once
 
+#include "backward/pieces.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
 #include "tile/layout.cuh"
@@ -24,6 +26,22 @@ __device__ void pack_step(LeftStep<row_tiles>& left,
       const float (&of)[4] = scores[i][2 * step + half];
       left[i][2 * half] = pack<Element>(of[0], of[1]);
       left[i][2 * half + 1] = pack<Element>(of[2], of[3]);
+    }
+  }
+}
+
+// The same of float32, below 2^15.
+template <int row_tiles, int column_tiles>
+__device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
+                           const float (&scores)[row_tiles][column_tiles][4], int step) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* of = scores[i][2 * step + r / 2] + 2 * (r % 2);
+      const SplitPair pair = SplitPair::of(of[0], of[1]);
+      big[i][r] = pair.big;
+      small[i][r] = pair.small;
     }
   }
 }
@@ -106,9 +124,58 @@ struct SharedColumns {
     }
   }
 
+  // sums += left b of pieces.
+  template <int row_tiles>
+  __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
+                                  const LeftStep<row_tiles> (&left)[2], unsigned b) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      multiply_pieces_at<row_tiles, 2 * steps>(sums, 2 * step, left, b, 0, step);
+    }
+  }
+
+  // sums += factor left b of pieces, of `depth` times 16 rows, summed alone.
+  template <int row_tiles, int depth>
+  __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
+                                     const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
+                                     float factor) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      float alone[row_tiles][2][4] = {};
+#pragma unroll
+      for (int k = 0; k < depth; ++k) multiply_pieces_at<row_tiles, 2>(alone, 0, left[k], b, k, step);
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float& sum = sums[i][2 * step + t][c];
+            sum = fma(alone[i][t][c], factor, sum);
+          }
+        }
+      }
+    }
+  }
+
   // The column of sums [.][j][.] that a lane of that warp has first.
   __device__ static int column(int j, int place) {
     return (j / 2 * sharers + place) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
+  }
+
+ private:
+  // By 16 rows, from 16 k on, of the step's columns.
+  template <int row_tiles, int column_tiles>
+  __device__ static void multiply_pieces_at(float (&sums)[row_tiles][column_tiles][4], int first,
+                                            const LeftStep<row_tiles> (&left)[2], unsigned b, int k,
+                                            int step) {
+    unsigned right[2][4];
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      ptx::ldmatrix_x4_trans(
+          right[piece], Layout::advance(b, 16 * k, 2 * sharers * step + piece * Columns / 8));
+    }
+    multiply_pieces(sums, first, left, right);
   }
 };
 

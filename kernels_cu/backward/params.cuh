@@ -8,6 +8,17 @@
 #include "tile/element.cuh"
 #include "grid/sequences.cuh"
 
+// The contiguous gradient of a bias; an axis is 1 long where one element serves all. Of packed
+// sequences there is no axis of the batch, and rows are those of the whole array.
+struct BiasGradient {
+  void* data;
+  int batch;
+  int heads;
+  int rows;
+  int keys;
+  int64 parts;  // that are summed up by blocks of their own
+};
+
 // What was written by forward, out and lse, is read here.
 struct GradientParams : Params {
   Tensor dout;       // as out
@@ -16,6 +27,13 @@ struct GradientParams : Params {
   Tensor dv;
   const void* dlse;  // as lse, or null
   void* dsinks;      // (heads_q), or null
+  BiasGradient dbias;
+  void* bias_parts;    // of the workspace, see bias_gradients.cuh
+  void* capture_sums;  // and capture_gradients.cuh
+#ifdef CUPY_FLASH_MODIFIED
+  // By the number that device text gives a capture, contiguous; null where nobody wants it.
+  void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
+#endif
 };
 
 // What the gradients of a query row's scores take of the row: p = exp2(score log2(e) - lse_log2)
@@ -37,6 +55,24 @@ __device__ inline int64 first_row_of_head(const Params& p, const Sequence& at, i
   if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + at.q_first;
   return (int64(at.q_batch) * p.heads_q + head) * p.seqlen_q;
 }
+
+// The terms of a row of a sequence's head; behind its last row, of one that sees no key.
+template <class Config, class T = Accumulator<typename Config::Element>>
+__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at, int head,
+                                    int row) {
+  if (row >= at.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
+  return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
+}
+
+// The type of a gradient: the input's, or what the caller asks for of all.
+template <class Config, class Input, bool AsInput = Config::as_inputs>
+struct GradientType {
+  using type = Input;
+};
+template <class Config, class Input>
+struct GradientType<Config, Input, false> {
+  using type = typename Config::Gradient;
+};
 
 // Where a block's sequence lies.
 template <class Config>

@@ -75,6 +75,25 @@ struct TurnOfWarp {
     for_each([&](int i, int j, float* at) { ptx::st_global_v4(at, sums[i][j]); });
   }
 
+  // In place of both: of products that began with nothing, in units of a power of two.
+  __device__ void add(const Sums& sums, float unit) const {
+    for_each([&](int i, int j, float* at) {
+      float x[4] = {};
+#if __CUDA_ARCH__ < 900
+      if (!is_first) ptx::ld_global_cg_v4(x, at);
+#endif
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = fma(sums[i][j][c], unit, x[c]);
+#if __CUDA_ARCH__ >= 900
+      if (!is_first) {
+        ptx::red_add_v4(at, x);
+        return;
+      }
+#endif
+      ptx::st_global_v4(at, x);
+    });
+  }
+
  private:
   template <class Visit>
   __device__ void for_each(Visit visit) const {
@@ -124,17 +143,25 @@ struct QuerySums {
     return (batch * p.heads_q + head) * tiles + tile;
   }
 
+  // Its place among what is kept of each tile, and how many places there are.
+  __device__ int64 place(const GradientParams& p, const Sequence& at, int batch, int head,
+                         int tile) const {
+    if (!is_packed(p)) return number(p, batch, head, tile);
+    return int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch + tile;
+  }
+  __device__ int64 places(const GradientParams& p) const {
+    return is_packed(p) ? int64(p.heads_q) * (p.total_q / Br + p.batch) : counted;
+  }
+
   // Its sums, of so many floats for each tile.
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
                          int tile) const {
-    int64 place = number(p, batch, head, tile);
-    if (is_packed(p)) {
-      place = int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch + tile;
-    }
+    return first_sums() + place(p, at, batch, head, tile) * floats;
+  }
+  __device__ float* first_sums() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
-                                    whole(counted * int64(sizeof(int)))) +
-           place * floats;
+                                    whole(counted * int64(sizeof(int))));
   }
 
  private:

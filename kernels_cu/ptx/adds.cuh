@@ -56,6 +56,44 @@ __device__ inline void red_add_v4(float* global, const float (&x)[4]) {
                : "memory");
 }
 
+// cp.async.bulk: bytes of shared memory to global memory, both on 16 bytes.
+__device__ inline void cp_async_bulk_store(float* global, unsigned shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// cp.reduce.async.bulk.add.f32: the same, added to what is there, each rounded to nearest.
+__device__ inline void cp_reduce_async_bulk_add(float* global, unsigned shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
+// cp.async.bulk.commit_group
+__device__ inline void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// cp.async.bulk.wait_group.read: until at most Pending of this thread's groups still read shared
+// memory.
+template <int Pending>
+__device__ inline void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// cp.async.bulk.wait_group: until all of this thread's groups have written.
+__device__ inline void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// fence.proxy.async of global memory: between what a thread has learnt or tells, and what the copy
+// engine does for it.
+__device__ inline void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 #endif  // __CUDA_ARCH__ >= 900
 
 }  // namespace ptx

@@ -120,6 +120,8 @@ def test_a_second_derivative_is_an_error_and_not_zero(device: str) -> None:
 
 
 @pytest.mark.gpu
+# torch's compiler uses what torch has given up.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_graphs_of_the_compiler_hold_the_operator() -> None:
     inputs = qkv("cuda", torch.float32)
 

@@ -361,7 +361,7 @@ def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
 ) -> None:
     place = generate.Place("cpu", np, np, "float16")
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
-    count = generate.command.params[1].default
+    (count,) = (option.default for option in generate.command.params if option.name == "tokens")
     cached = generate.with_paged_cache(decoder, prompts, count, place, page_size=16)
     found = generate.Comparison.of(
         cached, generate.by_recomputation(decoder, prompts, count, place)

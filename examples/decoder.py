@@ -199,7 +199,7 @@ class Decoder:
         y, of_norm = normalized(x)
         qkv, of_qkv = self._product(y, f"{layer}.qkv")
         qkv = qkv.reshape(*x.shape[:2], config.heads, config.head_dim)
-        q, k, v = self.xp.split(qkv, (config.heads_q, heads_qk), axis=2)
+        q, k, v = self.xp.split(qkv, [config.heads_q, heads_qk], axis=2)
         out, of_attention = attention(layer, q, k, v, self.weights[f"{layer}.sinks"])
         added, of_output = self._product(out.reshape(*x.shape[:2], -1), f"{layer}.attention_output")
 

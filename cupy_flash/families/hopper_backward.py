@@ -43,7 +43,7 @@ _WIDE_REGISTERS = (24, 240)
 _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8
 # Besides those of slots.
-_OTHER_BARRIERS = 7
+_OTHER_BARRIERS = 9
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Tiles of ds that consumers exchange: while one is written, products still read the other.

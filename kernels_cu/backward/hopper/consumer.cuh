@@ -40,6 +40,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
 
   int sums_parity = 1;
+  int sums_slot = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
   Scores scores;     // then p
@@ -197,7 +198,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       ptx::st_shared_v4(at + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
     }
     ptx::fence_proxy_async();
-    Cta::tell(cta.sums_full(consumer));
+    Cta::tell(cta.sums_full(consumer, sums_slot));
+    sums_slot ^= 1;
   }
 };
 

@@ -141,8 +141,12 @@ struct HopperGradientTerms {
   }
 };
 
-// One lane. Adds the consumers' sums of a tile of dq to those in memory when it is the block's turn.
-// The first block stores, so that nothing clears the sums.
+// Two lanes, of two warps. Add the consumers' sums of tiles of dq to those in memory when it is the
+// block's turn, each of every other tile: an add takes longer than its copy from shared memory, and
+// passing a turn on longer still. The first block stores, so that nothing clears the sums.
+//
+//   one    await turn, full | copy, tell empty | await the add, pass on | await turn, full ...
+//   other                   ... await turn, full | copy, tell empty | await the add, pass on ...
 template <class Config>
 struct HopperGradientAdder {
   using Cta = HopperGradientCta<Config>;
@@ -150,11 +154,14 @@ struct HopperGradientAdder {
   using Fragments = typename Cta::Fragments;
 
   const Cta& cta;
+  const int slot;
   int parity = 0;
 
-  __device__ void add_all() {
+  __device__ void add_own() {
+    int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      add(step);
+      if (index == slot) add(step);
+      index ^= 1;
       if (cta.is_last(step)) break;
     }
   }
@@ -172,7 +179,7 @@ struct HopperGradientAdder {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
       constexpr int bytes = Fragments::bytes_of_consumer;
-      ptx::mbarrier_wait(cta.sums_full(consumer), parity);
+      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
       float* part = target + consumer * (bytes / 4);
       if (turn == 0) {
         ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);

@@ -63,6 +63,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   }
 }
 
+// Of wide heads, whose consumers have no registers left to take the sums of other blocks to.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
   using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;

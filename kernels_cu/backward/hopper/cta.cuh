@@ -5,8 +5,10 @@
 //   loader, 1 lane    q_empty, dout_empty                copies by the engine       q_full, dout_full
 //   terms, 1 warp     q_empty                            brings row terms           q_full
 //   adders, 2 lanes   the block's turn, sums_full        add dq to memory           sums_empty, turn
+//                     the last turn of a tile            bring the others' sums     others_full
 //   consumers,        q_full, dout_full, sums_empty,     multiply                   q_empty, dout_empty,
 //     128 lanes each  each other, once a tile                                       sums_full
+//                     others_full                        write dq of the tile       sums_full
 //
 // (of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns).
 //
@@ -98,7 +100,7 @@ struct HopperGradientCta {
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Of k and v; of the sums of dq, or of what is exchanged and of turns.
   static constexpr int sums_slots = 2;
-  static constexpr int other_barriers = 3 + 6;
+  static constexpr int other_barriers = 3 + 8;
   static_assert(consumers == 2, "as many barriers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
@@ -166,6 +168,11 @@ struct HopperGradientCta {
     return ceil_div(seen, Bc) - 1 - work.begin / Bc;
   }
 
+  // Whether none comes behind.
+  __device__ bool is_last_turn(int tile) const {
+    return work.begin / Bc == mask.visible_begin(tile * Br) / Bc;
+  }
+
   // ---- Shared memory.
 
   __device__ unsigned keys_at() const { return shared; }
@@ -207,6 +214,9 @@ struct HopperGradientCta {
   __device__ unsigned sums_full(int consumer, int slot) const {
     return sums_empty(consumers + sums_slots * consumer + slot);
   }
+  __device__ unsigned others_full(int consumer) const {
+    return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
+  }
   // Of those that share keys.
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
@@ -243,6 +253,7 @@ struct HopperGradientCta {
     } else {
       for (int consumer = 0; consumer < consumers; ++consumer) {
         ptx::mbarrier_init(sums_empty(consumer), 1);
+        ptx::mbarrier_init(others_full(consumer), 1);
         for (int slot = 0; slot < sums_slots; ++slot) {
           ptx::mbarrier_init(sums_full(consumer, slot), 4);
         }

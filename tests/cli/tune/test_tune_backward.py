@@ -165,9 +165,9 @@ def test_a_tile_of_the_other_direction_cannot_be_taken_in() -> None:
 
 def test_the_candidates_are_those_of_the_family_of_gradients() -> None:
     found = gpu_candidates([Weighted(BACKWARD)], H200, None, Limits(max_tiles=5))
-    tile_type = FAMILIES["backward"]["mma"].tile_type
+    tile_type = FAMILIES["backward"]["hopper"].tile_type
 
-    assert {candidate.plan.family for candidate in found} == {"mma"}
+    assert {candidate.plan.family for candidate in found} == {"hopper"}
     assert all(isinstance(candidate.tile, tile_type) for candidate in found)
     assert found[0].flops == (2.5 * CASE.flops(),)
 

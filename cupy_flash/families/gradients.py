@@ -136,12 +136,24 @@ def _terms_blocks(problem: Problem) -> int:
     return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
 
 
-def config(problem: Problem, sums: QuerySums | None = None) -> dict[str, int | bool]:
-    """Members of the `Config` struct that all kernels of gradients read."""
+def config(
+    problem: Problem, sums: QuerySums | None = None, *, last_writes: bool = False
+) -> dict[str, int | bool]:
+    """Members of the `Config` struct that all kernels of gradients read.
+
+    Parameters
+    ----------
+    problem, sums
+        As in `schedule`.
+    last_writes
+        Whether the last block that adds to a tile of dq writes it, so that nobody writes tiles
+        without keys.
+    """
     assert problem.gradient is not None
     return {
         "as_inputs": problem.gradient.as_inputs,
         "row_lanes": row_lanes(problem),
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
+        "clears_queries": last_writes and problem.gradient.wants("q") and problem.layout.is_equal,
     }

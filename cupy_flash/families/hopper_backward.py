@@ -43,7 +43,7 @@ _WIDE_REGISTERS = (24, 240)
 _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8
 # Besides those of slots.
-_OTHER_BARRIERS = 7
+_OTHER_BARRIERS = 11
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Tiles of ds that consumers exchange: while one is written, products still read the other.
@@ -192,7 +192,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 arguments=("gradient_maps", "gradients"),
             )
         ]
-        if problem.gradient.wants("q"):
+        if problem.gradient.wants("q") and _is_wide(problem):
             launches.append(
                 Launch(
                     QUERY_GRADIENTS,
@@ -242,7 +242,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile))
+        } | gradients.config(problem, self._sums(problem, tile), last_writes=not _is_wide(problem))
 
 
 def _is_wide(problem: Problem) -> bool:

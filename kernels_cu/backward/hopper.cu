@@ -43,11 +43,11 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
     if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
     if (warp == 1) HopperGradientTerms<Config>{cta}.bring_all();
     if constexpr (Config::wants_q) {
-      if (warp == 2 && is_first) {
+      if (warp >= 2 && is_first) {
         if constexpr (Config::wide) {
-          HopperTurnKeeper<Config>{cta}.keep_all();
+          HopperTurnKeeper<Config>{cta, warp - 2}.keep_own();
         } else {
-          HopperGradientAdder<Config>{cta}.add_all();
+          HopperGradientAdder<Config>{cta, warp - 2}.add_own();
         }
       }
     }
@@ -63,6 +63,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   }
 }
 
+// Of wide heads, whose consumers have no registers left to take the sums of other blocks to.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
   using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;

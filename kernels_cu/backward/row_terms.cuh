@@ -36,7 +36,9 @@ struct RowTermsOf {
     const int head_q = is_packed ? head : head % p.heads_q;
     const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
                           p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride);
-    if (number >= rows || threadIdx.x % lanes != 0) return;
+    if (number >= rows) return;
+    if constexpr (Config::clears_queries) clear_unseeing(p, batch, head_q, row);
+    if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
     T delta = sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
@@ -45,6 +47,19 @@ struct RowTermsOf {
   }
 
  private:
+  // dq of a row without keys, whose tile may be visited by nobody. Of sequences all is 0 before.
+  __device__ static void clear_unseeing(const GradientParams& p, int batch, int head, int row) {
+    using Gradient = typename Config::Gradient;
+    const Mask<Config> mask(p, batch);
+    if (mask.visible_begin(row) < mask.visible_end(row)) return;
+    constexpr int elements = 16 / int(sizeof(Gradient));
+    Gradient* target = p.dq.head<Gradient>(batch, head) + row * p.dq.row_stride;
+    for (int column = threadIdx.x % lanes * elements; column < Config::head_dim;
+         column += lanes * elements) {
+      store_chunk<Gradient, Config::out_alignment>(target + column, {}, Config::head_dim - column);
+    }
+  }
+
   __device__ static T product(const Element* out, const Element* dout) {
     T sum = 0;
 #pragma unroll

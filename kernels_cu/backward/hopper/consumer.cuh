@@ -40,6 +40,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
 
   int sums_parity = 1;
+  int sums_slot = 0;
+  int others_parity = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
   Scores scores;     // then p
@@ -131,7 +133,11 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (sums_queries) {
       Base::template await<wants_k>(query_sums);
-      write_query_sums(query_sums);
+      if (cta.is_last_turn(step.tile)) {
+        finish_query_sums(query_sums, step, slot);
+      } else {
+        write_query_sums(query_sums);
+      }
     }
     Scores next;
     if constexpr (has_next) {
@@ -182,22 +188,47 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     Base::look_for_seen(scores);
   }
 
+  __device__ unsigned sums_at() const {
+    return cta.sums_at(consumer) +
+           Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
+  }
+  __device__ void sums_are_full() {
+    Cta::tell(cta.sums_full(consumer, sums_slot));
+    sums_slot ^= 1;
+    sums_parity ^= 1;
+  }
+
   // Hands the sums of dq to the adder, as they lie.
   __device__ void write_query_sums(const QueryParts& sums) {
     ptx::mbarrier_wait(cta.sums_empty(consumer), sums_parity);
-    sums_parity ^= 1;
-    const unsigned at =
-        cta.sums_at(consumer) +
-        Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
       unsigned of[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
-      ptx::st_shared_v4(at + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
+      ptx::st_shared_v4(sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
     }
     ptx::fence_proxy_async();
-    Cta::tell(cta.sums_full(consumer));
+    sums_are_full();
+  }
+
+  // Adds those of the blocks before, and writes dq. Row terms are in the slot of the queries.
+  __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
+    ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
+    others_parity ^= 1;
+    if (cta.turn_of(step.tile) > 0) {
+#pragma unroll
+      for (int j = 0; j < Fragments::column_tiles; ++j) {
+        unsigned of[4];
+        ptx::ld_shared_v4(of, sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
+      }
+      // The copy engine writes there again.
+      ptx::fence_proxy_async();
+    }
+    sums_are_full();
+    Base::write_query_gradients(sums, step, slot);
   }
 };
 

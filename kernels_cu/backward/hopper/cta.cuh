@@ -4,11 +4,13 @@
 //   who               waits for                          does                       tells
 //   loader, 1 lane    q_empty, dout_empty                copies by the engine       q_full, dout_full
 //   terms, 1 warp     q_empty                            brings row terms           q_full
-//   adder, 1 lane     the block's turn, sums_full        adds dq to memory          sums_empty, turn
+//   adders, 2 lanes   the block's turn, sums_full        add dq to memory           sums_empty, turn
+//                     the last turn of a tile            bring the others' sums     others_full
 //   consumers,        q_full, dout_full, sums_empty,     multiply                   q_empty, dout_empty,
 //     128 lanes each  each other, once a tile                                       sums_full
+//                     others_full                        write dq of the tile       sums_full
 //
-// (of wide heads see wide.cuh: consumers add dq, and what was the adder keeps the turns).
+// (of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns).
 //
 // Of packed sequences and of padded keys, what lies behind the last row belongs to others: there
 // the copies arrive at barriers of their own, where the warp of terms waits for them, clears those
@@ -97,7 +99,8 @@ struct HopperGradientCta {
   static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
   static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
   // Of k and v; of the sums of dq, or of what is exchanged and of turns.
-  static constexpr int other_barriers = 3 + 4;
+  static constexpr int sums_slots = 2;
+  static constexpr int other_barriers = 3 + 8;
   static_assert(consumers == 2, "as many barriers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
@@ -165,6 +168,11 @@ struct HopperGradientCta {
     return ceil_div(seen, Bc) - 1 - work.begin / Bc;
   }
 
+  // Whether none comes behind.
+  __device__ bool is_last_turn(int tile) const {
+    return work.begin / Bc == mask.visible_begin(tile * Br) / Bc;
+  }
+
   // ---- Shared memory.
 
   __device__ unsigned keys_at() const { return shared; }
@@ -198,16 +206,22 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Of consumers with keys of their own.
-  __device__ unsigned sums_full(int consumer) const {
+  // Of consumers with keys of their own. The buffer is one, but two lanes wait for it in turns, each
+  // at a barrier of its own.
+  __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }
-  __device__ unsigned sums_empty(int consumer) const { return sums_full(consumers + consumer); }
+  __device__ unsigned sums_full(int consumer, int slot) const {
+    return sums_empty(consumers + sums_slots * consumer + slot);
+  }
+  __device__ unsigned others_full(int consumer) const {
+    return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
+  }
   // Of those that share keys.
   __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
   __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
-  __device__ unsigned turn_full() const { return barrier(ring_barriers + 5); }
-  __device__ unsigned added() const { return barrier(ring_barriers + 6); }
+  __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
+  __device__ unsigned added(int slot) const { return turn_full(sums_slots + slot); }
   __device__ unsigned q_arrived(int slot) const {
     return barrier(ring_barriers + other_barriers + slot);
   }
@@ -232,12 +246,17 @@ struct HopperGradientCta {
     if (wide) {
       ptx::mbarrier_init(weights_full(), 4);
       ptx::mbarrier_init(pairs_full(), 4);
-      ptx::mbarrier_init(turn_full(), 1);
-      ptx::mbarrier_init(added(), warps);
+      for (int slot = 0; slot < sums_slots; ++slot) {
+        ptx::mbarrier_init(turn_full(slot), 1);
+        ptx::mbarrier_init(added(slot), warps);
+      }
     } else {
       for (int consumer = 0; consumer < consumers; ++consumer) {
-        ptx::mbarrier_init(sums_full(consumer), 4);
         ptx::mbarrier_init(sums_empty(consumer), 1);
+        ptx::mbarrier_init(others_full(consumer), 1);
+        for (int slot = 0; slot < sums_slots; ++slot) {
+          ptx::mbarrier_init(sums_full(consumer, slot), 4);
+        }
       }
     }
     ptx::fence_mbarrier_init();

@@ -141,20 +141,29 @@ struct HopperGradientTerms {
   }
 };
 
-// One lane. Adds the consumers' sums of a tile of dq to those in memory when it is the block's turn.
-// The first block stores, so that nothing clears the sums.
+// Two lanes, of two warps. Add the consumers' sums of tiles of dq to those in memory when it is the
+// block's turn, each of every other tile: an add takes longer than its copy from shared memory, and
+// passing a turn on longer still. The first block stores, so that nothing clears the sums, and the
+// last one adds nothing to memory: its consumers are given the sums of the others.
+//
+//   one    await turn, full | copy, tell empty | await the add, pass on | await turn, full ...
+//   other                   ... await turn, full | copy, tell empty | await the add, pass on ...
 template <class Config>
 struct HopperGradientAdder {
   using Cta = HopperGradientCta<Config>;
   using Step = typename Cta::Step;
   using Fragments = typename Cta::Fragments;
+  static constexpr int bytes = Fragments::bytes_of_consumer;
 
   const Cta& cta;
+  const int slot;
   int parity = 0;
 
-  __device__ void add_all() {
+  __device__ void add_own() {
+    int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      add(step);
+      if (index == slot) add(step);
+      index ^= 1;
       if (cta.is_last(step)) break;
     }
   }
@@ -169,10 +178,19 @@ struct HopperGradientAdder {
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::fence_proxy_async_global();
+    if (cta.is_last_turn(step.tile)) {
+      bring_others(target, turn);
+    } else {
+      add_sums(target, turn);
+      pass_turn(counter);
+    }
+    parity ^= 1;
+  }
+
+  __device__ void add_sums(float* target, int turn) {
 #pragma unroll
     for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
-      constexpr int bytes = Fragments::bytes_of_consumer;
-      ptx::mbarrier_wait(cta.sums_full(consumer), parity);
+      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
       float* part = target + consumer * (bytes / 4);
       if (turn == 0) {
         ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);
@@ -189,8 +207,27 @@ struct HopperGradientAdder {
     // Read is not yet added.
     ptx::cp_async_bulk_wait_group();
     ptx::fence_proxy_async_global();
-    pass_turn(counter);
-    parity ^= 1;
+  }
+
+  // To the buffer of the sums, which are full when the consumers have taken the others'.
+  __device__ void bring_others(const float* source, int turn) {
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      // Of the tile before, by the other lane.
+      ptx::mbarrier_wait(cta.sums_empty(consumer), slot ^ 1);
+      if (turn == 0) {
+        ptx::mbarrier_arrive(cta.others_full(consumer));
+      } else {
+        ptx::mbarrier_arrive_expect_tx(cta.others_full(consumer), bytes);
+        ptx::cp_async_bulk(cta.sums_at(consumer), source + consumer * (bytes / 4), bytes,
+                           cta.others_full(consumer));
+      }
+    }
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
+      ptx::mbarrier_arrive(cta.sums_empty(consumer));
+    }
   }
 };
 

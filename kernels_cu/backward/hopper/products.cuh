@@ -326,6 +326,58 @@ struct HopperGradientProducts {
     }
   }
 
+  // ---- dq, of the consumer's part of a tile.
+
+  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
+    const float scale = signed_scale<Config, float>(cta.p);
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    const int first_column = Fragments::column(warp, 0);
+    Gradient* output = cta.p.dq.template head<Gradient>(cta.at.q_batch, step.head) +
+                       (cta.at.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
+      const int row = step.tile * Br + in_tile;
+      // Of a row without a pair the sums hold 0 times the keys that others see.
+      const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
+                         cta.mask.visible_begin(row) < cta.mask.visible_end(row);
+      scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
+      if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
+      Gradient* target = output + in_tile * cta.p.dq.row_stride;
+      if constexpr (sizeof(Gradient) != sizeof(Element)) {
+        if (row >= cta.at.seqlen_q) continue;
+        write_row<Fragments::column_tiles, Config::head_dim>(
+            target, sums + 2 * half,
+            [&](int j, int c) { return first_column + 8 * j + lane % 4 * 2 + c; });
+      } else {
+        // Four columns of a lane together, of the first eight of sixteen or of the second.
+        const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
+        Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
+#pragma unroll
+        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+          const float* two = sums + 8 * i + 2 * half;
+          chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
+        }
+        if (row >= cta.at.seqlen_q) continue;
+#pragma unroll
+        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+          if (first_column + 16 * i >= Config::head_dim) break;
+          store_columns<Config::head_dim, Config::out_alignment>(
+              target + own + 16 * i, chunks[i], Config::head_dim - own - 16 * i);
+        }
+      }
+    }
+  }
+
+  // A lane has two columns each of two eights, and gets its neighbour's of one of them.
+  __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
+    const bool is_odd = threadIdx.x % 2;
+    const unsigned taken = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+    const unsigned pairs[2] = {is_odd ? taken : first, is_odd ? second : taken};
+    return reinterpret_cast<const Vector<Gradient, 4>&>(pairs);
+  }
+
   // ---- dk and dv.
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.

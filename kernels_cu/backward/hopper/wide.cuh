@@ -7,7 +7,7 @@
 //                        p             ds
 //
 // dq's sums go to memory from registers: in shared memory there is no place for them, nor bandwidth.
-// A lane beside the consumers keeps the block's turns:
+// Lanes beside the consumers keep the block's turns:
 //
 //   keeper     has found its turn         | both have added: passes the turn on
 //   consumers             turn_full -> add, added
@@ -33,22 +33,22 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using Base::consumer, Base::cta;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
-  // Of the barriers that each tile takes in turns.
-  int parity = 0;
+  int parity = 0;  // of the barriers of each tile
+  RingPosition<Cta::sums_slots> turn_ring = {};
   unsigned no_operand[1];  // of keys, which stay in shared memory
 
   using Base::Base;
 
   // Adds the consumer's columns of dq to those in memory when it is the block's turn. The first
   // block stores, so that nothing clears the sums.
-  __device__ void add(const QueryParts& sums, const Step& step) const {
+  __device__ void add(const QueryParts& sums, const Step& step) {
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
                                                          step.tile) +
                     Fragments::place(warp, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.turn_of(step.tile) == 0;
-    ptx::mbarrier_wait(cta.turn_full(), parity);
+    ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
       const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
@@ -59,7 +59,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
         ptx::red_add_v4(at, of);
       }
     }
-    Cta::tell(cta.added());
+    Cta::tell(cta.added(turn_ring.slot));
+    turn_ring.advance();
   }
 
   // Where a lane's p lie, four registers at a time.
@@ -259,22 +260,24 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   }
 };
 
-// One lane. Waits for the block's turns for the consumers, and passes them on.
+// Two lanes, of two warps. Wait for the block's turns for the consumers, and pass them on, each of
+// every other tile: passing a turn on takes long.
 template <class Config>
 struct HopperTurnKeeper {
   using Cta = HopperGradientCta<Config>;
   using Step = typename Cta::Step;
 
   const Cta& cta;
-  int parity = 1;
-  int* passing = nullptr;  // the counter of the tile before
+  const int slot;
+  int parity = 0;
 
-  __device__ void keep_all() {
+  __device__ void keep_own() {
+    int index = 0;
     for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      keep(step);
+      if (index == slot) keep(step);
+      index ^= 1;
       if (cta.is_last(step)) break;
     }
-    pass();
   }
 
  private:
@@ -282,23 +285,12 @@ struct HopperTurnKeeper {
     const QuerySums<Config> all(cta.p);
     int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
     const int turn = cta.turn_of(step.tile);
-    const bool is_found = ptx::ld_acquire_gpu(counter) == turn;
-    // Passing a turn on takes long, and the next adds need not wait for it.
-    if (passing != nullptr) ptx::mbarrier_wait(cta.added(), parity);
-    if (is_found) ptx::mbarrier_arrive(cta.turn_full());
-    if (passing != nullptr) pass_turn(passing);
-    if (!is_found) {
-      while (ptx::ld_acquire_gpu(counter) != turn) {
-      }
-      ptx::mbarrier_arrive(cta.turn_full());
+    while (ptx::ld_acquire_gpu(counter) != turn) {
     }
-    passing = counter;
+    ptx::mbarrier_arrive(cta.turn_full(slot));
+    ptx::mbarrier_wait(cta.added(slot), parity);
+    pass_turn(counter);
     parity ^= 1;
-  }
-
-  __device__ void pass() {
-    ptx::mbarrier_wait(cta.added(), parity);
-    pass_turn(passing);
   }
 };
 

@@ -269,11 +269,15 @@ def _score(
     return score_spec(modifiers, arrays, found, causal=options.causal)
 
 
-def sizes_of(problem: Problem) -> Sizes:
+def sizes_of(problem: Problem, options: Options) -> Sizes:
     """Sizes that the modifications of a problem's call have to fit."""
     p = problem
-    total_q = p.layout.total_q if p.layout.packed_q else None
-    return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, total_q)
+    if not p.layout.packed_q:
+        return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    # As the call names them: a problem's are no longer than the arrays.
+    seqlen_q = count("max_seqlen_q", options.max_seqlen_q)
+    seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
+    return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
 
 
 def check_qkv(qkv: Any, layout: str) -> None:

@@ -200,7 +200,7 @@ def prepare(
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
     if options.modifiers is not None:
-        sizes = sizes_of(problem)
+        sizes = sizes_of(problem, options)
         arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
         fixed["mods"], captured = packed_arguments(
             options.modifiers, arrays, sizes, problem.softmax_scale

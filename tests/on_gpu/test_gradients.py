@@ -14,7 +14,7 @@ from cupy_flash.families import FAMILIES
 pytestmark = pytest.mark.gpu
 
 # A few calls to a test: a test for each would take longer to list than to run.
-TESTS, CALLS = 120, 5
+TESTS, CALLS = 40, 5
 
 
 def draw(seed: int) -> tuple[GradientCall, str | None]:

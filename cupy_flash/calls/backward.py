@@ -137,7 +137,7 @@ def prepare(
     if (of_bias := bias_fields(problem, device)) is not None:
         fixed["dbias"] = of_bias
     if options.modifiers is not None:
-        sizes = sizes_of(problem)
+        sizes = sizes_of(problem, options)
         arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
         fixed["mods"], captured = packed_arguments(
             options.modifiers, arrays, sizes, problem.softmax_scale

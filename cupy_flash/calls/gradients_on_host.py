@@ -111,7 +111,7 @@ def _on_cpu(
 ) -> None:
     modified = None
     if options.modifiers is not None:
-        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem))
+        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     results = dict(results)
     is_packed = options.kind == "packed"

@@ -98,9 +98,11 @@ def bias_tiles(problem: Problem) -> int:
 
 def bias_parts(problem: Problem, device: Device) -> int:
     """How many blocks share the scores that belong to one tile of the gradient of a bias."""
+    assert problem.gradient is not None
+    assert problem.gradient.bias is not None
     kept = _kept_axes(problem)
-    if problem.layout.packed_q and kept[2]:
-        # Rows of no sequence have no block that would write zeros.
+    if problem.layout.packed_q and (kept[2] or problem.gradient.bias[3] > problem.seqlen_k):
+        # Rows, and keys, of no sequence have no block that would write zeros.
         return 1
     axes = zip(_score_tiles(problem), kept, strict=True)
     passing = math.prod(tiles for tiles, is_kept in axes if not is_kept)

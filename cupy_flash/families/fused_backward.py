@@ -23,7 +23,7 @@ from cupy_flash.problem.tile import Tile
 
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
-# Behind an image of a tile of float32, and threads that make one (`kernels_cu/backward/images.cuh`).
+# Of images of float32 (`kernels_cu/backward/images.cuh`): bytes behind one, threads that make it.
 _SCALES_BYTES = 128
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"
@@ -301,5 +301,5 @@ def _preferred_tiles(problem: Problem) -> tuple[FusedTile, ...]:
 # For little shared memory.
 _SMALL = (
     FusedTile(32, 32, 4, 2, columns=16, stages=1),
-    FusedTile(16, 16, 4, 1, columns=16, stages=1),
+    FusedTile(32, 16, 2, 1, columns=16, stages=1),
 )

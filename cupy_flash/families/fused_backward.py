@@ -313,5 +313,5 @@ def _preferred_tiles(problem: Problem) -> tuple[FusedTile, ...]:
 # For little shared memory.
 _SMALL = (
     FusedTile(32, 32, 4, 2, columns=16, stages=1),
-    FusedTile(16, 16, 4, 1, columns=16, stages=1),
+    FusedTile(32, 16, 2, 1, columns=16, stages=1),
 )

@@ -581,30 +581,36 @@ struct FusedGradients {
         QuerySums<Config>(p).template sums<Fragments::floats>(p, at, work.batch, head, tile),
         turn);
     typename TurnOfWarp<Fragments>::Sums sums;
-    if constexpr (in_pieces) {
-      clear(sums);
-    } else {
-      own.begin(sums);
-    }
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
-    const int first_step = warp / sum_column_warps * sum_row_tiles;
-#pragma unroll
-    for (int key = 0; key < Bc; key += 16) {
-      LeftStep<sum_row_tiles> left[pieces];
-#pragma unroll
-      for (int piece = 0; piece < pieces; ++piece) {
-        Pairs::read_transposed(left[piece], ds_at(), key, piece * Br / 16 + first_step);
-      }
-      if constexpr (in_pieces) {
-        ColumnsOfSums::multiply(sums, left, right + key * Layout::row_bytes);
-      } else {
-        ColumnsOfSums::multiply(sums, left[0], right + key * Layout::row_bytes);
-      }
-    }
     if constexpr (in_pieces) {
+      constexpr int depth = Bc % 32 == 0 ? 2 : 1;  // summed alone
+      clear(sums);
+#pragma unroll
+      for (int key = 0; key < Bc; key += 16 * depth) {
+        LeftStep<sum_row_tiles> left[depth][2];
+#pragma unroll
+        for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
+        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, 1);
+      }
       own.add(sums, units(stage).of_q);
     } else {
+      own.begin(sums);
+#pragma unroll
+      for (int key = 0; key < Bc; key += 16) {
+        LeftStep<sum_row_tiles> left[1];
+        read_ds(left, key);
+        ColumnsOfSums::multiply(sums, left[0], right + key * Layout::row_bytes);
+      }
       own.end(sums);
+    }
+  }
+
+  // ds of the warp's rows of dq, and of 16 keys.
+  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
+#pragma unroll
+    for (int piece = 0; piece < pieces; ++piece) {
+      Pairs::read_transposed(left[piece], ds_at(), key,
+                             piece * Br / 16 + warp / sum_column_warps * sum_row_tiles);
     }
   }
 

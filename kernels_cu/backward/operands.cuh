@@ -124,16 +124,6 @@ struct SharedColumns {
     }
   }
 
-  // sums += left b of pieces.
-  template <int row_tiles>
-  __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
-                                  const LeftStep<row_tiles> (&left)[2], unsigned b) {
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
-      multiply_pieces_at<row_tiles, 2 * steps>(sums, 2 * step, left, b, 0, step);
-    }
-  }
-
   // sums += factor left b of pieces, of `depth` times 16 rows, summed alone.
   template <int row_tiles, int depth>
   __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
@@ -143,39 +133,22 @@ struct SharedColumns {
     for (int step = 0; step < steps; ++step) {
       float alone[row_tiles][2][4] = {};
 #pragma unroll
-      for (int k = 0; k < depth; ++k) multiply_pieces_at<row_tiles, 2>(alone, 0, left[k], b, k, step);
+      for (int k = 0; k < depth; ++k) {
+        unsigned right[2][4];
 #pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-        for (int t = 0; t < 2; ++t) {
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float& sum = sums[i][2 * step + t][c];
-            sum = fma(alone[i][t][c], factor, sum);
-          }
+        for (int piece = 0; piece < 2; ++piece) {
+          ptx::ldmatrix_x4_trans(
+              right[piece], Layout::advance(b, 16 * k, 2 * sharers * step + piece * Columns / 8));
         }
+        multiply_pieces(alone, left[k], right);
       }
+      add_alone(sums, 2 * step, alone, factor);
     }
   }
 
   // The column of sums [.][j][.] that a lane of that warp has first.
   __device__ static int column(int j, int place) {
     return (j / 2 * sharers + place) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
-  }
-
- private:
-  // By 16 rows, from 16 k on, of the step's columns.
-  template <int row_tiles, int column_tiles>
-  __device__ static void multiply_pieces_at(float (&sums)[row_tiles][column_tiles][4], int first,
-                                            const LeftStep<row_tiles> (&left)[2], unsigned b, int k,
-                                            int step) {
-    unsigned right[2][4];
-#pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      ptx::ldmatrix_x4_trans(
-          right[piece], Layout::advance(b, 16 * k, 2 * sharers * step + piece * Columns / 8));
-    }
-    multiply_pieces(sums, first, left, right);
   }
 };
 

@@ -56,10 +56,10 @@ struct SplitPair {
   }
 };
 
-// sums[i][first] and [first + 1] += left[.][i] right for all row tiles, the small terms first.
-// Of the left operand's pieces and of the right one's, which ldmatrix gave for two column tiles.
-template <int row_tiles, int column_tiles>
-__device__ void multiply_pieces(float (&sums)[row_tiles][column_tiles][4], int first,
+// sums += left right, the small terms first. Of the left operand's pieces and of the right one's,
+// which ldmatrix gave for two column tiles.
+template <int row_tiles>
+__device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
                                 const unsigned (&left)[2][row_tiles][4],
                                 const unsigned (&right)[2][4]) {
 #pragma unroll
@@ -69,8 +69,25 @@ __device__ void multiply_pieces(float (&sums)[row_tiles][column_tiles][4], int f
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
-        mma<half_t>(sums[i][first + t], left[of_left][i], right[of_right][2 * t],
+        mma<half_t>(sums[i][t], left[of_left][i], right[of_right][2 * t],
                     right[of_right][2 * t + 1]);
+      }
+    }
+  }
+}
+
+// sums[i][first] and [first + 1] += factor alone.
+template <int row_tiles, int column_tiles>
+__device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
+                          const float (&alone)[row_tiles][2][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float& sum = sums[i][first + t][c];
+        sum = fma(alone[i][t][c], factor, sum);
       }
     }
   }
@@ -84,7 +101,7 @@ __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigne
   const int lane = threadIdx.x % 32;
   const unsigned left_lane = left + Layout::offset(lane % 16, lane / 16);
   const unsigned right_lane = right + Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
+#pragma unroll 2
   for (int step = 0; step < Dim / 16; ++step) {
     unsigned of_left[2][row_tiles][4];
 #pragma unroll
@@ -103,7 +120,9 @@ __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigne
         ptx::ldmatrix_x4(of_right[piece],
                          Layout::advance(right_lane, 16 * pair, 2 * step + piece * Dim / 8));
       }
-      multiply_pieces(sums, 2 * pair, of_left, of_right);
+      float alone[row_tiles][2][4] = {};
+      multiply_pieces(alone, of_left, of_right);
+      add_alone(sums, 2 * pair, alone, 1);
     }
   }
 }

@@ -38,8 +38,8 @@ from cupy_flash.cli.build.build import Job, build
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import Mods
 from cupy_flash.cli.records import records
+from cupy_flash.cli.records.environment import digest_of
 from cupy_flash.cli.records.report import Row, write_whole
-from cupy_flash.cli.tune.findings import digest_of
 from cupy_flash.families import FORWARD
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
@@ -349,12 +349,16 @@ def _naive() -> Iterator[Kernel]:
 
 
 def recorded() -> dict[str, list[tuple[str, str, list[Kernel]]]]:
-    """By file: family, digest and kernels of each row of a record, or entry of a table."""
+    """By file: family, digest and kernels of each row of a record, or entry of a table.
+
+    Those of gradients are not among the kernels that are compared.
+    """
     found = {path.name: list(_kernels_of_rows(path)) for path in sorted(RESULTS.glob("*.json"))}
     for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
         found[path.name] = [
             (entry.family, entry.digest, list(_kernels_of_entry(entry)))
             for entry in tuning.read_table(path)
+            if entry.direction == "forward"
         ]
     return found
 
@@ -362,7 +366,7 @@ def recorded() -> dict[str, list[tuple[str, str, list[Kernel]]]]:
 def _kernels_of_rows(path: Path) -> Iterator[tuple[str, str, list[Kernel]]]:
     for row in records.read(path).rows:
         family, digest = row.get("family"), row.get("kernel_digest")
-        if not digest or family not in FORWARD:
+        if not digest or family not in FORWARD or row.get("direction") == "backward":
             continue
         arch = 90
         if "cases" in row:

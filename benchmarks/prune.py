@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from cupy_flash.cli.records import records
-from cupy_flash.cli.tune.findings import digest_of, is_stale
+from cupy_flash.cli.tune.findings import is_stale
 from cupy_flash.planning import tuning
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -26,16 +26,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def prune_records(folder: Path, delete: bool) -> int:
     """Name, and on request delete, the records of other kernel sources; return how many."""
-    found = {path: records.kernels(records.read(path)) for path in sorted(folder.glob("*.json"))}
+    found = {path: records.read(path) for path in sorted(folder.glob("*.json"))}
     count = 0
-    for path, kernels in found.items():
-        changed = sorted({family for family, digest in kernels if digest != digest_of(family)})
-        if changed:
+    for path, record in found.items():
+        if changed := records.changed_kernels(record):
             count += 1
             print(f"{path}: {', '.join(changed)} changed since")
             if delete:
                 path.unlink()
-        elif not kernels:
+        elif not records.kernels(record):
             print(f"{path}: names no kernel sources; it stays")
     return count
 

@@ -32,7 +32,6 @@ import quotes
 
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.report import Row, markdown_row
-from cupy_flash.cli.tune.findings import digest_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -371,14 +370,13 @@ def index(results: Path) -> str:
             for name, version in head["versions"].items()
             if name in ("numpy", "nvrtc", "driver", "torch", "cudnn")
         ]
-        changed = {name for name, digest in records.kernels(record) if digest != digest_of(name)}
         body.append(
             [
                 f"[{path.stem}]({LINK}/{path.name})",
                 head["device"],
                 head["date"][:10],
                 ", ".join(versions),
-                ", ".join(sorted(changed)),
+                ", ".join(records.changed_kernels(record)),
             ]
         )
     return table(["record", "device", "date", "versions", "changed since"], body, texts=5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, why_no_compiler
 from cupy_flash.gpu.environment import gpu_unavailable, kernel_cache_dir
 from cupy_flash.planning import tuning
@@ -42,7 +42,11 @@ def collect() -> dict[str, Any]:
         "gpus": [dataclasses.asdict(gpu) | {"sm": gpu.sm} for gpu in gpus],
         "compiler_unavailable": why_no_compiler(),
         "places": _places(),
-        "families": {name: _family(name, gpus) for name in FORWARD},
+        "families": {
+            environment.kernel_name(name, direction): _family(name, direction, gpus)
+            for direction, families in FAMILIES.items()
+            for name in families
+        },
         "providers": missing,
     }
 
@@ -63,17 +67,18 @@ def _places() -> dict[str, Any]:
     }
 
 
-def _family(name: str, gpus: list[Device]) -> dict[str, Any]:
+def _family(name: str, direction: str, gpus: list[Device]) -> dict[str, Any]:
     """The dtypes that a family serves on the first GPU, and why not the others."""
+    family = FAMILIES[direction][name]
     if not gpus:
-        return {"digest": FORWARD[name].digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
+        return {"digest": family.digest(), "dtypes": [], "why_not": {"all": "no GPU"}}
     reasons = {}
     for dtype in DTYPES:
-        problem = Case(dtype, 1, 1024, 1024, 8, 8, 64, 64).problem()
-        if reason := FORWARD[name].why_not(problem, gpus[0]):
+        problem = Case(dtype, 1, 1024, 1024, 8, 8, 64, 64, direction=direction).problem()
+        if reason := family.why_not(problem, gpus[0]):
             reasons[dtype] = reason
     return {
-        "digest": FORWARD[name].digest(),
+        "digest": family.digest(),
         "dtypes": [dtype for dtype in DTYPES if dtype not in reasons],
         "why_not": reasons,
     }

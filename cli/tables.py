@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry
@@ -105,7 +105,8 @@ def why_not(entry: Entry) -> str | None:
     """Why an entry's tile cannot serve its class on its GPU, or None if it can."""
     if (entry.family == "cpu") != (entry.gpu == tuning.CPU):
         return f"family {entry.family!r} does not run there"
-    tile_type = Tile if entry.family == "cpu" else FORWARD[entry.family].tile_type
+    families = FAMILIES[entry.direction]
+    tile_type = Tile if entry.family == "cpu" else families[entry.family].tile_type
     names = [field.name for field in dataclasses.fields(tile_type)]
     if set(names) != set(entry.tile):
         return f"its tile has {', '.join(entry.tile) or 'no fields'}; expected {', '.join(names)}"
@@ -124,7 +125,7 @@ def why_not(entry: Entry) -> str | None:
     if problem is None:
         return None
     device = dataclasses.replace(usual, name=entry.gpu, sm_count=entry.sm_count)
-    family = FORWARD[entry.family]
+    family = families[entry.family]
     return family.why_not(problem, device) or family.why_not_tile(problem, device, tile)
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cupy_flash.api.backward import (
+    flash_attention_backward,
+    flash_attention_qkvpacked_backward,
+    flash_attention_varlen_backward,
+    plan_backward,
+)
 from cupy_flash.api.check_mod import check_mod
 from cupy_flash.api.combine import combine
 from cupy_flash.api.dense import flash_attention, flash_attention_qkvpacked, plan
 from cupy_flash.api.kvcache import flash_attention_with_kvcache, plan_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen, plan_varlen
+from cupy_flash.api.vjp import flash_attention_vjp
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import Modifications
@@ -16,8 +23,10 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_reference
+from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.masks import plot_mask, seen_pairs
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
+from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
 
 __version__ = "0.1.0"
 
@@ -30,16 +39,23 @@ __all__ = [
     "ScoreMod",
     "Tile",
     "UnsupportedError",
+    "attention_backward_reference",
     "attention_reference",
+    "attention_varlen_backward_reference",
     "attention_varlen_reference",
     "attention_with_kvcache_reference",
     "check_mod",
     "combine",
     "flash_attention",
+    "flash_attention_backward",
     "flash_attention_qkvpacked",
+    "flash_attention_qkvpacked_backward",
     "flash_attention_varlen",
+    "flash_attention_varlen_backward",
+    "flash_attention_vjp",
     "flash_attention_with_kvcache",
     "plan",
+    "plan_backward",
     "plan_varlen",
     "plan_with_kvcache",
     "plot_mask",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -54,6 +54,34 @@ def choose_backend(wanted: str) -> tuple[str, Any]:
     except ImportError:
         return "gpu", np
     return "gpu", cupy
+
+
+class Place(NamedTuple):
+    """Where the parts of a model run. Attention may use the GPU while NumPy does the rest."""
+
+    backend: str
+    dense_xp: Any
+    attention_xp: Any
+    dtype: Any  # of what attention takes; all else is float32
+
+    @classmethod
+    def choose(cls, wanted: str, dtype_on_gpu: Any) -> Place:
+        backend, dense_xp = choose_backend(wanted)
+        if backend == "cpu":
+            return cls(backend, np, np, "float32")
+        import cupy
+
+        return cls(backend, dense_xp, cupy, dtype_on_gpu)
+
+    def to_attention(self, x: Any) -> Any:
+        return self.attention_xp.asarray(x, dtype=self.dtype)
+
+    def to_dense(self, x: Any) -> Any:
+        x = x.astype(np.float32, copy=False)
+        return x if self.dense_xp is self.attention_xp else x.get()
+
+    def to_host(self, x: Any) -> np.ndarray:
+        return np.asarray(x if self.dense_xp is np else x.get())
 
 
 def run(command: click.Command) -> None:

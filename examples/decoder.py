@@ -1,9 +1,12 @@
-"""A small decoder-only transformer on NumPy or CuPy arrays; attention is the caller's.
+"""A small decoder-only transformer on NumPy or CuPy arrays, with its gradients by hand.
 
 Blocks as in Llama [1]_: normalize, attend, add; normalize, two gated layers (SwiGLU [2]_), add.
 Query heads share key/value heads in groups [3]_, and positions enter as rotations of q and k [4]_.
-If the configuration says so, attention is as in gpt-oss [5]_: every other layer sees a window of
-the last tokens only, and each query head has a sink. The weights are random, from a seed.
+As in gpt-oss [5]_ every other layer sees a window of the last tokens only, and each query head has
+a sink. Attention is the caller's.
+
+Where a function returns a result and a `pullback`, that takes the gradient of the result and gives
+those of what the result was computed from. What the backward pass needs, the pullback holds.
 
 .. [1] Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv:2302.13971.
 .. [2] Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -16,15 +19,23 @@ the last tokens only, and each query head has a sink. The weights are random, fr
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = Any  # a NumPy or a CuPy array
+Weights = dict[str, Array]
 
-# attention(layer, q, k, v): q (batch, seqlen, heads_q, head_dim) and k, v (batch, seqlen, heads_kv,
-# head_dim) to an array like q. Positions, masks and earlier tokens are its business.
-Attention = Callable[[int, Array, Array, Array], Array]
+# attention(layer, q, k, v, sinks): q (batch, seqlen, heads_q, head_dim), k and v (batch, seqlen,
+# heads_kv, head_dim) and sinks (heads_q,) to an array like q. Positions, masks and earlier tokens
+# are its business.
+Attention = Callable[[int, Array, Array, Array, Array], Array]
+# The same, and the pullback from the result's gradient to those of q, k, v and sinks.
+AttentionPullback = Callable[[Array], tuple[Array, Array, Array, Array]]
+AttentionWithPullback = Callable[
+    [int, Array, Array, Array, Array], tuple[Array, AttentionPullback | None]
+]
 
 
 class Config(NamedTuple):
@@ -32,98 +43,204 @@ class Config(NamedTuple):
 
     vocabulary: int = 256  # a token is a byte
     layers: int = 4
-    width: int = 128
-    heads_q: int = 8
+    width: int = 96
+    heads_q: int = 6
     heads_kv: int = 2
-    head_dim: int = 32
-    hidden: int = 384  # of the gated layers
-    window: int | None = None  # tokens that layers 0, 2, ... see, the query's own among them
-    has_sinks: bool = False
+    head_dim: int = 16
+    hidden: int = 256  # of the gated layers
+    window: int = 32  # tokens that layers 0, 2, ... see, the query's own among them
+
+    @property
+    def heads(self) -> int:
+        """Of queries, keys and values together."""
+        return self.heads_q + 2 * self.heads_kv
 
     def window_size(self, layer: int) -> tuple[int, int] | None:
         """(left, right) of a layer, as attention takes it; None sees all tokens."""
-        return None if self.window is None or layer % 2 else (self.window - 1, 0)
+        return None if layer % 2 else (self.window - 1, 0)
 
 
-class Block(NamedTuple):
-    """Weights of a block, each (features_in, features_out), and its sinks (heads_q,), if any."""
+def random_weights(config: Config, seed: int, xp: Any = np) -> Weights:
+    """Weights in float32 to begin with, each matrix (features_in, features_out).
 
-    q: Array
-    k: Array
-    v: Array
-    attention_output: Array
-    gate: Array
-    widen: Array
-    narrow: Array
-    sinks: Array | None
+    Same seed, same weights, on the CPU and on the GPU.
+    """
+    rng = np.random.default_rng(seed)
+
+    def random(rows: int, columns: int, gain: float = 1.0) -> Array:
+        # Unit variance in, unit variance times gain squared out.
+        weights = rng.standard_normal((rows, columns), np.float32)
+        return xp.asarray(weights * np.float32(gain / rows**0.5))
+
+    width, hidden = config.width, config.hidden
+    # What all layers add to the residual stream has unit variance in the end, as what enters.
+    of_sum = (2 * config.layers) ** -0.5
+    weights = {"embeddings": random(config.vocabulary, width, gain=config.vocabulary**0.5)}
+    for layer in range(config.layers):
+        weights |= {
+            f"{layer}.qkv": random(width, config.heads * config.head_dim),
+            f"{layer}.attention_output": random(config.heads_q * config.head_dim, width, of_sum),
+            f"{layer}.gate_and_widen": random(width, 2 * hidden),
+            f"{layer}.narrow": random(hidden, width, of_sum),
+            f"{layer}.sinks": xp.zeros(config.heads_q, np.float32),
+        }
+    return weights | {"to_logits": random(width, config.vocabulary, gain=0.1)}
 
 
-def normalized(x: Array) -> Array:
-    """Rows divided by their root mean square; the gains that training would add are all 1."""
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+def save(path: Path, config: Config, weights: Weights) -> None:
+    """Write a model as an .npz file, its weights as float16."""
+    sizes = {f"config.{name}": np.array(size) for name, size in config._asdict().items()}
+    arrays = {n: (w if isinstance(w, np.ndarray) else w.get()) for n, w in weights.items()}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **sizes, **{n: w.astype(np.float16) for n, w in arrays.items()})
 
 
-def silu(x: Array) -> Array:
-    return x / (1.0 + np.exp(-x))
+def load(path: Path, xp: Any = np) -> tuple[Config, Weights]:
+    """What `save` wrote, its weights as float32."""
+    with np.load(path) as file:
+        config = Config(**{name: int(file[f"config.{name}"]) for name in Config._fields})
+        names = [name for name in file.files if not name.startswith("config.")]
+        return config, {name: xp.asarray(file[name].astype(np.float32)) for name in names}
 
 
 class Decoder:
-    """A model of random float32 weights.
+    """A model.
 
     Parameters
     ----------
     config : Config
-    seed : int
-        Same seed, same weights, on the CPU and on the GPU.
+    weights : dict of arrays
+        As `random_weights` names them.
     xp : module
         ``numpy`` or ``cupy``: where the weights lie and all but attention is computed.
+    dtype : str
+        What matrices are rounded to before they are multiplied. All else is of the weights' dtype.
     """
 
-    def __init__(self, config: Config, seed: int, xp: Any = np) -> None:
-        rng = np.random.default_rng(seed)
-
-        def random(rows: int, columns: int, gain: float = 1.0) -> Array:
-            # Unit variance in, unit variance times gain out.
-            weights = rng.standard_normal((rows, columns), np.float32)
-            return xp.asarray(weights * np.float32(gain / rows**0.5))
-
+    def __init__(
+        self, config: Config, weights: Weights, xp: Any = np, dtype: Any = "float32"
+    ) -> None:
         self.config = config
+        self.weights = weights
         self.xp = xp
-        width, hidden = config.width, config.hidden
-        width_q, width_kv = config.heads_q * config.head_dim, config.heads_kv * config.head_dim
-        self.embeddings = random(config.vocabulary, width, gain=config.vocabulary**0.5)
-        self.blocks = [
-            Block(
-                q=random(width, width_q),
-                k=random(width, width_kv),
-                v=random(width, width_kv),
-                attention_output=random(width_q, width),
-                gate=random(width, hidden),
-                widen=random(width, hidden),
-                narrow=random(hidden, width),
-                sinks=random(1, config.heads_q)[0] if config.has_sinks else None,
-            )
-            for _ in range(config.layers)
-        ]
-        self.to_logits = random(width, config.vocabulary)
+        self.dtype = np.dtype(dtype)
 
     def __call__(self, tokens: Array, attention: Attention) -> Array:
         """What the last block leaves (batch, seqlen, width) of token ids (batch, seqlen)."""
-        batch, seqlen = tokens.shape
-        heads = (batch, seqlen, -1, self.config.head_dim)
-        x = self.embeddings[tokens]
-        for layer, block in enumerate(self.blocks):
-            y = normalized(x)
-            q, k, v = ((y @ weights).reshape(heads) for weights in (block.q, block.k, block.v))
-            mixed = attention(layer, q, k, v).reshape(batch, seqlen, -1)
-            x = x + mixed @ block.attention_output
-            y = normalized(x)
-            x = x + (silu(y @ block.gate) * (y @ block.widen)) @ block.narrow
-        return x
+        return self.with_pullback(tokens, lambda *inputs: (attention(*inputs), None))[0]
+
+    def with_pullback(
+        self, tokens: Array, attention: AttentionWithPullback
+    ) -> tuple[Array, Callable[[Array], Weights]]:
+        """The same, and the pullback from its gradient to those of all weights but to_logits."""
+        embeddings = self.weights["embeddings"]
+        x = embeddings[tokens]
+        blocks = []
+        for layer in range(self.config.layers):
+            x, of_attention = self._attend(layer, x, attention)
+            x, of_gates = self._gate(layer, x)
+            blocks += [of_attention, of_gates]
+
+        def pullback(dx: Array) -> Weights:
+            gradients: Weights = {}
+            for block in reversed(blocks):
+                dx, of_block = block(dx)
+                gradients |= of_block
+            # A product, as sums by index are in no fixed order on a GPU.
+            dx = dx.reshape(-1, dx.shape[-1])
+            is_token = tokens.reshape(-1, 1) == self.xp.arange(len(embeddings))
+            gradients["embeddings"] = is_token.T.astype(dx.dtype) @ dx
+            return gradients
+
+        return x, pullback
 
     def logits(self, rows: Array) -> Array:
-        """Scores of the next token (batch, vocabulary) of rows (batch, width) of the last block."""
-        return normalized(rows) @ self.to_logits
+        """Scores of the next token (..., vocabulary) of rows (..., width) of the last block."""
+        return self.logits_with_pullback(rows)[0]
+
+    def logits_with_pullback(
+        self, rows: Array
+    ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
+        """The same, and the pullback to the gradients of rows and of to_logits."""
+        y, of_norm = normalized(rows)
+        logits, of_product = self._product(y, "to_logits")
+
+        def pullback(dlogits: Array) -> tuple[Array, Weights]:
+            dy, gradients = of_product(dlogits)
+            return of_norm(dy), gradients
+
+        return logits, pullback
+
+    def _product(
+        self, x: Array, name: str
+    ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
+        """Rows of x times a matrix, and the pullback to both."""
+
+        def rounded(x: Array) -> Array:
+            return x.reshape(-1, x.shape[-1]).astype(self.dtype, copy=False)
+
+        def exact(x: Array) -> Array:
+            return x.astype(self.weights[name].dtype, copy=False)
+
+        rows, matrix = rounded(x), rounded(self.weights[name])
+        y = exact(rows @ matrix).reshape(*x.shape[:-1], -1)
+
+        def pullback(dy: Array) -> tuple[Array, Weights]:
+            dy = rounded(dy)
+            return exact(dy @ matrix.T).reshape(x.shape), {name: exact(rows.T @ dy)}
+
+        return y, pullback
+
+    def _attend(
+        self, layer: int, x: Array, attention: AttentionWithPullback
+    ) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
+        config = self.config
+        heads_qk = config.heads_q + config.heads_kv
+        y, of_norm = normalized(x)
+        qkv, of_qkv = self._product(y, f"{layer}.qkv")
+        qkv = qkv.reshape(*x.shape[:2], config.heads, config.head_dim)
+        q, k, v = self.xp.split(qkv, [config.heads_q, heads_qk], axis=2)
+        out, of_attention = attention(layer, q, k, v, self.weights[f"{layer}.sinks"])
+        added, of_output = self._product(out.reshape(*x.shape[:2], -1), f"{layer}.attention_output")
+
+        def pullback(dx: Array) -> tuple[Array, Weights]:
+            assert of_attention is not None
+            dout, gradients = of_output(dx)
+            *dqkv, dsinks = of_attention(dout.reshape(out.shape))
+            dy, of_weights = of_qkv(self.xp.concatenate(dqkv, axis=2).reshape(*x.shape[:2], -1))
+            return dx + of_norm(dy), gradients | of_weights | {f"{layer}.sinks": dsinks}
+
+        return x + added, pullback
+
+    def _gate(self, layer: int, x: Array) -> tuple[Array, Callable[[Array], tuple[Array, Weights]]]:
+        y, of_norm = normalized(x)
+        both, of_both = self._product(y, f"{layer}.gate_and_widen")
+        gate, wide = self.xp.split(both, 2, axis=-1)
+        share = 1 / (1 + np.exp(-gate))
+        silu = gate * share
+        added, of_narrow = self._product(silu * wide, f"{layer}.narrow")
+
+        def pullback(dx: Array) -> tuple[Array, Weights]:
+            dhidden, gradients = of_narrow(dx)
+            dgate = dhidden * wide * (share + silu * (1 - share))
+            dy, of_weights = of_both(self.xp.concatenate([dgate, dhidden * silu], axis=-1))
+            return dx + of_norm(dy), gradients | of_weights
+
+        return x + added, pullback
+
+
+def normalized(x: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """Rows divided by their root mean square, and the pullback.
+
+    Gains, which others multiply with then, would be one with the matrices that follow.
+    """
+    scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+    y = x * scale
+
+    def pullback(dy: Array) -> Array:
+        return scale * (dy - y * (dy * y).mean(axis=-1, keepdims=True))
+
+    return y, pullback
 
 
 def rotary_tables(head_dim: int, positions: int) -> tuple[np.ndarray, np.ndarray]:
@@ -137,9 +254,10 @@ def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """x (batch, seqlen, heads, head_dim), each pair of columns turned by the angle of its row.
 
     Row i is at position i: the tables (seqlen, head_dim / 2) begin at the first. Computed in
-    float32 and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it.
+    float32 at least and rounded once, to x's dtype, as `flash_attention_with_kvcache` does it. With
+    -sin it turns back, which is its pullback.
     """
-    even, odd = x[..., 0::2].astype(np.float32), x[..., 1::2].astype(np.float32)
+    even, odd = (x[..., i::2].astype(np.result_type(x.dtype, cos.dtype)) for i in (0, 1))
     cos, sin = cos[:, None], sin[:, None]
     turned = np.empty_like(x)
     turned[..., 0::2] = even * cos - odd * sin

@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
+
+# No deadlines: the machine may be busy.
+hypothesis.settings.register_profile("cupy_flash", deadline=None)
+hypothesis.settings.load_profile("cupy_flash")
 
 # Their assertions say as much as those of the tests themselves.
 pytest.register_assert_rewrite("support")

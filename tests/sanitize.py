@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from typing import Any
 
 import numpy as np
 from support.gpu_support import DTYPES, Case, random_values, tile_with
+from support.gradient_calls import KINDS as GRADIENT_KINDS
+from support.gradient_calls import GradientCall, random_gradient_call
+from support.gradient_rule import check_gradients
 from support.modified_calls import KINDS, ModifiedCall, random_call
 from support.sequence_support import KVCacheCase, Truth, VarlenCase
 from support.wrong_numbers import (
@@ -37,7 +41,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
@@ -332,19 +336,44 @@ def call_modified(case: ModifiedCall, family: str | None) -> str | None:
     return None
 
 
+def backward_calls() -> Iterator[tuple[GradientCall, str]]:
+    """Gradients in each family, drawn as the tests draw them."""
+    for number, (family, kind, dtype) in enumerate(
+        itertools.product(FAMILIES["backward"], GRADIENT_KINDS, DTYPES)
+    ):
+        rng = np.random.default_rng(number)
+        yield random_gradient_call(rng, dtype, kind, longest=(150, 200)), family
+
+
+def call_backward(case: GradientCall, family: str | None) -> str | None:
+    """Why the call went wrong, or None."""
+    import cupy
+
+    try:
+        check_gradients(case, case.run(cupy, family=family))
+    except UnsupportedError:
+        return None if family is None else call_backward(case, None)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
     parser.add_argument("--modified", action="store_true", help="only calls with modifications")
+    parser.add_argument("--backward", action="store_true", help="only gradients")
     arguments = parser.parse_args()
-    chosen, with_sequences, modified = [], [], list(modified_calls())
-    if not arguments.modified:
-        chosen = [case for case in cases() if case.is_supported()]
-        with_sequences = list(sequence_calls())
+    has_all = not arguments.modified and not arguments.backward
+    chosen = [case for case in cases() if has_all and case.is_supported()]
+    with_sequences = list(sequence_calls()) if has_all else []
+    modified = list(modified_calls()) if has_all or arguments.modified else []
+    backward = list(backward_calls()) if has_all or arguments.backward else []
     if arguments.list:
-        print("\n".join(map(str, [*chosen, *with_sequences, *(case for case, _ in modified)])))
+        drawn = [case for case, _ in [*modified, *backward]]
+        print("\n".join(map(str, [*chosen, *with_sequences, *drawn])))
         return 0
     import cupy
 
@@ -356,8 +385,11 @@ def main() -> int:
     for case, family in modified:
         if why := call_modified(case, family):
             failed[str(case)] = why
+    for gradients, name in backward:
+        if why := call_backward(gradients, name):
+            failed[str(gradients)] = why
     cupy.cuda.Device().synchronize()
-    count = len(chosen) + len(with_sequences) + len(modified)
+    count = len(chosen) + len(with_sequences) + len(modified) + len(backward)
     print(f"{count} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():
         print(f"{why}: {name}")

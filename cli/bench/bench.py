@@ -21,6 +21,8 @@ from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
     SIZES,
     Seconds,
+    backward_option,
+    directed,
     output_option,
     refuse,
     refuse_cases,
@@ -70,6 +72,8 @@ def _choose_providers(
     tile: dict[str, int] | None,
     sequences: Mapping[str, Any],
     mods: Mapping[str, Any],
+    *,
+    backward: bool = False,
 ) -> list[Provider]:
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
@@ -90,7 +94,7 @@ def _choose_providers(
         compared += ["torch-flash", "torch-cudnn"]
     if {"float32", "float64"} & set(dtypes):
         compared += ["torch-efficient", "torch-math"]
-    if any(mods.values()):
+    if any(mods.values()) and not backward:
         compared = ["torch-flex", *compared]
     if not sequences["cache"]:
         compared.append("cupy-library")
@@ -139,6 +143,7 @@ def _provider_names(
 @shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @mod_options
+@backward_option
 @click.option(
     "--seed",
     type=click.IntRange(0),
@@ -201,6 +206,7 @@ def _provider_names(
 def bench(
     ctx: click.Context,
     /,
+    backward: bool,
     seed: int,
     br: int | None,
     bc: int | None,
@@ -220,7 +226,7 @@ def bench(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Time attention on the same inputs by several providers, each checked.
+    """Time attention, or its gradients, on the same inputs by several providers, each checked.
 
     Shape options take lists: every combination becomes a case. Exits with 1 if a result of ours
     fails its check, or if nothing could be timed.
@@ -230,11 +236,18 @@ def bench(
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
     dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
-    chosen = _choose_providers(asked, named, dtypes, tile, sequences, mods)
+    chosen = _choose_providers(asked, named, dtypes, tile, sequences, mods, backward=backward)
     compared = _choose_baseline(baseline, named, chosen)
     no_gpu = gpu_unavailable()
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)
-    cases = _cases(shape, sequences, mods, preset, named, file, seed=seed, on_gpu=on_gpu)
+    if named:
+        names = [name for name in shape if name != "dtype"]
+        because = f"--preset {preset}, which names the cases"
+        refuse_cases(shape, sequences, mods, because, names, backward=backward)
+        cases = list(named.cases)
+    else:
+        given = _cases(shape, sequences, file, seed=seed, on_gpu=on_gpu)
+        cases = directed(modified(given, mods), backward=backward)
     if tile:
         _refuse_hopeless_tile(cases, chosen)
     if no_gpu and asked is None:
@@ -260,7 +273,10 @@ def bench(
     def head() -> dict[str, Any]:
         found = environment.metadata(device) | {
             "record_version": records.VERSION,
-            "timing": timing_text(settings, on_gpu=on_gpu),
+            "flop_convention": "; ".join(environment.flop_conventions(cases)),
+            "timing": timing_text(
+                settings, on_gpu=on_gpu, backward=any(case.is_backward for case in cases)
+            ),
             "gpu_state": watch.state.as_record() if on_gpu else None,
             "cpu_state": None if on_gpu else watch.state.as_record(),
             "preset": preset,
@@ -354,23 +370,16 @@ def _read_input(path: Path | None, preset: str | None) -> InputFile | None:
 def _cases(
     shape: dict[str, Any],
     sequences: Mapping[str, Any],
-    mods: Mapping[str, Any],
-    preset: str | None,
-    named: presets.Preset | None,
     file: InputFile | None,
     *,
     seed: int,
     on_gpu: bool,
 ) -> list[Case]:
-    if named is not None:
-        names = [name for name in shape if name != "dtype"]
-        refuse_cases(shape, sequences, mods, f"--preset {preset}, which names the cases", names)
-        return list(named.cases)
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
         refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
         refuse_stray_offset(shape)
-        cases = [
+        return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
             )
@@ -380,7 +389,5 @@ def _cases(
             for offset in (shape["q_offset"] if causal else None) or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
-        return modified(cases, mods)
     defaults = _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS
-    cases = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)
-    return modified(cases, mods)
+    return sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=on_gpu)

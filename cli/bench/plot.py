@@ -162,6 +162,7 @@ def _panel_parts(case: Case, axis: Axis, oblong: set[int]) -> dict[str, str]:
         "scale": "" if case.softmax_scale is None else f"softmax_scale {case.softmax_scale:g}",
         # Caches and packed sequences have but one layout of their axes.
         "layout": sequences_text(case) or ("" if case.layout == "bshd" else case.layout),
+        "direction": case.direction if case.is_backward else "",
         "batch": "",
     }
 

@@ -14,7 +14,6 @@ from ..cases.cases import describe
 from ..cases.presets import Preset
 from ..cases.sequences import repeatable
 from ..measure.check import Coverage
-from ..measure.memory import output_bytes
 from ..measure.runner import Cell, Settings
 from ..records import environment, report
 from ..records.records import CASE_FIELDS, optional_fields
@@ -72,20 +71,26 @@ def record_row(
     }
 
 
-def timing_text(settings: Settings, *, on_gpu: bool) -> str:
+def timing_text(settings: Settings, *, on_gpu: bool, backward: bool = False) -> str:
     """How the times were taken, in a sentence."""
     taken = f"after {settings.warmup} untimed calls, medians and quartiles of up to"
+    given = f"; {_UNTIMED}" if backward else ""
     if not on_gpu:
         return (
             f"wall time of calls on cores at rest, {taken} {settings.repeats}, providers in turns"
+            f"{given}"
         )
+    given += f"; {_BY_AUTOGRAD}" if backward else ""
     return (
         "GPU time by events around CUDA graph replays, or around calls where timed_by is events, "
         f"{taken} {settings.repeats}, providers in turns, the L2 overwritten before each; call_ms "
-        "is the median wall time of a call from an idle GPU to its end, L2 warm"
+        f"is the median wall time of a call from an idle GPU to its end, L2 warm{given}"
     )
 
 
+# Of gradients, what is there before a call.
+_UNTIMED = "the output and its log-sum-exp are made before, untimed"
+_BY_AUTOGRAD = "torch's calls are of autograd.grad, whose graph is made before"
 # Providers that put a cache into pages.
 _PAGED = "cupy_flash-page"
 # What computes attention with the whole score matrix in memory, as the standard algorithm does.
@@ -305,7 +310,7 @@ def print_memory(table: Sequence[Sequence[Cell]]) -> None:
         {
             "label": label,
             "cells": cells,
-            "inputs": cells[0].case.array_bytes - output_bytes(cells[0].case),
+            "inputs": cells[0].case.array_bytes - cells[0].case.result_bytes,
         }
         for cells, label in zip(table, labels, strict=True)
     ]
@@ -353,15 +358,20 @@ def _notes(
     if settings.memory:
         notes.append("MiB: memory that a call takes at its peak besides its inputs.")
     notes.append(f"speedup: over {_best_of(baseline)}. +-%: half the interquartile range.")
-    notes.append(environment.FLOP_CONVENTION + ".")
-    if any(cell.case.mods for cell in cells):
-        notes.append(environment.FLOPS_OF_MODS + ".")
+    cases = [cell.case for cell in cells]
+    notes += [f"{text}." for text in environment.flop_conventions(cases)]
+    is_backward = any(case.is_backward for case in cases)
+    if is_backward:
+        of_torch = any(cell.provider.name.startswith("torch-") for cell in cells)
+        untimed = f"{_UNTIMED}; {_BY_AUTOGRAD}" if of_torch else _UNTIMED
+        notes.append(f"{untimed[0].upper()}{untimed[1:]}.")
     if any(c.rows or not c.not_finite for c in checks):
         rows, all_rows = sum(c.rows for c in checks), sum(c.all_rows for c in checks)
         share = "all" if rows == all_rows else f"{rows:,} of {all_rows:,}"
-        notes.append(
-            f"error: largest difference from the float64 reference over {share} query rows."
-        )
+        what = "largest difference from the float64 reference"
+        if is_backward:
+            what += ", of dq, dk or dv, as a share of what is allowed,"
+        notes.append(f"error: {what} over {share} query rows.")
     if not_finite := sum(c.not_finite for c in checks):
         notes.append(
             f"not compared: {not_finite:,} query rows, on which the naive formula or the reference "
@@ -369,7 +379,8 @@ def _notes(
         )
     if any(cell.passed is False and cell.max_error is not None for cell in cells):
         notes.append(
-            "!: over the bound, twice the error of the naive formula in the same precision."
+            "!: over the bound, twice the error of the naive formula in the same precision"
+            + (" and a few ulps." if is_backward else ".")
         )
     if not settings.check:
         notes.append("Results were not checked (--skip-check).")

@@ -6,6 +6,7 @@ Measured with NVRTC 13.0: two threads take as long as one after the other.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -70,7 +71,7 @@ class Built:
     cubin
         None where the kernel was loaded instead, or does not compile.
     resources
-        Of the main kernel.
+        Of the main kernel, but for the bytes that any of the kernels spills.
     error
         With the compiler's log; None if it compiled.
     """
@@ -85,7 +86,9 @@ def _compile(job: Job) -> Built:
         cubin = compile_cubin(job.unit, job.device)
     except CompileError as error:
         return Built(error=str(error))
-    return Built(cubin, cubin.resources[job.unit.main_entry])
+    main = cubin.resources[job.unit.main_entry]
+    spills = max(each.spill_bytes for each in cubin.resources.values())
+    return Built(cubin, dataclasses.replace(main, spill_bytes=spills))
 
 
 def _load(job: Job) -> Built:

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from cupy_flash.families import FORWARD, TranslationUnit
+from cupy_flash.families import FAMILIES, FORWARD, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
 from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
@@ -128,7 +128,7 @@ def _sequence_problems() -> Iterator[Problem]:
 def tuned_plans(device: Device) -> Iterator[Plan]:
     """A plan for each entry of the tuned tables whose tile is legal on the device."""
     for entry in tuning.entries():
-        family = FORWARD.get(entry.family)
+        family = FAMILIES[entry.direction].get(entry.family)
         problem = problem_of_class(entry.problem_class)
         if family is None or problem is None or entry.digest != family.digest():
             continue
@@ -216,6 +216,7 @@ def problem_of_class(text: str) -> Problem | None:
         found.causal,
         kind="varlen" if found.packed else "cache" if found.kind else "dense",
         page_size=found.page_size,
+        direction=found.direction,
     )
     try:
         problem = case.problem()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.calls.modifiers import Sizes
+from cupy_flash.problem.backward import with_gradient
+from cupy_flash.problem.gradient import ROWS, GradientSpec
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import (
     ITEMSIZE,
@@ -28,6 +30,8 @@ from .seen import Seen, count_pairs
 Shape = tuple[int, int, int, int]
 # Blocks of equal length; a key/value cache; sequences packed without padding.
 KINDS = ("dense", "cache", "varlen")
+# The output; or the gradients of queries, keys and values, given the output.
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Case:
         seqlen_k.
     mods
         What is done to scores, and what hides keys besides.
+    direction
+        One of `DIRECTIONS`: the call, or the one of its gradients, of q, k and v in their dtype.
     """
 
     dtype: str
@@ -78,6 +84,7 @@ class Case:
     asked_splits: int = 0
     lengths: tuple[int, ...] | None = None
     mods: Mods = PLAIN
+    direction: str = "forward"
 
     def as_record(self) -> dict[str, Any]:
         """Its fields as JSON holds them."""
@@ -98,6 +105,11 @@ class Case:
     def is_cached(self) -> bool:
         """Whether it is a call of `flash_attention_with_kvcache`."""
         return self.kind == "cache"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a call for gradients."""
+        return self.direction == "backward"
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
@@ -169,8 +181,19 @@ class Case:
 
     def problem(self) -> Problem:
         """The library's record of the call; raises TypeError or ValueError as the library does."""
-        if not self.is_dense:
-            return self._sequences_problem()
+        problem = self._dense_problem() if self.is_dense else self._sequences_problem()
+        if not self.is_backward:
+            return problem
+        if self.is_cached or self.asked_splits:
+            what = "num_splits goes" if self.asked_splits else "caches go"
+            raise ValueError(
+                f"{what} with forward calls only; expected other options for gradients"
+            )
+        specs = {name: self._spec(x) for name, x in zip(ROWS, self.bshd_shapes, strict=True)}
+        dout = self._spec((*specs["q"].shape[:3], self.head_dim_v))
+        return with_gradient(problem, GradientSpec(ROWS, self.dtype), dout, specs)
+
+    def _dense_problem(self) -> Problem:
         q, k, v = (self._spec(shape) for shape in self.bshd_shapes)
         return make_problem(
             q,
@@ -256,9 +279,12 @@ class Case:
     def flops(self) -> float:
         """Floating-point operations, as `Problem.flops` counts them, of the pairs that are seen.
 
-        What an array hides counts: a kernel cannot leave it out.
+        What an array hides counts: a kernel cannot leave it out. Gradients take five products: the
+        scores again, dP = dout v', dq, dk and dv.
         """
-        return 2.0 * self.heads_q * _seen_pairs(self) * (self.head_dim + self.head_dim_v)
+        dim, dim_v = self.head_dim, self.head_dim_v
+        width = 3 * dim + 2 * dim_v if self.is_backward else dim + dim_v
+        return 2.0 * self.heads_q * _seen_pairs(self) * width
 
     @property
     def kv_bytes(self) -> int:
@@ -271,11 +297,35 @@ class Case:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of q, k, v, or the caches, of the output, and of biases and masks."""
-        rows_k = self.cache_rows * self.heads_kv
-        width = self.head_dim + self.head_dim_v
-        rows = (self.query_rows + rows_k) * width * ITEMSIZE[self.dtype]
+        """Bytes of q, k, v, or the caches, of the output, and of biases and masks.
+
+        Of a call for gradients also of these, of dout and of the log-sum-exp.
+        """
+        rows = self.query_bytes + self.key_value_bytes + self.out_bytes
+        if self.is_backward:
+            rows += rows + self.query_rows * (8 if self.dtype == "float64" else 4)
         return rows + array_bytes(self.mods, self.sizes)
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of q."""
+        return self.query_rows * self.head_dim * ITEMSIZE[self.dtype]
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Bytes of k and v, or of the caches."""
+        rows = self.cache_rows * self.heads_kv
+        return rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of the output."""
+        return self.query_rows * self.head_dim_v * ITEMSIZE[self.dtype]
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of what the call gives."""
+        return self.query_bytes + self.key_value_bytes if self.is_backward else self.out_bytes
 
     @property
     def scores(self) -> int:
@@ -311,7 +361,19 @@ def _seen_pairs(case: Case) -> float:
 
 
 _PARTS = (
-    *("dtype", "kind", "batch", "heads", "seqlen", "lengths", "head_dim", "mask", "mods", "scale"),
+    *(
+        "dtype",
+        "direction",
+        "kind",
+        "batch",
+        "heads",
+        "seqlen",
+        "lengths",
+        "head_dim",
+        "mask",
+        "mods",
+        "scale",
+    ),
     *("layout", "step", "splits"),
 )
 SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
@@ -330,6 +392,7 @@ def _texts(case: Case) -> dict[str, str]:
         mask += f"@{case.q_offset}"
     return {
         "dtype": SHORT_DTYPE[case.dtype],
+        "direction": case.direction if case.is_backward else "",
         "kind": _kind_text(case),
         "batch": f"b{case.batch}",
         "heads": f"h{pair_text(case.heads_q, case.heads_kv)}",
@@ -375,8 +438,9 @@ def describe(cases: Sequence[Case]) -> tuple[str, list[str]]:
     texts = [_texts(case) for case in cases]
     varying = {part for part in _PARTS if len({text[part] for text in texts}) > 1}
     shared = " ".join(t for part in _PARTS if part not in varying if (t := texts[0][part]))
-    if "mods" in varying:
-        texts = [text | {"mods": text["mods"] or "plain"} for text in texts]
+    for part, usual in (("mods", "plain"), ("direction", "forward")):
+        if part in varying:
+            texts = [text | {part: text[part] or usual} for text in texts]
     own = [" ".join(t for part in _PARTS if part in varying if (t := x[part])) for x in texts]
     return shared, own
 

@@ -16,6 +16,7 @@ import click
 import ml_dtypes
 import numpy as np
 
+from cupy_flash.api.backward import flash_attention_backward, flash_attention_varlen_backward
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
@@ -23,7 +24,7 @@ from cupy_flash.problem.problem import DTYPES
 
 from ..errors import library_errors_as_usage
 from . import sequences
-from .cases import Case
+from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
 
@@ -54,6 +55,9 @@ class Inputs:
     # By whether they lie on the GPU: arrays, and keyword arguments with them.
     _drawn: dict[bool, dict[str, Any]] = field(default_factory=dict)
     _modifications: dict[bool, dict[str, Any]] = field(default_factory=dict)
+    # Likewise what a call for gradients is given besides.
+    _dout: dict[bool, Any] = field(default_factory=dict)
+    _forward: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def gpu(self) -> Arrays:
@@ -91,7 +95,7 @@ class Inputs:
         if on_gpu not in self._modifications:
             if not self._drawn:
                 self._drawn[on_gpu] = _drawn_arrays(self.case, self.seed, on_gpu=on_gpu)
-            placed = _placed(on_gpu=on_gpu)
+            placed = placed_on(gpu=on_gpu)
             if on_gpu not in self._drawn:
                 others = self._drawn[not on_gpu].items()
                 self._drawn[on_gpu] = {name: placed(array) for name, array in others}
@@ -100,8 +104,26 @@ class Inputs:
             )
         return self._modifications[on_gpu]
 
+    def dout(self, *, on_gpu: bool) -> Any:
+        """Of a call for gradients: standard normal numbers, like the output."""
+        if not self._dout:
+            self._dout[on_gpu] = _drawn_dout(self.case, self.seed, on_gpu=on_gpu)
+        if on_gpu not in self._dout:
+            self._dout[on_gpu] = placed_on(gpu=on_gpu)(self._dout[not on_gpu])
+        return self._dout[on_gpu]
+
+    def forward(self, *, on_gpu: bool) -> tuple[Any, Any]:
+        """The output and its log-sum-exp, which the library computes when first asked for."""
+        if on_gpu not in self._forward:
+            backend = "auto" if on_gpu else "cpu"
+            found = self._forward_call(on_gpu=on_gpu, return_lse=True, backend=backend)()
+            self._forward[on_gpu] = (found[0], found[1])
+        return self._forward[on_gpu]
+
     def call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
         """The library's call that computes the case, as a user would write it.
+
+        Of a call for gradients what it is given is there when this returns.
 
         Parameters
         ----------
@@ -110,22 +132,49 @@ class Inputs:
         forced
             More arguments: backend, family, tile.
         """
+        if not self.case.is_backward:
+            return self._forward_call(on_gpu=on_gpu, **forced)
+        is_dense = self.case.is_dense
+        function = flash_attention_backward if is_dense else flash_attention_varlen_backward
+        lse = self.forward(on_gpu=on_gpu)[1]
+        return self.gradient_call(function, on_gpu=on_gpu, lse=lse, **forced)
+
+    def gradient_call(
+        self, function: Callable[..., Any], *, on_gpu: bool, **forced: Any
+    ) -> Callable[[], Any]:
+        """A call for gradients; parameters as of `call`, and what computes them."""
+        (q, k, v), options = self._arguments(on_gpu=on_gpu)
+        dout = self.dout(on_gpu=on_gpu)
+        options["out"] = self.forward(on_gpu=on_gpu)[0]
+        dout = dout if self.case.is_dense else dout[0]
+        return functools.partial(function, dout, q, k, v, **{**options, **forced})
+
+    def _forward_call(self, *, on_gpu: bool, **forced: Any) -> Callable[[], Any]:
+        case = self.case
+        arrays, options = self._arguments(on_gpu=on_gpu)
+        if case.is_dense:
+            return functools.partial(flash_attention, *arrays, **{**options, **forced})
+        options["num_splits"] = case.asked_splits
+        function = flash_attention_with_kvcache if case.is_cached else flash_attention_varlen
+        return functools.partial(function, *arrays, **{**options, **forced})
+
+    def _arguments(self, *, on_gpu: bool) -> tuple[Arrays, dict[str, Any]]:
+        """q, k and v as calls in both directions take them, and keyword arguments."""
         case = self.case
         q, k, v = self.gpu if on_gpu else self.host
-        forced = {**self.modifications(on_gpu=on_gpu), **forced}
+        modifications = self.modifications(on_gpu=on_gpu)
         if case.is_dense:
-            return functools.partial(flash_attention, q, k, v, **case.arguments, **forced)
+            return (q, k, v), {**case.arguments, **modifications}
         options: dict[str, Any] = {
             "causal": case.causal,
             "softmax_scale": case.softmax_scale,
-            "num_splits": case.asked_splits,
             **(self.more_gpu if on_gpu else self.more),
-            **forced,
+            **modifications,
         }
         if case.is_cached:
-            return functools.partial(flash_attention_with_kvcache, q, k, v, **options)
+            return (q, k, v), options
         options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
-        return functools.partial(flash_attention_varlen, q[0], k[0], v[0], **options)
+        return (q[0], k[0], v[0]), options
 
     def with_pages_of(self, page_size: int) -> Inputs:
         """Inputs of the same step on a cache in pages of this size, in shuffled order.
@@ -155,14 +204,14 @@ def can_share_pages(case: Case, page_size: int) -> bool:
     return case.seqlen_k % page_size == 0 and not case.append
 
 
-def _placed(*, on_gpu: bool) -> Callable[[Any], Any]:
+def placed_on(*, gpu: bool) -> Callable[[Any], Any]:
     """Puts arrays on the GPU, or in host memory; those that are there stay."""
 
     def placed(array: Any) -> Any:
-        if isinstance(array, np.ndarray) and not on_gpu:
+        if isinstance(array, np.ndarray) and not gpu:
             return array
         cupy = importlib.import_module("cupy")
-        return cupy.asarray(array) if on_gpu else cupy.asnumpy(array)
+        return cupy.asarray(array) if gpu else cupy.asnumpy(array)
 
     return placed
 
@@ -203,12 +252,19 @@ def _drawn_arrays(case: Case, seed: int, *, on_gpu: bool) -> dict[str, Any]:
     return found
 
 
+def _drawn_dout(case: Case, seed: int, *, on_gpu: bool) -> Any:
+    xp: Any = importlib.import_module("cupy") if on_gpu else np
+    shape = _in_layout(case, (*case.bshd_shapes[0][:3], case.head_dim_v))
+    return _normal(xp, xp.random.default_rng(seed + 2), shape, numpy_dtype(case.dtype))
+
+
+def _in_layout(case: Case, bshd: Shape) -> Shape:
+    return bshd if case.layout == "bshd" else (bshd[0], bshd[2], bshd[1], bshd[3])
+
+
 def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     """Standard normal inputs, generated where they are used."""
-    shapes_of_qkv = [
-        shape if case.layout == "bshd" else (shape[0], shape[2], shape[1], shape[3])
-        for shape in case.bshd_shapes
-    ]
+    shapes_of_qkv = [_in_layout(case, shape) for shape in case.bshd_shapes]
     xp: Any = importlib.import_module("cupy") if on_gpu else np
     # Not RandomState: CuPy's needs the cuRAND library.
     generator = xp.random.default_rng(seed)

@@ -148,6 +148,28 @@ def sequence_options(command: Command) -> Command:
     return command
 
 
+def backward_option(command: Command) -> Command:
+    """Add `--backward`, which `directed` reads."""
+    return click.option(
+        "--backward",
+        is_flag=True,
+        help="Gradients of q, k and v, given the output and its log-sum-exp.",
+    )(command)
+
+
+def directed(cases: Sequence[Case], *, backward: bool) -> list[Case]:
+    """The cases, or those of their gradients, checked by the library.
+
+    Raises
+    ------
+    click.UsageError
+        With the library's message, for what has none.
+    """
+    if not backward:
+        return list(cases)
+    return checked_cases([dataclasses.replace(case, direction="backward") for case in cases])
+
+
 def split_sequences(options: dict[str, Any]) -> dict[str, Any]:
     """Take the options on sequences out of a command's options; those not given are falsy."""
     return {name: options.pop(name) for name in SEQUENCE_NAMES}
@@ -358,8 +380,12 @@ def refuse_cases(
     mods: Mapping[str, Any],
     because: str,
     names: Sequence[str] = SHAPE_NAMES,
+    *,
+    backward: bool = False,
 ) -> None:
     """Raise a usage error if any of these shape options, or any of the others, was given."""
+    if backward:
+        raise click.UsageError(f"--backward does not go with {because}")
     refuse(shape, names, because)
     refuse_sequences(sequences, because)
     refuse(mods, tuple(mods), because)

@@ -317,6 +317,38 @@ _PRESETS = {
         notes=("Published, for an NVIDIA A100, TFLOP/s: standard 1.2, FA-1 124, FA-2 156",),
     ),
 }
+
+
+def _backward(name: str, *providers: str, baseline: tuple[str, ...] = ()) -> Preset:
+    """The gradients of a preset's cases but for caches; what is not given is as there."""
+    named = _PRESETS[name]
+    cases = (case for case in named.cases if not case.is_cached)
+    return dataclasses.replace(
+        named,
+        title=f"Gradients: {named.title[0].lower()}{named.title[1:]}",
+        cases=tuple(dataclasses.replace(case, direction="backward") for case in cases),
+        providers=providers or named.providers,
+        baseline=baseline or named.baseline,
+    )
+
+
+_OF_TORCH = ("torch-cudnn", "torch-flash")
+_PRESETS |= {
+    "fa3-grid-backward": dataclasses.replace(
+        _backward("fa3-grid", "cupy_flash", *_OF_TORCH, baseline=_OF_TORCH),
+        title="Backward, on the grid of the FlashAttention-3 paper",
+    ),
+    "float32-backward": _backward("float32"),
+    "gqa-backward": _backward("gqa"),
+    "varlen-backward": _backward("varlen"),
+    "mods-backward": dataclasses.replace(
+        _backward(
+            *("mods", "cupy_flash", "torch-cudnn", "torch-efficient"),
+            baseline=("torch-cudnn", "torch-efficient"),
+        ),
+        title="Gradients under masks and score modifications",
+    ),
+}
 NAMES = tuple(_PRESETS)
 
 

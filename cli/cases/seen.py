@@ -74,6 +74,15 @@ class Seen(NamedTuple):
         ends = np.maximum.reduceat(np.where(sees, self.ends, 0), starts)
         return np.minimum(begins, ends), ends
 
+    def tiles_of_keys(self, Bc: int) -> tuple[Ints, Ints]:
+        """Where the queries begin and end that see any of each tile of Bc keys."""
+        found = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
+        for tile, start in enumerate(range(0, self.mask.seqlen_k, Bc)):
+            sees = (self.begins < np.minimum(self.ends, start + Bc)) & (self.ends > start)
+            if sees.any():
+                found[:, tile] = sees.argmax(), len(sees) - sees[::-1].argmax()
+        return found[0], found[1]
+
 
 def count_pairs(mask: Mask, mod: str | None, row: int) -> float:
     """How many pairs the queries of a head see; parameters as of `Seen.of`.

@@ -63,6 +63,7 @@ def uniform_twin(case: Case) -> Case:
         case.causal,
         softmax_scale=case.softmax_scale,
         mods=case.mods,
+        direction=case.direction,
     )
 
 
@@ -245,12 +246,14 @@ def rows_in_call(
     return slice(first + start, first + (case.query_lengths[batch] if stop is None else stop))
 
 
-def rows_of(case: Case, out: Any, more: Mapping[str, np.ndarray], batch: int, head: int) -> Any:
-    """(1, seqlen_q, 1, head_dim_v): a head's rows of one sequence in a result."""
+def rows_of(
+    case: Case, array: Any, more: Mapping[str, np.ndarray], batch: int, heads: slice
+) -> Any:
+    """(1, seqlen, heads, dim): some heads of one sequence, of a result or of what is like one."""
     if case.kind == "varlen":
-        first = int(more["cu_seqlens_q"][batch])
-        return out[None, first : first + case.query_lengths[batch], head : head + 1]
-    return out[batch : batch + 1, :, head : head + 1]
+        return array[None, rows_in_call(case, more, batch), heads]
+    bshd = array.swapaxes(1, 2) if case.layout == "bhsd" else array
+    return bshd[batch : batch + 1, :, heads]
 
 
 def repeatable(lengths: tuple[int, ...]) -> str:

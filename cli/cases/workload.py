@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cupy_flash.problem.problem import DTYPES
 
 from ..providers.providers import PAGE_SIZES
 from . import presets
-from .cases import KINDS, Case, dtype_name
+from .cases import DIRECTIONS, KINDS, Case, dtype_name
 from .mods import Mods
 
 
@@ -117,13 +117,27 @@ def varlen() -> list[Weighted]:
     ]
 
 
-PRESETS = {"common": common, "decode": decode, "varlen": varlen}
+def _backward(cases: Iterable[Weighted]) -> list[Weighted]:
+    """The cases of their gradients, weighted alike."""
+    return [
+        dataclasses.replace(each, case=dataclasses.replace(each.case, direction="backward"))
+        for each in cases
+    ]
+
+
+PRESETS: dict[str, Callable[[], list[Weighted]]] = {
+    "common": common,
+    "decode": decode,
+    "varlen": varlen,
+    "common-backward": lambda: _backward(common()),
+    "varlen-backward": lambda: _backward(varlen()),
+}
 
 
 # ---- Workloads in files
 
 _TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
-_CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS}
+_CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS, "direction": DIRECTIONS}
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
 # What other kinds have no use for.
 _KINDS_OF = {

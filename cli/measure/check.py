@@ -20,8 +20,8 @@ from ..cases.sequences import Arrays, Head
 
 # Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
 # over float64 scores, on the host by exp.
-_GPU_SCORES = 2_000_000_000
-_HOST_SCORES = 40_000_000
+GPU_SCORES = 2_000_000_000
+HOST_SCORES = 40_000_000
 # More blocks than this cost more in launches than in arithmetic.
 _MOST_BLOCKS = 256
 # A sample: some heads, at least so many where there are, and of each so many rows in blocks spread
@@ -29,7 +29,7 @@ _MOST_BLOCKS = 256
 _LEAST_HEADS = 4
 _ROWS_PER_HEAD = 1024
 _BLOCK_ROWS = 128
-_SAMPLE_ROWS = 16384
+SAMPLE_ROWS = 16384
 # A sample of sequences of different lengths: so many of them, and so many rows in all.
 _MOST_SEQUENCES = 64
 _SEQUENCES_ROWS = 65536
@@ -72,7 +72,7 @@ def choose_blocks(
     heads = [(b, h) for b in range(case.batch) for h in range(case.heads_q)]
     rows = max(1, min(case.seqlen_q, _BLOCK_BYTES // (4 * max(case.seqlen_k, 1))))
     starts = range(0, case.seqlen_q, rows)
-    sample_rows = most_rows or _SAMPLE_ROWS
+    sample_rows = most_rows or SAMPLE_ROWS
     affordable = case.scores <= most_scores and len(heads) * len(starts) <= _MOST_BLOCKS
     if affordable and (most_rows is None or len(heads) * case.seqlen_q <= most_rows):
         return [Block(b, h, s, min(s + rows, case.seqlen_q)) for b, h in heads for s in starts]
@@ -191,7 +191,7 @@ class Check:
         # Without cuBLAS the rows are computed on the host, so that a bare installation checks too.
         self._on_gpu = on_gpu and why_no_matmul() is None
         self._case, self._more = case, inputs.more
-        most_scores = _GPU_SCORES if self._on_gpu else _HOST_SCORES
+        most_scores = GPU_SCORES if self._on_gpu else HOST_SCORES
         self._blocks = choose_blocks(case, seed, most_scores, most_rows)
         rows = sum(block.stop - block.start for block in self._blocks)
         bound = 0.0
@@ -230,7 +230,7 @@ class Check:
                 out, lse = attention_reference(rows, keys, values, return_lse=True, **options)
             references.append(out)
             lses.append(lse)
-        xp = _module(references[0])
+        xp = module_of(references[0])
         reference, naive = xp.concatenate(references, 1), xp.concatenate(naives, 1)
         lse = xp.concatenate(lses, 2)
         finite = (xp.isfinite(reference) & xp.isfinite(naive)).all((0, 2, 3))
@@ -262,16 +262,14 @@ class Check:
         if not self._blocks:
             return 0.0
         rows = [self._placed(self._rows(out, block)).astype(np.float64) for block in self._blocks]
-        result = _module(rows[0]).concatenate(rows, 1)
+        result = module_of(rows[0]).concatenate(rows, 1)
         compared = result if self._finite is None else result[:, self._finite]
         return max_error(compared, self._reference)
 
     def _rows(self, out: Any, block: Block) -> Any:
         """(1, rows, 1, dim) of a result."""
-        if self._case.is_dense:
-            one = _one_head(_to_bshd(out, self._case.layout), block.batch, block.head)
-        else:
-            one = sequences.rows_of(self._case, out, self._more, block.batch, block.head)
+        head = slice(block.head, block.head + 1)
+        one = sequences.rows_of(self._case, out, self._more, block.batch, head)
         return one[:, block.start : block.stop]
 
     def _placed(self, array: Any) -> Any:
@@ -284,7 +282,8 @@ class Check:
         return cupy.asarray(array) if is_host else cupy.asnumpy(array)
 
 
-def _module(array: Any) -> Any:
+def module_of(array: Any) -> Any:
+    """NumPy or CuPy, whichever has the array."""
     if isinstance(array, np.ndarray):
         return np
     import cupy

@@ -6,15 +6,7 @@ import sys
 import tracemalloc
 from typing import Any
 
-from cupy_flash.problem.problem import ITEMSIZE
-
-from ..cases.cases import Case
 from .timing import Timed
-
-
-def output_bytes(case: Case) -> int:
-    """Bytes of a case's output."""
-    return case.query_rows * case.head_dim_v * ITEMSIZE[case.dtype]
 
 
 def host_peak_bytes(timed: Timed) -> int:

@@ -17,7 +17,7 @@ from ..cases.sequences import sequence_of
 from ..providers import providers
 from ..providers.contract import Prepared, Provider
 from .check import Check, Coverage
-from .memory import output_bytes
+from .gradient_check import GradientCheck, check_of
 from .timing import (
     GpuTimer,
     HostTimer,
@@ -98,7 +98,7 @@ class Cell:
         """Let go of the inputs that the call holds; the plan stays."""
         if self.prepared:
             self.prepared = dataclasses.replace(
-                self.prepared, call=_gone, to_array=_gone, inputs=None
+                self.prepared, call=_gone, to_result=_gone, anew=None, inputs=None
             )
 
     def refuse(self, error: Exception) -> None:
@@ -158,7 +158,7 @@ class Runner:
         if ready and self.settings.check:
             on_gpu = any(cell.provider.on_gpu for cell in ready)
             try:
-                check = Check(inputs, self.settings.seed, on_gpu=on_gpu)
+                check = check_of(inputs, self.settings.seed, on_gpu=on_gpu)
             except (RuntimeError, MemoryError) as error:
                 for cell in ready:
                     cell.reason = f"there is nothing to check it by: {first_line(error)}"
@@ -242,18 +242,19 @@ class Runner:
         after = f" after {_seconds(pause)} of rest" if pause > one_call else ""
         return f"one call takes about {_seconds(one_call)}{after}, too long for --cell-seconds"
 
-    def _try(self, cell: Cell, check: Check | None) -> None:
+    def _try(self, cell: Cell, check: Check | GradientCheck | None) -> None:
         """The first call, which may compile; its check; and others for its time and memory."""
         prepared = cell.prepared
         assert prepared is not None
         try:
             if check is not None and prepared.inputs is not None:
-                check = Check(prepared.inputs, self.settings.seed, on_gpu=cell.provider.on_gpu)
+                own = prepared.inputs
+                check = check_of(own, self.settings.seed, on_gpu=cell.provider.on_gpu)
                 cell.coverage = check.coverage
             with prepared.scope():
                 result = prepared.call()
             if check is not None and (check.coverage.rows or not check.coverage.not_finite):
-                cell.max_error = check.error(prepared.to_array(result))
+                cell.max_error = check.error(prepared.to_result(result))
                 cell.passed = cell.max_error <= check.coverage.bound
             del result
             cell.one_call = self._timer(cell.provider).once(prepared.timed)
@@ -367,7 +368,7 @@ def _prepared(provider: Provider, inputs: Inputs) -> Prepared:
 
 def needed_bytes(provider: Provider, case: Case) -> int:
     """Estimate of the memory that a call takes besides its inputs."""
-    return provider.scratch_bytes(case) + output_bytes(case)
+    return provider.scratch_bytes(case) + case.result_bytes
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -396,7 +397,8 @@ def too_large(needed: int, *, on_gpu: bool) -> str | None:
 def _rate_key(provider: Provider, case: Case) -> tuple[Any, ...]:
     """What cases share that a provider computes at about one rate."""
     rows = min(case.seqlen_q, _RATE_ROWS)
-    return provider.name, case.dtype, case.head_dim, case.head_dim_v, case.mods, rows
+    kind = provider.name, case.direction, case.dtype
+    return *kind, case.head_dim, case.head_dim_v, case.mods, rows
 
 
 def _seconds(value: float) -> str:
@@ -443,6 +445,7 @@ def _longest_alone(inputs: Inputs) -> Inputs:
         case.causal,
         softmax_scale=case.softmax_scale,
         mods=case.mods,
+        direction=case.direction,
     )
     return Inputs(alone, _host=sequence_of(case, inputs.host, inputs.more, batch))
 

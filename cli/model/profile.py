@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from cupy_flash.families import FORWARD
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.problem.device import Device, Resources
@@ -21,7 +20,9 @@ from ..cases.cases import describe
 from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.mods import PLAIN, Mods
 from ..cases.options import (
+    backward_option,
     cases_from,
+    directed,
     output_option,
     shape_options,
     split_shape,
@@ -29,7 +30,9 @@ from ..cases.options import (
 )
 from ..cases.seen import count_pairs
 from ..errors import library_errors_as_usage
+from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report
+from . import backward as of_gradients
 from . import traffic
 from .profiler import Call, Kernel, ProfilerError, profile_call
 
@@ -99,13 +102,14 @@ class Model:
         Read by the SMs from the L2 cache: what device memory would have to give without one; None
         for the unfused kernels.
     product_flops
-        Of both products, over the pairs that are seen.
+        Of all products, over the pairs that are seen; of gradients also of those that a kernel
+        computes again.
     other_flops
         Of the softmax: for each score a multiplication and addition and one more addition, and
         in the fused kernels a multiplication of the output for each tile of keys. Maxima count
-        nothing.
+        nothing. Of gradients see `backward.other_flops`.
     exponentials
-        One for each score.
+        One for each score, in each kernel that needs it.
     """
 
     hbm: traffic.Traffic
@@ -115,17 +119,32 @@ class Model:
     exponentials: float
 
 
+def _pairs(plan: Plan, mods: Mods) -> float:
+    """That are seen, over all heads."""
+    p = plan.problem
+    return p.batch * p.heads_q * count_pairs(p.mask, mods.mod, p.seqlen_k)
+
+
 def flops_of(plan: Plan, mods: Mods) -> float:
     """As `Case.flops` counts them."""
     p = plan.problem
-    pairs = p.batch * p.heads_q * count_pairs(p.mask, mods.mod, p.seqlen_k)
-    return 2.0 * pairs * (p.head_dim + p.head_dim_v)
+    of_dim, of_dim_v = of_gradients.USEFUL if p.direction == "backward" else (1, 1)
+    return 2.0 * _pairs(plan, mods) * (of_dim * p.head_dim + of_dim_v * p.head_dim_v)
 
 
 def model_of(plan: Plan, mods: Mods = PLAIN) -> Model:
     """The model of a plan's problem; `mods` are its modifications."""
-    p, tile, flops = plan.problem, plan.tile, flops_of(plan, mods)
-    scores = flops / (2 * (p.head_dim + p.head_dim_v))
+    p, tile, scores = plan.problem, plan.tile, _pairs(plan, mods)
+    if p.direction == "backward":
+        kernels = of_gradients.kernels_of(plan)
+        return Model(
+            hbm=of_gradients.fused(p, kernels, mods),
+            l2_bytes=of_gradients.fused_without_cache(p, kernels, mods).read,
+            product_flops=of_gradients.product_flops(p, kernels, scores),
+            other_flops=of_gradients.other_flops(p, kernels, scores),
+            exponentials=len(kernels) * scores,
+        )
+    flops = flops_of(plan, mods)
     if plan.family == "naive":
         # The scores are written, turned into probabilities in place, and read again.
         inputs = traffic.compulsory(p, mods)
@@ -293,12 +312,14 @@ def _notes(
     notes.append(f"{main.name}: {plan.family} tile {report.tile_text(plan.tile)}{_limit(main)}.")
     times = model_of(compiled(plan, kernels), mods).hbm.key_value_reads
     reads = "once" if times == 1 else f"{times:.3g} times"
+    others = "q and the output once. FLOPs"
+    if plan.problem.direction == "backward":
+        others = "in all kernels. FLOPs that several kernels compute count for each; all"
     notes += [
         "Caches were flushed before each kernel, clocks left as they were.",
         "HBM written: what stays in the L2 cache at a kernel's end is not counted.",
-        f"Model: keys and values cross the memory bus {reads}, q and the output once. "
-        "FLOPs are of the seen pairs: tiles on the edge of a mask or of a sequence count more "
-        "when measured.",
+        f"Model: keys and values cross the memory bus {reads}, {others} are of the seen pairs: "
+        "tiles on the edge of a mask or of a sequence count more when measured.",
     ]
     if plan.family != "naive" and plan.problem.dtype == "float32" and by_name["tensor-core FLOPs"]:
         notes.append("float32 on tensor cores: each product is three of TF32.")
@@ -325,16 +346,22 @@ _COLUMNS = (
 @click.command()
 @shape_options(_DEFAULTS)
 @mod_options
+@backward_option
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs."
 )
-@click.option("--family", type=click.Choice(list(FORWARD)), help="Kernel family to profile.")
+@click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to profile.")
 @click.option(
     "--tile", "fields", multiple=True, metavar="NAME=N", help="Force a field of the tile."
 )
 @output_option
 def profile(
-    seed: int, family: str | None, fields: tuple[str, ...], output: Path | None, **options: Any
+    backward: bool,
+    seed: int,
+    family: str | None,
+    fields: tuple[str, ...],
+    output: Path | None,
+    **options: Any,
 ) -> None:
     """Count one call's memory traffic and operations with Nsight Compute, beside the model.
 
@@ -342,6 +369,7 @@ def profile(
     """
     mods = split_mods(options)
     cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
+    cases = directed(cases, backward=backward)
     if len(cases) > 1:
         raise click.UsageError(f"the options make {len(cases)} shapes; profile takes one")
     case, tile = cases[0], tile_request({}, fields)
@@ -358,7 +386,8 @@ def profile(
     head = environment.metadata(device.name) | {
         "case": case.as_record(),
         "family": plan.family,
-        "kernel_digest": FORWARD[plan.family].digest(),
+        "direction": case.direction,
+        "kernel_digest": environment.digest_of(plan.family, case.direction),
         "tile": dataclasses.asdict(plan.tile),
         "kernels": ", ".join(kernel.name for kernel in kernels),
     }

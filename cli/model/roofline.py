@@ -22,7 +22,9 @@ from ..cases.inputs import random_inputs
 from ..cases.lists import CommaList
 from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
+    backward_option,
     cases_from,
+    directed,
     output_option,
     shape_options,
     split_shape,
@@ -34,6 +36,7 @@ from ..providers import providers
 from ..records import environment, report
 from ..records.figures import COLOURS, figure, plot_option
 from ..records.report import Column
+from . import backward as of_gradients
 from . import gpus
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
@@ -86,6 +89,7 @@ class Measured:
 @click.command()
 @shape_options(_DEFAULTS)
 @mod_options
+@backward_option
 @click.option(
     "--gpu",
     "asked",
@@ -100,6 +104,7 @@ class Measured:
 @output_option
 @plot_option("the rooflines with the algorithms on them")
 def roofline(
+    backward: bool,
     asked: tuple[str, ...] | None,
     measure: bool | None,
     output: Path | None,
@@ -113,6 +118,7 @@ def roofline(
     targets = _targets(asked)
     mods = split_mods(options)
     cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
+    cases = directed(cases, backward=backward)
     if measure and not all(target.present for target in targets):
         raise click.UsageError(
             "--measure times the present GPU; leave --gpu out or name that one only"
@@ -198,13 +204,27 @@ def case_rows(target: Target, case: Case, measured: Measured | None) -> list[dic
         if plan
         else Schedule(Br, Bc, gpu.sm_count, problem.heads_q // problem.heads_kv, gpu.l2_bytes)
     )
-    traffic = {
-        _STANDARD: standard(problem, case.mods),
-        _FUSED: fused(problem, schedule, case.mods),
-        _NO_CACHE: fused_without_cache(problem, Br=Br, Bc=Bc, mods=case.mods),
-    }
+    again = 1.0
+    if case.is_backward:
+        kernels = of_gradients.kernels_of(plan) if plan else of_gradients.usual_kernels(schedule)
+        again = of_gradients.recomputation(problem, kernels)
+        traffic = {
+            _STANDARD: of_gradients.standard(problem),
+            _FUSED: of_gradients.fused(problem, kernels, case.mods),
+            _NO_CACHE: of_gradients.fused_without_cache(problem, kernels, case.mods),
+        }
+    else:
+        traffic = {
+            _STANDARD: standard(problem, case.mods),
+            _FUSED: fused(problem, schedule, case.mods),
+            _NO_CACHE: fused_without_cache(problem, Br=Br, Bc=Bc, mods=case.mods),
+        }
     return [
-        _row(target, case, plan, schedule, name, moved, measured if name == _FUSED else None)
+        _row(
+            *(target, case, plan, schedule, name, moved),
+            measured if name == _FUSED else None,
+            1.0 if name == _STANDARD else again,
+        )
         for name, moved in traffic.items()
     ]
 
@@ -217,12 +237,15 @@ def _row(
     algorithm: str,
     traffic: Traffic,
     measured: Measured | None,
+    again: float,
 ) -> dict[str, Any]:
     gpu, flops = target.gpu, case.flops()
     peak = gpu.peak(case.dtype)
     roof = Roof(peak.flops, gpu.hbm_bytes_per_second)
     intensity = traffic.intensity(flops)
-    attainable = roof.attainable(intensity)
+    # Of what is computed, so much counts.
+    of_kernels = Roof(peak.flops / again, gpu.hbm_bytes_per_second)
+    attainable = of_kernels.attainable(intensity)
     rate = measured.flops if measured else None
     is_standard = algorithm == _STANDARD
     return {
@@ -235,11 +258,12 @@ def _row(
         **case.as_record(),
         "algorithm": algorithm,
         "flops": flops,
+        "flops_computed": again * flops,
         "bytes_read": traffic.read,
         "bytes_written": traffic.written,
         "key_value_reads": traffic.key_value_reads,
         "intensity": intensity,
-        "bound": roof.bound(intensity) if flops else None,
+        "bound": of_kernels.bound(intensity) if flops else None,
         "attainable_tflops": attainable / 1e12,
         "measured_tflops": None if rate is None else rate / 1e12,
         "share": rate / attainable if rate is not None and attainable else None,
@@ -273,16 +297,21 @@ def _print(rows: Rows) -> None:
         _print_roof(out, of_roof)
     plans = dict.fromkeys(_plan_note(row) for row in rows if row["algorithm"] == _FUSED)
     notes = [*plans, *(f"not measured: {row['reason']}" for row in rows if row["reason"])]
+    cases = [_case_of(row) for row in rows]
+    is_backward = any(case.is_backward for case in cases)
     notes += [
-        "standard: the score matrix is written and read twice, in the inputs' dtype.",
-        "no L2: fused, but every query tile reads its keys and values from device memory.",
+        "standard: probabilities that forward left are read twice, the gradients of these and of "
+        "the scores are written and read three times in all, in the inputs' dtype."
+        if is_backward
+        else "standard: the score matrix is written and read twice, in the inputs' dtype.",
+        "no L2: fused, but every tile reads the rows of others from device memory."
+        if is_backward
+        else "no L2: fused, but every query tile reads its keys and values from device memory.",
         "K/V: how often keys and values are read from there. TFLOP/s: attainable.",
     ]
     if any(row["measured_tflops"] is not None for row in rows):
         notes.append("measured: cupy_flash's own choice, and its share of what is attainable.")
-    notes.append(environment.FLOP_CONVENTION + ".")
-    if any(row["mods"] for row in rows):
-        notes.append(environment.FLOPS_OF_MODS + ".")
+    notes += [f"{text}." for text in environment.flop_conventions(cases)]
     report.print_notes(out, notes)
 
 
@@ -336,9 +365,11 @@ def _plan_note(row: Mapping[str, Any]) -> str:
     # The peak is the GPU's, not the kernel's.
     slower = row["family"] == "simt" and row["peak_units"] != "CUDA cores"
     units = ", on CUDA cores, which do not reach that peak" if slower else ""
+    again = row["flops_computed"] / row["flops"] if row["flops"] else 1.0
+    twice = f", which compute {again:.2g} times the FLOPs that count" if again > 1 else ""
     return (
         f"fused on {row['gpu']}: family {row['family']}, {tile}, {row['blocks']} blocks at once"
-        f"{splits}{units}."
+        f"{splits}{units}{twice}."
     )
 
 

@@ -16,7 +16,7 @@ from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.problem import Problem
 
 from ..cases.mods import PLAIN, Mods
-from ..cases.seen import Seen
+from ..cases.seen import Ints, Seen
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Schedule:
         assert device is not None, "the CPU backend has no device memory"
         grid = math.prod(plan.main.grid) if plan.main else 1
         # Where blocks take equal shares of all keys, so many of them meet in a key/value head.
-        num_splits = plan.num_splits or ceil_div(grid, max(1, _heads_kv(plan.problem)))
+        num_splits = plan.num_splits or ceil_div(grid, max(1, count_heads_kv(plan.problem)))
         return cls(
             Br=plan.tile.Br,
             Bc=plan.tile.Bc,
@@ -121,20 +121,22 @@ class Schedule:
         )
 
 
-def _query_bytes(problem: Problem) -> int:
+def query_bytes(problem: Problem) -> int:
+    """Bytes of q."""
     return problem.rows * problem.head_dim * problem.itemsize
 
 
-def _out_bytes(problem: Problem) -> int:
+def out_bytes(problem: Problem) -> int:
+    """Bytes of the output."""
     return problem.rows * problem.head_dim_v * problem.itemsize
 
 
-def _key_row_bytes(problem: Problem) -> int:
-    """Of a key and its value, of one key/value head."""
+def row_bytes(problem: Problem) -> int:
+    """Of a key and its value, of one key/value head; or of a query and its output."""
     return (problem.head_dim + problem.head_dim_v) * problem.itemsize
 
 
-def _heads_kv(problem: Problem) -> int:
+def count_heads_kv(problem: Problem) -> int:
     """Key/value heads of the whole batch."""
     return problem.batch * problem.heads_kv
 
@@ -144,30 +146,40 @@ def seen_of(problem: Problem, mods: Mods = PLAIN) -> Seen:
     return Seen.of(problem.mask, mods.mod, problem.seqlen_k)
 
 
-# Keys [begin, end) of a tile of queries.
-_Range = tuple[int, int]
+# Keys [begin, end) of a tile of queries, or queries of a tile of keys.
+Range = tuple[int, int]
 
 
-def tile_ranges(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[_Range]:
+def tile_ranges(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
     """Keys that each query tile of a head reads, from the first tile to the last.
 
     Only tiles of keys of which a pair is seen count, each whole up to the end of the sequence.
     """
-    begins, ends = (keys.tolist() for keys in seen_of(problem, mods).tiles(Br))
+    return _in_tiles(seen_of(problem, mods).tiles(Br), Bc, problem.seqlen_k)
+
+
+def tile_ranges_of_keys(problem: Problem, Br: int, Bc: int, mods: Mods = PLAIN) -> list[Range]:
+    """Queries that each tile of keys of a head reads, likewise."""
+    return _in_tiles(seen_of(problem, mods).tiles_of_keys(Bc), Br, problem.seqlen_q)
+
+
+def _in_tiles(found: tuple[Ints, Ints], size: int, length: int) -> list[Range]:
+    begins, ends = (places.tolist() for places in found)
     return [
-        (begin // Bc * Bc, min(problem.seqlen_k, round_up(end, Bc))) if end > begin else (0, 0)
+        (begin // size * size, min(length, round_up(end, size))) if end > begin else (0, 0)
         for begin, end in zip(begins, ends, strict=True)
     ]
 
 
-def _length(keys: _Range) -> int:
-    begin, end = keys
+def length(rows: Range) -> int:
+    """How many rows."""
+    begin, end = rows
     return end - begin
 
 
-def _together(keys: Sequence[_Range]) -> int:
-    """Keys from the first that any of the tiles reads to the last."""
-    read = [each for each in keys if _length(each)]
+def _together(rows: Sequence[Range]) -> int:
+    """Rows from the first that any of the tiles reads to the last."""
+    read = [each for each in rows if length(each)]
     return max(e for _, e in read) - min(b for b, _ in read) if read else 0
 
 
@@ -183,7 +195,7 @@ class _OfPairs:
         return pairs * self.itemsize * (self.matrices if matrices is None else matrices)
 
 
-def _arrays_of_pairs(problem: Problem, mods: Mods) -> list[_OfPairs]:
+def arrays_of_pairs(problem: Problem, mods: Mods) -> list[_OfPairs]:
     heads = {"shared": 1, "heads": problem.heads_q, "batch": problem.batch * problem.heads_q}
     given = ((mods.bias, problem.itemsize), (mods.mask, 1))
     return [_OfPairs(heads[span], itemsize) for span, itemsize in given if span]
@@ -192,12 +204,12 @@ def _arrays_of_pairs(problem: Problem, mods: Mods) -> list[_OfPairs]:
 def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:
     """What no algorithm does without: q, what is seen of keys, values and biases, and out, once."""
     seen = seen_of(problem, mods)
-    key_values = _heads_kv(problem) * seen.keys() * _key_row_bytes(problem)
+    key_values = count_heads_kv(problem) * seen.keys() * row_bytes(problem)
     pairs = int((seen.ends - seen.begins).sum())
-    changed = sum(array.bytes_of(pairs) for array in _arrays_of_pairs(problem, mods))
+    changed = sum(array.bytes_of(pairs) for array in arrays_of_pairs(problem, mods))
     return Traffic(
-        _query_bytes(problem) + key_values + changed,
-        _out_bytes(problem),
+        query_bytes(problem) + key_values + changed,
+        out_bytes(problem),
         1.0 if key_values else 0.0,
     )
 
@@ -211,12 +223,12 @@ def standard(problem: Problem, mods: Mods = PLAIN) -> Traffic:
     biases and masks in arrays. This flatters the algorithm.
     """
     scores = problem.rows * problem.seqlen_k * problem.itemsize
-    key_values = _heads_kv(problem) * problem.seqlen_k * _key_row_bytes(problem)
+    key_values = count_heads_kv(problem) * problem.seqlen_k * row_bytes(problem)
     pairs = problem.seqlen_q * problem.seqlen_k
-    changed = sum(array.bytes_of(pairs) for array in _arrays_of_pairs(problem, mods))
+    changed = sum(array.bytes_of(pairs) for array in arrays_of_pairs(problem, mods))
     return Traffic(
-        read=_query_bytes(problem) + key_values + changed + 2 * scores,
-        written=2 * scores + _out_bytes(problem),
+        read=query_bytes(problem) + key_values + changed + 2 * scores,
+        written=2 * scores + out_bytes(problem),
         key_value_reads=1.0 if key_values else 0.0,
     )
 
@@ -225,11 +237,11 @@ def _fused(
     problem: Problem, mods: Mods, key_value_rows: int, workspace: int, changed: int
 ) -> Traffic:
     """A fused kernel that reads so many rows of keys and values, and bytes of biases and masks."""
-    seen = _heads_kv(problem) * seen_of(problem, mods).keys()
-    keys = key_value_rows * _key_row_bytes(problem)
+    seen = count_heads_kv(problem) * seen_of(problem, mods).keys()
+    keys = key_value_rows * row_bytes(problem)
     return Traffic(
-        read=_query_bytes(problem) + keys + changed + workspace,
-        written=_out_bytes(problem) + workspace,
+        read=query_bytes(problem) + keys + changed + workspace,
+        written=out_bytes(problem) + workspace,
         key_value_reads=key_value_rows / seen if seen else 0.0,
     )
 
@@ -243,9 +255,9 @@ def fused_without_cache(problem: Problem, *, Br: int, Bc: int, mods: Mods = PLAI
     """
     ranges = tile_ranges(problem, Br, Bc, mods)
     heads = problem.batch * problem.heads_q
-    pairs = _read_pairs(problem, ranges, Br)
-    changed = sum(array.bytes_of(pairs, heads) for array in _arrays_of_pairs(problem, mods))
-    return _fused(problem, mods, heads * sum(map(_length, ranges)), 0, changed)
+    pairs = read_pairs(ranges, Br, problem.seqlen_q)
+    changed = sum(array.bytes_of(pairs, heads) for array in arrays_of_pairs(problem, mods))
+    return _fused(problem, mods, heads * sum(map(length, ranges)), 0, changed)
 
 
 def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
@@ -260,41 +272,72 @@ def fused(problem: Problem, schedule: Schedule, mods: Mods = PLAIN) -> Traffic:
     for all if it fits half the cache. Partial results of splits are written and read.
     """
     ranges = tile_ranges(problem, schedule.Br, schedule.Bc, mods)
-    group = problem.heads_q // problem.heads_kv
-    heads = problem.batch * problem.heads_q
-    sections, rest = divmod(heads, schedule.section_heads)
-    rows = 0
-    for count, section_heads in ((sections, schedule.section_heads), (1, rest)):
-        heads_kv = ceil_div(section_heads, group)
-        of_head = _rows_of_a_head(problem, schedule, ranges[::-1], section_heads, heads_kv)
-        rows += count * heads_kv * of_head
-    pairs = _read_pairs(problem, ranges, schedule.Br)
-    changed = 0
-    for array in _arrays_of_pairs(problem, mods):
-        in_sections = min(heads, array.matrices * (sections + bool(rest)))
-        fits = array.bytes_of(pairs) <= schedule.l2_bytes // 2
-        changed += array.bytes_of(pairs, None if fits else in_sections)
+    rows = streamed_rows(problem, schedule, ranges[::-1], keys_stay=False)
+    pairs = read_pairs(ranges, schedule.Br, problem.seqlen_q)
+    changed = array_bytes_of_sections(problem, schedule, pairs, mods)
     return _fused(problem, mods, rows, schedule.workspace, changed)
 
 
-def _read_pairs(problem: Problem, ranges: Sequence[_Range], Br: int) -> int:
-    """Pairs of the tiles of a head of which its keys are read."""
-    rows = (min(Br, problem.seqlen_q - tile * Br) for tile in range(len(ranges)))
-    return sum(count * _length(keys) for count, keys in zip(rows, ranges, strict=True))
+def array_bytes_of_sections(problem: Problem, schedule: Schedule, pairs: int, mods: Mods) -> int:
+    """Bytes of biases and masks that are read, of so many pairs of a head."""
+    heads = problem.batch * problem.heads_q
+    sections = ceil_div(heads, schedule.section_heads)
+    read = 0
+    for array in arrays_of_pairs(problem, mods):
+        fits = array.bytes_of(pairs) <= schedule.l2_bytes // 2
+        read += array.bytes_of(pairs, None if fits else min(heads, array.matrices * sections))
+    return read
+
+
+def read_pairs(ranges: Sequence[Range], size: int, rows: int) -> int:
+    """Pairs of the tiles of a head, of so many of its rows, and what they read."""
+    own = (min(size, rows - tile * size) for tile in range(len(ranges)))
+    return sum(count * length(read) for count, read in zip(own, ranges, strict=True))
+
+
+def streamed_rows(
+    problem: Problem, schedule: Schedule, ranges: Sequence[Range], *, keys_stay: bool
+) -> int:
+    """Rows that tiles read from device memory one after the other, over all heads.
+
+    Parameters
+    ----------
+    problem, schedule
+        Of a kernel.
+    ranges
+        Rows that each tile of a head reads, in the order in which tiles are taken.
+    keys_stay
+        Whether the tiles are of keys, and the queries of all heads that share these pass by; else
+        they are of queries.
+    """
+    group = problem.heads_q // problem.heads_kv
+    sections, rest = divmod(problem.batch * problem.heads_q, schedule.section_heads)
+    rows = 0
+    for count, of_queries in ((sections, schedule.section_heads), (1, rest)):
+        of_keys = ceil_div(of_queries, group)
+        owners, streamed = (of_keys, of_queries) if keys_stay else (of_queries, of_keys)
+        rows += count * streamed * _rows_of_a_head(problem, schedule, ranges, owners, streamed)
+    return rows
 
 
 def _rows_of_a_head(
     problem: Problem,
     schedule: Schedule,
-    ranges: Sequence[_Range],
-    section_heads: int,
-    heads_kv: int,
+    ranges: Sequence[Range],
+    owners: int,
+    streamed: int,
 ) -> int:
-    """Rows of keys read from device memory for one of the section's key/value heads."""
-    if not ranges or not section_heads:
+    """Rows read from device memory for one of the section's heads whose rows pass by.
+
+    Parameters
+    ----------
+    owners, streamed
+        Heads of a section: that have tiles of their own, and whose rows these read.
+    """
+    if not ranges or not owners:
         return 0
     everything = _together(ranges)
-    if heads_kv * everything * _key_row_bytes(problem) <= schedule.l2_bytes // 2:
+    if streamed * everything * row_bytes(problem) <= schedule.l2_bytes // 2:
         return everything
-    count = max(1, schedule.blocks // (section_heads * schedule.num_splits))
+    count = max(1, schedule.blocks // (owners * schedule.num_splits))
     return sum(_together(ranges[i : i + count]) for i in range(0, len(ranges), count))

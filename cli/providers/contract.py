@@ -32,9 +32,10 @@ class Prepared:
     Attributes
     ----------
     call
-        Computes the output.
-    to_array
-        Turns what `call` returned into a NumPy or CuPy array in the case's layout.
+        Computes the output, or gradients of q, k and v.
+    to_result
+        Turns what `call` returned into a NumPy or CuPy array in the case's layout, or into one for
+        each gradient.
     scope
         Entered around calls, outside the timed span.
     plan
@@ -47,16 +48,19 @@ class Prepared:
         What it computes, and is checked by, where that is not what it was made ready for.
     scale
         What its times are multiplied by.
+    anew
+        Makes `call` once more on the current stream, where it goes by the stream it was made on.
     """
 
     call: Callable[[], Any]
-    to_array: Callable[[Any], Any] = _same
+    to_result: Callable[[Any], Any] = _same
     scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     plan: Plan | None = None
     kernel_digest: str | None = None
     note: str | None = None
     inputs: Inputs | None = None
     scale: float = 1.0
+    anew: Callable[[], Callable[[], Any]] | None = None
 
     @property
     def tile(self) -> dict[str, int] | None:

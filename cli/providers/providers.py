@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
+from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
-from cupy_flash.host import cpu
+from cupy_flash.host import cpu, gradients
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
-from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.planning.planner import Plan, make_plan, tile_fields
 from cupy_flash.problem.tile import Tile, freeze_tile
 from cupy_flash.reference.dense import attention_naive
+from cupy_flash.reference.gradients import backward_naive
+from cupy_flash.reference.packed_gradients import backward_varlen_naive
+from cupy_flash.reference.rows import CHUNK_BYTES
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, can_share_pages, random_inputs
@@ -27,11 +31,16 @@ from ..cases.mod_arguments import restricted
 from ..cases.sequences import rows_in_call, sequence_of, uniform_twin
 from ..measure import check
 from ..measure.timing import Timed
+from ..records import environment
 from . import torch_flex, torch_providers
 from .contract import Prepared, Provider, TileFields
 
 # Of the providers that put a case's cache into pages.
 PAGE_SIZES = (1, 16, 64)
+# Kernel families, whatever they compute.
+FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
+# Arrays of the plain formula of gradients that are as large as a chunk of scores.
+_GRADIENT_TEMPORARIES = 10
 
 
 class Dispatcher(Provider):
@@ -71,7 +80,7 @@ class Dispatcher(Provider):
         return Prepared(
             call,
             plan=plan,
-            kernel_digest=FORWARD[plan.family].digest() if self.on_gpu else cpu.digest(),
+            kernel_digest=environment.digest_of(plan.family, inputs.case.direction),
         )
 
     def replayed(self, prepared: Prepared) -> Timed | None:
@@ -81,7 +90,8 @@ class Dispatcher(Provider):
 
 
 def _reads_map(plan: Plan) -> bool:
-    return plan.family in FORWARD and FORWARD[plan.family].is_mapped(plan.problem)
+    family = FAMILIES[plan.problem.direction].get(plan.family)
+    return family is not None and family.is_mapped(plan.problem)
 
 
 class _Variant(Provider):
@@ -217,21 +227,30 @@ class CpuBackend(Provider):
         return Prepared(
             inputs.call(on_gpu=False, backend="cpu", tile=self.tile),
             plan=cpu_plan(inputs.case, self.tile),
-            kernel_digest=cpu.digest(),
+            kernel_digest=environment.digest_of("cpu", inputs.case.direction),
         )
 
 
 def cpu_plan(case: Case, tile: TileFields) -> Plan:
     """The CPU backend's plan of a case; raises ValueError for a tile that it does not take."""
-    problem = case.problem()
-    chosen = choose_cpu_tile(problem, freeze_tile(tile))
+    problem, request = case.problem(), freeze_tile(tile)
+    if case.is_backward:
+        default = gradients.default_tile(problem)
+        chosen = dataclasses.replace(default, **tile_fields(Tile, request))
+        schedule = Schedule((), workspace=gradients.scratch_bytes(problem, chosen))
+        plan = make_cpu_plan(problem, chosen, gpu_unavailable())
+        return _with_room(dataclasses.replace(plan, schedule=schedule))
+    chosen = choose_cpu_tile(problem, request)
     # As the backend clips it: to the query rows that share a key and value head, and to the keys.
     rows = case.seqlen_q * (case.heads_q // case.heads_kv)
     clipped = Tile(min(chosen.Br, max(rows, 1)), min(chosen.Bc, max(case.seqlen_k, 1)))
-    plan = make_cpu_plan(problem, clipped, gpu_unavailable())
+    return _with_room(make_cpu_plan(problem, clipped, gpu_unavailable()))
+
+
+def _with_room(plan: Plan) -> Plan:
     if plan.workspace > cpu.SCRATCH_LIMIT:
         raise ValueError(
-            f"tile {clipped} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
+            f"tile {plan.tile} needs {plan.workspace / 2**20:.1f} MiB of scratch per worker, more "
             f"than {cpu.SCRATCH_LIMIT / 2**20:.1f} MiB; choose a smaller Br or Bc"
         )
     return plan
@@ -240,7 +259,8 @@ def cpu_plan(case: Case, tile: TileFields) -> Plan:
 class Formula(Provider):
     """`attention_naive`: matmul, softmax, matmul on the whole score matrix.
 
-    In float32 for 16-bit inputs, whose products NumPy does not offer.
+    In float32 for 16-bit inputs, whose products NumPy does not offer. `backward_naive` for
+    gradients: the same and four more products, one head after the other.
     """
 
     def __init__(self, name: str, *, on_gpu: bool) -> None:
@@ -256,6 +276,10 @@ class Formula(Provider):
     def scratch_bytes(self, case: Case) -> int:
         # The scores, a row-wise temporary of their size in softmax, rounded probabilities if any.
         itemsize = 8 if case.dtype == "float64" else 4
+        if case.is_backward:
+            of_chunk = min(case.seqlen_q * case.seqlen_k, CHUNK_BYTES // 8 + case.seqlen_k)
+            # Sums that are not yet rounded besides.
+            return _GRADIENT_TEMPORARIES * itemsize * of_chunk + 2 * case.result_bytes
         rounded = 0 if case.dtype in ("float32", "float64") else 2 + itemsize
         changed = itemsize if case.mods else 0
         return case.scores * (2 * itemsize + rounded + changed)
@@ -263,6 +287,9 @@ class Formula(Provider):
     def prepare(self, inputs: Inputs) -> Prepared:
         arrays = inputs.gpu if self.on_gpu else inputs.host
         case = inputs.case
+        if case.is_backward:
+            naive = backward_naive if case.is_dense else backward_varlen_naive
+            return Prepared(inputs.gradient_call(naive, on_gpu=self.on_gpu))
         modifications = inputs.modifications(on_gpu=self.on_gpu)
         if case.is_dense:
             arguments = {**case.arguments, **modifications}
@@ -300,7 +327,7 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
 
     makers: dict[str, Callable[[TileFields], Provider]] = {
         "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
-        **{f"cupy_flash-{family}": of_family(family) for family in FORWARD},
+        **{f"cupy_flash-{family}": of_family(family) for family in FAMILY_NAMES},
         **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
         "cupy_flash-uniform": Uniform,
         "cupy_flash-anew": Anew,

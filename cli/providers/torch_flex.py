@@ -10,8 +10,7 @@ from typing import Any
 from ..cases.built_in import FURTHEST, STEP
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
-from .contract import Prepared
-from .torch_providers import TorchProvider, tensors_of, to_torch, torch_module, way_back
+from .torch_providers import Attention, TorchProvider, to_torch, torch_module
 
 # (score, b, h, q_idx, kv_idx) to the new score; (b, h, q_idx, kv_idx) to whether the pair is seen.
 Score = Callable[[Any, Any, Any, Any, Any], Any]
@@ -99,6 +98,8 @@ class Flex(TorchProvider):
             return reason
         if not case.is_dense:
             return "flex_attention is timed on blocks of equal length only"
+        if case.is_backward:
+            return "what torch.compile differentiates frees what it reads, and cannot be repeated"
         if case.mods.sinks:
             return "flex_attention has no sinks"
         first = case.first_query
@@ -111,11 +112,10 @@ class Flex(TorchProvider):
     def scratch_bytes(self, case: Case) -> int:
         return 0
 
-    def prepare(self, inputs: Inputs) -> Prepared:
+    def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
         torch = torch_module()
         flex = importlib.import_module("torch.nn.attention.flex_attention")
         case = inputs.case
-        q, k, v = tensors_of(inputs)
         given = _tensors_by_name(inputs)
         # After some functions in one process torch compiles no more of them, and with a warning
         # only goes through the whole score matrix.
@@ -141,9 +141,8 @@ class Flex(TorchProvider):
                 score = change(score, b, h, q_idx, kv_idx)
             return score
 
-        call = functools.partial(
+        attend = functools.partial(
             torch.compile(flex.flex_attention, dynamic=False),
-            *(q, k, v),
             score_mod=score_mod if scores else None,
             block_mask=block_mask,
             scale=case.softmax_scale,
@@ -151,8 +150,8 @@ class Flex(TorchProvider):
         )
         # Compiles.
         with torch.no_grad():
-            call()
-        return Prepared(call, way_back(inputs), torch.no_grad, note=note)
+            attend(q, k, v)
+        return Attention(attend, note=note)
 
 
 def _tensors_by_name(inputs: Inputs) -> dict[str, Any]:

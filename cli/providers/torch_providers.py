@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.gpu.environment import gpu_unavailable
@@ -134,22 +136,50 @@ def tensors_of(inputs: Inputs) -> tuple[Any, Any, Any]:
         raise RuntimeError(f"torch is on stream {theirs:#x} and CuPy on {ours:#x}")
     # The default, said for a process whose environment changed it: float32 means float32.
     torch.set_float32_matmul_precision("highest")
-    q, k, v = (to_torch(array) for array in inputs.gpu)
-    if inputs.case.layout == "bshd":
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    q, k, v = (_bhsd(inputs.case, array) for array in inputs.gpu)
     return q, k, v
 
 
-def way_back(inputs: Inputs) -> Callable[[Any], Any]:
+def _bhsd(case: Case, array: Any) -> Any:
+    tensor = to_torch(array)
+    return tensor.transpose(1, 2) if case.layout == "bshd" else tensor
+
+
+def _way_back(case: Case) -> Callable[[Any], Any]:
     """From what torch gives to an array in the case's layout."""
-    if inputs.case.layout == "bshd":
+    if case.layout == "bshd":
         return lambda out: to_cupy(out).swapaxes(1, 2)
     return to_cupy
 
 
-def _replay(graph: Any, result: Any) -> None:
-    # The result's memory is the graph's to write to as long as it lives.
+def _replay(graph: Any, held: tuple[Any, ...]) -> None:
+    # The memory of what is held is the graph's to read and to write to as long as it lives.
     graph.replay()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How a provider attends.
+
+    Attributes
+    ----------
+    function
+        From q, k and v, (batch, heads, seqlen, dim), to the output.
+    scope
+        Entered around its calls.
+    note
+        See `Prepared`.
+    """
+
+    function: Callable[[Any, Any, Any], Any]
+    scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    note: str | None = None
+
+    @contextlib.contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """The scope of calls of which no graph is kept."""
+        with self.scope(), torch_module().no_grad():
+            yield
 
 
 class TorchProvider(Provider):
@@ -160,17 +190,55 @@ class TorchProvider(Provider):
     def missing(self) -> str | None:
         return why_no_torch()
 
+    @abstractmethod
+    def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
+        """How it attends; raises RuntimeError with the reason if it refuses these tensors."""
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        torch, case = torch_module(), inputs.case
+        tensors = tensors_of(inputs)
+        back = _way_back(case)
+        if not case.is_backward:
+            found = self.attention(inputs, *tensors)
+            call = functools.partial(found.function, *tensors)
+            return Prepared(call, back, found.without_gradients, note=found.note)
+        found = self.attention(inputs, *tensors)
+        dout = _bhsd(case, inputs.dout(on_gpu=True))
+
+        def differentiated() -> Callable[[], Any]:
+            # Autograd keeps the stream that it first met a tensor on.
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
+            with found.scope():
+                out = found.function(*leaves)
+            return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+
+        return Prepared(
+            differentiated(),
+            lambda gradients: tuple(map(back, gradients)),
+            note=found.note,
+            anew=differentiated,
+        )
+
     def replayed(self, prepared: Prepared) -> Timed | None:
         # torch keeps the memory of its own graphs apart; it launches them on its current stream,
         # which is CuPy's.
         torch = torch_module()
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        call = prepared.call
         try:
-            with prepared.scope(), torch.cuda.graph(graph, capture_error_mode="relaxed"):
-                result = prepared.call()
+            # A capture that fails leaves its stream the current one.
+            with prepared.scope(), torch.cuda.stream(torch.cuda.current_stream()):
+                if prepared.anew is not None:
+                    # autograd goes backward on the streams that it went forward on.
+                    torch.cuda.synchronize()
+                    with torch.cuda.stream(stream):
+                        call = prepared.anew()
+                        call()
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                    result = call()
         except RuntimeError:
             return None
-        return Timed(functools.partial(_replay, graph, result))
+        return Timed(functools.partial(_replay, graph, (call, result)))
 
     def peak_bytes(self, prepared: Prepared) -> int:
         return memory.torch_peak_bytes(prepared.timed)
@@ -195,55 +263,72 @@ class ScaledDotProduct(TorchProvider):
     def scratch_bytes(self, case: Case) -> int:
         if self.backend != "MATH":
             return 0
-        # Scores, probabilities and a mask's sum, 16-bit inputs in float32.
-        return 3 * case.scores * (8 if case.dtype == "float64" else 4)
+        # Scores, probabilities and a mask's sum, 16-bit inputs in float32; and their gradients.
+        arrays = 5 if case.is_backward else 3
+        return arrays * case.scores * (8 if case.dtype == "float64" else 4)
 
-    @contextlib.contextmanager
-    def _scope(self) -> Iterator[None]:
-        torch = torch_module()
-        attention = torch.nn.attention
-        with (
-            attention.sdpa_kernel([getattr(attention.SDPBackend, self.backend)]),
-            torch.no_grad(),
-        ):
-            yield
+    def _scope(self) -> AbstractContextManager[Any]:
+        attention = torch_module().nn.attention
+        scope: AbstractContextManager[Any] = attention.sdpa_kernel(
+            [getattr(attention.SDPBackend, self.backend)]
+        )
+        return scope
 
-    def prepare(self, inputs: Inputs) -> Prepared:
+    def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
         case = inputs.case
-        q, k, v = tensors_of(inputs)
         # `import torch` alone does not bring this module in every version.
         importlib.import_module("torch.nn.attention")
-        attention = torch_module().nn.functional.scaled_dot_product_attention
         arguments = {"is_causal": _has_mask(case), "scale": case.softmax_scale}
         for array in inputs.modifications(on_gpu=True).values():
             arguments["attn_mask"] = to_torch(array)
-        grouped = case.heads_q != case.heads_kv
-        note = None
-        if grouped:
-            call = functools.partial(attention, q, k, v, enable_gqa=True, **arguments)
-            try:
-                self._try(call)
-            except RuntimeError:
-                if case.is_cached:
-                    # A repeated cache would be another one, several times as large.
-                    raise
-                group = case.heads_q // case.heads_kv
-                k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
-                note = "refuses grouped heads: k and v were repeated beforehand, untimed"
-                grouped = False
-        if not grouped:
-            call = functools.partial(attention, q, k, v, **arguments)
-            self._try(call)
-        return Prepared(call, way_back(inputs), self._scope, note=note)
+        attention = functools.partial(
+            torch_module().nn.functional.scaled_dot_product_attention, **arguments
+        )
+        if case.heads_q == case.heads_kv:
+            return self._tried(Attention(attention, self._scope), q, k, v)
+        grouped = Attention(functools.partial(attention, enable_gqa=True), self._scope)
+        try:
+            return self._tried(grouped, q, k, v)
+        except RuntimeError:
+            if case.is_cached:
+                # A repeated cache would be another one, several times as large.
+                raise
+        repeated = dataclasses.replace(
+            _with_repeated_heads(case, attention, k, v), scope=self._scope
+        )
+        return self._tried(
+            dataclasses.replace(repeated, note=f"refuses grouped heads: {repeated.note}"), q, k, v
+        )
 
-    def _try(self, call: Callable[[], Any]) -> None:
-        """Call once; a refusal's RuntimeError then says what torch only warns of."""
-        with warnings.catch_warnings(record=True) as caught, self._scope():
+    @staticmethod
+    def _tried(found: Attention, q: Any, k: Any, v: Any) -> Attention:
+        """Attend once; a refusal's RuntimeError then says what torch only warns of."""
+        with warnings.catch_warnings(record=True) as caught, found.scope():
             warnings.simplefilter("always")
             try:
-                call()
+                found.function(q, k, v)
             except RuntimeError as error:
                 raise RuntimeError(refusal([str(w.message) for w in caught], str(error))) from error
+        return found
+
+
+def _with_repeated_heads(
+    case: Case, attention: Callable[[Any, Any, Any], Any], k: Any, v: Any
+) -> Attention:
+    """Attention by what takes as many heads of k and v as of q."""
+
+    def repeat(tensor: Any) -> Any:
+        return tensor.repeat_interleave(case.heads_q // case.heads_kv, 1)
+
+    if case.is_backward:
+        return Attention(
+            lambda q, k, v: attention(q, repeat(k), repeat(v)),
+            note="the gradients of repeated k and v are summed up, timed",
+        )
+    repeated = repeat(k), repeat(v)
+    return Attention(
+        lambda q, *_: attention(q, *repeated), note="k and v were repeated beforehand, untimed"
+    )
 
 
 def refusal(warned: list[str], error: str) -> str:
@@ -274,32 +359,26 @@ class Eager(TorchProvider):
         return None
 
     def scratch_bytes(self, case: Case) -> int:
-        return 3 * case.scores * case.problem().itemsize
+        return (5 if case.is_backward else 3) * case.scores * case.problem().itemsize
 
-    def prepare(self, inputs: Inputs) -> Prepared:
+    def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
         torch = torch_module()
         case = inputs.case
         problem = case.problem()
-        q, k, v = tensors_of(inputs)
-        note = None
-        if case.heads_q != case.heads_kv:
-            group = case.heads_q // case.heads_kv
-            k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
-            note = "k and v were repeated for their heads beforehand, untimed"
         hidden = None
         if case.causal:
             shape = (case.seqlen_q, case.seqlen_k)
             seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril(problem.q_offset)
             hidden = seen.logical_not()
 
-        def call() -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
             scores = (q * problem.softmax_scale) @ k.transpose(-2, -1)
             if hidden is not None:
                 scores.masked_fill_(hidden, float("-inf"))
             return torch.softmax(scores, -1) @ v
 
-        scope: Callable[[], AbstractContextManager[Any]] = torch.no_grad
-        return Prepared(call, way_back(inputs), scope, note=note)
+        is_plain = case.heads_q == case.heads_kv
+        return Attention(attend) if is_plain else _with_repeated_heads(case, attend, k, v)
 
 
 ALL: tuple[Provider, ...] = (

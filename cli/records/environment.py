@@ -7,23 +7,57 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import cupy_flash
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
+from cupy_flash.host import cpu, gradient_sources
 from cupy_flash.problem.device import Device
+
+if TYPE_CHECKING:
+    from ..cases.cases import Case
 
 FLOP_CONVENTION = (
     "FLOPs = 2 * batch * heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v); "
     "if causal, of the pairs that are seen: half if seqlen_q = seqlen_k"
 )
+FLOPS_OF_GRADIENTS = (
+    "FLOPs of gradients = 2 * batch * heads_q * seqlen_q * seqlen_k * (3 * head_dim + 2 * "
+    "head_dim_v), 2.5 times those of the output if the head_dims are equal; if causal, of the "
+    "pairs that are seen. Products that a kernel computes twice count once"
+)
 FLOPS_OF_MODS = (
     "FLOPs of windows, documents, prefixes and dilated masks are of the pairs that are seen; masks "
     "in arrays hide none"
 )
+
+
+def flop_conventions(cases: Sequence[Case]) -> list[str]:
+    """How FLOPs of some cases are counted, in a sentence each."""
+    said = {
+        FLOP_CONVENTION: not all(case.is_backward for case in cases),
+        FLOPS_OF_GRADIENTS: any(case.is_backward for case in cases),
+        FLOPS_OF_MODS: any(case.mods for case in cases),
+    }
+    return [text for text, applies in said.items() if applies]
+
+
+def digest_of(family: str, direction: str = "forward") -> str | None:
+    """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
+    if family == "cpu":
+        return cpu.digest() if direction == "forward" else gradient_sources.digest()
+    known = FAMILIES[direction].get(family)
+    return known.digest() if known else None
+
+
+def kernel_name(family: str, direction: str) -> str:
+    """A family and what its kernels compute, as text."""
+    return family if direction == "forward" else f"{family} {direction}"
 
 
 def versions() -> dict[str, str]:

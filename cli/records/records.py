@@ -15,8 +15,9 @@ import click
 from cupy_flash.families import FORWARD
 from cupy_flash.problem.problem import DTYPES
 
-from ..cases.cases import KINDS, Case, describe
+from ..cases.cases import DIRECTIONS, KINDS, Case, describe
 from ..cases.mods import Mods
+from . import environment
 from .report import Record, Row
 
 # What a record's `record_version` may be; records from before there was one are of version 1.
@@ -37,9 +38,12 @@ CASE_FIELDS = (
     "seqlen_q",
     "seqlen_k",
 )
-# What caches, packed sequences and modified calls have besides: null in rows of other cases, or not
-# there at all.
-OPTIONAL_FIELDS = ("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods")
+# What caches, packed sequences, modified calls and gradients have besides: null in rows of other
+# cases, or not there at all.
+OPTIONAL_FIELDS = (
+    *("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods"),
+    "direction",
+)
 
 # What a head's parts are, where a record has them.
 _HEAD: dict[str, type] = {"date": str, "device": str, "versions": dict}
@@ -82,13 +86,26 @@ def read(path: Path) -> Record:
     return Record(head, rows)
 
 
-def kernels(record: Record) -> set[tuple[str, str]]:
-    """Kernel families whose times a record holds, each with the digest of its sources then."""
+def kernels(record: Record) -> set[tuple[str, str, str]]:
+    """Kernel families whose times a record holds: name, direction, digest of the sources then."""
     head = record.metadata
-    named = {(part.get("family"), part.get("kernel_digest")) for part in (head, *record.rows)}
+    named = {
+        (part.get("family"), part.get("direction") or "forward", part.get("kernel_digest"))
+        for part in (head, *record.rows)
+    }
     # As the scripts under benchmarks/ name them.
-    named |= {(name, head.get(f"{name}_digest")) for name in FORWARD}
-    return {(family, digest) for family, digest in named if family and digest}
+    named |= {(name, "forward", head.get(f"{name}_digest")) for name in FORWARD}
+    return {(name, direction, digest) for name, direction, digest in named if name and digest}
+
+
+def changed_kernels(record: Record) -> list[str]:
+    """Of these families, those whose sources are others now, as text."""
+    changed = {
+        environment.kernel_name(name, direction)
+        for name, direction, digest in kernels(record)
+        if digest != environment.digest_of(name, direction)
+    }
+    return sorted(changed)
 
 
 def read_bench(path: Path) -> Record:
@@ -150,6 +167,7 @@ _FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "asked_splits": _is_count,
     "lengths": _is_list_of_counts,
     "mods": _is_modifications,
+    "direction": lambda value: value in DIRECTIONS,
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "provider": _is_text,
@@ -207,11 +225,12 @@ def case_of(row: Row) -> Case:
         asked_splits=row.get("asked_splits") or 0,
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
         mods=Mods.parse(row.get("mods") or ""),
+        direction=row.get("direction") or "forward",
     )
 
 
 def optional_fields(case: Case) -> dict[str, Any]:
-    """What tells a case of caches, packed sequences or modified scores apart; None for others."""
+    """What tells a case of one of these kinds apart; None for others."""
     return {
         "kind": None if case.is_dense else case.kind,
         "page_size": case.page_size or None,
@@ -220,6 +239,7 @@ def optional_fields(case: Case) -> dict[str, Any]:
         "asked_splits": case.asked_splits or None,
         "lengths": list(case.lengths) if case.lengths else None,
         "mods": str(case.mods) or None,
+        "direction": case.direction if case.is_backward else None,
     }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.host import cpu
 from cupy_flash.host.plan import make_cpu_plan
@@ -153,7 +153,8 @@ def gpu_candidates(
         Which tiles are wanted; the default one is tried in any case.
     """
     problems = [case.case.problem() for case in cases]
-    chosen = FORWARD[make_plan(problems[0], device, family=family).family]
+    families = FAMILIES[problems[0].direction]
+    chosen = families[make_plan(problems[0], device, family=family).family]
     default = chosen.default_tile(problems[0], device)
     wanted = [
         tile
@@ -192,7 +193,7 @@ def illegal_sizes(
     problem: Problem, device: Device, family: str, limits: Limits
 ) -> dict[tuple[int, int], str]:
     """Why pairs of (Br, Bc) in the family's search space have no tile, where they have none."""
-    the_family = FORWARD[family]
+    the_family = FAMILIES[problem.direction][family]
     reasons: dict[tuple[int, int], str] = {}
     legal = set()
     for tile in the_family.candidates(problem, device):

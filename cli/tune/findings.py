@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cupy_flash.families import FORWARD
-from cupy_flash.host import cpu
 from cupy_flash.planning import tuning
 from cupy_flash.planning.problem_class import MOST_ROWS, ProblemClass
 from cupy_flash.problem.device import Device
@@ -21,13 +19,6 @@ from .journal import Finding
 from .sweep import Sweep
 
 
-def digest_of(family: str) -> str | None:
-    """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
-    if family == "cpu":
-        return cpu.digest()
-    return FORWARD[family].digest() if family in FORWARD else None
-
-
 def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
     """A candidate as a record's row."""
     plan, resources = candidate.plan, candidate.resources
@@ -36,7 +27,8 @@ def ranking_row(candidate: Candidate, rank: int) -> dict[str, Any]:
     return {
         "rank": rank,
         "family": plan.family,
-        "kernel_digest": digest_of(plan.family),
+        "direction": plan.problem.direction,
+        "kernel_digest": environment.digest_of(plan.family, plan.problem.direction),
         "device": plan.device.name if plan.device else environment.cpu_name(),
         "problem_class": tuning.problem_class(plan.problem),
         "tile": dataclasses.asdict(candidate.tile),
@@ -126,7 +118,8 @@ def finding_of(
     return {
         "problem_class": sweep.group.problem_class,
         "family": sweep.family,
-        "kernel_digest": digest_of(sweep.family),
+        "direction": sweep.direction,
+        "kernel_digest": environment.digest_of(sweep.family, sweep.direction),
         "device": device,
         "cases": [each.case.as_record() | {"weight": each.weight} for each in sweep.group.cases],
         "modified": is_modified,
@@ -176,7 +169,7 @@ def entry_of(finding: Finding, device: Device | None, which: str = "best") -> tu
 
 def is_stale(entry: tuning.Entry) -> bool:
     """Whether an entry was tuned on other kernel sources than the present ones."""
-    return entry.digest != digest_of(entry.family)
+    return entry.digest != environment.digest_of(entry.family, entry.direction)
 
 
 def outcome_text(finding: Finding, saves: bool) -> str:
@@ -204,6 +197,7 @@ def class_text(problem_class: str) -> str:
         "" if found.rows == MOST_ROWS else f"rows{found.rows}",
         "" if found.alignment == MAX_ALIGNMENT else f"align{found.alignment}",
         found.kind,
+        "" if found.direction == "forward" else found.direction,
         mods,
     ]
     return " ".join(filter(None, parts))

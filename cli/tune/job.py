@@ -16,7 +16,7 @@ from ..build.build import Builder
 from ..cases.workload import Group
 from ..records import environment
 from .candidates import Limits
-from .findings import class_text, digest_of, finding_of, outcome_text, ranking_row
+from .findings import class_text, finding_of, outcome_text, ranking_row
 from .journal import Finding, Journal
 from .live import Live
 from .race import ranking
@@ -100,10 +100,10 @@ class TuneJob:
         journal.finish()
 
     def _identity(self) -> dict[str, Any]:
-        families = {sweep.family for sweep in self.sweeps}
+        kernels = sorted({(sweep.family, sweep.direction) for sweep in self.sweeps})
         return {
             "device": self.name,
-            "digests": {family: digest_of(family) for family in sorted(families)},
+            "digests": [[*each, environment.digest_of(*each)] for each in kernels],
             "versions": environment.versions(),
             "groups": [_group_identity(sweep.group) for sweep in self.sweeps],
             "tiles": [[str(c.tile) for c in sweep.candidates] for sweep in self.sweeps],

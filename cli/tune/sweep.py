@@ -24,6 +24,7 @@ from ..build.build import Builder, Built, Job, write_cubin
 from ..cases.inputs import Inputs, random_inputs
 from ..cases.workload import Group
 from ..measure.check import Check
+from ..measure.gradient_check import GradientCheck, check_of
 from ..measure.runner import first_line, too_large
 from ..measure.timing import GpuTimer, HostTimer, Timed, Timer, spread
 from ..providers.providers import release_memory
@@ -60,6 +61,11 @@ class Sweep:
     def family(self) -> str:
         """The kernel family, or "cpu"."""
         return self.candidates[0].plan.family
+
+    @property
+    def direction(self) -> str:
+        """Of the cases."""
+        return self.candidates[0].plan.problem.direction
 
     def finalists(self) -> list[Tile]:
         """The tiles that went past the first round."""
@@ -187,7 +193,7 @@ def measure(sweep: Sweep, settings: Settings, live: Live) -> None:
     try:
         inputs = [random_inputs(case, settings.seed, on_gpu=on_gpu) for case in cases]
         checks = [
-            Check(each, settings.seed, on_gpu=on_gpu, most_rows=_CHECKED_ROWS) for each in inputs
+            check_of(each, settings.seed, on_gpu=on_gpu, most_rows=_CHECKED_ROWS) for each in inputs
         ]
     except MemoryError as error:
         for candidate in sweep.candidates:
@@ -216,7 +222,7 @@ def _call(
 def time_all(
     candidates: Sequence[Candidate],
     call_of: CallOf,
-    checks: Sequence[Check],
+    checks: Sequence[Check | GradientCheck],
     timer: Timer,
     settings: Settings,
     live: Live,
@@ -241,7 +247,7 @@ def time_all(
             candidate.take_twins_result()
 
 
-def _check(candidate: Candidate, call_of: CallOf, checks: Sequence[Check]) -> None:
+def _check(candidate: Candidate, call_of: CallOf, checks: Sequence[Check | GradientCheck]) -> None:
     errors = []
     for case, check in enumerate(checks):
         try:

@@ -9,7 +9,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cupy_flash.families import FORWARD
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, device_for_arch
@@ -21,6 +20,8 @@ from ..cases.lists import HEADS
 from ..cases.mod_options import mod_options, modified, split_mods
 from ..cases.options import (
     FINITE,
+    backward_option,
+    directed,
     output_option,
     refuse_cases,
     sequence_cases,
@@ -32,9 +33,10 @@ from ..cases.options import (
 )
 from ..cases.workload import PRESETS, Weighted, groups_of, read_workload
 from ..errors import library_errors_as_usage
+from ..providers.providers import FAMILY_NAMES
 from ..records import environment, report
 from .candidates import Limits, illegal_sizes
-from .findings import digest_of, outcome_text, print_findings, print_ranking, ranking_row
+from .findings import outcome_text, print_findings, print_ranking, ranking_row
 from .heatmap import HeatMap, print_heat_map
 from .job import TuneJob, label
 from .journal import Finding, findings
@@ -78,6 +80,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 @shape_options(_GPU_DEFAULTS, _CPU_DEFAULTS)
 @sequence_options
 @mod_options
+@backward_option
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A named set of cases.")
 @click.option(
     "--workload",
@@ -85,7 +88,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
     help="A .json or .csv file of weighted cases; see docs/tuning.md.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of inputs.")
-@click.option("--family", type=click.Choice(list(FORWARD)), help="Kernel family to tune.")
+@click.option("--family", type=click.Choice(FAMILY_NAMES), help="Kernel family to tune.")
 @click.option("--backend", type=click.Choice(["gpu", "cpu"]), help="What to tune for.")
 @click.option("--br", type=HEADS, help="Try only these query rows.")
 @click.option("--bc", type=HEADS, help="Try only these key rows.")
@@ -122,6 +125,7 @@ def _table_file(ctx: click.Context, param: click.Parameter, path: Path | None) -
 def tune(
     ctx: click.Context,
     /,
+    backward: bool,
     preset: str | None,
     workload: Path | None,
     seed: int,
@@ -163,10 +167,12 @@ def tune(
         _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
     if arch is not None:
         _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
-    cases = _cases(shape, sequences, mods, preset, workload, seed=seed, on_cpu=on_cpu)
-    if on_cpu and not all(weighted.case.is_dense for weighted in cases):
+    cases = _cases(
+        shape, sequences, mods, preset, workload, seed=seed, on_cpu=on_cpu, backward=backward
+    )
+    if on_cpu and not all(each.case.is_dense and not each.case.is_backward for each in cases):
         raise click.UsageError(
-            "--backend cpu goes through caches and packed sequences without tuned tiles"
+            "--backend cpu goes through caches, packed sequences and gradients without tuned tiles"
         )
     if any(weighted.case.flops() == 0 for weighted in cases):
         raise click.UsageError("a shape has nothing to compute, so no tile is the best for it")
@@ -248,20 +254,23 @@ def _cases(
     *,
     seed: int,
     on_cpu: bool,
+    backward: bool,
 ) -> list[Weighted]:
     if preset and workload:
         raise click.UsageError("--preset does not go with --workload: both name the cases")
     if preset:
         if on_cpu:
             raise click.UsageError(f"--preset {preset} is for GPUs; leave --backend cpu out")
-        refuse_cases(shape, sequences, mods, f"--preset {preset}, which names the cases")
+        because = f"--preset {preset}, which names the cases"
+        refuse_cases(shape, sequences, mods, because, backward=backward)
         return PRESETS[preset]()
     if workload:
-        refuse_cases(shape, sequences, mods, "--workload, which names the cases")
+        because = "--workload, which names the cases"
+        refuse_cases(shape, sequences, mods, because, backward=backward)
         return read_workload(workload)
     defaults = _CPU_DEFAULTS if on_cpu else _GPU_DEFAULTS
     found = sequence_cases(sequences, shape, defaults, seed=seed, on_gpu=not on_cpu)
-    return [Weighted(case) for case in modified(found, mods)]
+    return [Weighted(case) for case in directed(modified(found, mods), backward=backward)]
 
 
 def _device(arch: str | None) -> Device:
@@ -367,7 +376,9 @@ def _report(output: Path | None) -> None:
     """Show the newest finding of each class on this machine's processors, timing nothing."""
     newest: dict[tuple[str, str, str], Finding] = {}
     for finding in findings():
-        if finding["kernel_digest"] == digest_of(finding["family"]):
+        # Journals from before there were gradients do not say.
+        kernels = (finding["family"], finding.get("direction", "forward"))
+        if finding["kernel_digest"] == environment.digest_of(*kernels):
             key = (finding["device"], finding["family"], finding["problem_class"])
             newest[key] = finding
     if not newest:

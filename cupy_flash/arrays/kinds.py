@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, to_jax
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_type, two_streams
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_types, two_streams
 from cupy_flash.errors import needs_cupy
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -217,7 +217,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
     if root == "torch":
         return to_torch
     if is_jax(array):
-        return _to_jax
+        return functools.partial(_to_jax, like=array)
     namespace = getattr(array, "__array_namespace__", None)
     if namespace is not None and hasattr(namespace(), "from_dlpack"):
         return lambda result: namespace().from_dlpack(result)
@@ -228,7 +228,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
 
 def to_torch(result: Any) -> Any:
     """A result as a tensor, whose current stream then waits for it; see `way_back`."""
-    if result.__class__ is tensor_type():
+    if result.__class__ in tensor_types():
         if streams := two_streams(result):
             order(*reversed(streams))
         return result
@@ -238,7 +238,11 @@ def to_torch(result: Any) -> Any:
     return torch.from_dlpack(result)
 
 
-def _to_jax(result: Any) -> Any:
+def _to_jax(result: Any, like: Any) -> Any:
     import jax
 
-    return jax.numpy.asarray(result) if isinstance(result, np.ndarray) else to_jax(result, None)
+    if not isinstance(result, np.ndarray):
+        return to_jax(result, None)
+    # JAX's default device may be a GPU.
+    (device,) = like.devices()
+    return jax.device_put(result, device)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
-from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_type
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec
+from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
+from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -98,7 +98,7 @@ def as_cupy(array: Any) -> Any:
     """A CuPy array over the memory of a tensor or an array of JAX on a GPU; any other as it is."""
     if array.__class__ is JaxMemory:
         return array.as_cupy()
-    return tensor_as_cupy(array) if array.__class__ is tensor_type() else array
+    return tensor_as_cupy(array) if array.__class__ in tensor_types() else array
 
 
 def readable_in_place(array: Any) -> Any:
@@ -161,6 +161,17 @@ def spec_of(array: Any, address: int) -> ArraySpec:
         dtype=dtype_name(array),
         alignment=min(alignment, MAX_ALIGNMENT),
     )
+
+
+def new_spec(shape: tuple[int, ...], layout: str, dtype: str) -> ArraySpec:
+    """`spec_of` a new C-contiguous array of this shape, whose axes are in the order of a layout."""
+    if len(shape) == 3:
+        return ArraySpec.contiguous((1, shape[0], shape[1], shape[2]), dtype)
+    first, second, third, dim = shape
+    batch, outer, inner = contiguous_strides((first, second, third, dim))
+    if layout == "bhsd":
+        return ArraySpec((first, third, second, dim), (batch, inner, outer), dtype)
+    return ArraySpec((first, second, third, dim), (batch, outer, inner), dtype)
 
 
 def require_int32(name: str, array: Any) -> None:

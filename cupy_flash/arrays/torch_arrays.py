@@ -18,29 +18,32 @@ import numpy as np
 def is_torch_on_gpu(*arrays: Any) -> bool:
     """Whether all are plain tensors of torch in CUDA memory that kernels may read, or None.
 
-    Others, such as those that require gradients, go through DLPack, which says why it takes them or
-    not. So do subclasses, which may mean something else by their memory.
+    Others go through DLPack, which says why it takes them or not: such as those that require
+    gradients, unless autograd is not recording, and those of other subclasses than parameters,
+    which may mean something else by their memory.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    tensor, strided = torch.Tensor, torch.strided
+    plain, strided, dtypes = _plain_types(), torch.strided, _dtypes()
+    requires_grad = False
     for array in arrays:
-        if array is not None and not (
-            type(array) is tensor
+        if array is None:
+            continue
+        if not (
+            array.__class__ in plain
             and array.is_cuda
             and array.layout is strided
-            and not array.requires_grad
-            and array.dtype in _dtypes()
+            and array.dtype in dtypes
         ):
             return False
-    return True
+        requires_grad = requires_grad or array.requires_grad
+    return not (requires_grad and torch.is_grad_enabled())
 
 
-def tensor_type() -> Any:
-    """The type of tensors of torch, which is None of no array while torch is not imported."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else torch.Tensor
+def tensor_types() -> tuple[Any, ...]:
+    """Types of plain tensors of torch; none while torch is not imported."""
+    return () if sys.modules.get("torch") is None else _plain_types()
 
 
 def new_tensor(like: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -113,6 +116,13 @@ def _cupy() -> Any:
 
 def _cuda() -> Any:
     return _cupy().cuda
+
+
+@functools.cache
+def _plain_types() -> tuple[Any, ...]:
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cupy_flash.arrays.strided import (
     address_of,
     dtype_name,
     kind_of,
+    new_spec,
     require_4d,
     require_axes,
     require_float,
@@ -29,16 +30,22 @@ from cupy_flash.arrays.strided import (
     spec_of,
     to_bshd,
 )
-from cupy_flash.calls.modifiers import Sizes, canonical, score_spec
+from cupy_flash.calls.modifiers import (
+    NO_FUNCTIONS,
+    Functions,
+    Modifiers,
+    Sizes,
+    canonical,
+    read_modifiers,
+    score_spec,
+)
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.partials import Partials
 from cupy_flash.problem.problem import (
     ArraySpec,
     Problem,
     check_bool,
     check_count,
     check_no_self_overlap,
-    contiguous_strides,
     count,
     make_problem,
 )
@@ -68,6 +75,11 @@ class Arguments(NamedTuple):
     cache_batch_idx: Any = None
     rotary_cos: Any = None
     rotary_sin: Any = None
+
+    @property
+    def like(self) -> Any:
+        """The array whose kind results have."""
+        return self.q if self.qkv is None else self.qkv
 
     @property
     def keys(self) -> Any:
@@ -103,7 +115,7 @@ class Arguments(NamedTuple):
         """
         if self.qkv is None:
             return self
-        _check_qkv(self.qkv, layout)
+        check_qkv(self.qkv, layout)
         q, k, v = (self.qkv[:, :, i] for i in range(3))
         return self._replace(q=q, k=k, v=v, qkv=None)
 
@@ -111,22 +123,37 @@ class Arguments(NamedTuple):
 _FIXED = len(Arguments._fields)
 
 
-def with_modifiers(
-    arguments: Arguments, names: tuple[str, ...], arrays: tuple[Any, ...]
-) -> Arguments:
+def with_modifiers(arguments: Any, names: tuple[str, ...], arrays: tuple[Any, ...]) -> Any:
     """The same with arrays of modifications behind the others, as fields of their names."""
     # What `_make` comes to, in half of the time.
-    made: Arguments = tuple.__new__(_arguments_with(names), arguments + arrays)
-    return made
+    return tuple.__new__(_record_with(arguments.__class__, names), arguments + arrays)
+
+
+def modified(
+    arguments: Any, modifications: Mapping[str, Any], *, backward: bool = False
+) -> tuple[Any, Modifiers | None, Functions]:
+    """The arrays with those of modifications, and what else these ask for; see `read_modifiers`."""
+    found = read_modifiers(modifications, backward=backward)
+    if found is None:
+        return arguments, None, NO_FUNCTIONS
+    modifiers, arrays, functions = found
+    if arrays:
+        arguments = with_modifiers(arguments, modifiers.names, arrays)
+    return arguments, modifiers, functions
 
 
 @functools.cache
-def _arguments_with(names: tuple[str, ...]) -> Any:
-    fields = (*Arguments._fields, *names)
-    base = namedtuple("Arguments", fields, defaults=(None,) * len(fields))  # type: ignore[misc]
-    own = ("keys", "values", "names_of_kind", "of_modifiers", "parts_of_qkv")
-    methods = {name: Arguments.__dict__[name] for name in own} | {"of_kind": _of_kind_and_modifiers}
-    return type("Arguments", (base,), {"__slots__": (), **methods})
+def _record_with(record: Any, names: tuple[str, ...]) -> Any:
+    fields = (*record._fields, *names)
+    base = namedtuple(record.__name__, fields, defaults=(None,) * len(fields))  # type: ignore[misc]
+    methods = {
+        name: value
+        for name, value in record.__dict__.items()
+        if not name.startswith("_") and name not in record._fields
+    }
+    if record is Arguments:
+        methods["of_kind"] = _of_kind_and_modifiers
+    return type(record.__name__, (base,), {"__slots__": (), **methods})
 
 
 def _of_kind_and_modifiers(self: Arguments, kind: str) -> tuple[Any, ...]:
@@ -162,8 +189,6 @@ _INT32 = frozenset(
 # Read in place or not at all: a copy of a cache would cost more than the call.
 CACHES = ("k_cache", "v_cache")
 
-_Arrays = TypeVar("_Arrays", Arguments, Partials)
-
 
 def require_given(arguments: Arguments, kind: str) -> None:
     """Raise TypeError for an array that is None though calls of this kind need it."""
@@ -184,8 +209,15 @@ def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
     return 0, cache_seqlens
 
 
-def normalized(given: _Arrays) -> tuple[_Arrays, Callable[[Any], Any]]:
+def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Callable[[Any], Any]]:
     """Every array as a NumPy or CuPy one, all of one kind, and the way back to the first's.
+
+    Parameters
+    ----------
+    given
+        `Arguments`, or another record of arrays.
+    written
+        Names of those that the call writes.
 
     Raises
     ------
@@ -203,7 +235,7 @@ def normalized(given: _Arrays) -> tuple[_Arrays, Callable[[Any], Any]]:
         if name in _INT32:
             found[name] = normalize_int32(name, array, on_host=on_host)
             continue
-        found[name] = (normalize_out if name == "out" else normalize)(name, array)
+        found[name] = (normalize_out if name in written else normalize)(name, array)
         if isinstance(found[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
@@ -237,14 +269,19 @@ def _score(
     return score_spec(modifiers, arrays, found, causal=options.causal)
 
 
-def sizes_of(problem: Problem) -> Sizes:
+def sizes_of(problem: Problem, options: Options) -> Sizes:
     """Sizes that the modifications of a problem's call have to fit."""
     p = problem
-    total_q = p.layout.total_q if p.layout.packed_q else None
-    return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, total_q)
+    if not p.layout.packed_q:
+        return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    # As the call names them: a problem's are no longer than the arrays.
+    seqlen_q = count("max_seqlen_q", options.max_seqlen_q)
+    seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
+    return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
 
 
-def _check_qkv(qkv: Any, layout: str) -> None:
+def check_qkv(qkv: Any, layout: str) -> None:
+    """Raise TypeError or ValueError for what is no array of queries, keys and values."""
     shape = getattr(qkv, "shape", None)
     if shape is None:
         raise TypeError(f"qkv is {kind_of(qkv)}; expected an array")
@@ -269,13 +306,7 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
     specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
     if arguments.out is None:
         shape = (*arguments.q.shape[:3], arguments.v.shape[3])
-        strides = contiguous_strides(shape)
-        batch, seqlen, heads = (0, 1, 2) if options.layout == "bshd" else (0, 2, 1)
-        specs["out"] = ArraySpec(
-            shape=(shape[batch], shape[seqlen], shape[heads], shape[3]),
-            strides=(strides[batch], strides[seqlen], strides[heads]),
-            dtype=dtype_name(arguments.q),
-        )
+        specs["out"] = new_spec(shape, options.layout, dtype_name(arguments.q))
     q, k = specs["q"], specs["k"]
     is_padded = getattr(arguments, "seqlens_k", None) is not None
     score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])

@@ -25,10 +25,9 @@ from cupy_flash.calls.results import ResultSpec, empty
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_maps import MapKey
-from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
-from cupy_flash.gpu.launch import LoadedLaunch, loaded_launches
+from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
@@ -58,11 +57,9 @@ class Call:
         Whether results are tensors.
     apart
         Of all arrays of the call.
-    params, tensor_maps
-        What kernels are given, but for the addresses; tensor_maps is None where none takes any.
     counters, scratch
         Words, and bytes: of the plan's workspace, and behind it the rotated queries.
-    kernels
+    launches
         Of attention; none where there is nothing to compute.
     out_index
         Of `out` among the addresses.
@@ -84,11 +81,9 @@ class Call:
     lse: ResultSpec | None
     of_torch: bool
     apart: OverlapCheck
-    params: PackedStruct
-    tensor_maps: TensorMaps | None
     counters: int
     scratch: int
-    kernels: tuple[LoadedLaunch, ...]
+    launches: Launches | None
     out_index: int
     qkv_step: int | None
     is_cleared: bool = False
@@ -114,7 +109,7 @@ class Call:
             out_at = addresses[self.out_index]
         if self.lse is not None:
             lse, lse_at = empty(like, self.lse, of_torch=self.of_torch)
-        if not self.kernels and self.append is None and not self.is_cleared:
+        if not self.launches and self.append is None and not self.is_cleared:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
         # Named until the launches are made: then the pool may hand it on, to what runs later.
@@ -141,17 +136,8 @@ class Call:
             values += (ready.address,)
         if self.append is not None:
             self.append.run(values)
-        if self.kernels:
-            by_value = thread_arguments()
-            self.params.pack_into(by_value.memory, values)
-            given: tuple[Any, ...] = (by_value.pointer,)
-            with_maps = given
-            if self.tensor_maps is not None:
-                # Named until the launches are made: others may push it out of those that are kept.
-                maps = self.tensor_maps.at(values)
-                with_maps = (maps.pointer, by_value.pointer)
-            for kernel, grid, block, shared_memory, takes_maps in self.kernels:
-                kernel(grid, block, with_maps if takes_maps else given, shared_memory)
+        if self.launches:
+            self.launches.run(values)
         elif self.is_cleared:
             as_cupy(out).fill(0)
             if lse is not None:
@@ -212,9 +198,9 @@ def prepare(
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     names = (*fields, *_VALUES, *parts, *map_place)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
-    fixed = _fixed(plan)
+    fixed = fixed_fields(plan)
     if options.modifiers is not None:
-        sizes = sizes_of(problem)
+        sizes = sizes_of(problem, options)
         arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
         fixed["mods"], captured = packed_arguments(
             options.modifiers, arrays, sizes, problem.softmax_scale
@@ -234,11 +220,15 @@ def prepare(
         lse=(problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None,
         of_torch=of_torch,
         apart=apart,
-        params=PackedStruct(params_dtype(problem), fixed, sources, names),
-        tensor_maps=TensorMaps({sources.get(n, n): maps[n] for n in maps}, names) if maps else None,
         counters=plan.schedule.counters,
         scratch=scratch,
-        kernels=() if has_no_keys else loaded_launches(plan),
+        launches=None
+        if has_no_keys
+        else Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps({sources.get(n, n): maps[n] for n in maps}, names) if maps else None,
+        ),
         out_index=fields.index("out"),
         qkv_step=qkv_step,
         is_cleared=has_no_keys and not problem.is_empty,
@@ -252,7 +242,7 @@ def prepare(
     )
 
 
-def _fixed(plan: Plan) -> dict[str, Any]:
+def fixed_fields(plan: Plan) -> dict[str, Any]:
     """Fields of the params that are the same in all calls of a plan."""
     problem, schedule = plan.problem, plan.schedule
     sizes = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "q_offset")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.environment import gpu_unavailable
@@ -47,11 +49,16 @@ def cpu_tile(problem: Problem, family: str | None, tile: FrozenTile) -> Tile:
     UnsupportedError
         For a family of GPU kernels.
     """
-    if family not in (None, "cpu", *FORWARD):
-        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FORWARD)}, cpu")
+    require_cpu_family(family, FORWARD)
+    return choose_cpu_tile(problem, tile)
+
+
+def require_cpu_family(family: str | None, families: Iterable[str]) -> None:
+    """Raise as `cpu_tile` unless a family is the CPU's; the others have these names."""
+    if family not in (None, "cpu", *families):
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(families)}, cpu")
     if family not in (None, "cpu"):
         raise UnsupportedError(
             f"family {family!r} is a GPU kernel, but the CPU backend computes this"
             + (f": {reason}" if (reason := gpu_unavailable()) else "")
         )
-    return choose_cpu_tile(problem, tile)

@@ -15,6 +15,7 @@ from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, read_capture
 from cupy_flash.mods.compose import compose
+from cupy_flash.mods.derivative import ONE, Slopes, slopes_of
 from cupy_flash.mods.emit import SCALE, emit
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.keywords import (
@@ -26,7 +27,14 @@ from cupy_flash.mods.keywords import (
     require_mod,
     window_of,
 )
-from cupy_flash.mods.modification import MaskMod, ScoreMod, Traced
+from cupy_flash.mods.modification import (
+    NOT_DERIVABLE,
+    Derivable,
+    MaskMod,
+    ScoreMod,
+    Traced,
+    prefixed,
+)
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 from cupy_flash.problem.problem import MAX_ALIGNMENT
@@ -46,6 +54,9 @@ class Modifiers(NamedTuple):
         What was traced of the user's functions, see `Functions`.
     numbers
         That those capture, by the names that they have among all captures.
+    derivable
+        Of a backward pass, whose text has derivatives: what those of score_mod are taken of. One
+        that does not give the gradients of all captures may leave some out.
     """
 
     names: tuple[str, ...]
@@ -54,6 +65,7 @@ class Modifiers(NamedTuple):
     score_mod: Traced | None = None
     mask_mod: Traced | None = None
     numbers: tuple[tuple[str, bool | int | float], ...] = ()
+    derivable: Derivable | None = None
 
 
 class Functions(NamedTuple):
@@ -69,20 +81,34 @@ _NOTHING = Modifiers(())
 
 
 def read_modifiers(
-    modifications: Mapping[str, Any],
+    modifications: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
     """What keyword arguments ask for, their arrays, and functions; None for nothing.
+
+    Parameters
+    ----------
+    modifications
+        Of a public function.
+    backward
+        Whether derivatives are asked for, see `Modifiers.derivable`.
 
     Raises
     ------
     TypeError, ValueError
-        For an argument of no such name, of a wrong kind, or out of range.
+        For an argument of no such name, of a wrong kind, or out of range; for a function beside
+        CUDA text that cannot be traced, where its derivative is asked for.
     """
-    if len(modifications) == 1:
+    if len(modifications) == 1 and not backward:
         [(name, value)] = modifications.items()
         if value.__class__ is MODS.get(name):
             return _read_alone(name, value)
-    return _read(modifications)
+    found = _read(modifications)
+    if found is None or not backward:
+        return found
+    modifiers, arrays, functions = found
+    score_mod = functions.score_mod
+    derivable = NOT_DERIVABLE if score_mod is None else score_mod.derivable
+    return modifiers._replace(derivable=derivable), arrays, functions
 
 
 def _read_alone(name: str, mod: Any) -> tuple[Modifiers, tuple[Any, ...], Functions]:
@@ -245,7 +271,9 @@ def score_spec(
         tuple(specs.items()),
         (causal and "prefix_lens" not in specs) or window.right == 0,
         sizes.dtype,
+        modifiers.derivable,
     )
+    slopes = text.slopes
     return ScoreSpec(
         window.left,
         window.right,
@@ -261,6 +289,8 @@ def score_spec(
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
         is_bounded=text.score is not None and _is_bounded(text.score, _numbers(modifiers, 1.0)),
+        changes_slope=slopes is not None and slopes.slope is not ONE,
+        differentiable=_differentiable(modifiers.derivable),
     )
 
 
@@ -282,9 +312,10 @@ def _bias_spec(bias: Any, spec: CaptureSpec) -> BiasSpec | None:
 
 
 class _Text(NamedTuple):
-    """Of `ScoreSpec`, and the score's expression."""
+    """Of `ScoreSpec`, the score's expression, and its derivatives."""
 
     score: Node | None
+    slopes: Slopes | None
     hides_pairs: bool
     text: str
     dtype: np.dtype
@@ -299,14 +330,28 @@ def _device_text(
     captures: tuple[tuple[str, CaptureSpec], ...],
     sees_no_later_key: bool,
     dtype: str,
+    derivable: Derivable | None,
 ) -> _Text:
     specs = dict(captures)
-    score, seen = compose(
-        specs, score_mod=score_mod, mask_mod=mask_mod, sees_no_later_key=sees_no_later_key
+    composed = functools.partial(
+        compose, specs, mask_mod=mask_mod, sees_no_later_key=sees_no_later_key
     )
-    text = emit(score, seen, specs, dtype=dtype, pairwise=frozenset({"bias"} & set(specs)))
+    score, seen = composed(score_mod=score_mod)
+    slopes = None
+    if derivable is not None:
+        by_function = derivable.traced(score_mod)
+        smooth = score if by_function is score_mod else composed(score_mod=by_function)[0]
+        slopes = slopes_of(smooth, _differentiable(derivable))
+    pairwise = frozenset({"bias"} & set(specs))
+    text = emit(score, seen, specs, dtype=dtype, pairwise=pairwise, slopes=slopes)
     arguments = arguments_dtype(specs, real_type(dtype))
-    return _Text(score, seen is not None, text, arguments, _reads_pairs(score, seen))
+    return _Text(score, slopes, seen is not None, text, arguments, _reads_pairs(score, seen))
+
+
+def _differentiable(derivable: Derivable | None) -> tuple[str, ...]:
+    """The names that captures have among all arrays of a call."""
+    names = () if derivable is None else derivable.differentiable
+    return tuple(prefixed("score_mod", name) for name in names)
 
 
 def _reads_pairs(score: Node | None, seen: Node | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.calls import attention, merge
+from cupy_flash.calls import attention, backward, merge
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
@@ -29,13 +29,15 @@ def run(
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> Any:
-    """Attention of CuPy arrays, or the merge of partial results, on the current device and stream.
+    """Attention of CuPy arrays, its gradients, or the merge of partial results.
+
+    On the current device and stream.
 
     Parameters
     ----------
     arrays
-        `Arguments` of arrays on a GPU, tensors of torch and `JaxMemory` as well, or `Partials` of
-        CuPy's.
+        `Arguments` or `GradientArguments` of arrays on a GPU, tensors of torch and `JaxMemory` as
+        well, or `Partials` of CuPy's.
     options
         Of attention; None for a merge.
     keys
@@ -50,7 +52,7 @@ def run(
     Returns
     -------
     out, lse
-        lse is None where it is not asked for.
+        lse is None where it is not asked for. Of a backward call, the gradients.
     """
     cupy = cupy_module()
     given = arrays if options is None else arrays.of_kind(options.kind)
@@ -66,17 +68,16 @@ def run(
         require_device(device_id, arrays)
         if options is not None and modifiers is not None:
             options = options.with_modifiers(modifiers)
-        readable = (
-            merge.readable(arrays) if options is None else attention.readable(arrays, options)
-        )
+        way = attention if options is None or options.wrt is None else backward
+        readable = merge.readable(arrays) if options is None else way.readable(arrays, options)
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
             return run(readable, options, keys, False, functions)
         plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
         if options is None:
             call = merge.prepare(plain, device)
         else:
-            of_torch = is_tensor(arrays.q if arrays.qkv is None else arrays.qkv)
-            call = attention.prepare(plain, options, device, functions, of_torch=of_torch)
+            of_torch = is_tensor(arrays.like)
+            call = way.prepare(plain, options, device, functions, of_torch=of_torch)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call

@@ -158,7 +158,7 @@ def _on_cpu(
     problem, _, tile = call
     modified = None
     if options.modifiers is not None:
-        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem))
+        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
     if options.kind == "equal":
         if tile is None:

@@ -31,6 +31,9 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
+    # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
+    wrt: tuple[str, ...] | None = None
+    grad_dtype: str | None = None
     modifiers: Modifiers | None = None
 
     def of_parts(self) -> Options:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.torch_arrays import new_tensor, tensor_type
+from cupy_flash.arrays.torch_arrays import new_tensor, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
 # A shape and a dtype.
@@ -15,7 +15,7 @@ ResultSpec = tuple[tuple[int, ...], np.dtype]
 
 def is_tensor(array: Any) -> bool:
     """Whether an array is torch's."""
-    return array.__class__ is tensor_type()
+    return array.__class__ in tensor_types()
 
 
 def empty(like: Any, spec: ResultSpec, *, of_torch: bool) -> tuple[Any, int]:

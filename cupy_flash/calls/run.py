@@ -18,15 +18,16 @@ from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
     Arguments,
+    modified,
     normalized,
     problem_of,
     require_given,
-    with_modifiers,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
-from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers, read_modifiers
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
+from cupy_flash.calls.results import is_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
@@ -56,7 +57,7 @@ def attention(
     """
     modifiers, functions = None, NO_FUNCTIONS
     if modifications:
-        arguments, modifiers, functions = _modified(arguments, modifications)
+        arguments, modifiers, functions = modified(arguments, modifications)
     options = plain_options(options)
     if backend == "auto":
         # The common calls, without the checks that their arguments pass by their types.
@@ -111,19 +112,6 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     return result, convert(lse)
 
 
-def _modified(
-    arguments: Arguments, modifications: Mapping[str, Any]
-) -> tuple[Arguments, Modifiers | None, Functions]:
-    """The arrays with those of modifications, and what else these ask for."""
-    found = read_modifiers(modifications)
-    if found is None:
-        return arguments, None, NO_FUNCTIONS
-    modifiers, arrays, functions = found
-    if arrays:
-        arguments = with_modifiers(arguments, modifiers.names, arrays)
-    return arguments, modifiers, functions
-
-
 def plan(
     arguments: Arguments,
     options: Options,
@@ -133,7 +121,7 @@ def plan(
 ) -> Plan:
     """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
     if modifications:
-        arguments, modifiers, _ = _modified(arguments, modifications)
+        arguments, modifiers, _ = modified(arguments, modifications)
         options = options.with_modifiers(modifiers)
     options = plain_options(options)
     require_backend(backend)
@@ -200,11 +188,11 @@ def _of_torch(
     if streams is not None:
         order(*reversed(streams))
     # New arrays are CuPy's where q had to be copied.
-    if result.__class__ is not like.__class__:
+    if not is_tensor(result):
         result = kinds.to_torch(result)
     if not options.return_lse:
         return result
-    return result, lse if lse.__class__ is like.__class__ else kinds.to_torch(lse)
+    return result, lse if is_tensor(lse) else kinds.to_torch(lse)
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:

@@ -6,15 +6,28 @@ from typing import Any
 
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
+from cupy_flash.families.fused_backward import FusedFamily
 from cupy_flash.families.hopper import HopperFamily
+from cupy_flash.families.hopper_backward import HopperBackwardFamily
 from cupy_flash.families.mma import MmaFamily
+from cupy_flash.families.mma_backward import MmaBackwardFamily
 from cupy_flash.families.naive import NaiveFamily
 from cupy_flash.families.simt import SimtFamily
+from cupy_flash.families.simt_backward import SimtBackwardFamily
 
 FAMILIES: dict[str, dict[str, Family[Any]]] = {
     "forward": {
         family.name: family
         for family in (DecodeFamily(), HopperFamily(), MmaFamily(), SimtFamily(), NaiveFamily())
+    },
+    "backward": {
+        family.name: family
+        for family in (
+            HopperBackwardFamily(),
+            FusedFamily(),
+            MmaBackwardFamily(),
+            SimtBackwardFamily(),
+        )
     },
 }
 FORWARD = FAMILIES["forward"]

@@ -184,10 +184,15 @@ class Family(ABC, Generic[TileT]):
             "Element": ELEMENT_TYPES[problem.dtype],
             "Mods": "NoMods" if score is None else "::Mods",
         }
+        gradient = problem.gradient
+        if gradient is not None:
+            types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
+            members["has_dlse"] = gradient.dlse
         lines = [
             f"// cupy_flash {self.name}, sources {self.digest()}",
             *(() if score is None else (*_MOD_HEADERS, score.text)),
             f'#include "{self.source}"',
+            *_other_sources(schedule),
             layout_assertions(problem),
             config_struct(types, members),
             *(launch.definition() for launch in schedule.launches),
@@ -195,6 +200,7 @@ class Family(ABC, Generic[TileT]):
         title = (
             f"{self.name} {problem.dtype} head_dim {problem.head_dim}"
             + (f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
+            + (" backward" if gradient is not None else "")
             + (" causal" if problem.causal else "")
             + (" modified" if score is not None else "")
             + (" split" if split.kind == "parts" else "")
@@ -206,6 +212,13 @@ class Family(ABC, Generic[TileT]):
     def digest(self) -> str:
         """Hash of the family's `.cu` and every header it reaches."""
         return source_digest(self.source)
+
+
+def _other_sources(schedule: Schedule) -> Iterator[str]:
+    """C++ that includes the files of functions that are not the family's own."""
+    for source in dict.fromkeys(launch.source for launch in schedule.launches):
+        if source is not None:
+            yield f'#include "{source}"  // sources {source_digest(source)}'
 
 
 def score_config(problem: Problem) -> dict[str, int | bool]:

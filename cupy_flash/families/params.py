@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from cupy_flash.problem.problem import Problem
@@ -72,8 +74,55 @@ BLOCK_MAP_DTYPE = np.dtype(
 )
 
 
+# Mirrored in backward/params.cuh, as is what follows.
+BIAS_GRADIENT_DTYPE = np.dtype(
+    [
+        ("data", np.uint64),
+        ("batch", np.int32),
+        ("heads", np.int32),
+        ("rows", np.int32),
+        ("keys", np.int32),
+        ("parts", np.int64),
+    ]
+)
+
+# Of kernels that compute gradients, behind all else.
+GRADIENTS_DTYPE = np.dtype(
+    [
+        ("dout", TENSOR_DTYPE),
+        ("dq", TENSOR_DTYPE),
+        ("dk", TENSOR_DTYPE),
+        ("dv", TENSOR_DTYPE),
+        ("dlse", np.uint64),
+        ("dsinks", np.uint64),
+        ("dbias", BIAS_GRADIENT_DTYPE),
+        ("bias_parts", np.uint64),
+        ("capture_sums", np.uint64),
+    ]
+)
+
+
 def params_dtype(problem: Problem) -> np.dtype:
-    """The struct of a problem's kernels: behind all else, what modifications read."""
+    """The struct of a problem's kernels.
+
+    Behind what all have comes what modifications read, and then what belongs to gradients.
+    """
+    forward = _forward_dtype(problem)
+    if problem.gradient is None:
+        return forward
+    assert forward.fields is not None
+    assert GRADIENTS_DTYPE.fields is not None
+    fields = {name: field[:2] for name, field in forward.fields.items()}
+    fields |= {n: (f[0], forward.itemsize + f[1]) for n, f in GRADIENTS_DTYPE.fields.items()}
+    end = forward.itemsize + GRADIENTS_DTYPE.itemsize
+    if problem.score is not None:
+        captures = problem.score.differentiable or ("_",)
+        fields["dcaptures"] = (np.dtype([(name, np.uint64) for name in captures]), end)
+        end += fields["dcaptures"][0].itemsize
+    return _struct(fields, end)
+
+
+def _forward_dtype(problem: Problem) -> np.dtype:
     if problem.score is None:
         return PARAMS_DTYPE
     mods = problem.score.dtype
@@ -83,20 +132,23 @@ def params_dtype(problem: Problem) -> np.dtype:
     fields = {name: field[:2] for name, field in PARAMS_DTYPE.fields.items()}
     fields["mods"] = (mods, PARAMS_DTYPE.itemsize)
     fields["block_map"] = (BLOCK_MAP_DTYPE, maps)
+    return _struct(fields, maps + BLOCK_MAP_DTYPE.itemsize)
+
+
+def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dtype:
+    """Fields with a type and an offset each."""
     formats, offsets = zip(*fields.values(), strict=True)
     return np.dtype(
-        {
-            "names": list(fields),
-            "formats": formats,
-            "offsets": offsets,
-            "itemsize": maps + BLOCK_MAP_DTYPE.itemsize,
-        }
+        {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
     )
 
 
 def layout_assertions(problem: Problem) -> str:
     """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
-    structs = [("Tensor", TENSOR_DTYPE), ("Params", params_dtype(problem))]
+    name = "Params" if problem.gradient is None else "GradientParams"
+    structs = [("Tensor", TENSOR_DTYPE), (name, params_dtype(problem))]
+    if problem.gradient is not None:
+        structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))
     if problem.score is not None:
         structs += [("ModArguments", problem.score.dtype), ("BlockMap", BLOCK_MAP_DTYPE)]
     return assertions(*structs)

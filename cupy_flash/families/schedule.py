@@ -8,20 +8,37 @@ from typing import Literal
 
 # The main kernel of a family that launches others before it.
 MAIN_ENTRY = "attention"
+# The kernels of a backward pass, in order: what rows bring, dk and dv or one of them, dq.
+ROW_TERMS = "row_terms"
+KEY_GRADIENTS, VALUE_GRADIENTS = "key_gradients", "value_gradients"
+QUERY_GRADIENTS = "query_gradients"
+_MAIN_ENTRIES = (MAIN_ENTRY, KEY_GRADIENTS, VALUE_GRADIENTS, QUERY_GRADIENTS)
 
 # Strides of what a tensor map describes are multiples of 16 bytes below 2^40.
 STRIDE_UNIT = 16
 MAX_STRIDE = 2**40
 
 # C++ types of what kernels are given, by the names that `Launch.arguments` has.
-_TYPES = {"params": "Params", "maps": "TensorMaps", "biased_maps": "BiasedTensorMaps"}
+_TYPES = {
+    "params": "Params",
+    "gradients": "GradientParams",
+    "maps": "TensorMaps",
+    "biased_maps": "BiasedTensorMaps",
+    "gradient_maps": "GradientMaps",
+}
 # What a kernel may be given, in order.
-_ARGUMENTS = (("params",), ("maps", "params"), ("biased_maps", "params"))
+_ARGUMENTS = (
+    ("params",),
+    ("maps", "params"),
+    ("biased_maps", "params"),
+    ("gradients",),
+    ("gradient_maps", "gradients"),
+)
 
 
 def main_of(entries: tuple[str, ...]) -> str:
-    """The kernel that attends: the first, unless a later one is called `MAIN_ENTRY`."""
-    return MAIN_ENTRY if MAIN_ENTRY in entries else entries[0]
+    """The kernel that attends: the first, unless a later one has the name of such."""
+    return next((name for name in _MAIN_ENTRIES if name in entries), entries[0])
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,10 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`).
+        a bias behind the others, if any, and "params" (`params.py`); of a backward problem
+        "gradient_maps", if any, and "gradients".
+    source
+        File that has the function where it is not the family's own.
     """
 
     entry: str
@@ -88,6 +108,7 @@ class Launch:
     min_blocks: int | None = None
     cluster: int = 0
     arguments: tuple[str, ...] = ("params",)
+    source: str | None = None
 
     def __post_init__(self) -> None:
         assert self.arguments in _ARGUMENTS, "what launches hand over"
@@ -151,6 +172,8 @@ class Schedule:
         Query heads whose query tiles are interleaved (`kernels_cu/grid/schedule.cuh`).
     tensor_maps
         Of which arrays the kernels take tensor maps, in order.
+    parts
+        Where in the workspace parts begin that kernels are given an address of, by its name.
     """
 
     launches: tuple[Launch, ...]
@@ -159,6 +182,7 @@ class Schedule:
     counters: int = 0
     section_heads: int = 1
     tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def main(self) -> Launch | None:

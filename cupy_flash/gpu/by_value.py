@@ -19,8 +19,8 @@ class ByValue:
     ----------
     memory
         The bytes.
-    pointer
-        What CuPy's kernels take for them.
+    address, pointer
+        Where they lie, and what CuPy's kernels take for them.
     """
 
     def __init__(self, memory: bytearray) -> None:
@@ -28,20 +28,45 @@ class ByValue:
 
         self.memory = memory
         self._exported = ctypes.c_char.from_buffer(memory)
-        self.pointer = CPointer(ctypes.addressof(self._exported))
+        self.address = ctypes.addressof(self._exported)
+        self.pointer = CPointer(self.address)
+
+
+class ThreadArguments(ByValue):
+    """The struct of a thread's next launch, with the arguments of one as the driver takes them.
+
+    Attributes
+    ----------
+    with_maps, alone
+        Where the addresses lie of a kernel's arguments: tensor maps and the struct, or the struct.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(bytearray(MAX_BYTES))
+        self._arguments = (ctypes.c_void_p * 2)(None, self.address)
+        self.with_maps = ctypes.addressof(self._arguments)
+        self.alone = self.with_maps + ctypes.sizeof(ctypes.c_void_p)
+
+    def set_maps(self, address: int) -> None:
+        """Say where the tensor maps lie."""
+        self._arguments[0] = address
 
 
 class _OfThread(threading.local):
     # Not made on import, which needs no CuPy.
-    arguments: ByValue | None = None
+    arguments: ThreadArguments | None = None
 
 
 _of_thread = _OfThread()
 
 
-def thread_arguments() -> ByValue:
+def thread_arguments() -> ThreadArguments:
     """Memory of this thread's for the struct of its next launch."""
     arguments = _of_thread.arguments
     if arguments is None:
-        arguments = _of_thread.arguments = ByValue(bytearray(MAX_BYTES))
+        from cupy.cuda import runtime
+
+        # The driver launches in the thread's context, which a new thread has none of yet.
+        runtime.setDevice(runtime.getDevice())
+        arguments = _of_thread.arguments = ThreadArguments()
     return arguments

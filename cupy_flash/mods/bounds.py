@@ -219,7 +219,8 @@ class _Emission:
         return self._named(node, self._operation(node))
 
     def _named(self, node: Node, text: str) -> str:
-        name = f"t{len(self._locals)}"
+        # No name of those that the printer makes, whose values stand in the same function.
+        name = f"x{len(self._locals)}"
         self._locals.append(f"const {_TYPES[node.type]} {name} = {text};")
         return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,6 +187,41 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     contiguous = array.ndim == 0 or array.shape[-1] == 1 or strides[-1] == size
     extent = sum(abs(s) // size * (n - 1) for n, s in zip(array.shape, strides, strict=True))
     return array, CaptureSpec(dtype, array.ndim, contiguous, extent >= 2**31)
+
+
+def require_differentiable(
+    names: Iterable[str], specs: Mapping[str, CaptureSpec]
+) -> tuple[str, ...]:
+    """Names of captures whose gradients are asked for.
+
+    Raises
+    ------
+    TypeError
+        For what is no name of a captured array of reals.
+    ValueError
+        For a name that is there twice.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"differentiable is {names!r}; expected a tuple, as ({names!r},)")
+    found = tuple(names)
+    for name in found:
+        spec = specs.get(name)
+        if spec is None:
+            known = ", ".join(specs) or "none"
+            raise TypeError(f"differentiable has {name!r}, which is no capture; there are: {known}")
+        if spec.rank is None:
+            raise TypeError(
+                f"differentiable has {name!r}, which is a number and gets no gradient; pass an "
+                "array of it, as np.array(0.5)"
+            )
+        if spec.type != REAL:
+            raise TypeError(
+                f"differentiable has {name!r} of dtype {spec.dtype}; gradients are those of "
+                f"{', '.join(dtype for dtype, kind in ELEMENT_TYPES.items() if kind == REAL)}"
+            )
+        if found.count(name) > 1:
+            raise ValueError(f"differentiable has {name!r} twice")
+    return found
 
 
 class HostArray:

@@ -13,6 +13,7 @@ from cupy_flash.mods.arguments import (
     offset_type,
     real_type,
 )
+from cupy_flash.mods.derivative import ONE, Partial, Slopes
 from cupy_flash.mods.expression import (
     REAL,
     SCORE,
@@ -53,6 +54,7 @@ _ROW_PARAMETERS = (
 _KEYS_PARAMETERS = "const ModArguments& a, const Row& r, int first_key"
 _BOUNDS_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int last"
 _PAIR_PARAMETERS = "const ModArguments& a, const Row& r, const Keys& k, int step"
+_SPREAD_PARAMETERS = f"{_PAIR_PARAMETERS}, Real x, Real weight, Add&& add"
 
 
 def emit(
@@ -62,6 +64,7 @@ def emit(
     *,
     dtype: str = "float32",
     pairwise: frozenset[str] = frozenset(),
+    slopes: Slopes | None = None,
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
@@ -83,6 +86,19 @@ def emit(
     ``row``, and what grows evenly from key to key begins in ``keys``, so that the other two add a
     constant. It is the same text for equal arguments.
 
+    For a backward pass, with `slopes`, there are besides
+
+    - ``changes_slope``, false where new scores grow as the scaled scores do,
+    - ``Real slope(a, row, keys, step, x, pairs)``, how much the new score grows with the scaled
+      one, of the same x as ``exponent``; it may be NaN or infinite where nothing is seen,
+    - ``differentiable``, how many captures have gradients, and ``loads``, how many elements of them
+      a pair reads at most,
+    - ``void visit_differentiable(a, visit)``, which calls ``visit(number, capture)`` for each,
+    - ``void spread(a, row, keys, step, x, weight, add)``, which calls ``add(number, element,
+      gradient)`` for each load of such a capture: its number, which element is read, counted in
+      the order of C, and the weight, which is the gradient of the new score, times the derivative;
+      0 where the weight is.
+
     Parameters
     ----------
     score
@@ -98,13 +114,15 @@ def emit(
     pairwise
         Captures with one element for each score, which the kernel may have at hand: the element of
         a step is what ``pairs.name(step, load)`` gives, by default what ``load()`` reads.
+    slopes
+        Derivatives of the score, for a backward pass.
 
     Returns
     -------
     str
         To stand behind the headers of `HEADERS`.
     """
-    return _Emission(captures, dtype, pairwise).text(score, TRUE if seen is None else seen)
+    return _Emission(captures, dtype, pairwise).text(score, TRUE if seen is None else seen, slopes)
 
 
 class _Emission:
@@ -113,16 +131,15 @@ class _Emission:
         self._pairwise = pairwise
         self._analysis, self._members = Analysis(), Members()
 
-    def text(self, score: Node | None, seen: Node) -> str:
+    def text(self, score: Node | None, seen: Node, slopes: Slopes | None) -> str:
         members = self._members
         power = constant(0, REAL)
         if score is not None:
-            scale = Node("scalar", REAL, (), SCALE)
-            scaled = substitute(score, {SCORE: operation("mul", SCORE, scale)})
-            power = exponent(self._lowered(scaled), self._analysis)
+            power = exponent(self._lowered(_of_product(score)), self._analysis)
         # Pairs first: what they ask for is what keys, and then rows, have to find.
         of_power = self._returned(power, self._pairwise)
         of_seen = self._returned(self._lowered(seen), frozenset())
+        constants, functions = ([], []) if slopes is None else self._backward(slopes)
         of_keys, of_row = self._found_for_keys(), self._found_for_row()
         row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
         row_fields += [
@@ -137,21 +154,54 @@ class _Emission:
             f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
+            *constants,
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
             *self._functions(),
             *_function(f"Row row({_ROW_PARAMETERS})", ["Row r;", *of_row, "return r;"]),
             *_function(f"Keys keys({_KEYS_PARAMETERS})", ["Keys k;", *of_keys, "return k;"]),
             *self._is_inside(),
-            "template <bool Inside = false, class Pairs = FromMemory>",
-            *_function(
-                f"Real exponent({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})", of_power
-            ),
+            *_function_of_score("exponent", of_power),
             "template <bool Inside = false>",
             *_function(f"bool sees({_PAIR_PARAMETERS})", of_seen),
+            *functions,
         ]
         struct = "\n".join(["struct Mods {", *(f"  {line}" for line in lines), "};"])
         return f"{arguments_struct(self._captures, self._real)}\n\n{struct}\n"
+
+    def _backward(self, slopes: Slopes) -> tuple[list[str], list[str]]:
+        """Constants and functions that derivatives have."""
+        of_slope = self._returned(self._lowered(_of_product(slopes.slope)), self._pairwise)
+        constants = [
+            f"static constexpr bool changes_slope = {_bool(slopes.slope is not ONE)};",
+            f"static constexpr int differentiable = {len(slopes.names)};",
+            f"static constexpr int loads = {len(slopes.partials)};",
+        ]
+        visits = [f"visit({number}, a.{name});" for number, name in enumerate(slopes.names)]
+        functions = [
+            "template <class Visit>",
+            *_function("void visit_differentiable(const ModArguments& a, Visit&& visit)", visits),
+            *_function_of_score("slope", of_slope),
+            "template <bool Inside = false, class Add>",
+            *_function(f"void spread({_SPREAD_PARAMETERS})", self._spread(slopes.partials)),
+        ]
+        return constants, functions
+
+    def _spread(self, partials: tuple[Partial, ...]) -> list[str]:
+        printer = self._printer(PairPrinter)
+        lowered = [(x, self._lowered(_of_product(x.derivative))) for x in partials]
+
+        def lines() -> Iterator[str]:
+            for partial, factor in lowered:
+                array, *indices = partial.load.args
+                element = printer.element(array.value, map(self._lowered, indices))
+                weight = "weight"
+                if factor is not ONE:
+                    # What is hidden leaves no trace, as it would where the factor is NaN.
+                    weight = f"weight != 0 ? weight * {printer.text(factor)} : 0"
+                yield f"add({partial.number}, {element}, {weight});"
+
+        return printer.body(lines)
 
     def _lowered(self, node: Node) -> Node:
         fast, fast_tanh = self._dtype in ("float16", "bfloat16"), self._dtype == "bfloat16"
@@ -213,6 +263,18 @@ class _Emission:
         if argument.op != "array":
             return C_TYPES[argument.type]
         return f"const {capture_type(self._captures[argument.value], self._real)}&"
+
+
+def _of_product(node: Node) -> Node:
+    """An expression of scaled scores, of products of queries and keys."""
+    scale = Node("scalar", REAL, (), SCALE)
+    return substitute(node, {SCORE: operation("mul", SCORE, scale)})
+
+
+def _function_of_score(name: str, body: list[str]) -> list[str]:
+    declaration = f"Real {name}({_PAIR_PARAMETERS}, Real x, const Pairs& pairs = {{}})"
+    template = "template <bool Inside = false, class Pairs = FromMemory>"
+    return [template, *_function(declaration, body)]
 
 
 def _bool(value: bool) -> str:

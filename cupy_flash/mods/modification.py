@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.mods.captures import CaptureSpec, array_node, host_parameter, read_capture
+from cupy_flash.mods.captures import (
+    CaptureSpec,
+    array_node,
+    host_parameter,
+    read_capture,
+    require_differentiable,
+)
+from cupy_flash.mods.derivative import derivative
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
+from cupy_flash.mods.interpret import Interpreter
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
@@ -64,8 +72,36 @@ class Traced:
         return traced
 
 
+# What a function may be traced with besides captures.
+_SYMBOLS = {"score": SCORE} | POSITIONS
+
 _known: weakref.WeakValueDictionary[Any, Traced] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+class Derivable(NamedTuple):
+    """What derivatives of a `ScoreMod` are taken of.
+
+    Attributes
+    ----------
+    graph
+        What the Python function computes, whether or not there is CUDA text beside it; None where
+        there is no function.
+    differentiable
+        Captured arrays whose gradients are asked for, by number.
+    """
+
+    graph: Node | None
+    differentiable: tuple[str, ...]
+
+    def traced(self, score_mod: Traced | None) -> Traced | None:
+        """What text would depend on without CUDA text in it."""
+        if score_mod is None or self.graph is None:
+            return None
+        return Traced(self.graph, score_mod.specs)
+
+
+NOT_DERIVABLE = Derivable(None, ())
 
 
 class Modification:
@@ -132,16 +168,11 @@ class Modification:
         read = {name: self._read(name, captures[name]) for name in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         names = parameters_of(function, self._first, specs)
-        symbols = {"score": SCORE} | POSITIONS
         if cuda is None:
-            given = {
-                name: specs[name].parameter(name) if name in specs else Symbol(symbols[name])
-                for name in names
-            }
-            expression = self._traced(function, given)
+            expression = self._traced(function, names, specs)
         else:
             check_text(cuda)
-            args = (_argument(name, specs.get(name)) or symbols[name] for name in names)
+            args = (_argument(name, specs.get(name)) or _SYMBOLS[name] for name in names)
             expression = Node("cuda", self._type, tuple(args), (cuda.strip(), names))
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
@@ -166,7 +197,16 @@ class Modification:
             raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
         return read_capture(name, value)
 
-    def _traced(self, function: Callable[..., Any], given: Mapping[str, Any]) -> Node:
+    def _traced(
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        specs: Mapping[str, CaptureSpec],
+    ) -> Node:
+        given = {
+            name: specs[name].parameter(name) if name in specs else Symbol(_SYMBOLS[name])
+            for name in names
+        }
         result = function(**given)
         if isinstance(result, TracedArray):
             raise result.not_indexed()
@@ -245,6 +285,8 @@ class ScoreMod(Modification):
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
         compiled as it stands, so it must come from whom you trust.
+    differentiable
+        Names of captured arrays of reals whose gradients a backward pass is to give.
     **captures
         What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64
         (read as int32), uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack,
@@ -255,9 +297,11 @@ class ScoreMod(Modification):
     ------
     TypeError
         For a function whose parameters are others, that does what cannot be traced, or that does
-        not give a number; for captures and text that cannot be used.
+        not give a number; for captures and text that cannot be used; for `differentiable` names
+        of what is no captured array of reals.
     ValueError
-        For captured arrays of a wrong shape, and for integers that int32 does not hold.
+        For captured arrays of a wrong shape, for integers that int32 does not hold, and for a name
+        that is twice in `differentiable`.
 
     Examples
     --------
@@ -272,9 +316,54 @@ class ScoreMod(Modification):
     array([1.5 , 1.75, 2.  , 2.25], dtype=float32)
     """
 
-    __slots__ = ()
+    __slots__ = ("_graph", "differentiable")
     _keyword = "score_mod"
     _first = ("score",)
+
+    differentiable: tuple[str, ...]
+    # None until it is asked for.
+    _graph: Node | None
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        cuda: str | None = None,
+        differentiable: Iterable[str] = (),
+        **captures: Any,
+    ) -> None:
+        super().__init__(function, cuda=cuda, **captures)
+        names = require_differentiable(differentiable, self.specs)
+        object.__setattr__(self, "differentiable", names)
+        object.__setattr__(self, "_graph", self.expression if cuda is None else None)
+
+    @property
+    def graph(self) -> Node:
+        """What the Python function computes, whether or not there is CUDA text beside it.
+
+        Raises
+        ------
+        TypeError
+            For a function beside CUDA text that cannot be traced.
+        """
+        graph = self._graph
+        if graph is None:
+            names = parameters_of(self.function, self._first, self.specs)
+            try:
+                graph = self._traced(self.function, names, self.specs)
+            except TypeError as error:
+                raise TypeError(
+                    "the derivative of CUDA text is that of the Python function beside it, which "
+                    f"cannot be traced: {error}"
+                ) from error
+            object.__setattr__(self, "_graph", graph)
+        return graph
+
+    @property
+    def derivable(self) -> Derivable:
+        """What derivatives are taken of; raises as `graph` does."""
+        return Derivable(self.graph, self.differentiable)
 
     def evaluate(
         self,
@@ -307,6 +396,57 @@ class ScoreMod(Modification):
         dtype = score.dtype
         given = {"score": score, "b": b, "h": h, "i": i, "j": j}
         return self._evaluate({**given, "q_start": q_start, "k_start": k_start}, xp, dtype, dtype)
+
+    def derivative(
+        self,
+        score: Any,
+        b: Any,
+        h: Any,
+        i: Any,
+        j: Any,
+        *,
+        q_start: Any = 0,
+        k_start: Any = 0,
+        xp: Any = np,
+    ) -> Any:
+        """How much new scores grow with the scores, of arrays of pairs.
+
+        Where the function has no derivative, it is what PyTorch takes: 0 of ``abs`` at 0, half of
+        each side's of ``minimum`` and ``maximum`` where both are equal.
+
+        Parameters
+        ----------
+        score, b, h, i, j, q_start, k_start, xp
+            As of `evaluate`.
+
+        Returns
+        -------
+        array
+            Of the scores' dtype, broadcastable to the shape of all arguments.
+
+        Raises
+        ------
+        TypeError
+            For a function beside CUDA text that cannot be traced.
+        """
+        positions = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
+        values = Interpreter(score, positions, self.captures, xp)
+        return xp.asarray(values.value(derivative(self.graph, SCORE)))
+
+    def _of_captures(self, captures: Mapping[str, Any]) -> Self:
+        named = self.differentiable
+        return type(self)(self.function, cuda=self.cuda, differentiable=named, **captures)
+
+    def __eq__(self, other: object) -> bool:
+        equal = super().__eq__(other)
+        return equal and isinstance(other, ScoreMod) and other.differentiable == self.differentiable
+
+    __hash__ = Modification.__hash__
+
+    def __repr__(self) -> str:
+        plain = super().__repr__()
+        named = self.differentiable
+        return f"{plain[:-1]}, differentiable={named!r})" if named else plain
 
     def _result(self, node: Node) -> Node:
         return cast(node, REAL)

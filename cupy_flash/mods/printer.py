@@ -225,9 +225,24 @@ class PairPrinter(Printer):
 
     def offset_options(self, array: str, axis: int, index: Node) -> str:
         """And whether the index is known to be inside, where that can be asked of all pairs."""
+        return f"{axis}, Inside" if self._asks_for(array, axis, index) else str(axis)
+
+    def _asks_for(self, array: str, axis: int, index: Node) -> bool:
+        """Whether ``Inside`` says that an index is inside."""
         bounds = self._bounds(f"a.{array}.shape[{axis}]", index)
         self.members.bounds |= dict.fromkeys(bounds)
-        return f"{axis}, Inside" if bounds else str(axis)
+        return bool(bounds)
+
+    def element(self, array: str, indices: Iterable[Node]) -> str:
+        """Which element of an array is read, counted in the order of C."""
+        element = "0ll"
+        for axis, index in enumerate(indices):
+            length, at = f"a.{array}.shape[{axis}]", unwrapped(self.text(index))
+            nearest = f"max(0, min({at}, {length} - 1))"
+            if not self.analysis.is_of_row(index) and self._asks_for(array, axis, index):
+                nearest = f"(Inside ? {at} : {nearest})"
+            element = f"({element} * {length} + {nearest})" if axis else f"(long long)({nearest})"
+        return unwrapped(element)
 
     def _bounds(self, length: str, index: Node) -> list[str]:
         """Conditions for an index to be inside; none where they are not known."""

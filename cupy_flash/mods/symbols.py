@@ -19,11 +19,21 @@ class Symbol:
 
     __slots__ = ("node",)
 
-    # A comparison gives a symbol.
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, node: Node) -> None:
         self.node = node
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write it with "
+            "operators and NumPy's functions"
+        )
+
+    # A comparison gives a symbol.
+    def __hash__(self) -> NoReturn:
+        raise TypeError(
+            "a traced value cannot be looked up in a set or a dictionary; compare it, as (x == 1) "
+            "| (x == 2), or give a table to the modification as an array"
+        )
 
     def __repr__(self) -> str:
         return f"Symbol({self.node!r})"
@@ -90,7 +100,7 @@ class Symbol:
         raise TypeError(
             "a traced value cannot index a list or an array of the program, nor count a loop; give "
             "the array to the modification by name, as table=table, and index the function's "
-            "parameter of that name: table[h, i - j]"
+            "parameter of that name: table[h, i - j]. For np.float32(x) write x.astype(np.float32)"
         )
 
     def __len__(self) -> NoReturn:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupy_flash.errors import UnsupportedError
-from cupy_flash.families import FORWARD, Family, TranslationUnit
+from cupy_flash.families import FAMILIES, Family, TranslationUnit
 from cupy_flash.families.schedule import Launch, Schedule
 from cupy_flash.planning import tuning
 from cupy_flash.problem.device import Device, Resources
@@ -97,7 +97,11 @@ class Plan:
             f"/{problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else ""
         )
         rows = [
-            ("problem", f"{problem.dtype}, {sizes}, {heads}, {dims}" + _mask_text(problem)),
+            (
+                "problem",
+                f"{_direction_text(problem)}{problem.dtype}, {sizes}, {heads}, {dims}"
+                + _mask_text(problem),
+            ),
             *(self._gpu_rows() if self.device else [("device", "CPU (NumPy)")]),
             ("family", self.family),
             ("tile", str(self.tile)),
@@ -112,7 +116,7 @@ class Plan:
     def _block_rows(self) -> list[tuple[str, str]]:
         """Which blocks of the score matrix a mask leaves, as far as positions tell."""
         problem, score = self.problem, self.problem.score
-        family = FORWARD.get(self.family)
+        family = FAMILIES[problem.direction].get(self.family)
         if family is not None and not family.automatic:
             # A baseline, which visits all.
             return []
@@ -161,6 +165,12 @@ def count_blocks(mask: Mask, Br: int, Bc: int) -> tuple[int, int, int]:
     return visited, visited - whole, blocks - visited
 
 
+def _direction_text(problem: Problem) -> str:
+    if problem.gradient is None:
+        return ""
+    return f"gradients of {', '.join(problem.gradient.wrt)}, "
+
+
 def _mask_text(problem: Problem) -> str:
     text = f", causal (q_offset {problem.q_offset})" if problem.causal else ""
     score = problem.score
@@ -203,20 +213,21 @@ def make_plan(
     ValueError
         For an unknown family or tile field.
     """
-    if family is not None and family not in FORWARD:
-        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(FORWARD)}")
+    families = FAMILIES[problem.direction]
+    if family is not None and family not in families:
+        raise ValueError(f"unknown family {family!r}; expected one of {', '.join(families)}")
     rejected = {}
-    for name, candidate in FORWARD.items():
+    for name, candidate in families.items():
         if reason := candidate.why_not(problem, device):
             rejected[name] = reason
-    usable = [name for name in FORWARD if name not in rejected]
+    usable = [name for name in families if name not in rejected]
     later = {
         name: reason
         for name in usable
-        if (reason := _why_not_first(FORWARD[name], problem, device))
+        if (reason := _why_not_first(families[name], problem, device))
     }
     if family is None:
-        automatic = [name for name in usable if FORWARD[name].automatic]
+        automatic = [name for name in usable if families[name].automatic]
         if not automatic:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
             raise UnsupportedError(f"no kernel family serves this problem: {reasons}")
@@ -232,10 +243,10 @@ def make_plan(
                 f"{chosen} was asked for"
                 if family is not None
                 else f"{chosen} comes first"
-                if FORWARD[name].automatic
+                if families[name].automatic
                 else "used only on request"
             )
-    the_family = FORWARD[chosen]
+    the_family = families[chosen]
     the_tile, tile_reason = _choose_tile(the_family, problem, device, tile)
     return plan_tile(
         the_family,
@@ -249,7 +260,8 @@ def make_plan(
 
 def is_served(problem: Problem, device: Device) -> bool:
     """Whether there is a family that would be chosen for the problem unasked."""
-    return any(f.automatic and f.why_not(problem, device) is None for f in FORWARD.values())
+    families = FAMILIES[problem.direction].values()
+    return any(f.automatic and f.why_not(problem, device) is None for f in families)
 
 
 def _why_not_first(family: Family[Any], problem: Problem, device: Device) -> str | None:

@@ -26,6 +26,8 @@ class ProblemClass:
     kind
         How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
         or "packed-page16"; else empty.
+    direction
+        As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
     """
 
     dtype: str
@@ -37,6 +39,7 @@ class ProblemClass:
     rows: int
     alignment: int
     kind: str = ""
+    direction: str = "forward"
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemClass:
@@ -51,6 +54,7 @@ class ProblemClass:
             _bucket(problem.batch * problem.heads_q * problem.seqlen_q, MOST_ROWS),
             problem.alignment,
             _kind(problem.layout),
+            problem.direction,
         )
 
     @classmethod
@@ -64,7 +68,11 @@ class ProblemClass:
             field.name: int(parts[field.name]) for field in fields(cls) if field.type == "int"
         }
         return cls(
-            dtype=parts["dtype"], causal=parts["mask"] == "causal", kind=parts["kind"], **numbers
+            dtype=parts["dtype"],
+            causal=parts["mask"] == "causal",
+            kind=parts["kind"],
+            direction=parts["direction"] or "forward",
+            **numbers,
         )
 
     def __str__(self) -> str:
@@ -73,7 +81,8 @@ class ProblemClass:
             f"{self.dtype} d{self.head_dim} dv{self.head_dim_v} {mask} q{self.seqlen_q} "
             f"k{self.seqlen_k} rows{self.rows} align{self.alignment}"
         )
-        return f"{text} {self.kind}" if self.kind else text
+        backward = "" if self.direction == "forward" else self.direction
+        return " ".join(filter(None, (text, self.kind, backward)))
 
     @property
     def packed(self) -> bool:
@@ -89,7 +98,7 @@ class ProblemClass:
 _TEXT = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
-    r"(?: (?P<kind>cache|packed|(?:packed-)?page\d+))?"
+    r"(?: (?P<kind>cache|packed|(?:packed-)?page\d+))?(?: (?P<direction>backward))?"
 )
 
 

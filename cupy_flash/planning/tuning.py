@@ -64,6 +64,12 @@ class Entry:
         """What the entry is found by."""
         return (self.gpu, self.family, self.digest, self.problem_class)
 
+    @property
+    def direction(self) -> str:
+        """Of the class's problems; families of one name have kernels of their own in each."""
+        found = ProblemClass.parse(self.problem_class)
+        return found.direction if found else "forward"
+
 
 class TableError(ValueError):
     """A table file that cannot be read as one."""

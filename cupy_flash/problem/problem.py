@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cupy_flash.problem.gradient import GradientSpec
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
@@ -122,7 +123,7 @@ class Tensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class Problem:
-    """One forward attention problem.
+    """One attention problem: forward, or with a `gradient` backward.
 
     Attributes
     ----------
@@ -145,6 +146,9 @@ class Problem:
         that one may have, and each has a causal mask of its own, aligned at the bottom right.
     score
         What is done to scores besides; None for nothing.
+    gradient
+        What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
+        forward one.
     """
 
     dtype: str
@@ -161,20 +165,35 @@ class Problem:
     tensors: Tensors
     layout: Layout
     score: ScoreSpec | None = None
+    gradient: GradientSpec | None = None
+
+    @property
+    def direction(self) -> str:
+        """What is computed: "forward" or "backward"."""
+        return "forward" if self.gradient is None else "backward"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the tensors that are written."""
+        if self.gradient is None:
+            return ("out",)
+        return tuple(name for name in ("dq", "dk", "dv") if name in self.tensors)
 
     @property
     def alignment(self) -> int:
-        """Bytes that every row of q, k and v starts at a multiple of: 16, 8, 4 or 2."""
-        return min(self.tensors[name].alignment for name in ("q", "k", "v"))
+        """Bytes that every row of what is read starts at a multiple of: 16, 8, 4 or 2."""
+        written = self.written
+        return min(t.alignment for name, t in self.tensors.items() if name not in written)
 
     @property
     def out_alignment(self) -> int:
-        """The same of out."""
-        return self.tensors["out"].alignment
+        """The same of what is written."""
+        return min((self.tensors[name].alignment for name in self.written), default=MAX_ALIGNMENT)
 
     def aligned(self, inputs: int, out: int | None = None) -> Problem:
         """The same problem of arrays whose rows start at multiples of so many bytes."""
-        bytes_of = dict.fromkeys(("q", "k", "v"), inputs) | {"out": out or self.out_alignment}
+        bytes_of = dict.fromkeys(self.tensors, inputs)
+        bytes_of |= dict.fromkeys(self.written, out or self.out_alignment)
         tensors = {n: t._replace(alignment=bytes_of[n]) for n, t in self.tensors.items()}
         return dataclasses.replace(self, tensors=Tensors(**tensors))
 
@@ -187,6 +206,17 @@ class Problem:
     def lse_dtype(self) -> str:
         """Name of the log-sum-exp's dtype, which is that of the sums."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    def shape_of(self, name: str) -> Shape:
+        """Shape of q, k, v or out, and so of their gradients; of packed arrays as of one batch."""
+        layout = self.layout
+        of_queries = name in ("q", "out")
+        dim = self.head_dim if name in ("q", "k") else self.head_dim_v
+        if of_queries:
+            rows = (1, layout.total_q) if layout.packed_q else (self.batch, self.seqlen_q)
+        else:
+            rows = (1, layout.total_k) if layout.packed_k else (self.batch, self.seqlen_k)
+        return (*rows, self.heads_q if of_queries else self.heads_kv, dim)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -370,10 +400,10 @@ def make_problem(
         q_offset=_offset(integer("q_offset", q_offset), seqlen_q, seqlen_k, causal, score),
         softmax_scale=_scale(softmax_scale, q.dtype),
         tensors=Tensors(
-            q=_tensor(q, is_packed=is_packed),
-            k=_tensor(k, is_packed=packed_k),
-            v=_tensor(v, is_packed=packed_k),
-            out=_tensor(out, is_packed=is_packed),
+            q=tensor_of(q, is_packed=is_packed),
+            k=tensor_of(k, is_packed=packed_k),
+            v=tensor_of(v, is_packed=packed_k),
+            out=tensor_of(out, is_packed=is_packed),
         ),
         layout=Layout(
             kind=kind,
@@ -427,7 +457,8 @@ def make_contiguous_problem(
     )
 
 
-def _tensor(spec: ArraySpec, *, is_packed: bool) -> Tensor:
+def tensor_of(spec: ArraySpec, *, is_packed: bool) -> Tensor:
+    """How the rows of an array lie, as kernels have it."""
     strides = (0, *spec.strides[1:]) if is_packed else spec.strides
     return Tensor(spec.dtype, strides, spec.row_alignment())
 

@@ -59,6 +59,11 @@ class ScoreSpec:
         The bias, where each sequence has its own rows and they are contiguous.
     is_bounded
         Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
+    changes_slope
+        Of a backward pass: whether derivatives by the scaled score may be others than 1.
+    differentiable
+        Of a backward pass: arrays that scores are read from whose gradients are asked for, as
+        members of ``ModArguments``, by the number that the text gives them.
     """
 
     left: int | None
@@ -74,6 +79,8 @@ class ScoreSpec:
     reads_pairs: bool = False
     bias: BiasSpec | None = None
     is_bounded: bool = False
+    changes_slope: bool = False
+    differentiable: tuple[str, ...] = ()
 
     @property
     def only_sinks(self) -> bool:

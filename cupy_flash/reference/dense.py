@@ -16,23 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.kinds import way_back
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.host.passes import FIRST
-from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
-from cupy_flash.problem.mask import Mask, before, unseen
 from cupy_flash.reference.modifications import read_modifications
+from cupy_flash.reference.rows import (
+    as_bhsd,
+    chunks_of_rows,
+    hide,
+    pairs_of,
+    resolve,
+    sinks_of,
+    softmax_terms,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cupy_flash.mods.keywords import Modifications
-
-#: A chunk of float64 scores in :func:`attention_reference` takes at most this many bytes (one row
-#: of scores, if that alone is more).
-CHUNK_BYTES = 128 << 20
 
 #: Units in the last place, of the output dtype at the largest reference value, that
 #: :func:`error_bound` adds. One is the final rounding and one the reference landing just above a
@@ -55,8 +58,9 @@ def attention_reference(
 ) -> Any:
     """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
 
-    The scores are computed in chunks of at most :data:`CHUNK_BYTES`, so sequence length is limited
-    by time, not by memory. Exact to float64 rounding: no online softmax, no tiling over keys.
+    The scores are computed in chunks of at most :data:`~cupy_flash.reference.rows.CHUNK_BYTES`, so
+    sequence length is limited by time, not by memory. Exact to float64 rounding: no online softmax,
+    no tiling over keys.
 
     Parameters
     ----------
@@ -104,7 +108,7 @@ def attention_reference(
     query sees are left out): do not rely on either.
     """
     convert = way_back("q", q)
-    q, k, v = _as_bhsd(q, k, v, layout)
+    q, k, v = as_bhsd(q, k, v, layout)
     out, lse = formula(
         *(q, k, v),
         causal=causal,
@@ -137,35 +141,24 @@ def formula(
     """
     xp = array_module(q)
     batch, heads_q, seqlen_q, _ = q.shape
-    _, heads_kv, seqlen_k, head_dim_v = v.shape
-    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
-    sinks = _sinks(xp, modified, heads_q, np.float64)
-    out = xp.zeros((batch, heads_q, seqlen_q, head_dim_v), np.float64)
+    scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
+    sinks = sinks_of(xp, modified, heads_q, np.float64)
+    out = xp.zeros((batch, heads_q, seqlen_q, v.shape[3]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
     lse[...] = sinks[:, None]
-    chunk = max(1, CHUNK_BYTES // (8 * max(seqlen_k, 1)))
-    for b in range(batch):
-        mask = modified.of_mask(visible, sequence.b + b)
-        for head in range(heads_q):
-            kv_head = head // (heads_q // heads_kv)
-            k_head, v_head = (x[b, kv_head].astype(np.float64) for x in (k, v))
-            for row in range(0, seqlen_q, chunk):
-                rows = slice(row, min(row + chunk, seqlen_q))
-                end = mask.end(rows.stop - 1)
-                if end == 0:
-                    continue
-                at = _pairs(xp, sequence, mask, rows, end)._replace(b=sequence.b + b, h=head)
-                with np.errstate(all="ignore"):
-                    q_rows = q[b, head, rows].astype(np.float64)
-                    scores = xp.matmul(q_rows, k_head[:end].T)
-                    scores *= scale
-                    # A score that depends on less than the pair has fewer elements.
-                    scores[...] = modified.scores.apply(scores, at, xp)
-                    _hide(xp, scores, mask, row)
-                    row_lse, row_sum, empty = _softmax_terms(xp, scores, sinks[head])
-                    out[b, head, rows] = xp.matmul(scores, v_head[:end]) / row_sum
-                lse[b, head, rows] = row_lse
-                out[b, head, rows][empty] = 0
+    for rows in chunks_of_rows(xp, q, k, visible, modified, sequence):
+        if rows.end == 0:
+            continue
+        with np.errstate(all="ignore"):
+            scores = rows.scores(q, k, scale, np.dtype(np.float64), xp)
+            # A score that depends on less than the pair has fewer elements.
+            scores[...] = modified.scores.apply(scores, rows.at, xp)
+            hide(xp, scores, rows.mask, rows.span.start)
+            row_lse, row_sum, empty = softmax_terms(xp, scores, sinks[rows.head])
+            result = xp.matmul(scores, rows.keys(v).astype(np.float64)) / row_sum
+        result[empty] = 0
+        rows.queries(out)[...] = result
+        rows.queries(lse)[...] = row_lse
     return out, lse
 
 
@@ -204,7 +197,7 @@ def attention_naive(
     Memory: batch * heads_q * seqlen_q * seqlen_k scores.
     """
     convert = way_back("q", q)
-    q, k, v = _as_bhsd(q, k, v, layout)
+    q, k, v = as_bhsd(q, k, v, layout)
     out = naive_formula(
         *(q, k, v),
         causal=causal,
@@ -232,7 +225,7 @@ def naive_formula(
     xp = array_module(q)
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
-    scale, visible = _resolve(q, k, softmax_scale, causal, q_offset)
+    scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, head_dim = q.shape
     _, heads_kv, seqlen_k, head_dim_v = v.shape
     if batch * heads_q * seqlen_q * seqlen_k == 0:
@@ -240,18 +233,18 @@ def naive_formula(
     # (batch, heads_kv, heads per kv head, seqlen, dim): k and v broadcast over the heads that share
     # them.
     grouped = (batch, heads_kv, heads_q // heads_kv, seqlen_q)
-    sinks = _sinks(xp, modified, heads_q, compute).reshape(*grouped[1:3], 1, 1)
+    sinks = sinks_of(xp, modified, heads_q, compute).reshape(*grouped[1:3], 1, 1)
     h = xp.arange(heads_q).reshape(*grouped[1:3], 1, 1)
     with np.errstate(all="ignore"):
         q = (q * compute.type(scale)).reshape(*grouped, head_dim)
         scores = xp.matmul(q, k[:, :, None].swapaxes(-1, -2))
         for b in range(batch):
             mask = modified.of_mask(visible, sequence.b + b)
-            at = _pairs(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
+            at = pairs_of(xp, sequence, mask, slice(0, seqlen_q), seqlen_k)
             at = at._replace(b=sequence.b + b, h=h)
             scores[b] = modified.scores.apply(scores[b], at, xp)
-            _hide(xp, scores[b], mask, 0)
-        _, row_sum, empty = _softmax_terms(xp, scores, sinks)
+            hide(xp, scores[b], mask, 0)
+        _, row_sum, empty = softmax_terms(xp, scores, sinks)
         scores /= row_sum
         if dtype != compute:
             scores = scores.astype(dtype).astype(compute)
@@ -313,85 +306,3 @@ def error_bound(naive: Any, reference: Any, dtype: Any, *, lse: Any = None) -> f
     if lse is not None and lse.size:
         ulps += 2 * float(xp.where(xp.isfinite(lse), xp.abs(lse), 0).max())
     return 2 * error + ulps * max(ulp, float(info.smallest_subnormal))
-
-
-def _as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
-    """Views of shape (batch, heads, seqlen, dim), their shapes checked against each other."""
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout must be 'bshd' or 'bhsd', not {layout!r}")
-    q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions ({layout}), not shape {x.shape}")
-    if layout == "bshd":
-        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            "q, k and v must agree in batch, q and k in head_dim, k and v in heads and seqlen; as "
-            f"(batch, heads, seqlen, dim) they are {q.shape}, {k.shape}, {v.shape}"
-        )
-    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
-        raise ValueError(f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]})")
-    return q, k, v
-
-
-def _resolve(
-    q: Any, k: Any, softmax_scale: float | None, causal: bool, q_offset: int | None
-) -> tuple[float, Mask]:
-    """The scale and mask that apply; the offset no further out than makes a difference."""
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
-    scale = 1 / math.sqrt(max(q.shape[3], 1)) if softmax_scale is None else float(softmax_scale)
-    offset = seqlen_k - seqlen_q if q_offset is None else int(q_offset)
-    return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -FURTHEST), FURTHEST))
-
-
-def _pairs(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pairs:
-    """Pairs of rows and the first keys, but for their sequence and head: (rows, keys)."""
-    return sequence._replace(
-        row=xp.arange(rows.start, rows.stop, dtype=np.int32)[:, None],
-        j=xp.arange(keys, dtype=np.int32),
-        q_offset=mask.q_offset,
-    )
-
-
-def _sinks(xp: Any, modified: Modified, heads_q: int, dtype: Any) -> Any:
-    """Of each head; -inf, which adds nothing, where there are none."""
-    if modified.sinks is None:
-        return xp.full(heads_q, -np.inf, dtype)
-    return modified.sinks.astype(dtype)
-
-
-def _hide(xp: Any, scores: Any, mask: Mask, first_row: int) -> None:
-    """Set to -inf what a query does not see by its position.
-
-    ``scores`` is (..., rows from ``first_row`` on, keys).
-    """
-    rows, keys = scores.shape[-2:]
-    if mask.is_full and keys <= mask.seqlen_k:
-        return
-    positions = xp.arange(first_row, first_row + rows)
-    hidden = unseen(mask.ends(positions, xp), 0, keys, xp)
-    hidden |= before(mask.begins(positions, xp), 0, keys, xp)
-    xp.copyto(scores, -np.inf, where=hidden)
-
-
-def _softmax_terms(xp: Any, scores: Any, sink: Any) -> tuple[Any, Any, Any]:
-    """Turn ``scores`` into exp(scores - row maximum) in place.
-
-    Returns
-    -------
-    lse : array, (..., rows)
-    sums : array, (..., rows, 1)
-        To be divided by: 1 where nothing is seen.
-    empty : bool array, (..., rows)
-        Rows with no score above -inf.
-    """
-    row_max = scores.max(axis=-1, keepdims=True)
-    empty = (row_max == -np.inf)[..., 0]
-    row_max = xp.maximum(row_max, sink)
-    base = xp.where(row_max == -np.inf, 0, row_max)
-    scores -= base
-    xp.exp(scores, out=scores)
-    row_sum = scores.sum(axis=-1, keepdims=True) + xp.exp(sink - base)
-    row_lse = (row_max + xp.log(row_sum))[..., 0]
-    return row_lse, xp.where(row_sum == 0, 1, row_sum), empty

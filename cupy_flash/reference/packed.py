@@ -7,6 +7,7 @@ kinds of array that it takes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,14 @@ from cupy_flash.arrays.strided import array_module
 from cupy_flash.host import sequence_places
 from cupy_flash.host.passes import FIRST
 from cupy_flash.host.rotary import rotated
-from cupy_flash.host.sequence_places import find_cached_keys, find_packed_keys, find_queries, longer
+from cupy_flash.host.sequence_places import (
+    Keys,
+    Queries,
+    find_cached_keys,
+    find_packed_keys,
+    find_queries,
+    longer,
+)
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.reference.dense import formula
@@ -107,29 +115,53 @@ def attention_varlen_reference(
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     xp = array_module(q)
-    cu_seqlens_q = integers(cu_seqlens_q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
+    modified = read_modifications(modifications, packed=True)
+    for found, keys, at in packed_sequences(
+        *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        seqused_k=seqused_k,
+        block_table=block_table,
+    ):
+        k_own, v_own = (keys_of(x, keys, paged=block_table is not None) for x in (k, v))
+        one = q[found.rows], k_own, v_own
+        one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
+        out[found.rows], lse[:, found.rows] = one_out, one_lse
+    return convert(out), convert(lse)
+
+
+def packed_sequences(
+    q: Any,
+    k: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Any,
+    block_table: Any = None,
+) -> Iterator[tuple[Queries, Keys, Pairs]]:
+    """Where each sequence's rows and keys lie, and its number and beginning for modifications."""
+    cu_seqlens_q = integers(cu_seqlens_q)
     paged = block_table is not None
-    k_blocks, v_blocks = (k, v) if paged else (k[None], v[None])
+    queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
     places = find_packed_keys(
-        None if cu_seqlens_k is None else integers(cu_seqlens_k),
+        integers(cu_seqlens_k),
         max_seqlen_k,
         batch=len(cu_seqlens_q) - 1,
         total_k=0 if paged else len(k),
         page_size=k.shape[1] if paged else 0,
-        seqused_k=None if seqused_k is None else integers(seqused_k),
-        block_table=integers(block_table) if paged else None,
+        seqused_k=integers(seqused_k),
+        block_table=integers(block_table),
     )
-    queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
-    modified = read_modifications(modifications, packed=True)
     for b, (found, keys) in enumerate(zip(queries, places, strict=True)):
         k_start = 0 if paged else keys.first
-        rows, at = found.rows, FIRST._replace(b=b, q_start=found.first, k_start=k_start)
-        one = (q[rows], sequence_places.read(k_blocks, keys), sequence_places.read(v_blocks, keys))
-        one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
-        out[rows], lse[:, rows] = one_out, one_lse
-    return convert(out), convert(lse)
+        yield found, keys, FIRST._replace(b=b, q_start=found.first, k_start=k_start)
+
+
+def keys_of(x: Any, keys: Keys, *, paged: bool = False) -> Any:
+    """Of k, v or a gradient, the rows of one sequence: a view, unless they are in pages."""
+    return sequence_places.read(x if paged else x[None], keys)
 
 
 def attention_with_kvcache_reference(

@@ -50,7 +50,7 @@ def attend_in_parts(q, k, v, ends, dtype=np.float64):
 # Against attention over all keys
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 40),

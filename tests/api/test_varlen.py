@@ -575,3 +575,24 @@ def test_a_plan_is_refused_where_the_call_is(gpu):
         plan_varlen(**on(gpu, max_seqlen_q=None), arch="sm_90")
     with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType; expected a NumPy or CuPy"):
         plan_varlen(**on(gpu, cu_seqlens_k=None), arch="sm_90")
+
+
+def test_biases_masks_and_trees_are_as_long_as_the_call_says_sequences_may_be(rng):
+    lengths = {"cu_seqlens_q": [0, 5, 12], "cu_seqlens_k": [0, 9, 20]}
+    arrays = {n: rng.standard_normal((20, 2, 8), np.float32) for n in ("k", "v")}
+    arrays |= {n: np.array(x, np.int32) for n, x in lengths.items()}
+    call = arrays | {"q": rng.standard_normal((12, 2, 8), np.float32)}
+    call |= {"max_seqlen_q": 16, "max_seqlen_k": 31}
+    of_pairs = {
+        "bias": rng.standard_normal((2, 12, 31), np.float32),
+        "mask": rng.random((1, 12, 31)) < 0.7,
+        "tree_mask": rng.integers(0, 2**16, (2, 16)).astype(np.uint64),
+    }
+    out = flash_attention_varlen(**call, **of_pairs, backend="cpu")
+    np.testing.assert_allclose(out, attention_varlen_reference(**call, **of_pairs)[0], atol=1e-5)
+
+
+def test_a_gpu_takes_a_tree_of_more_rows_than_there_are_queries(gpu):
+    changes = {"q": gpu.array(40, 6, 40), "tree_mask": gpu.array(3, 63, dtype=np.uint64)}
+    flash_attention_varlen(**on(gpu, **changes))
+    assert len(gpu.launches) == 1

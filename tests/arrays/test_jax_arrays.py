@@ -15,7 +15,7 @@ from support import fake_gpu
 from cupy_flash import flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays, torch_arrays
 from cupy_flash.calls import attention, on_gpu
-from cupy_flash.reference import dense
+from cupy_flash.reference import rows
 
 OURS, THEIRS = 0xA0, 0xB0
 
@@ -208,7 +208,7 @@ def test_packed_sequences_take_arrays_of_jax_by_their_address_too(gpu):
 
 def test_plans_and_references_read_arrays_as_cupy_ones(gpu):
     array = ArrayImpl(gpu, (2, 113, 6, 40))
-    for read in dense._as_bhsd(array, array, array, "bhsd"):
+    for read in rows.as_bhsd(array, array, array, "bhsd"):
         assert type(read) is fake_gpu.FakeArray
         assert (read.shape, read.dtype) == (array.shape, array.dtype)
         assert read.data.ptr == array.address

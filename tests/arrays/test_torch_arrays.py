@@ -13,7 +13,7 @@ from support import fake_gpu
 from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.arrays import torch_arrays
 from cupy_flash.calls import attention, on_gpu
-from cupy_flash.reference import dense
+from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
 OURS, THEIRS = 0xA0, 0xB0
@@ -69,15 +69,17 @@ Tensor.__module__ = "torch"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
     fake = fake_gpu.install(monkeypatch)
-    fake.theirs = 0
+    fake.theirs, fake.is_grad_enabled = 0, True
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
+        nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
+        is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
         **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    for name in ("_dtypes", "_torch_dtypes", "_torch_stream"):
+    for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
 
@@ -147,6 +149,13 @@ def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu,
         flash_attention(**tensors)
 
 
+def test_parameters_and_what_nobody_differentiates_are_read_where_they_lie(gpu):
+    tensors = qkv(gpu) | {"k": Tensor(gpu, (2, 203, 3, 40), "float16", requires_grad=True)}
+    tensors["v"].__class__ = sys.modules["torch"].nn.Parameter
+    gpu.is_grad_enabled = False
+    assert type(flash_attention(**tensors)) is Tensor
+
+
 def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
     tensors = qkv(gpu)
     with pytest.raises(ValueError, match=r"v has 3 axes, shape \(203, 3, 72\); expected 4"):
@@ -157,7 +166,7 @@ def test_what_is_wrong_with_a_tensor_is_said_as_of_other_arrays(gpu):
 
 def test_references_read_tensors_on_a_gpu_as_cupy_arrays(gpu):
     tensor = qkv(gpu)["q"]
-    for array in dense._as_bhsd(tensor, tensor, tensor, "bhsd"):
+    for array in rows.as_bhsd(tensor, tensor, tensor, "bhsd"):
         assert type(array) is fake_gpu.FakeArray
         assert (array.shape, array.dtype) == (tensor.shape, np.float16)
         assert array.data.ptr == tensor.data_ptr()

@@ -36,7 +36,7 @@ def cached(**changes: Any) -> Problem:
 def struct(problem: Problem, split: Split, section_heads: int) -> Any:
     """The struct of a plan, where all pointers are null."""
     schedule = Schedule((), split, section_heads=section_heads)
-    fixed = attention._fixed(SimpleNamespace(problem=problem, schedule=schedule))
+    fixed = attention.fixed_fields(SimpleNamespace(problem=problem, schedule=schedule))
     memory = bytearray(PARAMS_DTYPE.itemsize)
     PackedStruct(PARAMS_DTYPE, fixed, {"lse": "lse"}, ("lse",)).pack_into(memory, (0,))
     return np.frombuffer(memory, PARAMS_DTYPE)[0]

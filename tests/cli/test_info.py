@@ -11,7 +11,7 @@ from support import fake_cupy
 
 from cupy_flash.cli.main import main
 from cupy_flash.cli.providers.providers import names
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
@@ -27,7 +27,8 @@ def test_json_tells_versions_places_families_and_providers() -> None:
 
     assert {"cupy_flash", "numpy", "python"} <= set(facts["versions"])
     assert {"kernel_cache", "tuned_table", "prebuilt_kernels"} <= set(facts["places"])
-    assert set(facts["families"]) == set(FORWARD)
+    backward = {f"{name} backward" for name in FAMILIES["backward"]}
+    assert set(facts["families"]) == set(FORWARD) | backward
     assert set(facts["providers"]) == set(names())
     assert facts["gpu_unavailable"] == gpu_unavailable()
     assert bool(facts["gpus"]) == (gpu_unavailable() is None)

@@ -115,7 +115,7 @@ def test_a_section_is_the_fewest_heads_with_nearly_the_most_even_shares(changes,
     assert all(value < best - NEAR_BEST for section, value in even.items() if section < chosen)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(0, 8),
     st.tuples(st.integers(1, 8), st.integers(1, 12)),

@@ -55,13 +55,14 @@ def run_script(text):
         "flash_attention(long, long, long, backend='cpu')",
         "flash_attention(long, long[:, :, :1], long[:, :, :1], tile=(8, 8), backend='cpu')",
         "flash_attention_varlen(*[long[0]] * 3, *[[0, 65536]] * 2, *[65536] * 2, backend='cpu')",
+        "flash_attention_backward(*[long] * 5, np.zeros((1, 8, 65536), np.float32), backend='cpu')",
         "flash_attention_varlen(*[long[0]] * 3, *[[0, 65536]] * 2, *[65536] * 2, backend='cpu',"
         " batch_invariant=True)",
     ],
 )
 def test_ctrl_c_ends_a_long_call_within_a_second_and_leaves_all_as_it_was(call):
     out = run_script(f"""
-from cupy_flash import flash_attention_varlen
+from cupy_flash import flash_attention_backward, flash_attention_varlen
 pressed = []
 def press():
     time.sleep(0.7)

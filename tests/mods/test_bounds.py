@@ -121,6 +121,11 @@ GALLERY = {
     "text": MaskMod(lambda i, j: j <= i, cuda="return j <= i;"),
     "none": MaskMod(lambda: False),
     "all": MaskMod(lambda: True),
+    "windows of pairs of heads": MaskMod(
+        lambda h, i, j, left, right: (i - j <= left[h // 2]) & (j - i <= right[h // 2]),
+        left=numbers(2, below=40),
+        right=numbers(2, below=40),
+    ),
 }
 
 
@@ -197,7 +202,7 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
                 lambda: f"({of('real')} {rng.choice(['<', '>='])} {of('real')})",
             ]
     elif depth <= 1:
-        leaves = {"int": ["i", "j", "i", "j", "i - j", "h", "n", "doc[j]", "doc[i]"]}
+        leaves = {"int": ["i", "j", "i", "j", "i - j", "h", "n", "h % n", "doc[j]", "doc[i]"]}
         leaves["real"] = ["x[i]", "x[j]", f"np.float32({n / 8})", "(i - j) * 0.25"]
         number = f"np.{'int32' if kind == 'int' else 'float32'}({n})"
         options = [lambda: f"({rng.choice([*leaves[kind], number])})"]
@@ -296,8 +301,8 @@ def bounds_of(mod: MaskMod) -> str:
 def test_what_one_position_reads_is_found_once_for_its_range() -> None:
     text = bounds_of(DOCUMENTS)
     assert "r.v0 = range_at(a.doc.at(b, i));" in text
-    assert "const Truth t0 = range_eq(rows.v0, keys.v0);" in text
-    assert "const Truth t1 = range_le(j, i);" in text
+    assert "const Truth x0 = range_eq(rows.v0, keys.v0);" in text
+    assert "const Truth x1 = range_le(j, i);" in text
 
 
 def test_a_position_on_both_sides_of_a_comparison_counts_once() -> None:

@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.device_text import Text
+from support.mod_gallery import SCORES, with_gradients
 
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.families.params import assertions
-from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
+from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.emit import HEADERS
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.problem.device import device_for_arch
@@ -71,25 +72,77 @@ extern "C" __global__ void __launch_bounds__({threads})
 """
 
 
-def unit(texts: dict[str, Text]) -> TranslationUnit:
+# A gradient of each capture, added to by whoever reads an element.
+_BACKWARD = """
+namespace {name} {{
+{text}
+extern "C" __global__ void __launch_bounds__({threads})
+{name}_kernel(const __grid_constant__ ModArguments a, Mods::Real* scores,
+              const Mods::Real* weights, float* const* gradients, int first_key) {{
+  const Mods::Row r = Mods::row(a, blockIdx.y, blockIdx.z, threadIdx.x + 5, threadIdx.x, 7, 8, 0);
+  const Mods::Keys k = Mods::keys(a, r, first_key);
+#pragma unroll
+  for (int step = 0; step < {keys}; ++step) {{
+    const int place = step * {threads} + threadIdx.x;
+    const Mods::Real x = scores[place], weight = weights[place];
+    Mods::spread(a, r, k, step, x, weight, [&](int capture, long long element, Mods::Real value) {{
+      atomicAdd(gradients[capture] + element, float(value));
+    }});
+    const Mods::Real y = Mods::exponent(a, r, k, step, x);
+    scores[place] = Mods::changes_slope ? y * weight * Mods::slope(a, r, k, step, x) : y * weight;
+  }}
+}}
+}}
+"""
+BACKWARD = {
+    "fast_softcap": Text(SOFTCAP, inputs="float16", backward=True),
+    "approximate_softcap": Text(SOFTCAP, DOCUMENTS, inputs="bfloat16", backward=True),
+    "softcap_in_double": Text(SOFTCAP, inputs="float64", backward=True),
+    "everything": Text(with_gradients(EVERYTHING), inputs="bfloat16", backward=True),
+    "everything_in_double": Text(with_gradients(EVERYTHING), inputs="float64", backward=True),
+    "own_text": Text(with_gradients(OWN_TEXT), backward=True),
+    "nothing": Text(backward=True),
+    "gallery_of_functions": Text(SCORES["functions"], inputs="bfloat16", backward=True),
+}
+
+
+def unit(texts: dict[str, Text], kernel: str = _KERNEL) -> TranslationUnit:
     lines = [f'#include "{header}"' for header in HEADERS]
     for name, text in texts.items():
         options = {"keys": FEW.get(name, KEYS), "threads": THREADS}
-        lines.append(_KERNEL.format(name=name, text=text.emitted(), **options))
+        lines.append(kernel.format(name=name, text=text.emitted(), **options))
         lines.append(assertions((f"{name}::ModArguments", text.dtype())))
     entries = tuple(f"{name}_kernel" for name in texts)
     return TranslationUnit("\n".join(lines), entries, "modifications")
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_device_text_compiles_without_warnings_and_its_struct_lies_as_numpy_packs_it(arch) -> None:
+def compiled(unit: TranslationUnit, arch: int) -> Cubin:
     if reason := why_no_compiler():
         pytest.skip(reason)
     if arch not in known_architectures():
         pytest.skip(f"this NVRTC does not know sm_{arch}")
-    texts = TEXTS if arch == 90 else {name: TEXTS[name] for name in TEXTS if name not in FEW}
-    cubin = compile_cubin(unit(texts), device_for_arch(arch))
+    cubin = compile_cubin(unit, device_for_arch(arch))
     assert "warning" not in cubin.log
-    assert set(cubin.resources) == {f"{name}_kernel" for name in texts}
+    assert set(cubin.resources) == set(unit.entries)
+    return cubin
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_device_text_compiles_without_warnings_and_its_struct_lies_as_numpy_packs_it(arch) -> None:
+    texts = TEXTS if arch == 90 else {name: TEXTS[name] for name in TEXTS if name not in FEW}
+    cubin = compiled(unit(texts), arch)
+    for name in texts.keys() - FEW.keys():
+        assert cubin.resources[f"{name}_kernel"].spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_device_text_with_derivatives_compiles_without_warnings(arch) -> None:
+    texts = dict(BACKWARD)
+    if arch != 90:
+        del texts["everything_in_double"]
+    if arch == 75:
+        # It has no such tanh, nor conversion.
+        texts = {name: text for name, text in texts.items() if text.inputs != "bfloat16"}
+    cubin = compiled(unit(texts, _BACKWARD), arch)
     for name in texts.keys() - FEW.keys():
         assert cubin.resources[f"{name}_kernel"].spill_bytes == 0

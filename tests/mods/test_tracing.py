@@ -60,7 +60,9 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score: math.tanh(score), "np.tanh"),
         (lambda score: float(score), r"astype\(np.float32\)"),
         (lambda score: int(score), r"astype\(np.int32\)"),
+        (lambda score: np.float32(score), r"astype\(np.float32\)"),
         (lambda score: complex(score), "no complex number"),
+        (lambda score, j: np.where(j in {1, 2}, score, 0), r"\(x == 1\) \| \(x == 2\)"),
         (lambda score: len(score), "one number"),
         (lambda score: sum(score), "iterate"),
         (lambda score: 3 in score, "compare it"),
@@ -95,6 +97,11 @@ def test_what_cannot_be_traced_raises_with_what_to_write_instead(function, advic
     with pytest.raises(TypeError, match=advice) as caught:
         ScoreMod(function)
     assert type(caught.value) is TypeError
+
+
+def test_a_traced_value_has_no_methods_of_arrays() -> None:
+    with pytest.raises(AttributeError, match="no 'sum': it is one number"):
+        ScoreMod(lambda score: score.sum())
 
 
 @pytest.mark.parametrize(

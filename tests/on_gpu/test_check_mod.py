@@ -14,6 +14,7 @@ DOCUMENTS = np.sort(np.random.default_rng(1).integers(0, 5, (2, 200)))
 TABLE = np.random.default_rng(2).standard_normal((4, 41)).astype(np.float32)
 CAPTURES = {
     "table": {"table": TABLE},
+    "gain": {"gain": TABLE[:, 0], "shift": TABLE[0, :7]},
     "quadratic": {"weight": 0.001},
     "documents": {"doc": DOCUMENTS},
     "dilated": {"step": 3},

@@ -203,7 +203,6 @@ def test_any_legal_tile_is_right(case: Case) -> None:
 
 @settings(
     max_examples=100,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(

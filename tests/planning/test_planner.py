@@ -26,7 +26,7 @@ from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_proble
 from cupy_flash.problem.tile import freeze_tile
 
 h100 = device_for_arch("sm_90")
-relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def problem(**changes):

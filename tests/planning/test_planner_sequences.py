@@ -20,7 +20,7 @@ from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import DTYPES, ArraySpec, Problem, make_problem
 
 H100, A100, TURING = (device_for_arch(arch) for arch in ("sm_90", "sm_80", "sm_75"))
-relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def packed(

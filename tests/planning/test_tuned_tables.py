@@ -14,7 +14,7 @@ from cupy_flash.cli.cases.workload import PRESETS, groups_of
 from cupy_flash.cli.model import gpus
 from cupy_flash.cli.tables import why_not
 from cupy_flash.cli.tune.findings import is_stale
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry
 from cupy_flash.problem.device import device_for_arch
@@ -58,7 +58,7 @@ def legal_tiles() -> Iterator[Entry]:
     for preset in PRESETS.values():
         for group in groups_of(preset())[::5]:
             problem = group.cases[0].case.problem()
-            for family in FORWARD.values():
+            for family in FAMILIES[problem.direction].values():
                 if family.why_not(problem, device):
                     continue
                 tiles = list(family.tiles(problem, device))
@@ -78,5 +78,7 @@ def legal_tiles() -> Iterator[Entry]:
 def test_every_tile_that_tune_may_save_can_be_imported() -> None:
     entries = list(legal_tiles())
 
-    assert {entry.family for entry in entries} == set(FORWARD)
+    assert {(entry.direction, entry.family) for entry in entries} == {
+        (direction, name) for direction, families in FAMILIES.items() for name in families
+    }
     assert [(entry, why) for entry in entries if (why := why_not(entry))] == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.foreign import Foreign
 
-from cupy_flash.reference import dense
+from cupy_flash.reference import rows
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -76,7 +76,7 @@ def test_bhsd_is_bshd_with_the_axes_swapped(function, causal):
 def test_chunks_do_not_change_the_result(monkeypatch, chunk_bytes):
     q, k, v = random_qkv(113, 203, heads=(2, 1))
     whole = attention_reference(q, k, v, causal=True, return_lse=True)
-    monkeypatch.setattr(dense, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
     chunked = attention_reference(q, k, v, causal=True, return_lse=True)
     for one, other in zip(whole, chunked, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-14)

@@ -69,7 +69,7 @@ def test_kernel_sources_that_comments_name_exist() -> None:
     found = {
         module.relative_to(CHECKOUT).as_posix(): names
         for module in MODULES
-        if (names := missing(module.read_text("utf-8"), r"(?<![\w<>/.*\"-])[\w/]+\.cuh?\b"))
+        if (names := missing(module.read_text("utf-8"), r"(?<![\w<>/.*}\"-])[\w/]+\.cuh?\b"))
     }
 
     assert found == {}

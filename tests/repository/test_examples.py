@@ -5,7 +5,6 @@ What the examples compute does not depend on who computes the attention, or how.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
@@ -17,19 +16,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.examples import EXAMPLES, call, load
 from threadpoolctl import threadpool_limits
 
 from cupy_flash import attention_reference
 from cupy_flash.reference.dense import attention_naive, error_bound, max_error
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-EXAMPLES = CHECKOUT / "examples"
+CHECKOUT = EXAMPLES.parent
 SENTENCES = (
     "A cat sleeps on the warm roof.",
     "Rain",
@@ -39,12 +39,6 @@ SENTENCES = (
     " paragraph, put off the vote on the harbour until the second Tuesday of next month.",
     "word " * 400,  # cut at 256 tokens
 )
-
-
-def load(name: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +73,6 @@ def one_by_one(attention: Callable[..., Any]) -> Callable[..., Any]:
         return np.concatenate([attention(q[None, s], k[None, s], v[None, s])[0] for s in sequences])
 
     return packed
-
-
-def call(command: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and error output of the example's command."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["example.py", *arguments])
-        patch.setenv("COLUMNS", "80")
-        try:
-            command.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize("way", ["packed_attention", "masked_attention"])
@@ -355,43 +336,57 @@ def test_quickstart_prints_the_shape_and_an_error_as_small_as_the_naive_formula(
     assert max_error(run["out"], reference) <= error_bound(naive, reference, np.float32)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
+@pytest.fixture
+def decoder(generate: Any) -> Any:
+    """The model whose weights come with the examples, for the CPU."""
+    return generate.load_decoder(generate.WEIGHTS, np)
+
+
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_generated_tokens_equal_those_of_recomputing_the_whole_text(
-    generate: Any, capsys: pytest.CaptureFixture[str], backend: str, model: str
+    generate: Any, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
     try:
-        generate.choose_backend(backend)
+        generate.Place.choose(backend, "float16")
     except generate.click.UsageError as error:
         pytest.skip(error.message)
-    code, output, _ = call(generate, capsys, "--backend", backend, "--model", model)
+    code, output, _ = call(generate, capsys, "--backend", backend)
     assert code == 0
     assert output.splitlines()[-1] == "All tokens are equal."
     assert output.count("tokens/s") == 2
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
 def test_the_built_in_prompts_leave_no_token_to_rounding_in_float16(
-    generate: Any, model: str
+    generate: Any, decoder: Any
 ) -> None:
     place = generate.Place("cpu", np, np, "float16")
-    decoder = generate.Decoder(*generate.MODELS[model])
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
-    cached = generate.with_paged_cache(decoder, prompts, 32, place, page_size=16)
-    found = generate.Comparison.of(cached, generate.by_recomputation(decoder, prompts, 32, place))
+    (count,) = (option.default for option in generate.command.params if option.name == "tokens")
+    cached = generate.with_paged_cache(decoder, prompts, count, place, page_size=16)
+    found = generate.Comparison.of(
+        cached, generate.by_recomputation(decoder, prompts, count, place)
+    )
     tolerance = generate.TOLERANCE["float16"]
     assert found.difference <= tolerance
     assert found.lead > 2 * tolerance
     assert found.parted == {}
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt-oss"])
+def test_most_words_that_are_generated_stand_in_the_text_that_was_learnt(
+    generate: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, _ = call(generate, capsys, "--backend", "cpu", "--tokens", "48")
+    words = re.findall("[a-z]+", output[: output.index("paged cache")].lower())
+    known = set(re.findall("[a-z]+", (EXAMPLES / "alice.txt").read_text("utf-8").lower()))
+    assert code == 0
+    assert np.mean([word in known for word in words]) > 0.9
+
+
 @pytest.mark.parametrize("page_size", [1, 7, 512])
 def test_generated_text_does_not_depend_on_the_size_of_a_page_or_on_other_prompts(
-    generate: Any, page_size: int, model: str
+    generate: Any, decoder: Any, page_size: int
 ) -> None:
     place = generate.Place("cpu", np, np, "float32")
-    decoder = generate.Decoder(*generate.MODELS[model])
     prompts = [prompt.encode() for prompt in generate.PROMPTS]
     together = generate.with_paged_cache(decoder, prompts, 9, place, page_size)
     for prompt, tokens in zip(prompts, together.tokens, strict=True):
@@ -414,21 +409,22 @@ def test_every_page_is_handed_out_once_and_only_when_needed(generate: Any) -> No
 
 
 def test_layers_of_a_window_alternate_with_layers_that_see_all_and_every_head_has_a_sink(
-    generate: Any,
+    generate: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = generate.MODELS["gpt-oss"].config
-    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 40, 8, 32), np.float32)
-    decoder = generate.Decoder(config, 0)
-    for layer, options in enumerate(
-        generate.modifications(decoder, generate.Place("cpu", np, np, "float32"))
-    ):
-        assert options["sinks"].shape == (config.heads_q,)
-        out = generate.flash_attention(q, k, v, causal=True, **options)
-        changed = k.copy()
-        changed[:, 39 - config.window] += 1  # one more token back than the last query's window
-        moved = generate.flash_attention(q, changed, v, causal=True, **options) != out
-        assert moved[0, -1].any() == bool(layer % 2)
-        assert moved[0, -2].all()
+    def recording(*arrays: Any, **options: Any) -> Any:
+        calls.append(options)
+        return attention(*arrays, **options)
+
+    calls: list[dict[str, Any]] = []
+    attention = generate.flash_attention
+    monkeypatch.setattr(generate, "flash_attention", recording)
+    generate.by_recomputation(decoder, [b"A prompt"], 1, generate.Place("cpu", np, np, "float32"))
+    window = decoder.config.window
+    assert [options["window_size"] for options in calls] == [(window - 1, 0), None] * 2
+    for layer, options in enumerate(calls):
+        np.testing.assert_array_equal(options["sinks"], decoder.weights[f"{layer}.sinks"])
+        assert options["sinks"].shape == (decoder.config.heads_q,)
+        assert options["sinks"].all()
 
 
 @pytest.mark.parametrize(
@@ -457,8 +453,8 @@ def test_a_faulty_cache_fails_the_comparison(
 
     with_kvcache = generate.flash_attention_with_kvcache
     monkeypatch.setattr(generate, "flash_attention_with_kvcache", faulty)
-    prompt = "A prompt of more than one page."
-    options = ("--backend", "cpu", "--model", "gpt-oss", "--tokens", "3")
+    prompt = "A prompt of more than one page, and of more than a window."
+    options = ("--backend", "cpu", "--tokens", "3")
     code, _, errors = call(generate, capsys, *options, prompt)
     assert code == 1
     assert "rounding would be at most" in errors
@@ -488,7 +484,8 @@ def test_a_token_that_rounding_decided_is_named_and_ends_its_comparison(
         (["--tokens", "0"], "0 is not in the range"),
         (["--page-size", "0"], "0 is not in the range"),
         (["--backend", "tpu"], "'tpu' is not one of"),
-        (["--model", "gpt"], "'gpt' is not one of"),
+        (["--weights", "missing.npz"], "missing.npz"),
+        (["--weights", str(EXAMPLES / "alice.txt")], "alice.txt: not written by train.py"),
         (["text", ""], "a prompt is empty"),
         (["\udcff\udcfe"], "not readable as UTF-8 text"),
     ],
@@ -502,8 +499,10 @@ def test_wrong_option_of_generate_gets_one_line_and_exit_code_2(
     assert message in errors
 
 
-# A block of Python that the line before it may mark as one for a GPU.
-SNIPPET = re.compile(r"^(<!-- gpu -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A block of Python, and what the line before it may say that it needs.
+SNIPPET = re.compile(
+    r"^(?:<!-- (gpu|torch|jax) -->\n)?```python\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 # A comment that says what is printed.
 PRINTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
@@ -519,13 +518,18 @@ def log_level() -> Iterator[None]:
 
 @pytest.mark.usefixtures("log_level")
 @pytest.mark.parametrize("has_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/inference.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/inference.md", "docs/backward.md"]
+)
 def test_the_snippets_of_a_page_run_one_after_another_and_print_what_they_say(
     page: str, has_gpu: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {}
     text = (CHECKOUT / page).read_text(encoding="utf-8")
-    snippets = [code for needs_gpu, code in SNIPPET.findall(text) if has_gpu or not needs_gpu]
+    there = {"": True, "gpu": has_gpu} | {
+        name: find_spec(name) is not None for name in ("torch", "jax")
+    }
+    snippets = [code for needed, code in SNIPPET.findall(text) if there[needed]]
     assert len(snippets) >= 3
     for code in snippets:
         exec(code, names)

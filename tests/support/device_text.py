@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.derivative import slopes_of
 from cupy_flash.mods.emit import HEADERS, SCALE, emit
 from cupy_flash.mods.modification import MaskMod, Modification, ScoreMod
 
@@ -32,6 +33,8 @@ class Text:
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     inputs: str = "float32"  # dtype of queries and keys
+    scale: float = 1.0  # of products of both
+    backward: bool = False  # whether there are derivatives
 
     @classmethod
     def of(cls, mod: Modification, inputs: str = "float32") -> Text:
@@ -55,14 +58,22 @@ class Text:
         seen = self.mask_mod and self.mask_mod.expression
         # As calls have it, whose biases may be at hand; on the host they are not.
         pairwise = frozenset({"bias"} & self.captures.keys())
-        return emit(score, seen, self.captures, dtype=self.inputs, pairwise=pairwise)
+        slopes = None
+        if self.backward:
+            mod = self.score_mod
+            slopes = slopes_of(None if mod is None else mod.graph, self.differentiable)
+        return emit(score, seen, self.captures, dtype=self.inputs, pairwise=pairwise, slopes=slopes)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return () if self.score_mod is None else self.score_mod.differentiable
 
     def dtype(self) -> np.dtype:
         return arguments_dtype(self.captures, self.real)
 
     def arguments(self) -> np.ndarray:
         values = {name: value for mod in self.mods for name, value in mod.captures.items()}
-        values[SCALE] = 1.0
+        values[SCALE] = self.scale
         addresses = {
             name: value.ctypes.data
             for name, value in values.items()
@@ -72,6 +83,7 @@ class Text:
 
 
 Run = Callable[..., tuple[np.ndarray, np.ndarray]]
+RunBackward = Callable[..., tuple[np.ndarray, dict[str, np.ndarray]]]
 
 _INSIDE = """
 template <class Mods, class Arguments, class Row, class Keys>
@@ -91,8 +103,7 @@ static_assert(sizeof(ModArguments) == {size});
 extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns,
                             const Mods::Real* x, Mods::Real* scores, bool* seen) {{
   for (int pair = 0; pair < pairs; ++pair, columns += {columns}) {{
-    const Mods::Row r = Mods::row(*a, columns[0], columns[1], columns[2], columns[3], columns[4],
-                                  columns[5], 0);
+    const Mods::Row r = {row};
     const Mods::Keys k = Mods::keys(*a, r, columns[6]);
     const int step = columns[7];
     // As kernels do, without a look at bounds where none is crossed.
@@ -106,24 +117,60 @@ extern "C" void run{number}(const ModArguments* a, int pairs, const int* columns
     seen[pair] = inside ? Mods::sees<true>(*a, r, k, step) : Mods::sees(*a, r, k, step);
   }}
 }}
+{more}
+}}
+"""
+
+_ROW = """Mods::row(*a, columns[0], columns[1], columns[2], columns[3], columns[4],
+                                  columns[5], 0)"""
+
+_BACKWARD = """
+extern "C" void backward{number}(const ModArguments* a, int pairs, const int* columns,
+                                 const Mods::Real* x, const Mods::Real* weights,
+                                 Mods::Real* slopes, double* const* gradients,
+                                 const long long* sizes) {{
+  for (int pair = 0; pair < pairs; ++pair, columns += {columns}) {{
+    const Mods::Row r = {row};
+    const Mods::Keys k = Mods::keys(*a, r, columns[6]);
+    const int step = columns[7];
+    const auto add = [&](int capture, long long element, Mods::Real gradient) {{
+      if (capture >= Mods::differentiable || element < 0 || element >= sizes[capture]) abort();
+      gradients[capture][element] += gradient;
+    }};
+    if (is_inside<Mods>(*a, r, k, step)) {{
+      slopes[pair] = Mods::slope<true>(*a, r, k, step, x[pair]);
+      Mods::spread<true>(*a, r, k, step, x[pair], weights[pair], add);
+    }} else {{
+      slopes[pair] = Mods::slope(*a, r, k, step, x[pair]);
+      Mods::spread(*a, r, k, step, x[pair], weights[pair], add);
+    }}
+  }}
 }}
 """
 
 
 def compiled_for_host(folder: Path, texts: Sequence[Text]) -> list[Run]:
     """Compiles texts together; of each, a function of a pair's columns and scores."""
+    loaded = _compiled(folder, texts)
+    return [_run(text, getattr(loaded, f"run{n}")) for n, text in enumerate(texts)]
+
+
+def derivatives_for_host(folder: Path, texts: Sequence[Text]) -> list[RunBackward]:
+    """The same of texts with derivatives: a function of columns, products and weights."""
+    loaded = _compiled(folder, texts)
+    return [_run_backward(text, getattr(loaded, f"backward{n}")) for n, text in enumerate(texts)]
+
+
+def _compiled(folder: Path, texts: Sequence[Text]) -> ctypes.CDLL:
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     includes = "".join(f'#include "{header}"\n' for header in ("cuda.h", *HEADERS))
-    units = [
-        _UNIT.format(
-            number=number,
-            text=text.emitted(),
-            size=text.dtype().itemsize,
-            columns=len(COLUMNS),
-        )
-        for number, text in enumerate(texts)
-    ]
+    units = []
+    for number, text in enumerate(texts):
+        common = {"number": number, "columns": len(COLUMNS), "row": _ROW}
+        more = _BACKWARD.format(**common) if text.backward else ""
+        size = text.dtype().itemsize
+        units.append(_UNIT.format(text=text.emitted(), size=size, more=more, **common))
     source, library = folder / "mods.cpp", folder / "mods.so"
     source.write_text(includes + _INSIDE + "".join(units), encoding="utf-8")
     # The stand-ins come first; sums of integers wrap, as they do in NumPy and on a GPU.
@@ -132,24 +179,49 @@ def compiled_for_host(folder: Path, texts: Sequence[Text]) -> list[Run]:
     command = [COMPILER, *options, str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    return [_run(text, getattr(loaded, f"run{n}")) for n, text in enumerate(texts)]
+    return ctypes.CDLL(str(library))
 
 
 def _run(text: Text, function: Any) -> Run:
-    dtype = np.float32 if text.real == "float" else np.float64
-
     def run(scores: np.ndarray, **columns: Any) -> tuple[np.ndarray, np.ndarray]:
         """New scores, and whether pairs are seen, of arrays of one axis."""
-        scores = np.ascontiguousarray(scores, dtype)
-        table = np.zeros((len(scores), len(COLUMNS)), np.int32)
-        for place, name in enumerate(COLUMNS):
-            table[:, place] = columns.get(name, 0)
+        scores = np.ascontiguousarray(scores, _dtype(text))
         new, seen = np.empty_like(scores), np.empty(len(scores), bool)
-        arguments = text.arguments()
-        arrays = (table, scores, new, seen)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-        function(ctypes.c_void_p(arguments.ctypes.data), len(scores), *pointers)
+        _call(text, function, columns, scores, new, seen)
         return new, seen
 
     return run
+
+
+def _run_backward(text: Text, function: Any) -> RunBackward:
+    def run(
+        products: np.ndarray, weights: np.ndarray, **columns: Any
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Slopes of arrays of one axis, and gradients of captures by name."""
+        products, weights = (np.ascontiguousarray(x, _dtype(text)) for x in (products, weights))
+        slopes = np.full_like(products, np.nan)
+        assert text.score_mod is not None
+        gradients = {
+            name: np.zeros(text.score_mod.captures[name].shape) for name in text.differentiable
+        }
+        addresses = np.array([x.ctypes.data for x in gradients.values()], np.uint64)
+        sizes = np.array([x.size for x in gradients.values()], np.int64)
+        _call(text, function, columns, products, weights, slopes, addresses, sizes)
+        return slopes, gradients
+
+    return run
+
+
+def _dtype(text: Text) -> Any:
+    return np.float32 if text.real == "float" else np.float64
+
+
+def _call(text: Text, function: Any, columns: Mapping[str, Any], *arrays: np.ndarray) -> None:
+    """Calls what was compiled with a table of the columns and with arrays, one for each pair."""
+    count = len(arrays[0])
+    table = np.zeros((count, len(COLUMNS)), np.int32)
+    for place, name in enumerate(COLUMNS):
+        table[:, place] = columns.get(name, 0)
+    arguments = text.arguments()
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (table, *arrays)]
+    function(ctypes.c_void_p(arguments.ctypes.data), count, *pointers)

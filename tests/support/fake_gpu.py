@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -100,7 +100,40 @@ class FakeTensorMaps:
     def at(self, values: tuple[int, ...]) -> SimpleNamespace:
         of = dict(zip(self._names, values, strict=True))
         addresses = tuple(of[name] for name in self._specs)
-        return SimpleNamespace(pointer=(tuple(self._specs.values()), addresses))
+        return SimpleNamespace(address=(tuple(self._specs.values()), addresses))
+
+
+class FakeArguments:
+    """What `ThreadArguments` keeps, which are no addresses but the things themselves."""
+
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = self.pointer = memory
+        self.alone: list[Any] = [memory]
+        self.with_maps: list[Any] = [None, memory]
+
+    def set_maps(self, maps: Any) -> None:
+        self.with_maps[0] = maps
+
+
+class FakeKernel(NamedTuple):
+    """A kernel, which CuPy calls and which the driver launches."""
+
+    call: Callable[..., None]
+
+    @property
+    def ptr(self) -> Any:
+        return self.call
+
+    def __call__(self, *arguments: Any) -> None:
+        self.call(*arguments)
+
+
+def launch_kernel(call: Any, *numbers_and_arguments: Any) -> None:
+    """The driver's function."""
+    *numbers, _, arguments, extra = numbers_and_arguments
+    grid, block, shared_memory = numbers[:3], numbers[3:6], numbers[6]
+    assert extra == 0
+    call(grid, block, arguments, shared_memory)
 
 
 class FakeGpu:
@@ -130,7 +163,7 @@ class FakeGpu:
         self.counters: list[int] = []
         # Where the struct of a launch is written, and what kernels are given for it.
         memory = bytearray(MAX_BYTES)
-        self.arguments = SimpleNamespace(memory=memory, pointer=memory)
+        self.arguments = FakeArguments(memory)
         self.device = self.stream = 0
         self.order: list[tuple[int, int]] = []
         self._next = _FIRST
@@ -170,7 +203,7 @@ class FakeGpu:
             self.launches.append((entry, np.frombuffer(bytes(memory), dtype, 1)[0]))
             self.maps += maps
 
-        return launch
+        return FakeKernel(launch)
 
 
 class _Stream(contextlib.nullcontext[None]):
@@ -201,7 +234,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda)
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    for module in (on_gpu, attention, results, block_maps):
+    monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
+    for module in (on_gpu, attention, launch, results, block_maps):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -210,7 +244,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(on_gpu, "device_for_id", lambda _: device_for_arch("sm_90"))
     monkeypatch.setattr(attention, "shared", gpu.shared)
     monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
-    for module in (attention, append):
+    for module in (launch, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
     monkeypatch.setattr(block_maps, "_streams", {})
     monkeypatch.setattr(block_maps, "ByValue", lambda memory: SimpleNamespace(pointer=memory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +36,16 @@ DTYPES = {
 }
 KINDS = ("equal", "padded", "packed", "cached", "paged")
 PAGE = 16
+HEAD_DIMS = (8, 32, 64, 72, 128)
+# Queries and keys of a sequence, at most.
+LONGEST = (150, 399)
 
 # Functions of the gallery: name -> (class, function, captures of a call).
 SCORE_MODS = {
     "tanh": lambda score: 20 * np.tanh(score / 20),
     "table": lambda score, h, i, j, table: score + table[h, np.clip(i - j, -20, 20) + 20],
     "quadratic": lambda score, b, i, j, weight: score - weight * np.square(i - j) / (1 + b),
+    "gain": lambda score, h, j, gain, shift: gain[h] * score + shift[j % 7],
     "relu": lambda score, j: np.where(j % 3 == 0, np.maximum(score, 0), score),
 }
 MASK_MODS = {
@@ -179,30 +184,47 @@ class ModifiedCall:
         tolerance = 64 * real.eps * largest
         if self.dtype == "bfloat16":
             # tanh of scores to 2^-11 of the cap, and the rounding of what comes of it.
-            tolerance += 2.0**-10 * self._caps()
+            tolerance += 2.0**-10 * self.caps()
         off = np.abs(lse[seen].astype(np.float64) - true_lse[seen]).max(initial=0)
         assert off <= tolerance, f"lse off by {off:.3g}, allowed {tolerance:.3g}: {self}"
 
-    def _caps(self) -> float:
+    def caps(self) -> float:
         of_mod = 20 if self.mods.get("score_mod", ("",))[0] == "tanh" else 0
         return float(self.options.get("softcap", 0) + of_mod)
 
 
-def random_call(rng: np.random.Generator, dtype: str, kind: str, *, few_rows: bool) -> ModifiedCall:
+def random_call(
+    rng: np.random.Generator,
+    dtype: str,
+    kind: str,
+    *,
+    few_rows: bool,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    longest: tuple[int, int] = LONGEST,
+    empty: bool = False,
+) -> ModifiedCall:
     """A call with one to four modifications.
 
     Parameters
     ----------
     few_rows
         Whether sequences have one to four queries, as in decoding.
+    head_dims
+        To choose head_dim and head_dim_v from.
+    longest
+        Queries and keys of a sequence, at most.
+    empty
+        Whether some sequences have no queries, or no keys.
     """
     heads_kv = int(rng.integers(1, 3))
     heads_q = heads_kv * int(rng.integers(1, 4))
-    dim, dim_v = (int(rng.choice([8, 32, 64, 72, 128])) for _ in range(2))
+    dim, dim_v = (int(rng.choice(head_dims)) for _ in range(2))
     batch = int(rng.integers(1, 4))
-    most_q = 4 if few_rows else 150
+    most_q = 4 if few_rows else longest[0]
     lengths_q = rng.integers(1, most_q + 1, batch)
-    lengths_k = rng.integers(0 if rng.integers(8) == 0 else 1, 400, batch)
+    lengths_k = rng.integers(0 if rng.integers(8) == 0 else 1, longest[1] + 1, batch)
+    for lengths in (lengths_q, lengths_k) if empty else ():
+        lengths[rng.integers(0, 4, batch) == 0] = 0
     real = DTYPES[dtype]
 
     def values(*shape: int) -> np.ndarray:
@@ -296,6 +318,9 @@ def _add_modifications(
         captures: dict[str, Any] = {}
         if name == "table":
             captures["table"] = rng.standard_normal((heads_q, 41)).astype(either)
+        elif name == "gain":
+            captures["gain"] = rng.uniform(0.5, 1.5, heads_q).astype(either)
+            captures["shift"] = rng.standard_normal(7).astype(either)
         elif name == "quadratic":
             captures["weight"] = 0.001
         call.mods["score_mod"] = (name, captures)

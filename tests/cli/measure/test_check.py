@@ -78,7 +78,7 @@ def test_the_naive_formula_passes_on_a_ragged_causal_case(dtype: str, layout: st
 def test_a_sampled_block_is_masked_by_its_place_in_the_sequence(
     offset: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cupy_flash.cli.measure.check._HOST_SCORES", 1000)
+    monkeypatch.setattr("cupy_flash.cli.measure.check.HOST_SCORES", 1000)
     inputs = random_inputs(case(2100, 203, causal=True, q_offset=offset), 5, on_gpu=False)
     check = Check(inputs, 0, on_gpu=False)
     result = attention_naive(*inputs.host, **inputs.case.arguments)

@@ -21,7 +21,6 @@ from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.memory import (
     cupy_peak_bytes,
     host_peak_bytes,
-    output_bytes,
     torch_peak_bytes,
 )
 from cupy_flash.cli.measure.runner import Cell
@@ -34,7 +33,7 @@ MIB = 1 << 20
 def test_the_output_has_a_row_for_each_query_of_each_head() -> None:
     case = Case("float16", 2, 113, 203, 6, 3, 24, 40)
 
-    assert output_bytes(case) == 2 * 113 * 6 * 40 * 2
+    assert case.result_bytes == 2 * 113 * 6 * 40 * 2
 
 
 def test_on_the_host_the_peak_is_what_a_call_holds_at_once_with_its_output() -> None:
@@ -224,7 +223,7 @@ def memory_lines(width: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> li
     for case in preset.cases:
         cells = [Cell(provider(name), case) for name in preset.providers]
         fused, *standard = cells
-        fused.peak_bytes = output_bytes(case)
+        fused.peak_bytes = case.result_bytes
         for cell in standard:
             if case.seqlen_q <= 8192:
                 cell.peak_bytes = 12 * case.scores

@@ -343,7 +343,7 @@ def test_without_memory_for_the_reference_the_case_is_left_out(
     def no_room(*_: object, **__: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("cupy_flash.cli.measure.runner.Check", no_room)
+    monkeypatch.setattr("cupy_flash.cli.measure.runner.check_of", no_room)
     (cell,) = run(FakeProvider(), check=True)
 
     assert cell.reason == "there is nothing to check it by: no room"

@@ -166,7 +166,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
 def passes(inputs: Inputs, prepared: Any) -> bool:
     check = Check(inputs, 0, on_gpu=False)
     with prepared.scope():
-        return check.error(prepared.to_array(prepared.call())) <= check.coverage.bound
+        return check.error(prepared.to_result(prepared.call())) <= check.coverage.bound
 
 
 def on_gpu(made: Case) -> Inputs:

@@ -24,6 +24,7 @@ from cupy_flash.cli.cases.workload import PRESETS, Group, Weighted, groups_of
 from cupy_flash.cli.main import main
 from cupy_flash.cli.measure.timing import Timed
 from cupy_flash.cli.providers import providers
+from cupy_flash.cli.records import environment
 from cupy_flash.cli.tune import job as job_module
 from cupy_flash.cli.tune import saver as saver_module
 from cupy_flash.cli.tune import sweep as sweep_module
@@ -703,7 +704,7 @@ def test_with_other_kernel_sources_an_interrupted_sweep_is_not_gone_on_with(
     clock.time_of = interrupted
     on_cpu(*TWO)
     clock.time_of = lambda tile, rows: 1.0
-    monkeypatch.setattr(job_module, "digest_of", lambda family: "f" * 16)
+    monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
     assert "Going on" not in on_cpu(*TWO).stderr
 
@@ -740,7 +741,7 @@ def test_the_report_leaves_out_what_was_found_with_other_kernel_sources(
     clock: FakeTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cpu(*SHAPE)
-    monkeypatch.setattr(tune_module, "digest_of", lambda family: "f" * 16)
+    monkeypatch.setattr(environment, "digest_of", lambda *_: "f" * 16)
 
     assert tune("--report").stdout.startswith("No sweep of these kernels has been made")
 

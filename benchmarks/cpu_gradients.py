@@ -1,0 +1,65 @@
+"""Gradients of the CPU backend beside those of the plain formula in NumPy, float32.
+
+    python benchmarks/cpu_gradients.py
+
+Timed as `cpu_grid.py` times outputs. The formula finds weights and output anew, and computes in
+place what it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+from cpu_grid import Case, best_times, random
+
+from cupy_flash import flash_attention, flash_attention_backward
+
+
+def naive(
+    dout: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool
+) -> tuple[np.ndarray, ...]:
+    """The formula on (batch, seqlen, heads, head_dim), the scores of all heads in memory."""
+    scale = np.float32(q.shape[3] ** -0.5)
+    dout, q, k, v = (x.swapaxes(1, 2) for x in (dout, q, k, v))
+    p = np.matmul(q * scale, k.swapaxes(2, 3))
+    if causal:
+        np.copyto(p, -np.inf, where=~np.tri(*p.shape[2:], dtype=bool))
+    p -= p.max(axis=-1, keepdims=True)
+    np.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
+    delta = (dout * np.matmul(p, v)).sum(axis=-1, keepdims=True)
+    dv = np.matmul(p.swapaxes(2, 3), dout)
+    ds = np.matmul(dout, v.swapaxes(2, 3))
+    ds -= delta
+    ds *= p
+    dq, dk = np.matmul(ds, k) * scale, np.matmul(ds.swapaxes(2, 3), q) * scale
+    return tuple(x.swapaxes(1, 2) for x in (dq, dk, dv))
+
+
+def cases() -> Iterator[Case]:
+    """One sequence of 8 heads."""
+    for seqlen, head_dim, causal in product((512, 2048, 4096), (64, 128), (False, True)):
+        q, k, v, dout = random(4, 1, seqlen, 8, head_dim)
+        out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, backend="cpu")
+        yield Case(
+            f"s{seqlen} h8 d{head_dim} {'causal' if causal else 'full'}",
+            lambda a=(dout, q, k, v, out, lse), c=causal: flash_attention_backward(
+                *a, causal=c, backend="cpu"
+            ),
+            lambda a=(dout, q, k, v), c=causal: naive(*a, c),
+        )
+
+
+def main() -> None:
+    for case in cases():
+        ours, formula = best_times(case)
+        print(
+            f"{case.name:20} {ours * 1e3:10.4g} {formula * 1e3:10.4g} {formula / ours:6.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Compare gradients with the float64 reference, of all heads or of a sample of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.reference.dense import attention_reference, max_error
+from cupy_flash.reference.gradients import (
+    attention_backward_reference,
+    backward_naive,
+    gradient_bound,
+    gradient_sizes,
+)
+
+from ..cases.cases import Case
+from ..cases.inputs import Inputs, placed_on
+from ..cases.mod_arguments import numpy_dtype, restricted
+from ..cases.sequences import rows_in_call, rows_of
+from . import check
+from .check import GPU_SCORES, HOST_SCORES, SAMPLE_ROWS, Check, Coverage
+
+# The reference, the naive formula and the sizes have five products each, not two formulas of two.
+_WORK = 4
+# More groups than this cost more in launches than in arithmetic.
+_MOST_GROUPS = 64
+
+
+class Group(NamedTuple):
+    """The query heads of a sequence that share a key/value head.
+
+    Their gradients are computed whole: an element of dk takes all queries that see its key, and
+    these take all of their keys.
+    """
+
+    batch: int
+    kv_head: int
+
+
+class _Part(NamedTuple):
+    """What is known of a group's gradients of q, k and v.
+
+    Attributes
+    ----------
+    exact
+        The reference; 0 where it is not compared.
+    finite
+        Where it and the naive gradients are numbers, and are compared.
+    bounds
+        The largest difference that passes, of each gradient.
+    """
+
+    exact: tuple[Any, ...]
+    finite: tuple[Any, ...]
+    bounds: tuple[float, ...]
+
+
+def choose_groups(
+    case: Case, seed: int, most_scores: int, most_rows: int | None = None
+) -> list[Group]:
+    """All groups where that is little work, else one of the longest sequence, and others at random.
+
+    Parameters
+    ----------
+    case
+        Whose heads.
+    seed
+        Of the choice.
+    most_scores
+        Elements of score matrices that may be computed, besides those of the longest sequence.
+    most_rows
+        Query rows over all heads that may be compared, likewise; None for a usual sample.
+    """
+    heads = case.heads_q // case.heads_kv
+    lengths = tuple(zip(case.query_lengths, case.key_lengths, strict=True))
+    groups = [
+        Group(batch, kv_head)
+        for batch, (queries, keys) in enumerate(lengths)
+        for kv_head in range(case.heads_kv)
+        if queries or keys
+    ]
+    order = [groups[index] for index in np.random.default_rng(seed).permutation(len(groups))]
+    # Stable: the first of the longest ones is a random one.
+    first = sorted(order, key=lambda group: -sum(lengths[group.batch]))[:1]
+    scores, rows = most_scores, SAMPLE_ROWS if most_rows is None else most_rows
+    if most_rows is None and case.scores <= most_scores and len(groups) <= _MOST_GROUPS:
+        return groups
+    chosen = list(first)
+    for group in order:
+        queries, keys = lengths[group.batch]
+        cost, own_rows = heads * queries * keys, heads * queries
+        if group not in first and cost <= scores and own_rows <= rows:
+            chosen.append(group)
+            scores, rows = scores - cost, rows - own_rows
+        if len(chosen) == _MOST_GROUPS:
+            break
+    return sorted(chosen)
+
+
+class GradientCheck:
+    """The reference of gradients of some groups of heads, and the error that it allows.
+
+    The rule is `gradient_bound`'s, for each gradient of each group. So that one number tells, an
+    error is what share of that it is.
+
+    Attributes
+    ----------
+    coverage
+        How many query rows are compared; a share of 1 passes.
+    """
+
+    def __init__(
+        self, inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
+    ) -> None:
+        """Compute the reference; parameters as of `Check`."""
+        case = inputs.case
+        self._on_gpu = on_gpu and check.why_no_matmul() is None
+        self._placed = placed_on(gpu=self._on_gpu)
+        self._case, self._more = case, inputs.more
+        most_scores = (GPU_SCORES if self._on_gpu else HOST_SCORES) // _WORK
+        self._parts = {
+            group: self._part(inputs, group, on_gpu=on_gpu)
+            for group in choose_groups(case, seed, most_scores, most_rows)
+        }
+        rows = compared = 0
+        for part in self._parts.values():
+            finite = part.finite[0].all(-1)
+            rows, compared = rows + finite.size, compared + int(finite.sum())
+        self.coverage = Coverage(compared, case.query_rows, 1.0, not_finite=rows - compared)
+
+    def _part(self, inputs: Inputs, group: Group, *, on_gpu: bool) -> _Part:
+        case = self._case
+        arrays = inputs.gpu if on_gpu else inputs.host
+        out, _ = inputs.forward(on_gpu=on_gpu)
+        dout = inputs.dout(on_gpu=on_gpu)
+        if not case.is_dense:
+            arrays, dout = (arrays[0][0], arrays[1][0], arrays[2][0]), dout[0]
+        q, k, v = self._of_group(group, arrays)
+        heads = self._heads(group)[0]
+        out, dout = (self._rows(x, group.batch, heads) for x in (out, dout))
+        options: dict[str, Any] = {
+            "causal": case.causal,
+            "softmax_scale": case.softmax_scale,
+            "q_offset": case.q_offset,
+        }
+        options |= restricted(
+            inputs.modifications(on_gpu=self._on_gpu),
+            case.mods,
+            batch=group.batch,
+            heads=heads,
+            rows=rows_in_call(case, self._more, group.batch),
+        )
+        given = (dout, q, k, v)
+        exact = attention_backward_reference(*given, wrt=ROWS, **options)
+        naive = backward_naive(*given, out=out, wrt=ROWS, **options)
+        sizes = gradient_sizes(*given, wrt=ROWS, **options)
+        _, lse = attention_reference(q, k, v, return_lse=True, **options)
+        xp = check.module_of(q)
+        kept, finite, bounds = [], [], []
+        for found in zip(naive, exact, sizes, strict=True):
+            # Where the plain formula overflows, nothing can be said of a gradient.
+            is_finite = xp.isfinite(found[0]) & xp.isfinite(found[1]) & xp.isfinite(found[2])
+            numbers, reference, size = (xp.where(is_finite, x, 0) for x in found)
+            kept.append(reference)
+            finite.append(is_finite)
+            dtype = numpy_dtype(case.dtype)
+            bounds.append(gradient_bound(numbers, reference, size, dtype, lse=lse))
+        return _Part(tuple(kept), tuple(finite), tuple(bounds))
+
+    def error(self, found: tuple[Any, Any, Any]) -> float:
+        """The largest difference of dq, dk and dv from the reference, as a share of the allowed."""
+        worst = 0.0
+        for group, part in self._parts.items():
+            gradients = self._of_group(group, found)
+            for got, exact, finite, bound in zip(gradients, *part, strict=True):
+                compared = check.module_of(got).where(finite, got.astype(np.float64), 0)
+                worst = max(worst, max_error(compared, exact) / bound)
+        return worst
+
+    def _of_group(self, group: Group, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(1, seqlen, heads, dim) of q, k and v, or of their gradients, in the case's layout."""
+        heads, kv_heads = self._heads(group)
+        each = zip(arrays, (heads, kv_heads, kv_heads), strict=True)
+        return tuple(self._rows(array, group.batch, which) for array, which in each)
+
+    def _heads(self, group: Group) -> tuple[slice, slice]:
+        """Query heads of a group, and its key/value head."""
+        per_group = self._case.heads_q // self._case.heads_kv
+        first = group.kv_head * per_group
+        return slice(first, first + per_group), slice(group.kv_head, group.kv_head + 1)
+
+    def _rows(self, array: Any, batch: int, heads: slice) -> Any:
+        return self._placed(rows_of(self._case, array, self._more, batch, heads))
+
+
+def check_of(
+    inputs: Inputs, seed: int, *, on_gpu: bool, most_rows: int | None = None
+) -> Check | GradientCheck:
+    """What results of a case are compared with; parameters as of `Check`."""
+    kind = GradientCheck if inputs.case.is_backward else Check
+    return kind(inputs, seed, on_gpu=on_gpu, most_rows=most_rows)

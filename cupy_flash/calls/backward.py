@@ -1,0 +1,168 @@
+"""Gradients on a GPU for one key of calls: plan, kernels and packed arguments, and the launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cupy_flash.arrays.overlap import OverlapCheck
+from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
+from cupy_flash.calls.arguments import sizes_of
+from cupy_flash.calls.attention import fixed_fields
+from cupy_flash.calls.gradients import (
+    WRITTEN,
+    GradientArguments,
+    gradient_problem,
+    result_spec,
+)
+from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.families.other_gradients import bias_fields
+from cupy_flash.families.params import params_dtype
+from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.gpu.launch import Launches
+from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.gpu.tensor_map import TensorMaps
+from cupy_flash.mods.modification import prefixed
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
+
+# Names of the values that params are packed from, behind the addresses of a call's arguments: where
+# the gradient of an input lies, the workspace, and parts of that.
+_RESULT, _WORKSPACE = "gradient of ", "workspace"
+# Fields of gradients of other inputs than q, k and v.
+_FIELDS = {"bias": "dbias", "sinks": "dsinks"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything about a backward call that does not change while its key stays the same.
+
+    Attributes
+    ----------
+    results
+        Shape and dtype of each gradient, in order.
+    places
+        Of the arrays among the call's that gradients may be written to; None where there is no such
+        argument.
+    of_torch
+        Whether results are tensors.
+    apart
+        Of all arrays of the call.
+    scratch
+        Bytes of the plan's workspace.
+    parts
+        Where in it parts begin that kernels are given an address of.
+    launches
+        None where there is no query.
+    is_cleared
+        Whether results are zeros first: rows of no sequence have no kernel, nor have keys without
+        queries.
+    """
+
+    results: tuple[ResultSpec, ...]
+    places: tuple[int | None, ...]
+    of_torch: bool
+    apart: OverlapCheck
+    scratch: int
+    parts: tuple[int, ...]
+    launches: Launches
+    is_cleared: bool
+
+    def run(
+        self, arguments: GradientArguments, addresses: tuple[int, ...], *_: Any
+    ) -> tuple[Any, ...]:
+        """Enqueue the launches for arrays at these addresses; the gradients."""
+        self.apart.check(addresses)
+        found: list[Any] = []
+        values = addresses
+        for place, spec in zip(self.places, self.results, strict=True):
+            array = None if place is None else arguments[place]
+            if place is None or array is None:
+                array, at = empty(arguments.q, spec, of_torch=self.of_torch)
+            else:
+                at = addresses[place]
+            found.append(array)
+            values += (at,)
+            if self.is_cleared:
+                as_cupy(array).fill(0)
+        memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
+        scratch = 0 if memory is None else memory.ptr
+        values += (scratch, *[scratch + part for part in self.parts])
+        if self.launches:
+            self.launches.run(values)
+        return tuple(found)
+
+
+def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
+    """The arrays, copied where kernels cannot read them as they lie."""
+    copied: dict[str, Any] = {
+        name: readable_in_place(array)
+        for name, array in zip(arguments._fields, arguments, strict=True)
+        if array is not None and name not in WRITTEN and name in GradientArguments._fields
+    }
+    for name in ("lse", "dlse"):
+        array = as_cupy(getattr(arguments, name))
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
+            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
+    return arguments._replace(**copied)
+
+
+def prepare(
+    arguments: GradientArguments,
+    options: Options,
+    device: Device,
+    functions: Functions,
+    *,
+    of_torch: bool,
+) -> Call:
+    """Check, plan, compile and load what calls with CuPy arrays like these need."""
+    assert options.wrt is not None
+    fields = arguments._fields
+    problem = gradient_problem(arguments, options)
+    apart = OverlapCheck(fields, arguments, WRITTEN)
+    apart.check(tuple(0 if array is None else address_of(array) for array in arguments))
+    plan = make_plan(problem, device, family=options.family, tile=options.tile)
+    sources = {name: name for name in ("q", "k", "v", "out", "lse", "dout", _WORKSPACE)}
+    sources |= {_field_of(name): _RESULT + name for name in options.wrt}
+    parts = plan.schedule.parts
+    sources |= {name: name for name in parts}
+    optional = ("dlse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    sources |= {name: name for name in optional if getattr(arguments, name) is not None}
+    if problem.layout.kind == "padded":
+        sources["seqused_k"] = "seqlens_k"
+    fixed = fixed_fields(plan)
+    if (of_bias := bias_fields(problem, device)) is not None:
+        fixed["dbias"] = of_bias
+    if options.modifiers is not None:
+        sizes = sizes_of(problem, options)
+        arrays = canonical(options.modifiers, arguments.of_modifiers, sizes)
+        fixed["mods"], captured = packed_arguments(
+            options.modifiers, arrays, sizes, problem.softmax_scale
+        )
+        sources |= {f"mods.{name}.data": name for name in captured}
+    results = tuple(_RESULT + name for name in options.wrt)
+    names, maps = (*fields, *results, _WORKSPACE, *parts), plan.schedule.tensor_maps
+    return Call(
+        results=tuple(result_spec(arguments, options, name) for name in options.wrt),
+        places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
+        of_torch=of_torch,
+        apart=apart,
+        scratch=plan.workspace,
+        parts=tuple(parts.values()),
+        launches=Launches(
+            plan,
+            PackedStruct(params_dtype(problem), fixed, sources, names),
+            TensorMaps(maps, names) if maps else None,
+        ),
+        is_cleared=problem.is_empty or not problem.layout.is_equal,
+    )
+
+
+def _field_of(name: str) -> str:
+    """The field that has the address of an input's gradient."""
+    if name in ROWS:
+        return f"d{name}"
+    return _FIELDS.get(name) or f"dcaptures.{prefixed(*name.split('.'))}"

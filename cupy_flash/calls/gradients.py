@@ -1,0 +1,145 @@
+"""The arrays of a backward call, and what they ask for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.strided import (
+    address_of,
+    dtype_name,
+    new_spec,
+    require_float,
+    require_in_place,
+    require_shape,
+    spec_of,
+    to_bshd,
+)
+from cupy_flash.calls.arguments import Arguments, problem_of, with_modifiers
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.results import ResultSpec
+from cupy_flash.problem.backward import with_gradient
+from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec
+from cupy_flash.problem.problem import Problem
+
+
+class GradientArguments(NamedTuple):
+    """Arrays of a backward call by the names that users know; None where there is none."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+
+    def of_kind(self, kind: str) -> tuple[Any, ...]:
+        """All of them, whatever the kind of call."""
+        return self
+
+    @property
+    def like(self) -> Any:
+        """The array whose kind results have."""
+        return self.q
+
+    @property
+    def of_modifiers(self) -> tuple[Any, ...]:
+        """Arrays of modifications, see `with_modifiers`."""
+        return self[_FIXED:]
+
+    @property
+    def forward(self) -> Arguments:
+        """Those of the forward call."""
+        plain = Arguments(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            out=self.out,
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
+        names = self._fields[_FIXED:]
+        return with_modifiers(plain, names, self.of_modifiers) if names else plain
+
+
+_FIXED = len(GradientArguments._fields)
+WRITTEN = ("dq", "dk", "dv")
+_OTHERS = ("dout", "out")
+
+
+def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
+    """The backward problem that NumPy or CuPy arrays pose.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what no kernel computes; the message names the argument.
+    """
+    assert options.wrt is not None
+    for name in _OTHERS:
+        array = getattr(arguments, name)
+        require_float(name, array)
+    problem = problem_of(arguments.forward, options)
+    _require_row_values(arguments, problem)
+    layout = options.layout
+    dout = spec_of(to_bshd(arguments.dout, layout), address_of(arguments.dout))
+    dtype = options.grad_dtype or problem.dtype
+    gradients = {}
+    for name in ROWS:
+        given = getattr(arguments, f"d{name}")
+        if given is None:
+            if name in options.wrt:
+                gradients[name] = new_spec(tuple(getattr(arguments, name).shape), layout, dtype)
+            continue
+        if name not in options.wrt:
+            raise ValueError(f"d{name} is given, but wrt does not name {name!r}")
+        require_float(f"d{name}", given)
+        require_in_place(f"d{name}", given)
+        gradients[name] = spec_of(to_bshd(given, layout), address_of(given))
+    spec = GradientSpec(
+        options.wrt,
+        dtype,
+        arguments.dlse is not None,
+        as_inputs=options.grad_dtype is None,
+        bias=_bias_axes(arguments) if "bias" in options.wrt else None,
+        captured=sum(_input(arguments, n).size for n in options.wrt if n.startswith(OF_MOD)),
+    )
+    return with_gradient(problem, spec, dout, gradients)
+
+
+def _bias_axes(arguments: GradientArguments) -> tuple[int, int, int, int]:
+    shape = tuple(_input(arguments, "bias").shape)
+    batch, heads, rows, keys = (1,) * (4 - len(shape)) + shape
+    return batch, heads, rows, keys
+
+
+def _input(arguments: GradientArguments, name: str) -> Any:
+    """The array that a gradient is of, by its name in `Options.wrt`."""
+    # Captures are called so among a call's arrays.
+    return getattr(arguments, name.replace(".", "_"))
+
+
+def result_spec(arguments: GradientArguments, options: Options, name: str) -> ResultSpec:
+    """Shape and dtype of the new gradient of an input."""
+    like = _input(arguments, name)
+    dtype = like.dtype if options.grad_dtype is None else np.dtype(options.grad_dtype)
+    return tuple(like.shape), dtype
+
+
+def _require_row_values(arguments: GradientArguments, problem: Problem) -> None:
+    for name in ("lse", "dlse"):
+        array = getattr(arguments, name)
+        if array is None:
+            continue
+        if dtype_name(array) != problem.lse_dtype or not array.dtype.isnative:
+            raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.lse_dtype}")
+        require_shape(name, array, problem.lse_shape, "one for each query row of each head")

@@ -1,0 +1,146 @@
+"""Gradients of arrays in host memory: by the CPU backend, or on copies that a GPU gets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.arrays.strided import to_bshd
+from cupy_flash.calls import on_gpu
+from cupy_flash.calls.arguments import sizes_of
+from cupy_flash.calls.backends import require_cpu_family
+from cupy_flash.calls.contents import check_contents
+from cupy_flash.calls.gradients import (
+    WRITTEN,
+    GradientArguments,
+    gradient_problem,
+    result_spec,
+)
+from cupy_flash.calls.modifiers import Functions, canonical
+from cupy_flash.calls.modifiers import on_host as modifiers_on_host
+from cupy_flash.calls.on_host import require_writable, runs_on_gpu, upload_order
+from cupy_flash.calls.options import Options
+from cupy_flash.families import FAMILIES
+from cupy_flash.families.schedule import Schedule
+from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
+from cupy_flash.host import gradients
+from cupy_flash.host.plan import make_cpu_plan
+from cupy_flash.planning.planner import Plan, tile_fields
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+_ROWS = (*ROWS, "out", "dout")
+
+
+def backward(
+    arguments: GradientArguments, options: Options, backend: str, functions: Functions
+) -> tuple[np.ndarray, ...]:
+    """Gradients of NumPy arrays, in the order of `Options.wrt`."""
+    assert options.wrt is not None
+    problem = gradient_problem(arguments, options)
+    check_contents(arguments.forward, options, problem, 0)
+    for name in WRITTEN:
+        if (array := getattr(arguments, name)) is not None:
+            require_writable(name, array)
+    require_apart(arguments._fields, arguments, WRITTEN)
+    goes_to_gpu = runs_on_gpu(problem, options, backend)
+    tile = None if goes_to_gpu else tile_of(problem, options)
+    results = {}
+    for name in options.wrt:
+        given = getattr(arguments, f"d{name}", None)
+        results[name] = np.empty(*result_spec(arguments, options, name)) if given is None else given
+    if tile is None:
+        _on_gpu(arguments, results, options, functions)
+    else:
+        _on_cpu(arguments, results, options, functions, problem, tile)
+    return tuple(results.values())
+
+
+def tile_of(problem: Problem, options: Options) -> Tile:
+    """The CPU backend's tile: the one asked for, or its default.
+
+    Raises
+    ------
+    ValueError, UnsupportedError
+        For a tile or family that is not the CPU's.
+    """
+    require_cpu_family(options.family, FAMILIES["backward"])
+    default = gradients.default_tile(problem)
+    return dataclasses.replace(default, **tile_fields(Tile, options.tile))
+
+
+def plan_of(problem: Problem, options: Options) -> Plan:
+    """The plan of the CPU backend; raises as `tile_of`."""
+    tile = tile_of(problem, options)
+    plan = make_cpu_plan(problem, tile, gpu_unavailable())
+    return dataclasses.replace(
+        plan,
+        schedule=Schedule((), workspace=gradients.workspace_bytes(problem, tile)),
+        rejected={
+            name: reason for reason in plan.rejected.values() for name in FAMILIES["backward"]
+        },
+    )
+
+
+def _on_gpu(
+    arguments: GradientArguments,
+    results: dict[str, np.ndarray],
+    options: Options,
+    functions: Functions,
+) -> None:
+    """Gradients of copies of the arrays."""
+    cupy = cupy_module()
+    order = upload_order(options)
+    arguments = arguments._replace(**dict.fromkeys(WRITTEN))
+    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
+    found = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
+    for result, new in zip(results.values(), found, strict=True):
+        result[...] = cupy.asnumpy(new)
+
+
+def _on_cpu(
+    arguments: GradientArguments,
+    results: dict[str, np.ndarray],
+    options: Options,
+    functions: Functions,
+    problem: Problem,
+    tile: Tile,
+) -> None:
+    modified = None
+    if options.modifiers is not None:
+        arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
+        modified = modifiers_on_host(options.modifiers, functions, arrays_of)
+    results = dict(results)
+    is_packed = options.kind == "packed"
+    if "bias" in results:
+        bias = results["bias"]
+        axes = 3 if is_packed else 4
+        results["bias"] = bias.reshape((1,) * (axes - bias.ndim) + bias.shape)
+    arrays = arguments.q, arguments.k, arguments.v, arguments.out, arguments.dout
+    if not is_packed:
+        arrays = tuple(to_bshd(array, options.layout) for array in arrays)
+        results |= {n: to_bshd(results[n], options.layout) for n in ROWS if n in results}
+        gradients.backward(
+            *(*arrays, arguments.lse, arguments.dlse, results),
+            causal=problem.causal,
+            q_offset=problem.q_offset,
+            softmax_scale=problem.softmax_scale,
+            tile=tile,
+            modified=modified,
+        )
+        return
+    gradients.varlen_backward(
+        *(*arrays, arguments.lse, arguments.dlse, results),
+        cu_seqlens_q=arguments.cu_seqlens_q,
+        cu_seqlens_k=arguments.cu_seqlens_k,
+        max_seqlen_q=problem.seqlen_q,
+        max_seqlen_k=problem.seqlen_k,
+        seqused_k=arguments.seqused_k,
+        causal=problem.causal,
+        softmax_scale=problem.softmax_scale,
+        tile=tile,
+        modified=modified,
+    )

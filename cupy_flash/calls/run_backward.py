@@ -1,0 +1,193 @@
+"""The way of every backward call: as that of forward calls in `run.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import (
+    no_array,
+    read,
+    require_mutable,
+    to_torch,
+    torch_streams,
+    way_back,
+)
+from cupy_flash.arrays.strided import (
+    array_module,
+    as_cupy,
+    require_4d,
+    require_float,
+    require_shape,
+    to_bshd,
+)
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.calls import gradients_on_host, on_gpu, on_host
+from cupy_flash.calls.arguments import check_qkv, modified, normalized
+from cupy_flash.calls.backends import require_backend, require_gpu_backend
+from cupy_flash.calls.gradients import WRITTEN, GradientArguments, gradient_problem
+from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.calls.results import is_tensor
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.gradient import OF_MOD, ROWS
+
+_REQUIRED = ("q", "k", "v", "out", "dout", "lse")
+
+
+def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple[str, ...]:
+    """The inputs whose gradients are wanted, of a call with these modifications.
+
+    Raises
+    ------
+    TypeError
+        For what is no sequence of names.
+    ValueError
+        For none, a name twice, or of no input that has a gradient.
+    """
+    if wrt == ROWS or (wrt is None and not modifications):
+        return ROWS
+    differentiable = getattr(modifications.get("score_mod"), "differentiable", ())
+    captures = tuple(OF_MOD + name for name in differentiable)
+    if wrt is None:
+        return ROWS + captures
+    if isinstance(wrt, str) or not isinstance(wrt, Sequence):
+        raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('q', 'k')")
+    names = tuple(wrt)
+    others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
+    known = (*ROWS, *others, *captures)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"wrt names {name!r}; expected some of {', '.join(known)}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"wrt is {wrt!r}; expected at least one name, and each once")
+    return names
+
+
+def gradients(
+    arguments: GradientArguments,
+    options: Options,
+    backend: str,
+    modifications: Mapping[str, Any],
+) -> tuple[Any, ...]:
+    """What the public functions of gradients return."""
+    modifiers, functions = None, NO_FUNCTIONS
+    if modifications:
+        arguments, modifiers, functions = modified(arguments, modifications, backward=True)
+    options = plain_options(options)
+    cupy = sys.modules.get("cupy")
+    if backend == "auto" and cupy is not None and arguments.q.__class__ is cupy.ndarray:
+        results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
+        if results is not None:
+            return tuple(results)
+    if backend == "auto" and is_torch_on_gpu(*arguments):
+        return _of_torch(arguments, options, functions, modifiers)
+    require_backend(backend)
+    options = options.with_modifiers(modifiers)
+    for name in _REQUIRED:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
+    given = arguments
+    arguments, convert = normalized(arguments, WRITTEN)
+    if isinstance(arguments.q, np.ndarray):
+        results = gradients_on_host.backward(arguments, options, backend, functions)
+    else:
+        require_gpu_backend(backend)
+        results = on_gpu.run(arguments, options, 0, False, functions)
+    assert options.wrt is not None
+    # Converting also orders the consumer's stream after ours, so it is done for dq, dk, dv as well.
+    converted = [convert(result) for result in results]
+    own = [getattr(given, f"d{name}", None) for name in options.wrt]
+    return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
+
+
+def _of_torch(
+    arguments: GradientArguments,
+    options: Options,
+    functions: Functions,
+    modifiers: Modifiers | None,
+) -> tuple[Any, ...]:
+    """Gradients of tensors on a GPU, without the checks that their type passes."""
+    for name in _REQUIRED:
+        if getattr(arguments, name) is None:
+            raise no_array(name, None)
+    streams = torch_streams("q", arguments.q)
+    if streams is not None:
+        order(*streams)
+    results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
+    if streams is not None:
+        order(*reversed(streams))
+    # New arrays are CuPy's where q had to be copied.
+    return tuple([result if is_tensor(result) else to_torch(result) for result in results])
+
+
+def gradient_of_qkv(
+    qkv: Any,
+    dqkv: Any | None,
+    others: GradientArguments,
+    options: Options,
+    backend: str,
+    modifications: Mapping[str, Any],
+) -> Any:
+    """The gradient of queries, keys and values in one array; `others` are the call's arrays."""
+    if qkv is None:
+        raise no_array("qkv", None)
+    convert = way_back("qkv", qkv)
+    packed = read("qkv", qkv)
+    check_qkv(packed, options.layout)
+    if dqkv is None:
+        dtype = options.grad_dtype or packed.dtype
+        written = array_module(packed).empty(packed.shape, dtype)
+    else:
+        require_mutable("dqkv", dqkv)
+        written = read("dqkv", dqkv)
+        require_shape("dqkv", written, tuple(packed.shape), "as qkv")
+    parts = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
+    parts |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
+    gradients(others._replace(**parts), options, backend, modifications)
+    result = convert(written)
+    return result if dqkv is None else dqkv
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    backend: str,
+    arch: str | None,
+    modifications: Mapping[str, Any],
+) -> Plan:
+    """The plan of a call whose out and gradients are contiguous; see `plan_backward`."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array is None:
+            raise no_array(name, None)
+    q, k, v = (as_cupy(read(name, array)) for name, array in (("q", q), ("k", k), ("v", v)))
+    for name, array in (("q", q), ("v", v)):
+        require_4d(name, array)
+        require_float(name, array)
+    rows = (*q.shape[:-1], v.shape[-1])
+    out = array_module(q).empty(rows, q.dtype)
+    bhsd = to_bshd(np.empty(rows, np.uint8), options.layout).transpose(0, 2, 1, 3)
+    lse = np.empty(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    arguments = GradientArguments(q, k, v, out, out, lse)
+    arguments, modifiers, _ = modified(arguments, modifications, backward=True)
+    options = options.with_modifiers(modifiers)
+    options = plain_options(options)
+    require_backend(backend)
+    problem = gradient_problem(arguments, options)
+    if arch is not None:
+        device = device_for_arch(arch)
+    elif isinstance(q, np.ndarray) and not on_host.runs_on_gpu(problem, options, backend):
+        return gradients_on_host.plan_of(problem, options)
+    elif reason := gpu_unavailable():
+        raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
+    else:
+        device = current_device()
+    return make_plan(problem, device, family=options.family, tile=options.tile)

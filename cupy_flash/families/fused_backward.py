@@ -1,0 +1,317 @@
+"""Gradients of 16-bit inputs and float32 in one pass: `kernels_cu/backward/fused.cu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.families import gradients
+from cupy_flash.families.contract import (
+    Family,
+    ceil_div,
+    round_up,
+    why_not_blocks,
+    why_not_scale,
+)
+from cupy_flash.families.gradients import QuerySums
+from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+# Of a query row: its log-sum-exp and delta.
+_TERMS_BYTES = 8
+# Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
+_SCALES_BYTES = 128
+_IMAGE_THREADS = 256
+TILE_IMAGES = "tile_images"
+# Addresses, counters and the operands of products.
+_OTHER_REGISTERS = 40
+# Rows of dq that a warp sums up, where there are as many.
+_SUM_ROWS = 32
+# Tiles of keys of a head that are at work at once, each 1.5 steps behind the one before: at most so
+# many, and one for so many tiles of queries.
+_MOST_AT_ONCE = 16
+_STEPS_OF_ONE = 2
+
+
+@dataclass(frozen=True)
+class FusedTile(Tile):
+    """Tile of the `fused` family.
+
+    Attributes
+    ----------
+    Br, Bc
+        Queries that stream by, and keys that a block owns.
+    warps
+        Of a block.
+    key_warps
+        Parts that the keys are cut into, of 16 or 32; the warps of a part share its queries, and
+        the columns of its gradients.
+    columns
+        Queries that a warp makes scores of at once.
+    stages
+        Tiles of queries in shared memory: one in use, one on its way.
+    min_blocks
+        Thread blocks per SM that the compiler limits registers for.
+    paired
+        1 where of two warps that share keys one makes scores and the other gradients of
+        probabilities, of the queries of both.
+    """
+
+    warps: int = 4
+    key_warps: int = 4
+    columns: int = 32
+    stages: int = 2
+    min_blocks: int = 1
+    paired: int = 0
+
+    @property
+    def side_warps(self) -> int:
+        """Warps that share keys."""
+        return self.warps // self.key_warps
+
+    @property
+    def sum_row_warps(self) -> int:
+        """Parts of the rows of dq that warps sum up."""
+        return min(self.warps, max(1, self.Br // _SUM_ROWS))
+
+
+class FusedFamily(Family[FusedTile]):
+    """See `kernels_cu/backward/fused.cu`."""
+
+    name = "fused"
+    source = "backward/fused.cu"
+    tile_type = FusedTile
+    serves_sequences = True
+
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        if device.arch < 80:
+            return f"needs sm_80 or later, and {device.name} is {device.sm}"
+        if problem.dtype == "float64":
+            return "has no products of float64"
+        score = problem.score
+        if problem.dtype == "float32" and score is not None and score.changes_slope:
+            return "knows no bound of float32 gradients of scores that a function or a cap changes"
+        if reason := gradients.why_not(problem) or why_not_scale(problem):
+            return reason
+        if self._first_legal(problem, device) is None:
+            return self.why_not_tile(problem, device, _SMALL[-1])
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[FusedTile]:
+        for warps, key_warps, row_tiles, Br, columns, stages, blocks in itertools.product(
+            (4, 8), (1, 2, 4, 8), (1, 2), (16, 32, 64, 128), (16, 32, 64), (2, 1), (1, 2, 3)
+        ):
+            if warps % key_warps == 0:
+                keys = 16 * row_tiles * key_warps
+                yield FusedTile(Br, keys, warps, key_warps, columns, stages, blocks)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: FusedTile) -> str | None:
+        if not 1 <= tile.warps <= 16 or tile.key_warps < 1 or tile.warps % tile.key_warps:
+            return f"{tile.warps} warps share {tile.key_warps} parts of the keys"
+        if tile.Bc not in (16 * tile.key_warps, 32 * tile.key_warps):
+            return f"Bc is {tile.Bc}; expected 16 or 32 for each of {tile.key_warps} parts"
+        if tile.columns not in (16, 32, 64) or tile.Br % (tile.columns * tile.side_warps):
+            return (
+                f"Br is {tile.Br}; expected a multiple of {tile.columns} columns, 16, 32 or 64, "
+                f"for each of {tile.side_warps} warps"
+            )
+        if tile.warps % tile.sum_row_warps or tile.Br % (16 * tile.sum_row_warps):
+            return f"{tile.warps} warps cannot share {tile.Br} rows of dq"
+        if tile.stages not in (1, 2):
+            return f"stages is {tile.stages}; expected 1 or 2"
+        if tile.paired not in (0, 1) or (tile.paired and tile.side_warps % 2):
+            return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
+        if tile.min_blocks < 1:
+            return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        reason = why_not_blocks(
+            device,
+            threads=32 * tile.warps,
+            shared_memory=self.shared_memory(problem, tile),
+            registers=self._registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
+        return reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+
+    def _registers(self, problem: Problem, tile: FusedTile) -> int:
+        """What a thread holds: dk and dv, beside them scores and dp or dq, and the rest."""
+        dim, dim_v = _padded_dims(problem, tile)
+        kept = tile.Bc * (dim + dim_v) // tile.warps
+        passing = max(
+            (3 if tile.paired else 2) * tile.Bc // tile.key_warps * tile.columns,
+            tile.Br * dim // tile.warps,
+        )
+        return (kept + passing) // 32 + _OTHER_REGISTERS
+
+    def default_tile(self, problem: Problem, device: Device) -> FusedTile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> FusedTile | None:
+        tiles = itertools.chain(_preferred_tiles(problem), _SMALL)
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def shared_memory(self, problem: Problem, tile: FusedTile) -> int:
+        row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
+        pairs = tile.Bc * tile.Br * problem.itemsize * (2 if tile.side_warps > 1 else 1)
+        scales = _SCALES_BYTES if _in_pieces(problem) else 0
+        stage = tile.Br * (row_bytes + _TERMS_BYTES) + scales
+        return tile.Bc * row_bytes + scales + pairs + tile.stages * stage
+
+    def schedule(self, problem: Problem, device: Device, tile: FusedTile) -> Schedule:
+        assert problem.gradient is not None
+        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        shared_memory = self.shared_memory(problem, tile)
+        threads = 32 * tile.warps
+        launches = []
+        if _in_pieces(problem):
+            launches.append(
+                Launch(
+                    TILE_IMAGES,
+                    "fused_tile_images",
+                    (of_keys + of_queries, 1, 1),
+                    _IMAGE_THREADS,
+                    arguments=("gradients",),
+                )
+            )
+        launches.append(
+            Launch(
+                KEY_GRADIENTS,
+                "fused_gradients",
+                (of_keys, 1, 1),
+                threads,
+                shared_memory,
+                tile.min_blocks,
+                arguments=("gradients",),
+            )
+        )
+        if problem.gradient.wants("q"):
+            launches.append(
+                Launch(
+                    QUERY_GRADIENTS,
+                    "fused_query_gradients",
+                    (of_queries, 1, 1),
+                    threads,
+                    arguments=("gradients",),
+                )
+            )
+        slots = device.sm_count * device.blocks_per_sm(threads, shared_memory, 0)
+        sums = self._sums(problem, tile)
+        schedule = gradients.schedule(
+            problem, device, launches, sums, _section(problem, device, tile, slots)
+        )
+        images = _image_bytes(problem, tile, sums) if _in_pieces(problem) else 0
+        return dataclasses.replace(schedule, workspace=schedule.workspace + images)
+
+    def _sums(self, problem: Problem, tile: FusedTile) -> QuerySums:
+        gradient = problem.gradient
+        assert gradient is not None
+        return QuerySums(tile.Br, _padded_dims(problem, tile)[0] if gradient.wants("q") else 0)
+
+    def config(self, problem: Problem, tile: FusedTile, split: Split) -> dict[str, int | bool]:
+        gradient = problem.gradient
+        assert gradient is not None
+        dim, dim_v = _padded_dims(problem, tile)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "warps": tile.warps,
+            "key_warps": tile.key_warps,
+            "columns": tile.columns,
+            "stages": tile.stages,
+            "paired": bool(tile.paired),
+            "sum_row_warps": tile.sum_row_warps,
+            "padded_dim": dim,
+            "padded_dim_v": dim_v,
+            "shared_memory": self.shared_memory(problem, tile),
+            "wants_q": gradient.wants("q"),
+            "wants_k": gradient.wants("k"),
+            "wants_v": gradient.wants("v"),
+        } | gradients.config(problem, self._sums(problem, tile))
+
+
+def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
+    """Columns of q and k, and of v and dout, in shared memory: 16 for each warp of a row."""
+    unit = 16 * max(tile.side_warps, tile.warps // tile.sum_row_warps)
+    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, 16 * tile.side_warps)
+
+
+def _in_pieces(problem: Problem) -> bool:
+    """Whether tiles are images in the workspace: pairs of float16 in place of float32."""
+    return problem.dtype == "float32"
+
+
+def _image_bytes(problem: Problem, tile: FusedTile, sums: QuerySums) -> int:
+    """Of all images of tiles."""
+    layout = problem.layout
+    keys = problem.batch * problem.heads_kv * ceil_div(problem.seqlen_k, tile.Bc)
+    if layout.packed_k:
+        keys = problem.heads_kv * (layout.total_k // tile.Bc + problem.batch)
+    row_bytes = sum(_padded_dims(problem, tile)) * problem.itemsize
+    of_queries = tile.Br * (row_bytes + _TERMS_BYTES) + _SCALES_BYTES
+    of_keys = tile.Bc * row_bytes + _SCALES_BYTES
+    return sums.places(problem) * of_queries + keys * of_keys
+
+
+def _section(problem: Problem, device: Device, tile: FusedTile, slots: int) -> int:
+    """Query heads whose tiles are interleaved.
+
+    Few enough that half of L2 holds what their tiles of queries move: q, dout and the sums of dq.
+    But enough that tiles of a head do not wait for each other long when the kernel begins.
+    """
+    group = problem.heads_q // problem.heads_kv
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
+    in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
+    steps = group * ceil_div(problem.seqlen_q, tile.Br)
+    at_once = min(_MOST_AT_ONCE, max(1, steps // _STEPS_OF_ONE))
+    enough = ceil_div(slots, at_once)
+    return group * max(1, min(max(in_l2, enough), problem.batch * problem.heads_kv))
+
+
+def _preferred_tiles(problem: Problem) -> tuple[FusedTile, ...]:
+    """Tiles from the best down, as measured on an H200 (2048 and 8192 tokens)."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    tile = FusedTile
+    if problem.dtype == "float32":
+        if dim <= 64:
+            # 116 and 122 TFLOP/s, 111 and 112; 64 queries 101.
+            return tile(32, 128, 4, 4, min_blocks=2), tile(64, 64, 4, 2, stages=1, min_blocks=2)
+        if dim <= 128:
+            # 98 and 106 TFLOP/s, 94 and 100; 128 keys 87.
+            return (
+                tile(32, 64, 4, 2, columns=16, stages=1, min_blocks=2),
+                tile(64, 64, 8, 4, stages=1),
+            )
+        # 83 TFLOP/s.
+        return (tile(32, 64, 8, 4, columns=16, stages=1),)
+    if dim <= 64:
+        # 313 and 325 TFLOP/s; 64 queries in two stages 291 and 308.
+        return (
+            tile(128, 128, 4, 4, stages=1, min_blocks=2),
+            tile(64, 128, 4, 4, min_blocks=2),
+            tile(64, 128, 4, 4),
+            tile(32, 128, 4, 4),
+        )
+    if dim <= 128:
+        # 272 and 289 TFLOP/s; two blocks of 64 keys on an SM 267 and 251.
+        return (
+            tile(64, 128, 8, 4),
+            tile(64, 64, 4, 2, min_blocks=2),
+            tile(32, 64, 4, 2, columns=16),
+        )
+    # 219 and 243 TFLOP/s; unpaired 207 and 231.
+    return (
+        tile(64, 64, 8, 2, columns=16, paired=1),
+        tile(64, 64, 8, 2, columns=16, stages=1, paired=1),
+    )
+
+
+# For little shared memory.
+_SMALL = (
+    FusedTile(32, 32, 4, 2, columns=16, stages=1),
+    FusedTile(32, 16, 2, 1, columns=16, stages=1),
+)

@@ -1,0 +1,159 @@
+"""What families do alike that compute gradients: row terms first, then the sums.
+
+Each row of dk, dv and dq is summed up in one order: same inputs, same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cupy_flash.families import other_gradients
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
+from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import ITEMSIZE, Problem
+
+_TERMS_THREADS = 256
+# Parts of the workspace begin on multiples of this.
+_PART_BYTES = 512
+_WORD = 4
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no kernel of gradients serves a problem; None if they may."""
+    if problem.layout.page_size or problem.layout.kind == "cached":
+        return "computes no gradients of a cache"
+    return None
+
+
+def row_lanes(problem: Problem) -> int:
+    """Lanes that share a row of out and dout: 16 bytes each, a power of two of them."""
+    pieces = ceil_div(problem.head_dim_v * problem.itemsize, 16)
+    return min(32, 1 << (pieces - 1).bit_length())
+
+
+def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
+    """Thread blocks of tiles of so many keys, and of so many queries."""
+    of_keys = ceil_div(problem.seqlen_k, keys) * problem.batch * problem.heads_kv
+    return of_keys, ceil_div(problem.seqlen_q, queries) * problem.batch * problem.heads_q
+
+
+def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
+    """Why such tiles are more than a launch takes, or None if they are not."""
+    own = blocks_of(problem, keys, queries)
+    blocks = max(*own, _terms_blocks(problem), other_gradients.bias_tiles(problem))
+    if blocks > MAX_GRID:
+        return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+    return None
+
+
+def schedule(
+    problem: Problem,
+    device: Device,
+    launches: Iterable[Launch],
+    sums: QuerySums | None = None,
+    section_heads: int = 0,
+    tensor_maps: Mapping[str, TensorMapSpec] | None = None,
+) -> Schedule:
+    """That of the kernels that sum up rows, of which those without rows are left out.
+
+    Parameters
+    ----------
+    problem, device, launches
+        What is computed, on what, by which kernels behind that of row terms.
+    sums
+        Of dq in the workspace, where blocks add to it.
+    section_heads
+        Query heads whose tiles are interleaved; 0 for those that L2 has place for.
+    tensor_maps
+        Of which arrays the kernels take tensor maps.
+    """
+    terms = Launch(
+        ROW_TERMS,
+        "find_row_terms",
+        (_terms_blocks(problem), 1, 1),
+        _TERMS_THREADS,
+        arguments=("gradients",),
+    )
+    workspace = (
+        _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        if sums is None
+        else sums.workspace(problem)
+    )
+    parts = {}
+    for name, size in other_gradients.workspace(problem, device).items():
+        parts[name] = round_up(workspace, _PART_BYTES)
+        workspace = parts[name] + size
+    return Schedule(
+        (
+            terms,
+            *(launch for launch in launches if launch.grid[0]),
+            *other_gradients.launches(problem, device),
+        ),
+        workspace=workspace,
+        section_heads=section_heads or heads_in_l2(problem, device),
+        tensor_maps=tensor_maps or {},
+        parts=parts,
+    )
+
+
+@dataclass(frozen=True)
+class QuerySums:
+    """Sums of dq in the workspace, see `kernels_cu/backward/query_sums.cuh`.
+
+    Attributes
+    ----------
+    Br, columns
+        Rows of a tile, and columns of a row, of float32.
+    """
+
+    Br: int
+    columns: int
+
+    def workspace(self, problem: Problem) -> int:
+        """Bytes of row terms, counters and sums."""
+        counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+        terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
+        sums = self.places(problem) * self.Br * self.columns * _WORD
+        return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
+
+    def places(self, problem: Problem) -> int:
+        """Tiles that there is room for."""
+        layout = problem.layout
+        if layout.packed_q:
+            return problem.heads_q * (layout.total_q // self.Br + problem.batch)
+        return problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
+
+
+def _query_rows(problem: Problem) -> int:
+    """Over the whole batch and all heads, as lse has them."""
+    return math.prod(problem.lse_shape)
+
+
+def _terms_blocks(problem: Problem) -> int:
+    return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
+
+
+def config(
+    problem: Problem, sums: QuerySums | None = None, *, last_writes: bool = False
+) -> dict[str, int | bool]:
+    """Members of the `Config` struct that all kernels of gradients read.
+
+    Parameters
+    ----------
+    problem, sums
+        As in `schedule`.
+    last_writes
+        Whether the last block that adds to a tile of dq writes it, so that nobody writes tiles
+        without keys.
+    """
+    assert problem.gradient is not None
+    return {
+        "as_inputs": problem.gradient.as_inputs,
+        "row_lanes": row_lanes(problem),
+        "sequences": not problem.layout.is_equal,
+        "sums_Br": 0 if sums is None else sums.Br,
+        "clears_queries": last_writes and problem.gradient.wants("q") and problem.layout.is_equal,
+    }

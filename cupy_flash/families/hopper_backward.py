@@ -1,0 +1,300 @@
+"""Gradients of 16-bit inputs on Hopper (sm_90a): `kernels_cu/backward/hopper.cu`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cupy_flash.families import gradients
+from cupy_flash.families.contract import (
+    Family,
+    round_up,
+    why_not_scale,
+    why_not_shared_memory,
+)
+from cupy_flash.families.gradients import QuerySums
+from cupy_flash.families.schedule import (
+    KEY_GRADIENTS,
+    MAX_STRIDE,
+    QUERY_GRADIENTS,
+    STRIDE_UNIT,
+    Launch,
+    Schedule,
+    Split,
+    TensorMapSpec,
+)
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+_WARPGROUP = 128
+# Keys of a consumer warpgroup, and rows of its products.
+_LOWEST = 64
+# Columns of a line of shared memory.
+_LINE = 64
+# Head dims of which a consumer holds dk and dv of 64 keys.
+_WIDEST = 128
+# Registers of a thread of the helpers and of a consumer: together what the launch allots, 168 for
+# each of 384 threads. Of wide heads consumers need fewer, and helpers spill with 24.
+_REGISTERS = (24, 240)
+_WIDE_REGISTERS = (24, 240)
+# Of a consumer, for addresses and state, besides sums and operands.
+_STATE_REGISTERS = 24
+_BARRIER_BYTES = 8
+# Besides those of slots.
+_OTHER_BARRIERS = 11
+# Of a query row: its log-sum-exp and delta.
+_TERMS_BYTES = 8
+# Tiles of ds that consumers exchange: while one is written, products still read the other.
+_PAIR_STAGES = 2
+# Of dq's last kernel.
+_SUM_THREADS = 256
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile(Tile):
+    """Tile of the `hopper` family of gradients. Each 64 of the Bc keys are a consumer's, or both's.
+
+    Attributes
+    ----------
+    Br, Bc
+        Queries that stream by, and keys that a block owns.
+    columns
+        Queries that a consumer makes scores of at once.
+    q_stages, dout_stages
+        Tiles of queries in shared memory, and of their dout.
+    """
+
+    columns: int = 64
+    q_stages: int = 2
+    dout_stages: int = 2
+
+
+class HopperBackwardFamily(Family[HopperBackwardTile]):
+    """Five products in one pass: wgmma and TMA, dq added in turns."""
+
+    name = "hopper"
+    source = "backward/hopper.cu"
+    tile_type = HopperBackwardTile
+    arch_specific = True
+    serves_sequences = True
+
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        if problem.itemsize != 2:
+            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if device.arch != 90:
+            return f"needs sm_90 for wgmma, not {device.sm}"
+        if not device.arch_specific:
+            return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
+        if reason := gradients.why_not(problem) or why_not_scale(problem):
+            return reason
+        if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
+            return "the copy engine cannot address arrays without rows"
+        if problem.alignment < STRIDE_UNIT:
+            return (
+                f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
+                f"{problem.alignment}"
+            )
+        if reason := self._why_not_strides(problem):
+            return reason
+        if self._first_legal(problem, device) is None:
+            return self.why_not_tile(problem, device, _preferred_tiles(problem)[-1])
+        return None
+
+    def _why_not_strides(self, problem: Problem) -> str | None:
+        for spec in self._tensor_maps(problem, HopperBackwardTile(_LOWEST, _LOWEST)).values():
+            for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
+                if length > 1 and not 0 <= stride < MAX_STRIDE:
+                    return f"the copy engine cannot step {stride} bytes"
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
+        Bc = _LOWEST if _is_wide(problem) else 2 * _LOWEST
+        for Br, q_stages, dout_stages in itertools.product((64, 128), (1, 2, 3), (1, 2)):
+            yield HopperBackwardTile(Br, Bc, 64, q_stages, dout_stages)
+
+    def why_not_tile(
+        self, problem: Problem, device: Device, tile: HopperBackwardTile
+    ) -> str | None:
+        wide = _is_wide(problem)
+        keys = _LOWEST if wide else 2 * _LOWEST
+        if tile.Bc != keys:
+            return f"Bc is {tile.Bc}; expected {keys}"
+        if tile.Br not in (_LOWEST, 2 * _LOWEST):
+            return f"Br is {tile.Br}; expected {_LOWEST} or {2 * _LOWEST}"
+        if tile.columns % 16 or tile.columns < 16 or tile.Br % tile.columns:
+            return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
+        if wide and not tile.Br == tile.columns == _LOWEST:
+            return f"Br and columns are {tile.Br} and {tile.columns}; expected {_LOWEST}"
+        if tile.q_stages < 1 or tile.dout_stages < 1:
+            return f"stages are {tile.q_stages} and {tile.dout_stages}; expected at least 1"
+        if tile.Br == _LOWEST and _padded_dims(problem)[0] < 2 * _LINE:
+            return f"Br is {tile.Br}; of head_dim {problem.head_dim} each consumer has rows of dq"
+        if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
+            return reason
+        need, most = self._registers(problem, tile), _register_split(problem)[1]
+        if need > most:
+            return f"needs about {need} registers per thread; {most} are left to it"
+        return gradients.why_not_grid(problem, tile.Bc, tile.Br)
+
+    def _registers(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        """An estimate from below: dk and dv; p, dp and p again as an operand; the rest."""
+        dim, dim_v = _padded_dims(problem)
+        if _is_wide(problem):
+            # Of dk and dv one; dq's half of the columns.
+            return max(dim, dim_v) // 2 + dim // 4 + tile.columns // 4 + _STATE_REGISTERS
+        return (dim + dim_v) // 2 + tile.columns * 5 // 4 + _STATE_REGISTERS
+
+    def default_tile(self, problem: Problem, device: Device) -> HopperBackwardTile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> HopperBackwardTile | None:
+        tiles = _preferred_tiles(problem)
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def shared_memory(self, problem: Problem, tile: HopperBackwardTile) -> int:
+        gradient = problem.gradient
+        assert gradient is not None
+        dim, dim_v = _padded_dims(problem)
+        size = problem.itemsize
+        total = tile.Bc * (dim + dim_v) * size
+        total += tile.Br * (tile.q_stages * dim + tile.dout_stages * dim_v) * size
+        total += tile.q_stages * tile.Br * _TERMS_BYTES
+        pairs = tile.Br * tile.Bc * size
+        if _is_wide(problem):
+            # ds, and p.
+            total += (2 if gradient.wants("q") else 1) * pairs
+        elif gradient.wants("q"):
+            total += _PAIR_STAGES * pairs + tile.Br * dim * 4
+        slots = tile.q_stages + tile.dout_stages
+        # A slot is full or empty, of sequences it has arrived before.
+        barriers = (2 if problem.layout.is_equal else 3) * slots + _OTHER_BARRIERS
+        return total + barriers * _BARRIER_BYTES
+
+    def threads(self, tile: HopperBackwardTile) -> int:
+        """Of a block of the main kernel: two consumers', and the helpers'."""
+        return 3 * _WARPGROUP
+
+    def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
+        assert problem.gradient is not None
+        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        launches = [
+            Launch(
+                KEY_GRADIENTS,
+                "hopper_gradients",
+                (of_keys, 1, 1),
+                self.threads(tile),
+                self.shared_memory(problem, tile),
+                min_blocks=1,
+                arguments=("gradient_maps", "gradients"),
+            )
+        ]
+        if problem.gradient.wants("q") and _is_wide(problem):
+            launches.append(
+                Launch(
+                    QUERY_GRADIENTS,
+                    "hopper_query_gradients",
+                    (of_queries, 1, 1),
+                    _SUM_THREADS,
+                    arguments=("gradients",),
+                )
+            )
+        return gradients.schedule(
+            problem,
+            device,
+            launches,
+            self._sums(problem, tile),
+            _section(problem, device),
+            self._tensor_maps(problem, tile),
+        )
+
+    def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
+        gradient = problem.gradient
+        assert gradient is not None
+        return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
+
+    def _tensor_maps(self, problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
+        rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc, "dout": tile.Br}
+        return {name: _map_spec(problem, name, rows[name]) for name in rows}
+
+    def config(
+        self, problem: Problem, tile: HopperBackwardTile, split: Split
+    ) -> dict[str, int | bool]:
+        gradient = problem.gradient
+        assert gradient is not None
+        dim, dim_v = _padded_dims(problem)
+        helper_registers, consumer_registers = _register_split(problem)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "columns": tile.columns,
+            "q_stages": tile.q_stages,
+            "dout_stages": tile.dout_stages,
+            "padded_dim": dim,
+            "padded_dim_v": dim_v,
+            "helper_registers": helper_registers,
+            "consumer_registers": consumer_registers,
+            "wide": _is_wide(problem),
+            "shared_memory": self.shared_memory(problem, tile),
+            "wants_q": gradient.wants("q"),
+            "wants_k": gradient.wants("k"),
+            "wants_v": gradient.wants("v"),
+        } | gradients.config(problem, self._sums(problem, tile), last_writes=not _is_wide(problem))
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether dk and dv of 64 keys take two consumers' registers."""
+    return max(problem.head_dim, problem.head_dim_v) > _WIDEST
+
+
+def _register_split(problem: Problem) -> tuple[int, int]:
+    return _WIDE_REGISTERS if _is_wide(problem) else _REGISTERS
+
+
+def _padded_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of q and k, and of v and dout, in shared memory.
+
+    Of 64 rows of dq each consumer has whole lines.
+    """
+    unit = 2 * _LINE if _is_wide(problem) else _LINE
+    return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _LINE)
+
+
+def _map_spec(problem: Problem, name: str, rows: int) -> TensorMapSpec:
+    batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
+    batch_stride, row_stride, head_stride = (
+        stride * problem.itemsize for stride in problem.tensors[name].strides
+    )
+    # Where there is nothing to step to, any stride that the driver takes will do.
+    steps = ((length, row_stride), (heads, head_stride), (batch, batch_stride))
+    row, head, outer = (step if count > 1 else STRIDE_UNIT for count, step in steps)
+    return TensorMapSpec(
+        problem.dtype, (dim, length, heads, batch), (row, head, outer), (_LINE, rows)
+    )
+
+
+def _section(problem: Problem, device: Device) -> int:
+    """Query heads whose tiles are interleaved.
+
+    As many as a third of L2 holds what their tiles of queries move of: q, dout and the sums of dq.
+    Adds to what is not in L2 take twice the time. TFLOP/s of an H200 at 16384 tokens with 1, 3, 8
+    and 32 heads: head_dim 64 causal at 8192 470, 475, 472, 334; 128 causal at 8192 508, 495, 409,
+    329; 256 at 8192 382, 378, 357, 223, at 2048 306, 347, 357, 211.
+    """
+    group = problem.heads_q // problem.heads_kv
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.itemsize + 4 * problem.head_dim
+    in_l2 = device.l2_cache // 3 // max(1, group * problem.seqlen_q * row_bytes)
+    return group * max(1, min(in_l2, problem.batch * problem.heads_kv))
+
+
+def _preferred_tiles(problem: Problem) -> tuple[HopperBackwardTile, ...]:
+    """Tiles from the best down, by arithmetic: not yet measured."""
+    tile = HopperBackwardTile
+    if _is_wide(problem):
+        return (tile(64, 64),)
+    if _padded_dims(problem)[0] <= 64:
+        return (tile(128, 128), tile(128, 128, dout_stages=1))
+    return (tile(64, 128, q_stages=3), tile(64, 128))

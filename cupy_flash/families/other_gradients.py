@@ -1,0 +1,138 @@
+"""Gradients of biases, sinks and captures: kernels that all families have behind their own.
+
+They find scores anew on the CUDA cores, whatever computes the gradients of q, k and v.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cupy_flash.families.contract import ceil_div, round_up
+from cupy_flash.families.schedule import Launch
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import ITEMSIZE, Problem
+
+# Where parts of the workspace lie, by members of `GradientParams`.
+BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
+
+_THREADS = 256
+_SINK_THREADS = 1024
+# Thread blocks of each SM that share out the scores, where there are as many tiles.
+_BLOCKS_PER_SM = 2
+# A sum of fixed-point numbers, see `kernels_cu/backward/fixed_point.cuh`.
+_FIXED_BYTES = 16
+_FLAGS_OF_WORD = 16
+
+
+def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
+    """What is launched for the gradients of inputs other than q, k and v."""
+    gradient = problem.gradient
+    assert gradient is not None
+    found: list[Launch] = []
+    if gradient.wants("sinks"):
+        found.append(_launch("sink_gradients", problem.heads_q, "sink", threads=_SINK_THREADS))
+    if gradient.bias is not None and 0 not in gradient.bias:
+        parts = bias_parts(problem, device)
+        found.append(_tiled(problem, "bias_gradients", bias_tiles(problem) * parts, "bias"))
+        if parts > 1:
+            blocks = ceil_div(math.prod(gradient.bias), _THREADS)
+            found.append(_launch("bias_sums", blocks, "bias"))
+    if gradient.captured:
+        blocks = _capture_blocks(problem, device)
+        for entry in ("measure_captures", "add_captures"):
+            found.append(_tiled(problem, entry, blocks, "capture"))
+        found.append(_launch("write_captures", blocks, "capture"))
+    return tuple(found)
+
+
+def _launch(
+    entry: str, blocks: int, source: str, *, threads: int = _THREADS, min_blocks: int | None = None
+) -> Launch:
+    return Launch(
+        entry,
+        entry,
+        (blocks, 1, 1),
+        threads,
+        min_blocks=min_blocks,
+        arguments=("gradients",),
+        source=f"backward/{source}_gradients.cuh",
+    )
+
+
+def _tiled(problem: Problem, entry: str, blocks: int, source: str) -> Launch:
+    """A kernel that goes through tiles of scores."""
+    # Of float64 a thread holds as much in twice the registers.
+    min_blocks = 1 if problem.dtype == "float64" else _BLOCKS_PER_SM
+    return _launch(entry, blocks, source, min_blocks=min_blocks)
+
+
+def _size(problem: Problem) -> int:
+    """Rows, and keys, of a tile of scores."""
+    return 32 if problem.dtype == "float64" else 64
+
+
+def _score_tiles(problem: Problem) -> tuple[int, int, int, int]:
+    """Along the batch, heads, rows and keys."""
+    size = _size(problem)
+    tiles = ceil_div(problem.seqlen_q, size), ceil_div(problem.seqlen_k, size)
+    return problem.batch, problem.heads_q, *tiles
+
+
+def _kept_axes(problem: Problem) -> tuple[bool, bool, bool, bool]:
+    """Which axes the gradient of a bias has, where there is more than one element of them."""
+    assert problem.gradient is not None
+    assert problem.gradient.bias is not None
+    batch, heads, rows, keys = (length > 1 for length in problem.gradient.bias)
+    # Rows of a packed bias tell the sequence.
+    return rows if problem.layout.packed_q else batch, heads, rows, keys
+
+
+def bias_tiles(problem: Problem) -> int:
+    """Tiles of the gradient of a bias, of which each has a thread block at least; 0 for none."""
+    assert problem.gradient is not None
+    if problem.gradient.bias is None:
+        return 0
+    axes = zip(_score_tiles(problem), _kept_axes(problem), strict=True)
+    return math.prod(tiles for tiles, is_kept in axes if is_kept)
+
+
+def bias_parts(problem: Problem, device: Device) -> int:
+    """How many blocks share the scores that belong to one tile of the gradient of a bias."""
+    assert problem.gradient is not None
+    assert problem.gradient.bias is not None
+    kept = _kept_axes(problem)
+    if problem.layout.packed_q and (kept[2] or problem.gradient.bias[3] > problem.seqlen_k):
+        # Rows, and keys, of no sequence have no block that would write zeros.
+        return 1
+    axes = zip(_score_tiles(problem), kept, strict=True)
+    passing = math.prod(tiles for tiles, is_kept in axes if not is_kept)
+    wanted = ceil_div(_BLOCKS_PER_SM * device.sm_count, max(1, bias_tiles(problem)))
+    return max(1, min(passing, wanted))
+
+
+def _capture_blocks(problem: Problem, device: Device) -> int:
+    batch, heads, row_tiles, _ = _score_tiles(problem)
+    return max(1, min(batch * heads * row_tiles, _BLOCKS_PER_SM * device.sm_count))
+
+
+def workspace(problem: Problem, device: Device) -> dict[str, int]:
+    """Bytes of each part of the workspace."""
+    gradient = problem.gradient
+    assert gradient is not None
+    found = {}
+    real = ITEMSIZE[problem.lse_dtype]
+    if gradient.bias is not None and (parts := bias_parts(problem, device)) > 1:
+        found[BIAS_PARTS] = parts * math.prod(gradient.bias) * real
+    if gradient.captured:
+        assert problem.score is not None
+        largest = _capture_blocks(problem, device) * len(problem.score.differentiable) * real
+        flags = ceil_div(gradient.captured, _FLAGS_OF_WORD) * 4
+        found[CAPTURE_SUMS] = gradient.captured * _FIXED_BYTES + round_up(largest, 4) + flags
+    return found
+
+
+def bias_fields(problem: Problem, device: Device) -> tuple[int, ...] | None:
+    """Values of `BiasGradient`, but for its address; None where it is not wanted."""
+    assert problem.gradient is not None
+    bias = problem.gradient.bias
+    return None if bias is None else (*bias, bias_parts(problem, device))

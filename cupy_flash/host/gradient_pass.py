@@ -1,0 +1,118 @@
+"""One backward pass of the CPU backend as a record: a forward pass and the gradients around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from cupy_flash.host.passes import Cut, Pass
+
+Array = NDArray[Any]
+
+SCORES_AT_ONCE = 1 << 17
+
+
+class GradientPass(NamedTuple):
+    """A forward pass, gradients of its results, and where those of its inputs are added up.
+
+    Attributes
+    ----------
+    job
+        The forward pass; its output is read.
+    dlse
+        None where nothing depends on the log-sum-exp.
+    dq, dk, dv
+        None where they are not wanted. Each element of dq is written once; dk and dv are of the
+        dtype that is computed in.
+    bias
+        That of a bias, each axis 1 where one element serves all; None where it is not wanted.
+    small
+        float64 arrays: "sinks", (heads_q,), and those of what the user's function captures, each as
+        "score_mod.NAME".
+    is_shared
+        Whether blocks of several sequences or heads add to one element of the bias.
+    """
+
+    job: Pass
+    lse: Array  # (batch, heads_kv, group, seqlen_q)
+    dout: Array  # (batch, heads_kv, group, seqlen_q, head_dim_v)
+    dlse: Array | None  # (batch, heads_kv, group, seqlen_q)
+    dq: Array | None  # (batch, heads_kv, group, seqlen_q, head_dim)
+    dk: Array | None  # (batch, heads_kv, seqlen_k, head_dim)
+    dv: Array | None  # (batch, heads_kv, seqlen_k, head_dim_v)
+    bias: Array | None  # (batch, heads_kv, group, seqlen_q, seqlen_k)
+    small: Mapping[str, Array]
+    is_shared: bool
+
+    @classmethod
+    def make(
+        cls,
+        job: Pass,
+        dout: Array,
+        lse: Array,
+        dlse: Array | None,
+        totals: Mapping[str, Array],
+        *,
+        is_shared: bool = False,
+    ) -> GradientPass:
+        """A pass over rows that lie as those of `cupy_flash.host.gradients.backward`.
+
+        `totals` are gradients by name; that of a bias with the axes above.
+        """
+        batch, heads_kv, group, seqlen_q, _ = job.q.shape
+        job = job._replace(cut=smaller(job.cut))
+
+        def by_row(x: Array) -> Array:
+            grouped = x.reshape(batch, seqlen_q, heads_kv, group, x.shape[3])
+            return grouped.transpose(0, 2, 3, 1, 4)
+
+        def by_head(x: Array) -> Array:
+            return x.reshape(batch, heads_kv, group, seqlen_q)
+
+        dk, dv = (totals[n].swapaxes(1, 2) if n in totals else None for n in ("k", "v"))
+        return cls(
+            job=job,
+            lse=by_head(lse),
+            dout=by_row(dout),
+            dlse=None if dlse is None else by_head(dlse),
+            dq=by_row(totals["q"]) if "q" in totals else None,
+            dk=dk,
+            dv=dv,
+            bias=totals.get("bias"),
+            small={n: x for n, x in totals.items() if n not in ("q", "k", "v", "bias")},
+            is_shared=is_shared,
+        )
+
+    @property
+    def captures(self) -> dict[str, Array]:
+        """Those of `small` that the user's function captures."""
+        return {name: x for name, x in self.small.items() if name != "sinks"}
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether any gradient depends on those of scores."""
+        return any(x is not None for x in (self.dq, self.dk, self.bias)) or bool(self.captures)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of one worker's buffers."""
+        head_dim, head_dim_v = self.job.q.shape[4], self.job.v.shape[3]
+        return scratch_elements(self.job.cut, head_dim, head_dim_v) * self.job.compute.itemsize
+
+
+def smaller(cut: Cut) -> Cut:
+    """As many heads and sequences of a block as have `SCORES_AT_ONCE`."""
+    at_once = max(1, SCORES_AT_ONCE // (cut.Br * cut.heads_per_tile * cut.Bc))
+    kv_heads = min(cut.kv_heads, at_once)
+    return cut._replace(kv_heads=kv_heads, batch=min(cut.batch, max(1, at_once // kv_heads)))
+
+
+def scratch_elements(cut: Cut, head_dim: int, head_dim_v: int) -> int:
+    """Elements of all buffers for a block."""
+    m, Bc = cut.Br * cut.heads_per_tile, cut.Bc
+    p_and_ds = 2 * m * Bc
+    of_rows = m * (3 * head_dim + head_dim_v + 2)  # q, dq, a product, dout; lse, delta
+    of_keys = 2 * Bc * (head_dim + head_dim_v)  # copies of k and v, and products
+    return cut.batch * cut.kv_heads * (p_and_ds + of_rows + of_keys)

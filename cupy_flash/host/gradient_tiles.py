@@ -1,0 +1,262 @@
+"""Gradients of a tile of query rows over tiles of keys: the heart of the CPU's backward pass.
+
+See `cupy_flash.host.gradients`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.crew import Stop
+from cupy_flash.host.gradient_pass import GradientPass
+from cupy_flash.host.passes import Block, Scratch
+from cupy_flash.host.sequence_places import PagedRows
+from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
+from cupy_flash.problem.gradient import OF_MOD
+
+Array = NDArray[Any]
+
+# Elements of a total, and what is to be added to them.
+Part = tuple[Array, Array]
+
+
+def differentiate(
+    work: GradientPass, scratch: Scratch, block: Block, turn: Turn, turns: Turns, stop: Stop
+) -> None:
+    """Write dq of a block's rows, and add what they have of all other gradients."""
+    tile = _Tile(work, scratch, block)
+    begin, end = work.job.keys_seen(block)
+    for start in range(begin, end, work.job.cut.Bc):
+        key = min(start + work.job.cut.Bc, end)
+        if stop.requested:
+            return
+        parts = tile.take(start, key)
+        if parts and not turns.wait(turn, key):
+            return
+        add(parts)
+        turns.passed(turn, key)
+    tile.write_dq()
+    turns.finish(turn, functools.partial(add, tile.rests))
+
+
+def add(parts: list[Part]) -> None:
+    """Add parts to their totals."""
+    for total, part in parts:
+        total += part
+
+
+class _Tile:
+    """The rows of a block on their way through the keys.
+
+    Arrays are (sequences, kv heads, heads, rows, ...); in products, the rows of all heads that
+    share keys are one matrix.
+
+    Attributes
+    ----------
+    rests
+        What is to be added when the block is through.
+    """
+
+    def __init__(self, work: GradientPass, scratch: Scratch, block: Block) -> None:
+        self.work, self.job, self.scratch, self.block = work, work.job, scratch, block
+        job, where = work.job, tuple(block)
+        modified = job.modified or Modified()
+        self.mask_mod = modified.scores.mask_mod
+        self.changes = modified.scores._replace(mask_mod=None)
+        q = self._with_column("q", job.q[where])
+        dout = self._with_column("dout", work.dout[where])
+        lse = work.lse[where]
+        self.rows = lse.shape
+        # Whatever stands in rows that see no key, nothing comes of it.
+        visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
+        dead = (lse == -np.inf) | (visible.begins(rows) >= visible.ends(rows))
+        q[dead], dout[dead] = 0, 0
+        out = job.out[where].astype(job.compute, copy=False)
+        delta = np.einsum("...d,...d->...", dout[..., :-1], out)
+        if work.dlse is not None:
+            delta -= work.dlse[where]
+        self.rests: list[Part] = []
+        if "sinks" in work.small:
+            self.rests.append(self._of_sinks(lse, delta))
+        self.captures = {name: np.zeros_like(total) for name, total in work.captures.items()}
+        self.rests += [(work.captures[name], part) for name, part in self.captures.items()]
+        q[..., :-1] *= job.compute.type(job.softmax_scale)
+        # Not np.negative: NumPy 2.4.6 has it wrong between some strides of two.
+        np.subtract(0, lse, out=q[..., -1])
+        np.subtract(0, delta, out=dout[..., -1])
+        # Weights of exactly 0, whatever becomes of the scores.
+        q[dead, -1] = -np.inf
+        self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))
+        self.dq: Array | None = None
+
+    def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self.scratch.cut(name, shape, self.job.compute)
+
+    def _with_column(self, name: str, source: Array) -> Array:
+        """A copy with a last column: a product then subtracts lse or delta as well.
+
+        Which takes a twentieth of all time off.
+        """
+        *rows, dim = source.shape
+        copy = self._cut(name, (*rows, dim + 1))
+        np.copyto(copy[..., :-1], source, casting="same_kind")
+        copy[..., -1] = 1
+        return copy
+
+    def _of_keys(self, name: str, source: Array | PagedRows, start: int, stop: int) -> Array:
+        """Keys or values, (sequences, kv heads, stop - start, dim + 1)."""
+        block = self.block
+        return self._with_column(
+            name, source[block.batch, start:stop, block.kv_heads].swapaxes(1, 2)
+        )
+
+    def _of_sinks(self, lse: Array, delta: Array) -> Part:
+        sinks = self.job.sinks_of(self.block)
+        assert sinks is not None
+        sinks = sinks[..., 0]
+        # A sink of -inf has no weight, not even where the lse is -inf.
+        weights = np.where(sinks == -np.inf, 0, np.exp(sinks - lse))
+        total = self.work.small["sinks"].reshape(self.job.q.shape[1:3])
+        part: Array = -np.asarray(np.sum(weights * delta, axis=(0, 3), dtype=np.float64))
+        return total[self.block.kv_heads, self.block.heads], part
+
+    def take(self, start: int, stop: int) -> list[Part]:
+        """Take up keys [start, stop); what their pairs add to gradients but dq."""
+        job, work, block = self.job, self.work, self.block
+        start, stop, unseen = self._seen_by_mask(start, stop)
+        if start >= stop:
+            return []
+        k = self._of_keys("k", job.k, start, stop)
+        hidden = self._hidden(start, stop)
+        if unseen is not None:
+            hidden.append((slice(None), unseen))
+        p = self._cut("p", (*self.q.shape[:-1], stop - start))
+        pairs = p.reshape(*self.rows, stop - start)
+        slope = at = scaled = None
+        if self.changes.changes_nothing:
+            np.matmul(self.q, k.swapaxes(-1, -2), out=p)
+        else:
+            np.matmul(self.q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=p)
+            at = job.pairs_of(block, start, stop)
+            scaled = pairs.copy() if self.captures else None
+            changed, slope = apply_with_slope(self.changes, pairs, at)
+            np.copyto(pairs, changed, casting="same_kind")
+            hidden.append((slice(None), pairs == -np.inf))
+            p += self.q[..., -1:]
+        np.exp(p, out=p)
+        _hide(pairs, hidden)
+        parts = []
+        if work.dv is not None:
+            parts.append(self._to_keys("dv", work.dv, p, self.dout, start, stop))
+        if not work.needs_scores:
+            return parts
+        v = self._of_keys("v", job.v, start, stop)
+        ds = self._cut("ds", p.shape)
+        np.matmul(self.dout, v.swapaxes(-1, -2), out=ds)
+        ds *= p
+        pairs = ds.reshape(pairs.shape)
+        # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
+        _hide(pairs, hidden)
+        if work.bias is not None:
+            parts += self._of_bias(pairs, start, stop)
+        if scaled is not None and at is not None:
+            self._take_captures(scaled, at, pairs)
+        if slope is not None:
+            pairs *= slope
+            _hide(pairs, hidden)
+        if work.dk is not None:
+            parts.append(self._to_keys("dk", work.dk, ds, self.q, start, stop))
+        if work.dq is not None:
+            self._take_dq(ds, k[..., :-1])
+        return parts
+
+    def _seen_by_mask(self, start: int, stop: int) -> tuple[int, int, Array | None]:
+        """Of some keys those from the first to the last that the user's mask lets any row see.
+
+        And which of their pairs it hides.
+        """
+        if self.mask_mod is None:
+            return start, stop, None
+        at = self.job.pairs_of(self.block, start, stop)
+        seen = self.mask_mod.evaluate(
+            *(at.b, at.h, at.row + at.q_offset, at.j),
+            q_start=at.q_start,
+            k_start=at.k_start,
+            dtype=self.job.compute,
+        )
+        seen = np.broadcast_to(seen, (*self.rows, stop - start))
+        keys = np.flatnonzero(seen.any(axis=(0, 1, 2, 3)))
+        if not keys.size:
+            return start, start, None
+        first, end = int(keys[0]), int(keys[-1]) + 1
+        return start + first, start + end, ~seen[..., first:end]
+
+    def _hidden(self, start: int, stop: int) -> list[tuple[slice, Array]]:
+        """Which pairs are hidden by their positions: columns, and those among their pairs."""
+        rows, visible = self.block.rows, self.job.mask_of(self.block)
+        return [
+            (slice(first - start, end - start), visible.hidden(rows.start, rows.stop, first, end))
+            for first, end in visible.edges(rows.start, rows.stop, start, stop)
+        ]
+
+    def _to_keys(
+        self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
+    ) -> Part:
+        """Sums of weighted rows, but for their last column, for each key."""
+        product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3] - 1))
+        np.matmul(weights.swapaxes(-1, -2), rows[..., :-1], out=product)
+        return total[self.block.batch, self.block.kv_heads, start:stop], product
+
+    def _of_bias(self, dt: Array, start: int, stop: int) -> list[Part]:
+        """Gradients of scores, summed up where the bias has one element for them."""
+        bias = self.work.bias
+        assert bias is not None
+        shared = tuple(axis for axis in range(5) if bias.shape[axis] == 1)
+        index = (*self.block, slice(start, stop))
+        total = bias[
+            tuple(slice(None) if n == 1 else i for i, n in zip(index, bias.shape, strict=True))
+        ]
+        part = dt.sum(axis=shared, keepdims=True, dtype=bias.dtype)
+        if bias.shape[4] > 1:
+            return [(total, part)]
+        # Of other keys too: added when no block before has any left.
+        self.rests.append((total, part))
+        return []
+
+    def _take_captures(self, scaled: Array, at: Pairs, dt: Array) -> None:
+        score_mod = self.changes.score_mod
+        assert score_mod is not None
+        found = capture_gradients(score_mod, behind_softcap(self.changes, scaled), at, dt)
+        for name, part in self.captures.items():
+            part += found[name.removeprefix(OF_MOD)]
+
+    def _take_dq(self, ds: Array, k: Array) -> None:
+        shape = (*self.q.shape[:-1], k.shape[3])
+        if self.dq is None:
+            self.dq = np.matmul(ds, k, out=self._cut("dq", shape))
+        else:
+            self.dq += np.matmul(ds, k, out=self._cut("product", shape))
+
+    def write_dq(self) -> None:
+        """Write the gradients of the rows."""
+        if self.work.dq is None:
+            return
+        dq = self.work.dq[tuple(self.block)]
+        if self.dq is None:
+            dq[...] = 0
+            return
+        self.dq *= self.job.compute.type(self.job.softmax_scale)
+        np.copyto(dq, self.dq.reshape(dq.shape), casting="same_kind")
+
+
+def _hide(x: Array, hidden: list[tuple[slice, Array]]) -> None:
+    """Set to 0 what is of hidden pairs: (..., rows, keys)."""
+    for columns, pairs in hidden:
+        np.copyto(x[..., columns], 0, where=pairs)

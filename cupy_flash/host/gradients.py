@@ -1,0 +1,328 @@
+"""The tiled backward pass in NumPy: gradients of attention where there is no GPU.
+
+The algorithm is FlashAttention-2's (Dao, 2023, https://arxiv.org/abs/2307.08691, algorithm 2) with
+its loops exchanged: a tile of Br query rows stays put while tiles of Bc keys and values pass by.
+Weights are found again from the log-sum-exp. dq is summed up beside the rows; what belongs to keys
+is added to dk and dv, which are in memory as a whole, as neither scores nor weights are.
+
+Threads share the tiles of rows out, as in `cupy_flash.host.cpu`. They add to dk and dv in an order
+that does not depend on them, see `cupy_flash.host.turns`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
+from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
+from cupy_flash.host.gradient_pass import GradientPass, scratch_elements
+from cupy_flash.host.gradient_tiles import differentiate
+from cupy_flash.host.passes import (
+    FIRST,
+    SCRATCH_LIMIT,
+    Block,
+    Cut,
+    Pass,
+    Scratch,
+    compute_dtype,
+)
+from cupy_flash.host.sequence_places import Keys, Queries, find_packed_keys, find_queries
+from cupy_flash.host.steps import equal_runs
+from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.mods.modified import Modified
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.problem import Problem
+from cupy_flash.problem.tile import Tile
+
+Array = NDArray[Any]
+
+# Query-key pairs of a pass, on average, from which on threads share passes out: see
+# `cupy_flash.host.batches`.
+MIN_PAIRS_TO_SHARE = 1 << 15
+
+# So many tiles of rows there are at least, for threads to share out, unless they are low.
+MIN_TILES = 16
+
+
+def default_tile(problem: Problem) -> Tile:
+    """The tile to use where none is asked for; does not depend on the number of threads."""
+    # Best of interleaved runs on one thread, ms of CPU time; AMD EPYC with AVX-512, OpenBLAS
+    # 0.3.31, float32, 1 x 2048 x 8 x 64, by tile 128x256, 256x256, 256x512, 512x256, 512x512,
+    # 1024x256: full 342, 310, 315, 288, 281, 272; causal 185, 176, 178, 194, 191, 215.
+    # Along the edge of a mask half a tile is wasted; low tiles add often to dk and dv.
+    Br, Bc = 1024 if problem.mask.is_full else 256, 256
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    while Br > 256 and rows < MIN_TILES * Br:
+        Br //= 2
+    while Bc > 64 and 4 * scratch_bytes(problem, Tile(Br, Bc)) > SCRATCH_LIMIT:
+        Bc //= 2
+    return Tile(Br, Bc)
+
+
+def scratch_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of scratch that one worker needs."""
+    dims = problem.head_dim, problem.head_dim_v
+    cut = Cut.make(
+        problem.batch,
+        max(problem.seqlen_q, 1),
+        problem.seqlen_k,
+        problem.heads_kv,
+        problem.heads_q // problem.heads_kv,
+        *dims,
+        copies=True,
+        tile=tile,
+    )
+    return scratch_elements(cut, *dims) * (8 if problem.dtype == "float64" else 4)
+
+
+def workspace_bytes(problem: Problem, tile: Tile) -> int:
+    """Bytes of memory besides the arrays, with one worker."""
+    assert problem.gradient is not None
+    is_wide = problem.dtype == "float64" or problem.gradient.dtype == "float32"
+    # dk and dv are summed up in more than 16 bits.
+    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    columns = (
+        0 if is_wide else sum(dim for name, dim in dims.items() if problem.gradient.wants(name))
+    )
+    keys = problem.layout.total_k if problem.layout.packed_k else problem.batch * problem.seqlen_k
+    return scratch_bytes(problem, tile) + 4 * keys * problem.heads_kv * columns
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    lse: Array,
+    dlse: Array | None,
+    results: Mapping[str, Array],
+    *,
+    causal: bool,
+    q_offset: int,
+    softmax_scale: float,
+    tile: Tile,
+    threads: int | None = None,
+    modified: Modified | None = None,
+) -> None:
+    """Gradients of attention into ``results``.
+
+    The arguments are taken as checked. float64 computes in float64, everything else in float32.
+    The same inputs and tile give the same bits, whatever the number of threads.
+
+    Parameters
+    ----------
+    q, k, v, causal, q_offset, softmax_scale, tile, threads, modified
+        As of `cupy_flash.host.cpu.forward`.
+    out, dout : numpy.ndarray, (batch, seqlen_q, heads_q, head_dim_v)
+        The output, and its gradient.
+    lse, dlse : numpy.ndarray, (batch, heads_q, seqlen_q)
+        The log-sum-exp, and perhaps its gradient.
+    results : mapping of numpy.ndarray
+        By the names of inputs, arrays of their shapes that are overwritten with the gradients: "q",
+        "k", "v"; "bias", with all axes of scores, 1 long where one element serves all; "sinks"; and
+        "score_mod.NAME" of what `modified`'s function captures as differentiable.
+
+    Raises
+    ------
+    ValueError
+        The scratch of one worker passes :data:`SCRATCH_LIMIT` with this tile.
+    """
+    totals = _totals(results, q.shape[2], k.shape[2], compute_dtype(q.dtype))
+    if q.size:
+        job = Pass.make(q, k, v, out, None, causal, q_offset, softmax_scale, tile, modified)
+        bias = totals.get("bias")
+        is_shared = bias is not None and bias.shape[:3] != job.q.shape[:3]
+        _run([GradientPass.make(job, dout, lse, dlse, totals, is_shared=is_shared)], tile, threads)
+    _write(results, totals)
+
+
+def varlen_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    lse: Array,
+    dlse: Array | None,
+    results: Mapping[str, Array],
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Array | None,
+    causal: bool,
+    softmax_scale: float,
+    tile: Tile,
+    threads: int | None = None,
+    modified: Modified | None = None,
+) -> None:
+    """Gradients of attention of packed sequences into ``results``.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, modified
+        As of `cupy_flash.host.batches.varlen_forward`.
+    out, dout : numpy.ndarray, (total_q, heads_q, head_dim_v)
+    lse, dlse : numpy.ndarray, (heads_q, total_q)
+    results : mapping of numpy.ndarray
+        As of :func:`backward`; a bias is for (heads_q, total_q, max_seqlen_k). What belongs to no
+        sequence is 0.
+    causal, softmax_scale, tile, threads
+        As of :func:`backward`.
+    """
+    totals = _totals(results, q.shape[1], k.shape[1], compute_dtype(q.dtype))
+    bias = totals.get("bias")
+    group = q.shape[1] // k.shape[1]
+    is_shared = bias is not None and (bias.shape[1:3] != (k.shape[1], group) or bias.shape[3] == 1)
+    places = find_packed_keys(
+        cu_seqlens_k,
+        max_seqlen_k,
+        batch=len(cu_seqlens_q) - 1,
+        total_k=len(k),
+        page_size=0,
+        seqused_k=seqused_k,
+        block_table=None,
+    )
+    sequences = list(zip(find_queries(cu_seqlens_q, len(q), max_seqlen_q), places, strict=True))
+    works = []
+    # Modifications count from the beginning of each sequence.
+    for b, (queries, keys, count) in enumerate(equal_runs(sequences, modified is None)):
+        if not queries.seqlen:
+            continue
+        of_q, of_k = (
+            _Run(queries.first, queries.seqlen, count),
+            _Run(keys.first, keys.seqlen, count),
+        )
+        first = FIRST
+        if modified is not None:
+            first = FIRST._replace(b=b, q_start=queries.first, k_start=keys.first)
+        job = Pass.make(
+            *(of_q.rows(q), of_k.rows(k), of_k.rows(v), of_q.rows(out), None),
+            causal,
+            keys.seqlen - queries.seqlen,
+            softmax_scale,
+            tile,
+            modified,
+            first,
+        )
+        of_run = {n: (of_q if n == "q" else of_k).rows(totals[n]) for n in ROWS if n in totals}
+        if bias is not None:
+            some = slice(None) if bias.shape[3] == 1 else of_q.span
+            of_run["bias"] = bias[:, :, :, some, : max(keys.seqlen, 1)]
+        work = GradientPass.make(
+            job,
+            of_q.rows(dout),
+            of_q.values(lse),
+            None if dlse is None else of_q.values(dlse),
+            totals | of_run,
+            is_shared=is_shared,
+        )
+        works.append(work)
+    _run(works, tile, 1 if _share_keys(sequences) else threads)
+    _write(results, totals)
+
+
+class _Run(NamedTuple):
+    """Packed sequences of one length, one behind the other."""
+
+    first: int
+    seqlen: int
+    sequences: int
+
+    @property
+    def span(self) -> slice:
+        """Their rows."""
+        return slice(self.first, self.first + self.sequences * self.seqlen)
+
+    def rows(self, x: Array) -> Array:
+        """Those of an array (total, heads, dim), as (sequences, seqlen, heads, dim)."""
+        return x[self.span].reshape(self.sequences, self.seqlen, *x.shape[1:])
+
+    def values(self, x: Array) -> Array:
+        """Those of an array (heads, total), as (sequences, heads, seqlen)."""
+        return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
+
+
+def _share_keys(sequences: list[tuple[Queries, Keys]]) -> bool:
+    """Whether a key belongs to several sequences, as where seqused_k says so."""
+    spans = sorted((keys.first, keys.first + keys.seqlen) for _, keys in sequences if keys.seqlen)
+    return any(end > first for (_, end), (first, _) in itertools.pairwise(spans))
+
+
+def _totals(
+    results: Mapping[str, Array], heads_q: int, heads_kv: int, compute: np.dtype[Any]
+) -> dict[str, Array]:
+    """Zeros to add gradients up in: the results themselves where their dtype will do.
+
+    As `GradientPass` has them, but that packed rows of q, k, v and a bias are not yet cut up.
+    """
+    totals = {}
+    for name, result in results.items():
+        result[...] = 0
+        # An element of dq is written once; what many pairs add to takes more than they have.
+        dtype = np.dtype(np.float64)
+        if name in ROWS:
+            dtype = result.dtype if name == "q" else compute
+        elif name == "bias" and 1 not in result.shape[-2:]:
+            dtype = compute
+        total = result if result.dtype == dtype else np.zeros(result.shape, dtype)
+        totals[name] = _by_group(total, heads_q, heads_kv) if name == "bias" else total
+    return totals
+
+
+def _by_group(bias: Array, heads_q: int, heads_kv: int) -> Array:
+    """A bias as (batch, heads_kv, group, seqlen_q, seqlen_k); packed ones as of one sequence."""
+    if bias.ndim == 3:
+        bias = bias[None]
+    batch, heads, *pairs = bias.shape
+    of_heads = (1, 1) if heads == 1 else (heads_kv, heads_q // heads_kv)
+    return bias.reshape(batch, *of_heads, *pairs)
+
+
+def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
+    """Round what was not added up in the results themselves."""
+    with np.errstate(all="ignore"):
+        for name, result in results.items():
+            if totals[name].dtype != result.dtype:
+                np.copyto(result, totals[name].reshape(result.shape), casting="same_kind")
+
+
+def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
+    """Compute passes, their blocks shared out to threads."""
+    worker_bytes = max((work.scratch_bytes for work in works), default=0)
+    if worker_bytes > SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )
+    pairs = sum(work.job.pairs for work in works)
+    # Of threads that work on short sequences, each waits for the other's turn with the GIL.
+    most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_TO_SHARE * len(works) else 1
+    workers = min(threads or cpus(), SCRATCH_LIMIT // max(worker_bytes, 1), max(most, 1))
+    stop = Stop()
+    turns = Turns(stop)
+
+    def items() -> Iterator[tuple[GradientPass, Block, Turn]]:
+        numbers = itertools.count()
+        for number, work in enumerate(works):
+            for block in work.job.blocks():
+                same_keys = number, block.batch.start, block.kv_heads.start
+                turn = Turn(next(numbers), None if work.is_shared else same_keys)
+                turns.enter(turn)
+                yield work, block, turn
+
+    def compute(some: Iterator[tuple[GradientPass, Block, Turn]]) -> None:
+        # What NumPy would warn of is meant, as in `cpu`.
+        with Scratch.borrowed() as scratch, np.errstate(all="ignore"):
+            for work, block, turn in some:
+                differentiate(work, scratch, block, turn, turns, stop)
+
+    with single_threaded_blas:
+        share_out(workers, items(), compute, stop)

@@ -1,0 +1,123 @@
+"""Attention for JAX: `flash_attention` and its kin on arrays, with gradients by JAX, outside jit.
+
+    from cupy_flash.jax import flash_attention
+    jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum())(q)
+
+The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
+v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+__all__ = ["flash_attention", "flash_attention_varlen"]
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention` of JAX arrays, differentiable.
+
+    Parameters
+    ----------
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
+        As of `cupy_flash.flash_attention`.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError
+        Within jit as well.
+    ValueError, UnsupportedError, CompileError
+        As `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
+    """
+    options = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "q_offset": q_offset,
+        "layout": layout,
+    }
+    call, others = dense_call(options, modifications)
+    out, lse = _differentiable(call, (q, k, v, *others))
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention_varlen` of JAX arrays, differentiable.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+    return_lse, **modifications
+        As of `cupy_flash.flash_attention_varlen`.
+
+    Returns
+    -------
+    out : array, shape (total_q, heads_q, head_dim_v)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention`.
+    """
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    call, others = varlen_call(lengths, options, modifications)
+    out, lse = _differentiable(call, (q, k, v, *others))
+    return (out, lse) if return_lse else out
+
+
+def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    attention = jax.custom_vjp(lambda *inputs: call.run(inputs))
+
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        results: tuple[Any, Any] = call.run(inputs)
+        return results, (inputs, results)
+
+    def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+        inputs, results = saved
+        # Zeros that JAX makes of what nothing depends on lie on its default device.
+        (device,) = inputs[0].devices()
+        gradients = jax.device_put(gradients, device)
+        return call.pull_back(inputs, results, gradients, call.names)
+
+    attention.defvjp(forward, backward)
+    result: tuple[Any, Any] = attention(*inputs)
+    return result

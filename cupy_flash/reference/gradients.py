@@ -1,0 +1,558 @@
+"""The gradients of the attention formula: what kernels' are compared with, and their error bound.
+
+:func:`attention_backward_reference` computes in float64 and is the oracle. :func:`backward_naive`
+is the same as one writes it without a fused kernel, in the precision of its inputs; its error, and
+the size of all that is summed up, are the yardstick of :func:`gradient_bound`.
+
+With x = softmax_scale * q k', t what modifications make of x, and P = exp(t - lse):
+
+    dv = P' dout                    dP = dout v'          D = rowsum(dout * out) - dlse
+    dT = P * (dP - D)               dX = dT * dt/dx
+    dq = softmax_scale * dX k       dk = softmax_scale * dX' q
+
+The gradient of a bias is dT, and that of a sink minus the sum of exp(sink - lse) * D over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.arrays.strided import array_module, require_shape
+from cupy_flash.host.passes import FIRST, compute_dtype
+from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import Pairs, Scores
+from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
+from cupy_flash.reference.dense import error_bound
+from cupy_flash.reference.modifications import read_modifications
+from cupy_flash.reference.rows import (
+    Rows,
+    as_bhsd,
+    chunks_of_rows,
+    hide,
+    resolve,
+    sinks_of,
+    softmax_terms,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+# What the names of captures' gradients begin with.
+OF_MOD = "score_mod."
+
+
+class ScoreErrors(NamedTuple):
+    """How far off scores are.
+
+    Attributes
+    ----------
+    of_product
+        Error of a scaled score, in proportion to the sum of its products' absolute values.
+    of_score
+        What the new score is off by besides, a function of the scaled score.
+    of_slope
+        Error of how the new score grows with it.
+    """
+
+    of_product: float
+    of_score: Callable[[Any], Any]
+    of_slope: float
+
+
+class Arithmetic(NamedTuple):
+    """How gradients are computed.
+
+    Attributes
+    ----------
+    compute
+        Dtype of products, of sums, and of all that is not stored.
+    stored
+        What P, dX and out are rounded to before they are multiplied.
+    result
+        Dtype of the gradients; None for each input's own.
+    of_sizes
+        Whether absolute values are summed up, |dP| + |D| in place of dP - D: what rounding errors
+        are in proportion to, however much cancels in the gradients.
+    errors
+        Of scores, whose effects on gradients are summed up instead of those.
+    """
+
+    compute: np.dtype[Any]
+    stored: np.dtype[Any]
+    result: np.dtype[Any] | None
+    of_sizes: bool = False
+    errors: ScoreErrors | None = None
+
+    @classmethod
+    def of(cls, dtype: Any, grad_dtype: Any = None) -> Arithmetic:
+        """As one computes with inputs of a dtype."""
+        result = None if grad_dtype is None else np.dtype(grad_dtype)
+        return cls(compute_dtype(np.dtype(dtype)), np.dtype(dtype), result)
+
+    def rounded(self, x: Any) -> Any:
+        """What is left of an array of `compute` that was stored."""
+        return x.astype(self.stored, copy=False).astype(self.compute, copy=False)
+
+
+EXACT = Arithmetic.of(np.float64, np.float64)
+SIZES = EXACT._replace(of_sizes=True)
+
+
+def attention_backward_reference(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    wrt: Iterable[str] | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Gradients of attention in float64 by the plain formula.
+
+    The output and its log-sum-exp are found anew, in float64. The scores are computed in chunks, as
+    by `cupy_flash.attention_reference`.
+
+    Parameters
+    ----------
+    dout : array, (batch, seqlen_q, heads_q, head_dim_v)
+        Gradient of the output, of q's kind and of any float dtype.
+    q, k, v
+        As of `cupy_flash.attention_reference`.
+    dlse : array, (batch, heads_q, seqlen_q), optional
+        Gradient of the log-sum-exp.
+    causal, softmax_scale, q_offset, layout
+        As of `cupy_flash.attention_reference`; dout and the gradients have the layout of q.
+    wrt : iterable of str, optional
+        The inputs whose gradients are returned, in this order: "q", "k", "v", "bias", "sinks", and
+        "score_mod.NAME" for an array that a `ScoreMod` captures and calls differentiable. By
+        default q, k and v, and then every such array.
+    **modifications
+        As of `cupy_flash.attention_reference`.
+
+    Returns
+    -------
+    tuple of float64 arrays
+        Of the shapes of the inputs: summed up over the query heads that share a head of k and v,
+        and along the axes of a bias of which one element serves all.
+
+    Raises
+    ------
+    TypeError
+        dout, q, k, v or dlse is no array; wrt is no sequence of names.
+    ValueError
+        A shape or the layout is not one of the above; wrt names what the call has no gradient of.
+
+    Notes
+    -----
+    A pair of query and key is hidden if a mask hides it, or anything else makes its score -inf.
+    Hidden pairs are left out of all sums, rather than multiplied by zero:
+
+    - A query that sees no key has a gradient of exactly 0, and so has a key that no query sees.
+      What such rows of q, k, v and dout hold, NaN and inf too, reaches nothing. But the log-sum-exp
+      of a query that sees no key is its sink, if there is one, and its dlse the sink's gradient.
+    - NaN and inf in a key or a value reach the gradients of the queries that see it, and of all
+      keys that those see; in q, dout and dlse, of their own query and of the keys that it sees.
+
+    Among what is seen they propagate as the formula has them.
+    """
+    return dense_gradients(
+        *(dout, q, k, v),
+        arithmetic=EXACT,
+        dlse=dlse,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        layout=layout,
+        wrt=wrt,
+        **modifications,
+    )
+
+
+def backward_naive(
+    dout: Any, q: Any, k: Any, v: Any, *, out: Any = None, grad_dtype: Any = None, **options: Any
+) -> tuple[Any, ...]:
+    """Gradients as one writes them without a fused kernel, from whole matrices of scores.
+
+    Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones P, dX and
+    the output are rounded to ``q``'s before they are multiplied, as separate kernels with 16-bit
+    arrays between them do.
+
+    Parameters
+    ----------
+    dout, q, k, v
+        As of :func:`attention_backward_reference`.
+    out : array, (batch, seqlen_q, heads_q, head_dim_v), optional
+        The output, which is found anew if not given. What its rounding does to the gradients is no
+        error of a kernel that is given this output.
+    grad_dtype : dtype, optional
+        Of the gradients; that of each input if not given.
+    **options
+        As of :func:`attention_backward_reference`.
+
+    Returns
+    -------
+    tuple of arrays
+        As of :func:`attention_backward_reference`.
+    """
+    arithmetic = Arithmetic.of(read("q", q).dtype, grad_dtype)
+    return dense_gradients(dout, q, k, v, arithmetic=arithmetic, out=out, **options)
+
+
+def gradient_sizes(
+    dout: Any, q: Any, k: Any, v: Any, *, errors: ScoreErrors | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """What gradients would be if nothing cancelled, for :func:`gradient_bound`.
+
+    Parameters
+    ----------
+    dout, q, k, v, **options
+        As of :func:`attention_backward_reference`.
+    errors
+        For how far gradients may be off by errors of the scores, in place of their sizes: each pair
+        counts in proportion to those. The output and the log-sum-exp are without error, and so is
+        the gradient of a sink but for its size.
+
+    Returns
+    -------
+    tuple of float64 arrays
+        As of :func:`attention_backward_reference`: the sums of absolute values.
+    """
+    arithmetic = SIZES._replace(errors=errors)
+    return dense_gradients(dout, q, k, v, arithmetic=arithmetic, **options)
+
+
+def gradient_bound(
+    naive: Any, reference: Any, sizes: Any, dtype: Any, *, lse: Any, result: Any = None
+) -> float:
+    """Error against ``reference`` that a gradient is allowed.
+
+    It is :func:`~cupy_flash.reference.dense.error_bound` of the naive gradient, twice its error and
+    a few ulps. Besides, a few ulps of ``sizes`` in the precision that is computed in. For gradients
+    are differences: a query that sees a single key has dP = D, of which rounding leaves something
+    in proportion to dP, where the naive formula may happen to leave nothing.
+
+    Parameters
+    ----------
+    naive, reference, sizes
+        One gradient by :func:`backward_naive`, :func:`attention_backward_reference` and
+        :func:`gradient_sizes`.
+    dtype
+        Of q, k and v.
+    lse
+        The reference's: scores of that size are known to as many ulps.
+    result
+        Dtype of the gradient if it is not ``dtype``. The ulps are those of the coarser: products of
+        16-bit numbers are what they are, also when they are summed up in float32.
+    """
+    import ml_dtypes
+
+    dtypes = [np.dtype(x) for x in (dtype, result) if x is not None]
+    coarser = max(dtypes, key=lambda x: float(ml_dtypes.finfo(x).eps))  # type: ignore[no-untyped-call]
+    compute = compute_dtype(np.dtype(dtype))
+    return error_bound(naive, reference, coarser) + error_bound(sizes, sizes, compute, lse=lse)
+
+
+class Gradients:
+    """The gradients that a call asks for, to be summed up.
+
+    Parameters
+    ----------
+    inputs
+        q, k and v by their names.
+    modifications
+        Keyword arguments that modify attention.
+    modified
+        The same, read.
+    wrt
+        Names of the inputs whose gradients are wanted, or None.
+    arithmetic
+        How they are computed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `attention_backward_reference` for what `wrt` holds.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Any],
+        modifications: Mapping[str, Any],
+        modified: Modified,
+        wrt: Iterable[str] | None,
+        arithmetic: Arithmetic,
+    ) -> None:
+        given = dict(inputs)
+        for name, array in (("bias", modified.scores.bias), ("sinks", modified.sinks)):
+            if array is not None:
+                given[name] = read(name, modifications[name])
+        mod = modified.scores.score_mod
+        captures = () if mod is None else mod.differentiable
+        given |= {OF_MOD + name: mod.captures[name] for name in captures} if mod else {}
+        if wrt is None:
+            wrt = (*inputs, *(OF_MOD + name for name in captures))
+        names = _checked_names(wrt, given)
+        xp = array_module(inputs["q"])
+        self._arithmetic = arithmetic
+        self._bias_shape = None if modified.scores.bias is None else modified.scores.bias.shape
+        self._dtypes = {name: arithmetic.result or given[name].dtype for name in names}
+        self._sums = {name: xp.zeros(given[name].shape, arithmetic.compute) for name in names}
+
+    def parts(self, part_of: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """Views to sum up in: of a bias with all of its axes, of q, k and v what a function gives.
+
+        It is given their names and sums, in the layout of the inputs.
+        """
+        parts = dict(self._sums)
+        for name in self._sums:
+            if name in ("q", "k", "v"):
+                parts[name] = part_of(name, self._sums[name])
+            elif name == "bias":
+                parts[name] = self._sums[name].reshape(self._bias_shape)
+        return parts
+
+    def results(self, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The sums, rounded and converted, in their order."""
+        size = abs if self._arithmetic.of_sizes else lambda x: x
+        with np.errstate(all="ignore"):
+            return tuple(
+                convert(size(total).astype(self._dtypes[name], copy=False))
+                for name, total in self._sums.items()
+            )
+
+
+def _checked_names(wrt: Iterable[str], given: Mapping[str, Any]) -> tuple[str, ...]:
+    if isinstance(wrt, str):
+        raise TypeError(f"wrt is {wrt!r}, one name; expected a sequence of names: ({wrt!r},)")
+    names = tuple(wrt)
+    for name in names:
+        if name not in given:
+            raise ValueError(
+                f"wrt names {name!r}; expected some of {', '.join(given)}: what the call is given "
+                "and has a gradient"
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"wrt names {name!r} {names.count(name)} times; expected it once")
+    return names
+
+
+def dense_gradients(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    arithmetic: Arithmetic,
+    out: Any = None,
+    dlse: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    wrt: Iterable[str] | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """`attention_backward_reference` by any arithmetic, and of any output as `backward_naive`."""
+    convert = way_back("q", q)
+
+    def swapped(_: str, x: Any) -> Any:
+        return x.swapaxes(1, 2) if layout == "bshd" else x
+
+    operands = as_bhsd(q, k, v, layout)
+    q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
+    check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])
+    modified = read_modifications(modifications)
+    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
+    gradient_formula(
+        swapped("q", dout),
+        *operands,
+        out=None if out is None else swapped("q", out),
+        dlse=dlse,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        modified=modified,
+        arithmetic=arithmetic,
+        into=gradients.parts(swapped),
+    )
+    return gradients.results(convert)
+
+
+def read_all(**arrays: Any) -> list[Any]:
+    """Arrays of any kind as `read` has them; None stays where nothing has to be given."""
+    optional = "out", "dlse"
+    return [None if x is None and name in optional else read(name, x) for name, x in arrays.items()]
+
+
+def check_rows(
+    dout: Any, out: Any, dlse: Any, of_out: tuple[int, ...], of_lse: tuple[int, ...]
+) -> None:
+    """Raise ValueError unless arrays have the shapes of the output and of its log-sum-exp."""
+    for name, array, shape in (
+        ("dout", dout, of_out),
+        ("out", out, of_out),
+        ("dlse", dlse, of_lse),
+    ):
+        if array is not None:
+            require_shape(name, array, shape, "as the output" if shape is of_out else "as lse")
+
+
+def gradient_formula(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    out: Any,
+    dlse: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: int | None = None,
+    modified: Modified,
+    sequence: Pairs = FIRST,
+    arithmetic: Arithmetic,
+    into: Mapping[str, Any],
+) -> None:
+    """`dense_gradients` of (batch, heads, seqlen, dim) arrays, read and checked.
+
+    Parameters
+    ----------
+    sequence
+        Number of the first sequence, and where it begins in packed arrays.
+    into
+        What gradients are added to, by their names: those of q, k and v are (batch, heads, seqlen,
+        dim), that of a bias is indexed as the bias is.
+    """
+    xp, compute = array_module(q), arithmetic.compute
+    size: Callable[[Any], Any] = abs if arithmetic.of_sizes else lambda x: x
+    minus = xp.add if arithmetic.of_sizes else xp.subtract
+    scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
+    sinks = sinks_of(xp, modified, q.shape[1], compute)
+    for rows in chunks_of_rows(xp, q, k, visible, modified, sequence):
+        sink = sinks[rows.head]
+        with np.errstate(all="ignore"):
+            x = rows.scores(q, k, scale, compute, xp)
+            p, seen, slope, lse = _softmax(xp, x, rows, modified, sink)
+            q_rows, dout_rows = (size(rows.queries(a).astype(compute)) for a in (q, dout))
+            k_rows, v_rows = (size(rows.keys(a).astype(compute)) for a in (k, v))
+            stored_p = arithmetic.rounded(p)
+            if out is None:
+                out_rows = arithmetic.rounded(_product(xp, stored_p, seen, v_rows))
+            else:
+                out_rows = rows.queries(out).astype(compute)
+            # The output of a row that sees nothing depends on nothing, whatever its dout holds.
+            d = xp.where(seen.any(axis=1), (dout_rows * out_rows).sum(axis=1), 0)
+            if dlse is not None:
+                d = minus(d, size(rows.queries(dlse).astype(compute)))
+            dp = xp.matmul(dout_rows, v_rows.T)
+            dt = xp.where(seen, p * minus(dp, d[:, None]), 0)
+            dx = dt if slope is None else xp.where(seen, dt * size(slope), 0)
+            if arithmetic.errors is not None:
+                errors = arithmetic.errors
+                off = errors.of_product * abs(scale) * xp.matmul(q_rows, k_rows.T)
+                if slope is not None:
+                    off = off * abs(slope)
+                off = xp.where(seen, off + errors.of_score(x), 0)
+                dx = dx * off + dt * errors.of_slope
+                stored_p, dt = stored_p * off, dt * off
+            stored_dx = arithmetic.rounded(dx)
+            if "q" in into:
+                dq = rows.queries(into["q"])
+                dq += size(scale) * _product(xp, stored_dx, seen, k_rows)
+            if "k" in into:
+                dk = rows.keys(into["k"])
+                dk += size(scale) * _product(xp, stored_dx.T, seen.T, q_rows)
+            if "v" in into:
+                dv = rows.keys(into["v"])
+                dv += _product(xp, stored_p.T, seen.T, dout_rows)
+            if "bias" in into:
+                _add_to_bias(into["bias"], rows, dt)
+            if "sinks" in into:
+                of_sink = xp.where(sink == -np.inf, 0, xp.exp(sink - lse) * d)
+                into["sinks"][rows.head] -= of_sink.sum()
+            _add_to_captures(xp, into, rows, x, dt, modified.scores, arithmetic)
+
+
+def _softmax(
+    xp: Any, x: Any, rows: Rows, modified: Modified, sink: Any
+) -> tuple[Any, Any, Any | None, Any]:
+    """The softmax of rows of scaled scores.
+
+    Returns
+    -------
+    p : array, (rows, keys)
+        0 where hidden.
+    seen : bool array, (rows, keys)
+    slope : array, broadcastable to p, or None
+        See `apply_with_slope`.
+    lse : array, (rows,)
+    """
+    if rows.end == 0:
+        return x, x == x, None, xp.broadcast_to(sink, x.shape[:1])
+    changed, slope = apply_with_slope(modified.scores, x, rows.at, xp)
+    p = xp.empty_like(x)
+    # A score that depends on less than the pair has fewer elements.
+    p[...] = changed
+    hide(xp, p, rows.mask, rows.span.start)
+    seen = p != -np.inf
+    lse, row_sum, _ = softmax_terms(xp, p, sink)
+    return xp.where(seen, p / row_sum, 0), seen, slope, lse
+
+
+def _product(xp: Any, weights: Any, seen: Any, rows: Any) -> Any:
+    """``weights @ rows``, where what is not seen is left out: it has a weight of 0.
+
+    A row that holds NaN or inf is added by itself, to what sees it.
+    """
+    odd = ~xp.isfinite(rows).all(axis=1)
+    if not bool(odd.any()):
+        return xp.matmul(weights, rows)
+    result = xp.matmul(weights[:, ~odd], rows[~odd])
+    for j in xp.flatnonzero(odd).tolist():
+        result += xp.where(seen[:, j, None], weights[:, j, None] * rows[j], 0)
+    return result
+
+
+def _add_to_bias(total: Any, rows: Rows, dt: Any) -> None:
+    """Add to the gradient of a bias, which has the axes that `Scores` says, what pairs give."""
+    at = rows.at
+    first = rows.span.start + (at.q_start if total.ndim == 3 else 0)
+    index = (at.h,) if total.ndim == 3 else (at.b, at.h)
+    index += slice(first, first + dt.shape[0]), slice(0, rows.end)
+    # An axis of one serves all.
+    shared = tuple(axis for axis in (0, 1) if total.shape[axis - 2] == 1)
+    part = tuple(
+        slice(None) if n == 1 else slice(i, i + 1) if isinstance(i, int) else i
+        for i, n in zip(index, total.shape, strict=True)
+    )
+    total[part] += dt.sum(axis=shared, keepdims=True)
+
+
+def _add_to_captures(
+    xp: Any,
+    into: Mapping[str, Any],
+    rows: Rows,
+    x: Any,
+    dt: Any,
+    scores: Scores,
+    arithmetic: Arithmetic,
+) -> None:
+    """Add to the gradients of captured arrays what pairs give."""
+    if not any(name.startswith(OF_MOD) for name in into):
+        return
+    assert scores.score_mod is not None
+    x = behind_softcap(scores, x, xp)
+    found = capture_gradients(scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes)
+    for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
+        into[OF_MOD + name][...] += found[name]

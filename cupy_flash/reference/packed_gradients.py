@@ -1,0 +1,175 @@
+"""The gradients of the attention formula over packed sequences, one sequence after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from cupy_flash.arrays.kinds import read, way_back
+from cupy_flash.host.sequence_places import Keys, Queries
+from cupy_flash.reference.gradients import (
+    EXACT,
+    SIZES,
+    Arithmetic,
+    Gradients,
+    ScoreErrors,
+    check_rows,
+    gradient_formula,
+    read_all,
+)
+from cupy_flash.reference.modifications import read_modifications
+from cupy_flash.reference.packed import keys_of, packed_sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+
+def attention_varlen_backward_reference(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dlse: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any = None,
+    wrt: Iterable[str] | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """Gradients of attention over packed sequences, in float64 by the plain formula.
+
+    Parameters
+    ----------
+    dout : array, (total_q, heads_q, head_dim_v)
+        Gradient of the output, of q's kind and of any float dtype.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As of `cupy_flash.attention_varlen_reference`, without pages.
+    dlse : array, (heads_q, total_q), optional
+        Gradient of the log-sum-exp.
+    causal, softmax_scale, seqused_k, **modifications
+        As of `cupy_flash.attention_varlen_reference`.
+    wrt : iterable of str, optional
+        As of `cupy_flash.attention_backward_reference`.
+
+    Returns
+    -------
+    tuple of float64 arrays
+        As of `cupy_flash.attention_backward_reference`. Rows of no sequence have gradients of 0,
+        and those that two sequences have in common get the sum.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As by `cupy_flash.attention_backward_reference`.
+    """
+    return packed_gradients(
+        *(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        arithmetic=EXACT,
+        dlse=dlse,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        seqused_k=seqused_k,
+        wrt=wrt,
+        **modifications,
+    )
+
+
+def backward_varlen_naive(
+    dout: Any, q: Any, *others: Any, out: Any = None, grad_dtype: Any = None, **options: Any
+) -> tuple[Any, ...]:
+    """Gradients over packed sequences as one writes them without a fused kernel.
+
+    Parameters
+    ----------
+    dout, q, *others, **options
+        As of :func:`attention_varlen_backward_reference`.
+    out : array, (total_q, heads_q, head_dim_v), optional
+        As of :func:`~cupy_flash.reference.gradients.backward_naive`.
+    grad_dtype : dtype, optional
+        Of the gradients; that of each input if not given.
+
+    Returns
+    -------
+    tuple of arrays
+        As of :func:`attention_varlen_backward_reference`.
+    """
+    arithmetic = Arithmetic.of(read("q", q).dtype, grad_dtype)
+    return packed_gradients(dout, q, *others, arithmetic=arithmetic, out=out, **options)
+
+
+def gradient_varlen_sizes(
+    dout: Any, q: Any, *others: Any, errors: ScoreErrors | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """What gradients over packed sequences would be if nothing cancelled.
+
+    Parameters
+    ----------
+    dout, q, *others, **options
+        As of :func:`attention_varlen_backward_reference`.
+    errors
+        As of :func:`~cupy_flash.reference.gradients.gradient_sizes`.
+
+    Returns
+    -------
+    tuple of float64 arrays
+        See :func:`~cupy_flash.reference.gradients.gradient_sizes`.
+    """
+    arithmetic = SIZES._replace(errors=errors)
+    return packed_gradients(dout, q, *others, arithmetic=arithmetic, **options)
+
+
+def packed_gradients(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    arithmetic: Arithmetic,
+    out: Any = None,
+    dlse: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    seqused_k: Any = None,
+    wrt: Iterable[str] | None = None,
+    **modifications: Unpack[Modifications],
+) -> tuple[Any, ...]:
+    """`attention_varlen_backward_reference` by any arithmetic, and of any output."""
+    convert = way_back("q", q)
+    q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
+    check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
+    modified = read_modifications(modifications, packed=True)
+    gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
+    for found, keys, at in packed_sequences(
+        *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
+    ):
+        part = functools.partial(_of_sequence, found=found, keys=keys)
+        gradient_formula(
+            *(part("q", dout), part("q", q), part("k", k), part("v", v)),
+            out=None if out is None else part("q", out),
+            dlse=None if dlse is None else dlse[None, :, found.rows],
+            causal=causal,
+            softmax_scale=softmax_scale,
+            modified=modified,
+            sequence=at,
+            arithmetic=arithmetic,
+            into=gradients.parts(part),
+        )
+    return gradients.results(convert)
+
+
+def _of_sequence(name: str, x: Any, found: Queries, keys: Keys) -> Any:
+    """What a sequence has of q, or what is like it, of k or of v: (1, heads, seqlen, dim)."""
+    rows = x[found.rows] if name == "q" else keys_of(x, keys)
+    return rows[None].swapaxes(1, 2)

@@ -1,0 +1,407 @@
+"""Attention for PyTorch: `flash_attention` and its kin on tensors, with gradients by autograd.
+
+    from cupy_flash.torch import flash_attention
+
+The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
+v, bias and sinks, and come from out and, with return_lse, from lse. Without gradients they cost
+what the plain functions do.
+
+In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
+mask_mod is among its arguments: those break the graph in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.mods.keywords import ARRAYS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cupy_flash.mods.keywords import Modifications
+
+__all__ = ["flash_attention", "flash_attention_qkvpacked", "flash_attention_varlen"]
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention` of tensors, differentiable.
+
+    Parameters
+    ----------
+    q, k, v, causal, softmax_scale, q_offset, layout, return_lse, **modifications
+        As of `cupy_flash.flash_attention`.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen_q, heads_q, head_dim_v)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `cupy_flash.flash_attention` and, in the backward pass,
+        `cupy_flash.flash_attention_backward`.
+    """
+    if torch.compiler.is_compiling() and not _has_functions(modifications):
+        plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
+        out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
+        return (out, lse) if return_lse else out
+    options = {
+        "causal": causal,
+        "softmax_scale": softmax_scale,
+        "q_offset": q_offset,
+        "layout": layout,
+    }
+    call, others = dense_call(options, modifications)
+    return _run(call, (q, k, v, *others), return_lse)
+
+
+def flash_attention_qkvpacked(
+    qkv: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    q_offset: int | None = None,
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention_qkvpacked` of a tensor, differentiable.
+
+    Parameters
+    ----------
+    qkv, causal, softmax_scale, q_offset, return_lse, **modifications
+        As of `cupy_flash.flash_attention_qkvpacked`.
+
+    Returns
+    -------
+    out : Tensor, shape (batch, seqlen, heads, head_dim)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention`.
+    """
+    return flash_attention(
+        *qkv.unbind(2),
+        causal=causal,
+        softmax_scale=softmax_scale,
+        q_offset=q_offset,
+        return_lse=return_lse,
+        **modifications,
+    )
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    **modifications: Unpack[Modifications],
+) -> Any:
+    """`cupy_flash.flash_attention_varlen` of tensors, differentiable.
+
+    Parameters
+    ----------
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+    return_lse, **modifications
+        As of `cupy_flash.flash_attention_varlen`.
+
+    Returns
+    -------
+    out : Tensor, shape (total_q, heads_q, head_dim_v)
+        With return_lse the pair of out and lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `flash_attention`.
+    """
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if torch.compiler.is_compiling() and not _has_functions(modifications):
+        plain = _plain(modifications)
+        out, lse = torch.ops.cupy_flash.attention_varlen(
+            *(q, k, v, *plain, *lengths, causal, softmax_scale)
+        )
+        return (out, lse) if return_lse else out
+    options = {"causal": causal, "softmax_scale": softmax_scale}
+    call, others = varlen_call(lengths, options, modifications)
+    return _run(call, (q, k, v, *others), return_lse)
+
+
+def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor.requires_grad:
+                function = _AttentionAndLse if return_lse else _Attention
+                return function.apply(call, *inputs)
+    return call.run(_without_graph(inputs), return_lse=return_lse)
+
+
+_outside_graph = torch.compiler.disable(_eager)
+
+
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
+    # What keeps a function out of graphs costs each call of it 5 us.
+    run = _outside_graph if torch.compiler.is_compiling() else _eager
+    return run(call, inputs, return_lse)
+
+
+# What `Function.apply` does besides, for functorch's transforms, takes 2.5 us. Of their tensors no
+# memory can be read.
+_Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
+class _Attention(_Function):  # type: ignore[misc]
+    """A call in autograd's graph, of which out is used alone."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        return _saved(ctx, call, inputs)[0]
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        pull_back = _pull_back_once if torch.is_grad_enabled() else _pull_back_saved
+        result: tuple[Tensor | None, ...] = pull_back(ctx, dout, dlse)
+        return result
+
+
+class _AttentionAndLse(_Attention):
+    """One of which both out and lse are."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        return _saved(ctx, call, inputs)
+
+
+def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
+    """Out and lse, kept with what they are of."""
+    results = call.run(_without_graph(inputs))
+    ctx.set_materialize_grads(False)
+    ctx.call = call
+    ctx.save_for_backward(*inputs, *results)
+    return results
+
+
+def _pull_back_saved(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    needed = ctx.needs_input_grad[1:]
+    return None, *_pull_back(ctx.call, tuple(inputs), (out, lse), (dout, dlse), needed)
+
+
+# A second derivative of it is an error.
+_pull_back_once = once_differentiable(_pull_back_saved)
+
+
+def _pull_back(
+    call: DifferentiableCall,
+    inputs: tuple[Tensor, ...],
+    results: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor | None, Tensor | None],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """A gradient for each input, None where none is needed."""
+    dout, dlse = gradients
+    if dout is None and dlse is None:
+        return (None,) * len(inputs)
+    if dout is None:
+        dout = torch.zeros((), dtype=results[0].dtype, device=results[0].device)
+        dout = dout.expand(results[0].shape)
+    wrt = call.names
+    if not all(needed):
+        wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
+    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
+    if len(new) == len(inputs):
+        return new
+    found = dict(zip(wrt, new, strict=True))
+    return tuple([found.get(name) for name in call.names])
+
+
+def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What can be read where autograd does not record: in host memory no tensor of its graph."""
+    return inputs if inputs[0].is_cuda else tuple([tensor.detach() for tensor in inputs])
+
+
+def _has_functions(modifications: Any) -> bool:
+    return any(modifications.get(name) is not None for name in ("score_mod", "mask_mod"))
+
+
+# What operators are given of modifications, in order: what has gradients, other arrays, numbers.
+_WITH_GRADIENT = ("bias", "sinks")
+_ARRAYS = tuple(name for name in ARRAYS if name not in _WITH_GRADIENT)
+_NUMBERS = ("window_size", "softcap")
+_OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
+
+
+def _plain(modifications: Any) -> tuple[Any, ...]:
+    """Modifications as operators take them; a window's bound of -1 is none."""
+    window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
+    arrays = [modifications.get(name) for name in _ARRAYS]
+    of_gradient = [modifications.get(name) for name in _WITH_GRADIENT]
+    return *of_gradient, arrays, window, modifications.get("softcap")
+
+
+def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
+    """`_plain` undone."""
+    bias, sinks, arrays, window, softcap = modifications
+    names = (*_WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
+    return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
+
+
+class _Operator(NamedTuple):
+    """A public function as an operator, whose arguments are q, k, v, modifications, and others.
+
+    Attributes
+    ----------
+    name
+        Of the operator.
+    schema
+        Of the others.
+    of_plain
+        The call, and its inputs besides q, k and v, of modifications and others.
+    lse_shape
+        Of q and the others.
+    """
+
+    name: str
+    schema: str
+    of_plain: Callable[..., tuple[DifferentiableCall, tuple[Any, ...]]]
+    lse_shape: Callable[..., tuple[Any, ...]]
+
+    def register(self) -> None:
+        """Make it and its gradient, which is an operator too, known to torch."""
+        arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
+        made = torch.library.custom_op(
+            f"cupy_flash::{self.name}",
+            self.run,
+            mutates_args=(),
+            schema=f"({arguments}) -> (Tensor, Tensor)",
+        )
+        made.register_fake(self.run_fake)
+        made.register_autograd(self.backward, setup_context=_save)
+        results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
+        torch.library.custom_op(
+            f"cupy_flash::{self.name}_gradients",
+            self.gradients,
+            mutates_args=(),
+            schema=f"({results}, {arguments}) -> Tensor[]",
+        ).register_fake(self.gradients_fake)
+
+    def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+        """The call of an operator's arguments, and its inputs."""
+        call, others = self.of_plain(_options(values[3:8]), *values[8:])
+        return call, (*values[:3], *others)
+
+    def run(self, *values: Any) -> tuple[Any, Any]:
+        """Attention: out and lse."""
+        call, inputs = self._call(values)
+        results: tuple[Any, Any] = call.run(_without_graph(inputs))
+        return results
+
+    def run_fake(self, *values: Any) -> tuple[Any, Any]:
+        """Their shapes."""
+        q, v = values[0], values[2]
+        accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        return out, q.new_empty(self.lse_shape(q, *values[8:]), dtype=accumulator)
+
+    def gradients(
+        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+    ) -> list[Any]:
+        """Those of q, k, v, bias and sinks that are there and needed."""
+        call, inputs = self._call(values)
+        found = _pull_back(call, inputs, (out, lse), (dout, dlse), tuple(needed))
+        return [gradient for gradient in found if gradient is not None]
+
+    def gradients_fake(
+        self, dout: Any, dlse: Any, out: Any, lse: Any, needed: list[bool], *values: Any
+    ) -> list[Any]:
+        """Their shapes."""
+        inputs = [x for x in values[:5] if x is not None]
+        return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
+
+    def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
+        """A gradient for each argument of the operator."""
+        q, k, v, bias, sinks, out, lse, *arrays = ctx.saved_tensors
+        first = (q, k, v, bias, sinks)
+        values = (*first, arrays, *ctx.values)
+        needed = [n for x, n in zip(first, ctx.needs_input_grad, strict=False) if x is not None]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        operator = getattr(torch.ops.cupy_flash, f"{self.name}_gradients")
+        new = iter(operator(dout, dlse, out, lse, needed, *values))
+        of_first = (
+            next(new) if x is not None and n else None
+            for x, n in zip(first, ctx.needs_input_grad, strict=False)
+        )
+        return *of_first, *[None] * (len(values) - len(first))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+    arrays = inputs[5]
+    ctx.values = inputs[6:]
+    ctx.save_for_backward(*inputs[:5], *output, *arrays)
+    ctx.set_materialize_grads(False)
+
+
+def _dense_of_plain(modifications: Any, *values: Any) -> Any:
+    names = ("causal", "softmax_scale", "q_offset", "layout")
+    return dense_call(dict(zip(names, values, strict=True)), modifications)
+
+
+def _varlen_of_plain(modifications: Any, *values: Any) -> Any:
+    names = ("causal", "softmax_scale")
+    return varlen_call(values[:4], dict(zip(names, values[4:], strict=True)), modifications)
+
+
+def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
+    batch, first, second, _ = q.shape
+    return (batch, second, first) if values[3] == "bshd" else (batch, first, second)
+
+
+def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
+    return q.shape[1], q.shape[0]
+
+
+_Operator(
+    "attention",
+    "bool causal, float? softmax_scale, int? q_offset, str layout",
+    _dense_of_plain,
+    _dense_lse_shape,
+).register()
+_Operator(
+    "attention_varlen",
+    f"{_LENGTHS}, bool causal, float? softmax_scale",
+    _varlen_of_plain,
+    _varlen_lse_shape,
+).register()

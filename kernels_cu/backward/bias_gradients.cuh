@@ -1,0 +1,170 @@
+// The gradient of a bias: those of the scores, summed up along the axes that it is broadcast along.
+//
+// A block owns a tile of it, and goes through the tiles of scores that read it in one order. Where
+// a gradient has few tiles, as that of a padding mask, several blocks share the scores of one: each
+// leaves its part in the workspace, and another kernel adds those up.
+#pragma once
+
+#include "backward/exact_sum.cuh"
+#include "backward/params.cuh"
+#include "backward/score_gradients.cuh"
+#include "grid/schedule.cuh"
+#include "score/capture.cuh"
+
+template <class Config>
+struct BiasGradients {
+  using Scores = ScoreGradients<Config>;
+  using T = typename Scores::T;
+  static constexpr int size = Scores::size, own = Scores::own;
+  static constexpr int stride = size + 1;
+
+  union Shared {
+    typename Scores::Shared operands;
+    T tile[size * stride];
+  };
+
+  // Tiles of scores, along each axis.
+  struct Tiles {
+    int batch;
+    int heads;
+    int rows;
+    int keys;
+
+    __device__ int64 count() const { return int64(batch) * heads * rows * keys; }
+    // By their number.
+    __device__ Tiles operator[](int64 number) const {
+      const int key = number % keys;
+      number /= keys;
+      const int row = number % rows;
+      number /= rows;
+      return {int(number / heads), int(number % heads), row, key};
+    }
+  };
+
+  const GradientParams& p;
+  const BiasGradient& of;
+  Shared& shared;
+  const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+  const bool keeps_rows = of.rows > 1;
+  const bool keeps_keys = of.keys > 1;
+  // Rows of a packed bias tell the sequence.
+  const bool keeps_batch = is_packed ? keeps_rows : of.batch > 1;
+  const bool keeps_heads = of.heads > 1;
+  ExactSum<T> sums[own][own];
+
+  __device__ BiasGradients(const GradientParams& p, Shared& shared)
+      : p(p), of(p.dbias), shared(shared) {}
+
+  template <class Gradient>
+  __device__ void run() {
+    const int row_tiles = ceil_div(p.seqlen_q, size), key_tiles = ceil_div(p.seqlen_k, size);
+    const Tiles own_tiles = {keeps_batch ? p.batch : 1, keeps_heads ? p.heads_q : 1,
+                             keeps_rows ? row_tiles : 1, keeps_keys ? key_tiles : 1};
+    const Tiles passing = {keeps_batch ? 1 : p.batch, keeps_heads ? 1 : p.heads_q,
+                           keeps_rows ? 1 : row_tiles, keeps_keys ? 1 : key_tiles};
+    const int part = blockIdx.x % of.parts;
+    const Tiles mine = own_tiles[blockIdx.x / of.parts];
+    const int64 share = (passing.count() + of.parts - 1) / of.parts;
+    const int64 end = min((part + 1) * share, passing.count());
+    for (int64 number = part * share; number < end; ++number) {
+      const Tiles other = passing[number];
+      // Along each axis one of both is 0.
+      visit(mine.batch + other.batch, mine.heads + other.heads, (mine.rows + other.rows) * size,
+            (mine.keys + other.keys) * size);
+    }
+    if (of.parts > 1) {
+      const int64 elements = int64(of.batch) * of.heads * of.rows * of.keys;
+      write(static_cast<T*>(p.bias_parts) + part * elements, mine);
+    } else {
+      write(static_cast<Gradient*>(of.data), mine);
+    }
+  }
+
+ private:
+  __device__ void visit(int batch, int head, int row, int key) {
+    const Sequence at = sequence_of<Config>(p, batch);
+    if (row >= at.seqlen_q) return;
+    const Mask<Config> mask = mask_of<Config>(p, at, batch);
+    const KeyTiles seen =
+        find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+    if (key < seen.begin * size || key >= seen.end * size) return;
+    Scores scores;
+    scores.find(p, shared.operands, at, mask, batch, head, row, key);
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+#pragma unroll
+      for (int j = 0; j < own; ++j) sums[i][j].add(scores.gradients[i][j]);
+    }
+  }
+
+  template <class Result>
+  __device__ void write(Result* result, const Tiles& mine) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < own; ++i) {
+#pragma unroll
+      for (int j = 0; j < own; ++j) {
+        shared.tile[Scores::row(i) * stride + Scores::key(j)] = sums[i][j].total();
+      }
+    }
+    __syncthreads();
+    if (!keeps_rows) fold(size, 1, stride);
+    if (!keeps_keys) fold(keeps_rows ? size : 1, stride, 1);
+    const Sequence at = sequence_of<Config>(p, mine.batch);
+    const int rows = keeps_rows ? min(size, at.seqlen_q - mine.rows * size) : 1;
+    const int keys = keeps_keys ? min(size, of.keys - mine.keys * size) : 1;
+    const int64 first_row = int64(mine.rows) * size + (is_packed && keeps_rows ? at.q_first : 0);
+    const int64 head = (is_packed ? 0 : int64(mine.batch) * of.heads) + mine.heads;
+    for (int i = threadIdx.x; i < size * size; i += Scores::threads) {
+      const int row = i / size, key = i % size;
+      if (row >= rows || key >= keys) continue;
+      result[(head * of.rows + first_row + row) * of.keys + mine.keys * size + key] =
+          narrow<Result>(shared.tile[row * stride + key]);
+    }
+  }
+
+  // Leaves the sums of `count` lines, of elements so far apart, in the first of each.
+  __device__ void fold(int count, int line_stride, int element_stride) {
+    if (int(threadIdx.x) < count) {
+      T* line = shared.tile + threadIdx.x * line_stride;
+      ExactSum<T> sum;
+      for (int i = 0; i < size; ++i) sum.add(line[i * element_stride]);
+      *line = sum.total();
+    }
+    __syncthreads();
+  }
+};
+
+template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
+__device__ void find_bias_gradient(const GradientParams& p,
+                                   const Capture<Input, Offset, Rank, ContiguousLast>&) {
+  using Kernel = BiasGradients<Config>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel(p, shared).template run<typename GradientType<Config, Input>::type>();
+}
+
+template <class Config>
+__device__ void bias_gradients(const GradientParams& p) {
+  find_bias_gradient<Config>(p, p.mods.bias);
+}
+
+template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
+__device__ void add_bias_parts(const GradientParams& p,
+                               const Capture<Input, Offset, Rank, ContiguousLast>&) {
+  using T = Accumulator<typename Config::Element>;
+  using Gradient = typename GradientType<Config, Input>::type;
+  const BiasGradient& of = p.dbias;
+  const int64 elements = int64(of.batch) * of.heads * of.rows * of.keys;
+  const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= elements) return;
+  ExactSum<T> sum;
+  for (int part = 0; part < of.parts; ++part) {
+    sum.add(static_cast<const T*>(p.bias_parts)[part * elements + i]);
+  }
+  static_cast<Gradient*>(of.data)[i] = narrow<Gradient>(sum.total());
+}
+
+template <class Config>
+__device__ void bias_sums(const GradientParams& p) {
+  add_bias_parts<Config>(p, p.mods.bias);
+}

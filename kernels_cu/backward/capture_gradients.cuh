@@ -1,0 +1,293 @@
+// Gradients of arrays that a modification of scores captures: each pair adds to the elements that
+// it reads, and these are anywhere. So that the order makes no difference, contributions are added
+// up as integers (fixed_point.cuh).
+//
+// A first kernel finds the largest contribution M to each array, which the unit of the integers
+// depends on; a second finds all of them again and adds them up; a third converts. Of n < 2^b
+// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33, M 2^-26,
+// an eighth of float32's eps, even if all are rounded the same way. As they are not, by about
+// sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up to 28.
+// What is below the normal numbers of float32, or float64, may count as 0.
+//
+// Infinite contributions, and NaN, are flags of their element, and of no other.
+//
+// What a thread adds to the same element again and again it sums up first, in its order, and makes
+// one contribution of, rounded to half an ulp.
+#pragma once
+
+#include "backward/exact_sum.cuh"
+#include "backward/fixed_point.cuh"
+#include "backward/params.cuh"
+#include "backward/score_gradients.cuh"
+#include "grid/schedule.cuh"
+#include "score/capture.cuh"
+
+template <class Input, class Offset, int Rank, bool ContiguousLast>
+__device__ int64 size_of(const Capture<Input, Offset, Rank, ContiguousLast>& capture) {
+  int64 size = 1;
+  if constexpr (Rank > 0) {
+    for (int length : capture.shape) size *= length;
+  }
+  return size;
+}
+
+// What the arrays whose gradients are wanted have in the workspace, as gradients.py counts it.
+template <class Config>
+struct CaptureSums {
+  using T = Accumulator<typename Config::Element>;
+  using Mods = typename Config::Mods;
+  static constexpr int count = Mods::differentiable;
+  // Two bits of each element: whether +inf was added to it, and -inf; both for NaN.
+  static constexpr int flags_of_word = 16;
+
+  int64 first[count];  // of an array's elements among all
+  int64 elements = 0;
+  Fixed* sums;
+  T* largest;  // (blocks, count): contributions of each block
+  unsigned* flags;
+
+  __device__ explicit CaptureSums(const GradientParams& p) {
+    Mods::visit_differentiable(p.mods, [&](int number, const auto& capture) {
+      first[number] = elements;
+      if (p.dcaptures[number] != nullptr) elements += size_of(capture);
+    });
+    sums = static_cast<Fixed*>(p.capture_sums);
+    largest = reinterpret_cast<T*>(sums + elements);
+    flags = reinterpret_cast<unsigned*>(largest + int64(gridDim.x) * count);
+  }
+
+  __device__ void clear() const {
+    const int64 step = int64(gridDim.x) * blockDim.x;
+    for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += step) {
+      sums[i] = {0, 0};
+      if (i % flags_of_word == 0) flags[i / flags_of_word] = 0;
+    }
+  }
+
+  __device__ void flag(int64 element, T x) const {
+    const unsigned bits = x > 0 ? 1 : x < 0 ? 2 : 3;
+    atomicOr(&flags[element / flags_of_word], bits << element % flags_of_word * 2);
+  }
+
+  __device__ double value(int64 element, const FixedUnit<T>& unit) const {
+    const double infinity = SoftmaxMath<double>::infinity();
+    switch (flags[element / flags_of_word] >> element % flags_of_word * 2 & 3) {
+      case 0: return unit.value(sums[element]);
+      case 1: return infinity;
+      case 2: return -infinity;
+      default: return infinity - infinity;
+    }
+  }
+};
+
+// The largest of all threads' numbers, one for each array.
+template <class T, int Count>
+struct LargestOfBlock {
+  static constexpr int warps = 8;
+  T of_warps[warps][Count];
+
+  __device__ void find(T (&x)[Count]) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int number = 0; number < Count; ++number) {
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) {
+        x[number] = max(x[number], __shfl_xor_sync(~0u, x[number], bit));
+      }
+      if (threadIdx.x % 32 == 0) of_warps[warp][number] = x[number];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int number = 0; number < Count; ++number) {
+      for (int i = 0; i < warps; ++i) x[number] = max(x[number], of_warps[i][number]);
+    }
+  }
+};
+
+// Of each array, in each thread.
+template <class Config>
+struct CaptureUnits {
+  using Sums = CaptureSums<Config>;
+  using T = typename Sums::T;
+  static constexpr int count = Sums::count;
+  using Shared = LargestOfBlock<T, count>;
+  FixedUnit<T> of[count];
+
+  __device__ CaptureUnits(const GradientParams& p, const Sums& all, Shared& shared) {
+    T largest[count] = {};
+    for (int block = threadIdx.x; block < int(gridDim.x); block += blockDim.x) {
+#pragma unroll
+      for (int number = 0; number < count; ++number) {
+        largest[number] = max(largest[number], all.largest[block * count + number]);
+      }
+    }
+    shared.find(largest);
+    const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+    const int64 rows = is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q;
+    const int64 contributions = rows * p.heads_q * p.seqlen_k * Config::Mods::loads;
+    const int bits = 64 - __clzll(contributions);
+#pragma unroll
+    for (int number = 0; number < count; ++number) of[number] = {largest[number], bits};
+  }
+};
+
+template <class Config, class Input, class Offset, int Rank, bool ContiguousLast>
+__device__ void write_capture(void* result, const Capture<Input, Offset, Rank, ContiguousLast>& of,
+                              const CaptureSums<Config>& all, int number,
+                              const FixedUnit<typename CaptureSums<Config>::T>& unit) {
+  using Gradient = typename GradientType<Config, Input>::type;
+  const int64 size = size_of(of), step = int64(gridDim.x) * blockDim.x;
+  for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += step) {
+    const double value = all.value(all.first[number] + i, unit);
+    static_cast<Gradient*>(result)[i] = narrow<Gradient>(Accumulator<Gradient>(value));
+  }
+}
+
+// Goes through all pairs. A block has tiles of rows in turns.
+template <class Config>
+struct Contributions {
+  using Mods = typename Config::Mods;
+  using Scores = ScoreGradients<Config>;
+  using Sums = CaptureSums<Config>;
+  using T = typename Scores::T;
+  static constexpr int size = Scores::size, own = Scores::own;
+
+  const GradientParams& p;
+  const Sums& all;
+  typename Scores::Shared& shared;
+  // The element of each array that a thread has added to last, and what it has added since it did
+  // to another one.
+  int64 last[Sums::count];
+  ExactSum<T> since[Sums::count];
+
+  __device__ Contributions(const GradientParams& p, const Sums& all,
+                           typename Scores::Shared& shared)
+      : p(p), all(all), shared(shared) {
+#pragma unroll
+    for (int64& element : last) element = -1;
+  }
+
+  // Calls visit(number, element, x) for a contribution to an array's element, which is counted
+  // among those of all arrays, and leave_rows() after each tile of rows.
+  template <class Visit, class LeaveRows>
+  __device__ void visit_all(Visit visit, LeaveRows leave_rows) {
+    const int tiles = ceil_div(p.seqlen_q, size);
+    const int64 end = int64(p.batch) * p.heads_q * tiles;
+    for (int64 number = blockIdx.x; number < end; number += gridDim.x) {
+      const int batch_head = number / tiles;
+      visit_rows(batch_head / p.heads_q, batch_head % p.heads_q, number % tiles * size, visit);
+      leave_rows();
+    }
+#pragma unroll
+    for (int number = 0; number < Sums::count; ++number) hand_on(number, visit);
+  }
+
+ private:
+  template <class Visit>
+  __device__ void visit_rows(int batch, int head, int row, Visit visit) {
+    const Sequence at = sequence_of<Config>(p, batch);
+    if (row >= at.seqlen_q) return;
+    const Mask<Config> mask = mask_of<Config>(p, at, batch);
+    const KeyTiles tiles =
+        find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
+    Scores scores;
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      scores.find(p, shared, at, mask, batch, head, row, tile * size);
+      // Down the keys, as what is read of a key is read by all rows.
+#pragma unroll
+      for (int j = 0; j < own; ++j) {
+#pragma unroll
+        for (int i = 0; i < own; ++i) {
+          if (scores.gradients[i][j] == 0) continue;
+          const int of_row = row + Scores::row(i);
+          const auto mod = Mods::row(p.mods, batch, head, of_row + mask.q_offset, of_row,
+                                     at.q_first, at.k_first, T(0));
+          Mods::spread(p.mods, mod, Mods::keys(p.mods, mod, tile * size + Scores::key(0)),
+                       j * Scores::side, scores.products[i][j], scores.gradients[i][j],
+                       [&](int number, int64 element, T x) { add(number, element, x, visit); });
+        }
+      }
+    }
+  }
+
+  template <class Visit>
+  __device__ void add(int number, int64 element, T x, Visit visit) {
+    if (p.dcaptures[number] == nullptr) return;
+    element += all.first[number];
+    if (!is_finite(x)) {
+      visit(number, element, x);
+      return;
+    }
+    if (last[number] != element) {
+      hand_on(number, visit);
+      last[number] = element;
+    }
+    since[number].add(x);
+  }
+
+  template <class Visit>
+  __device__ void hand_on(int number, Visit visit) {
+    if (last[number] >= 0) visit(number, last[number], since[number].total());
+    since[number] = {};
+  }
+};
+
+template <class Config>
+__device__ void measure_captures(const GradientParams& p) {
+  using Of = Contributions<Config>;
+  using T = typename Of::T;
+  constexpr int count = Of::Sums::count;
+  __shared__ typename Of::Scores::Shared operands;
+  __shared__ LargestOfBlock<T, count> of_block;
+  const CaptureSums<Config> all(p);
+  all.clear();
+  T largest[count] = {};
+  Of(p, all, operands)
+      .visit_all(
+          [&](int number, int64, T x) {
+            if (is_finite(x)) largest[number] = max(largest[number], x < 0 ? -x : x);
+          },
+          [] {});
+  of_block.find(largest);
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int number = 0; number < count; ++number) {
+    all.largest[blockIdx.x * count + number] = largest[number];
+  }
+}
+
+template <class Config>
+__device__ void add_captures(const GradientParams& p) {
+  using Of = Contributions<Config>;
+  using T = typename Of::T;
+  __shared__ typename Of::Scores::Shared operands;
+  __shared__ typename CaptureUnits<Config>::Shared largest;
+  __shared__ FixedSlots slots;
+  const CaptureSums<Config> all(p);
+  const CaptureUnits<Config> units(p, all, largest);
+  slots.clear();
+  Of(p, all, operands)
+      .visit_all(
+          [&](int number, int64 element, T x) {
+            if (is_finite(x)) {
+              slots.add(all.sums, element, units.of[number].of(x));
+            } else {
+              all.flag(element, x);
+            }
+          },
+          [&] { slots.empty(all.sums); });
+  slots.empty(all.sums);
+}
+
+template <class Config>
+__device__ void write_captures(const GradientParams& p) {
+  using Units = CaptureUnits<Config>;
+  __shared__ typename Units::Shared largest;
+  const CaptureSums<Config> all(p);
+  const Units units(p, all, largest);
+  Config::Mods::visit_differentiable(p.mods, [&](int number, const auto& capture) {
+    if (p.dcaptures[number] != nullptr) {
+      write_capture<Config>(p.dcaptures[number], capture, all, number, units.of[number]);
+    }
+  });
+}

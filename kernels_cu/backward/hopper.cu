@@ -1,0 +1,74 @@
+// Gradients of attention for float16 and bfloat16 on Hopper (sm_90a): five products in one pass.
+//
+// As in fused.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
+// tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
+// turns (turns.cuh), but from the first to the last, those of later keys ahead. Two warpgroups multiply with wgmma, half of the
+// keys each (hopper/consumer.cuh) or of wide heads half of the products (hopper/wide.cuh); warps of
+// a third load, and add dq (hopper/helpers.cuh).
+#include "backward/hopper/consumer.cuh"
+#include "backward/hopper/cta.cuh"
+#include "backward/hopper/helpers.cuh"
+#include "backward/hopper/wide.cuh"
+#include "backward/params.cuh"
+#include "backward/query_sums.cuh"
+#include "backward/row_terms.cuh"
+#include "backward/work.cuh"
+#include "ptx/sm90a.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+__device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const GradientWork work =
+      find_gradient_work<Config::Bc, true>(p.seqlen_k, p.batch, p.heads_kv,
+                                            p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
+  const Sequence at = sequence_of<Config>(p, work.batch);
+  if (work.begin >= at.seqlen_k) return;
+  const HopperGradientCta<Config> cta(p, maps, ptx::shared_address(shared_memory), work, at);
+  if (threadIdx.x == 0) {
+    cta.init_barriers();
+    ptx::prefetch_tensormap(&maps.q);
+    ptx::prefetch_tensormap(&maps.k);
+    ptx::prefetch_tensormap(&maps.v);
+    ptx::prefetch_tensormap(&maps.dout);
+  }
+  __syncthreads();
+  // By a shuffle, so that the compiler knows a warp is of one mind.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<Config::helper_registers>();
+    if (!cta.has_steps()) return;
+    const bool is_first = threadIdx.x % 32 == 0;
+    if (warp == 0 && is_first) HopperGradientLoader<Config>{cta}.load_all();
+    if (warp == 1) HopperGradientTerms<Config>{cta}.bring_all();
+    if constexpr (Config::wants_q) {
+      if (warp >= 2 && is_first) {
+        if constexpr (Config::wide) {
+          HopperTurnKeeper<Config>{cta, warp - 2}.keep_own();
+        } else {
+          HopperGradientAdder<Config>{cta, warp - 2}.add_own();
+        }
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<Config::consumer_registers>();
+    if constexpr (!Config::wide) {
+      HopperGradientConsumer<Config>(cta, warp / 4 - 1).run();
+    } else if (warp / 4 == 1) {
+      HopperValueConsumer<Config>(cta, 0).run();
+    } else {
+      HopperKeyConsumer<Config>(cta, 1).run();
+    }
+  }
+}
+
+// Of wide heads, whose consumers have no registers left to take the sums of other blocks to.
+template <class Config>
+__device__ void hopper_query_gradients(const GradientParams& p) {
+  using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  __shared__ typename Tile::Shared shared;
+  Tile::write(p, shared);
+}
+
+#endif  // __CUDA_ARCH__ == 900

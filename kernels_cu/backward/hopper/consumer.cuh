@@ -1,0 +1,235 @@
+// A consumer of the Hopper kernel of gradients: a warpgroup that owns 64 keys, whose dk and dv it
+// sums up in registers. Scores are transposed, so that p' and ds', packed as they lie, are left
+// operands of its products; ds alone goes through shared memory, for dq, of which each consumer
+// sums up a part over the keys of all.
+//
+// Products are asynchronous, and run in the order in which they are started. But only few are
+// queued: who starts more waits until those before are done. So exponentials are taken between the
+// starts of a product's parts, and dq is written before the next scores are started:
+//
+//   tensor cores   dp'(i)           dv(i)       |dq(i)     dk(i)      s'(i + 1)
+//   consumer       p = exp(s'(i))   write ds(i) |          write dq(i)
+//                                               ^ all consumers have written ds
+//
+// A step is a part of `columns` queries of a tile; dq waits for the last part. What products read of
+// shared memory takes nearly all of its bandwidth: operands that do not change are kept in registers
+// where there are some left, and row terms are taken while nothing waits for them: dp' is summed up
+// from -delta on.
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+#include "backward/hopper/products.cuh"
+#include "ptx/sm90a.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperGradientConsumer : HopperGradientProducts<Config> {
+  using Base = HopperGradientProducts<Config>;
+  using typename Base::Cta;
+  using typename Base::Fragments;
+  using typename Base::LeftOperand;
+  using typename Base::QueryParts;
+  using typename Base::Scores;
+  using typename Base::Step;
+  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
+  using Base::columns, Base::dim, Base::dim_v, Base::parts;
+  using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
+
+  // Whether k and v are kept in registers as well.
+  static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
+
+  int sums_parity = 1;
+  int sums_slot = 0;
+  int others_parity = 0;
+  float sums_k[dim / 2];
+  float sums_v[dim_v / 2];
+  Scores scores;     // then p
+  Scores gradients;  // of p, then of scores; from -delta of the rows on
+  typename Base::RowsOfLane lse_log2;  // of the scores that come next
+  unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
+  unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
+
+  using Base::Base;
+
+  __device__ void run() {
+    Base::clear(sums_k);
+    Base::clear(sums_v);
+    if (cta.has_steps()) sweep();
+    // The other consumer may still multiply with this one's keys, not with its values.
+    if constexpr (wants_v) Base::write_value_gradients(sums_v);
+    if constexpr (wants_q) Cta::await_consumers();
+    if constexpr (wants_k) Base::write_key_gradients(sums_k);
+  }
+
+ private:
+  __device__ void sweep() {
+    Step step = cta.first_step();
+    ptx::mbarrier_wait(cta.keys_full(), 0);
+    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
+    if constexpr (keeps_keys) {
+      Base::template keep<typename Base::KeyTile>(keys, cta.keys_at());
+      if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
+    }
+    Scores first;
+    Base::start_scores(first, keys, 0);
+    take_terms(0);
+    await_scores(first);
+    while (!cta.is_last(step)) {
+      visit<false>(step);
+      step = cta.step_behind(step);
+    }
+    visit<true>(step);
+  }
+
+  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the last.
+  template <bool Last>
+  __device__ void visit(const Step& step) {
+    const bool is_masked = cta.is_masked(step);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+    visit_parts<0, Last>(step, is_masked);
+  }
+
+  template <int Part, bool Last>
+  __device__ void visit_parts(const Step& step, bool is_masked) {
+    visit_part<Part, Last>(step, is_masked);
+    if constexpr (Part + 1 < parts) visit_parts<Part + 1, Last>(step, is_masked);
+  }
+
+  template <int Part, bool Last>
+  __device__ void visit_part(const Step& step, bool is_masked) {
+    constexpr bool ends_tile = Part == parts - 1;
+    constexpr bool has_next = !ends_tile || !Last;
+    constexpr bool sums_queries = wants_q && ends_tile;
+    // What a product makes is declared where it is started: so nothing that was there before takes
+    // registers until then.
+    LeftOperand left_p, left_ds;
+    weigh<Part>(step, is_masked);
+    Base::narrow(left_p, scores);
+    if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
+    if constexpr (wants_ds) {
+      if constexpr (!at_once) {
+        Base::template await<wants_v>(gradients);
+        Base::finish_gradients(gradients, scores, is_masked);
+      }
+      Base::narrow(left_ds, gradients);
+    }
+    if constexpr (wants_q) Base::write_pairs(left_ds, Part);
+
+    QueryParts query_sums;
+    if constexpr (sums_queries) {
+      ptx::fence_proxy_async();
+      Cta::await_consumers();
+      Base::start_query_sums(query_sums);
+    }
+    if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, Part);
+    Base::template await<int(sums_queries) + int(wants_k)>(sums_v);
+    const int slot = q_ring.slot;
+    if constexpr (ends_tile) {
+      Cta::tell(cta.dout_empty(dout_ring.slot));
+      dout_ring.advance();
+      q_ring.advance();
+    }
+    if constexpr (sums_queries) {
+      Base::template await<wants_k>(query_sums);
+      if (cta.is_last_turn(step.tile)) {
+        finish_query_sums(query_sums, step, slot);
+      } else {
+        write_query_sums(query_sums);
+      }
+    }
+    Scores next;
+    if constexpr (has_next) {
+      constexpr int next_part = ends_tile ? 0 : Part + 1;
+      if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+      Base::start_scores(next, keys, next_part);
+      take_terms(next_part);
+    }
+    Base::template await<has_next>(sums_k);
+    if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
+    if constexpr (has_next) await_scores(next);
+  }
+
+  __device__ void await_scores(Scores& next) {
+    Base::template await<0>(next);
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
+  }
+
+  // Takes what the rows of a part bring to registers, where the next products will want it.
+  __device__ void take_terms(int part) {
+    Base::take_lse(lse_log2, part);
+    typename Base::RowsOfLane minus_delta;
+    Base::take_minus_delta(minus_delta, part);
+    Base::spread(gradients, minus_delta);
+  }
+
+  // The scores become p; where `at_once`, the gradients of p those of the scores. Else these are
+  // only started.
+  template <int Part>
+  __device__ void weigh(const Step& step, bool is_masked) {
+    constexpr int rows = columns / 4;
+    if constexpr (at_once) {
+      Base::start_gradients(gradients, values, Part, [](int) {});
+      Base::template await<0>(gradients);
+      Base::weigh_both(scores, gradients, lse_log2, step, Part, is_masked);
+    } else if constexpr (wants_ds && !Config::modified) {
+      // One path of products: hidden pairs are left out behind it.
+      Base::start_gradients(gradients, values, Part, [&](int i) {
+        Base::template weigh_scores<false>(scores, lse_log2, step, Part, i * rows / Base::k_steps_v,
+                                           (i + 1) * rows / Base::k_steps_v);
+      });
+      if (is_masked) Base::hide_pairs(scores, step, Part);
+    } else {
+      if constexpr (wants_ds) Base::start_gradients(gradients, values, Part, [](int) {});
+      Base::weigh_all_scores(scores, lse_log2, step, Part, is_masked);
+    }
+    Base::look_for_seen(scores);
+  }
+
+  __device__ unsigned sums_at() const {
+    return cta.sums_at(consumer) +
+           Fragments::place(threadIdx.x / 32 % 4, 0, 0, threadIdx.x % 32) * int(sizeof(float));
+  }
+  __device__ void sums_are_full() {
+    Cta::tell(cta.sums_full(consumer, sums_slot));
+    sums_slot ^= 1;
+    sums_parity ^= 1;
+  }
+
+  // Hands the sums of dq to the adder, as they lie.
+  __device__ void write_query_sums(const QueryParts& sums) {
+    ptx::mbarrier_wait(cta.sums_empty(consumer), sums_parity);
+#pragma unroll
+    for (int j = 0; j < Fragments::column_tiles; ++j) {
+      unsigned of[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) of[c] = __float_as_uint(sums[4 * j + c]);
+      ptx::st_shared_v4(sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)), of);
+    }
+    ptx::fence_proxy_async();
+    sums_are_full();
+  }
+
+  // Adds those of the blocks before, and writes dq. Row terms are in the slot of the queries.
+  __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
+    ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
+    others_parity ^= 1;
+    if (cta.turn_of(step.tile) > 0) {
+#pragma unroll
+      for (int j = 0; j < Fragments::column_tiles; ++j) {
+        unsigned of[4];
+        ptx::ld_shared_v4(of, sums_at() + Fragments::place(0, 0, j, 0) * int(sizeof(float)));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sums[4 * j + c] += __uint_as_float(of[c]);
+      }
+      // The copy engine writes there again.
+      ptx::fence_proxy_async();
+    }
+    sums_are_full();
+    Base::write_query_gradients(sums, step, slot);
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

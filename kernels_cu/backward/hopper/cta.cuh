@@ -1,0 +1,276 @@
+// What the warps of a thread block share that computes gradients on Hopper: which tiles of queries
+// stream by, where they and all else lie in shared memory, and the barriers.
+//
+//   who               waits for                          does                       tells
+//   loader, 1 lane    q_empty, dout_empty                copies by the engine       q_full, dout_full
+//   terms, 1 warp     q_empty                            brings row terms           q_full
+//   adders, 2 lanes   the block's turn, sums_full        add dq to memory           sums_empty, turn
+//                     the last turn of a tile            bring the others' sums     others_full
+//   consumers,        q_full, dout_full, sums_empty,     multiply                   q_empty, dout_empty,
+//     128 lanes each  each other, once a tile                                       sums_full
+//                     others_full                        write dq of the tile       sums_full
+//
+// (of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns).
+//
+// Of packed sequences and of padded keys, what lies behind the last row belongs to others: there
+// the copies arrive at barriers of their own, where the warp of terms waits for them, clears those
+// rows and then tells the consumers. 0 times NaN would not go away.
+#pragma once
+
+#include "backward/params.cuh"
+#include "backward/query_sums.cuh"
+#include "backward/work.cuh"
+#include "forward/hopper/cta.cuh"
+#include "ptx/sm90a.cuh"
+#include "score/mask.cuh"
+#include "tile/slabs.cuh"
+
+struct GradientMaps {
+  TensorMap q;
+  TensorMap k;
+  TensorMap v;
+  TensorMap dout;
+};
+
+#if __CUDA_ARCH__ == 900
+
+// How sums of dq lie: as the accumulators of the consumers, of which each has some of the rows, or
+// where there are 64 only, some of the columns. See SumFragments.
+template <int Rows, int Columns, int consumers>
+struct WarpgroupFragments {
+  static constexpr bool by_rows = Rows == 64 * consumers;
+  static_assert(by_rows || Rows == 64, "a consumer multiplies 64 rows");
+  static constexpr int warps = 4 * consumers;
+  static constexpr int row_tiles = 1;
+  static constexpr int columns = by_rows ? Columns : Columns / consumers;  // of a consumer
+  static constexpr int column_tiles = columns / 8;
+  static constexpr int64 floats = int64(Rows) * Columns;
+  static constexpr int bytes_of_consumer = 64 * columns * 4;
+
+  __device__ static int place(int warp, int, int j, int lane) {
+    return ((warp * column_tiles + j) * 32 + lane) * 4;
+  }
+  __device__ static int row(int warp, int) {
+    return by_rows ? warp * 16 : warp % 4 * 16;
+  }
+  __device__ static int column(int warp, int j) {
+    return (by_rows ? 0 : warp / 4 * columns) + j * 8;
+  }
+};
+
+template <class Config>
+struct HopperGradientCta {
+  using Element = typename Config::Element;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  // With wide heads two consumers share 64 keys (wide.cuh), else each has 64.
+  static constexpr bool wide = Config::wide;
+  static constexpr int consumers = wide ? 2 : Bc / 64;
+  static constexpr bool wants_q = Config::wants_q;
+  static constexpr bool wants_k = Config::wants_k;
+  static constexpr bool wants_v = Config::wants_v;
+  static constexpr bool wants_ds = wants_q || wants_k;
+  static constexpr int dim = Config::padded_dim;
+  static constexpr int dim_v = Config::padded_dim_v;
+
+  using KeyTile = SlabTile<Bc, dim>;
+  using ValueTile = SlabTile<Bc, dim_v>;
+  using QueryTile = SlabTile<Br, dim>;
+  using DoutTile = SlabTile<Br, dim_v>;
+  // ds: queries by keys, a slab of each consumer's.
+  using PairTile = SlabTile<Br, Bc>;
+  using Fragments = WarpgroupFragments<Br, dim, consumers>;
+  static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
+
+  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange, row
+  // terms and barriers.
+  static constexpr int value_offset = KeyTile::bytes;
+  static constexpr int query_offset = value_offset + ValueTile::bytes;
+  static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
+  static constexpr int pair_offset = dout_offset + Config::dout_stages * DoutTile::bytes;
+  static constexpr int pair_stages = wide ? 1 : 2;
+  static constexpr int sums_offset = pair_offset + (wants_q ? pair_stages * PairTile::bytes : 0);
+  static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
+  static constexpr int sums_bytes = wide      ? weights_bytes
+                                    : wants_q ? int(Fragments::floats) * 4
+                                              : 0;
+  static constexpr int terms_offset = sums_offset + sums_bytes;
+  static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
+  static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
+  static constexpr int ring_barriers = 2 * (Config::q_stages + Config::dout_stages);
+  // Of k and v; of the sums of dq, or of what is exchanged and of turns.
+  static constexpr int sums_slots = 2;
+  static constexpr int other_barriers = 3 + 8;
+  static_assert(consumers == 2, "as many barriers");
+  static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
+  static constexpr int barriers =
+      ring_barriers + other_barriers + (Config::sequences ? arrived_barriers : 0);
+  static_assert(barrier_offset + barriers * 8 == Config::shared_memory, "as the host planned");
+
+  // Whether queries see other keys than their sequence's.
+  static constexpr bool is_bounded = Config::causal || Config::modified;
+
+  const GradientParams& p;
+  const GradientMaps& maps;
+  const unsigned shared;
+  const GradientWork work;
+  const Sequence at;
+  const Mask<Config> mask;
+  int first_tile;
+  int end_tile;
+
+  __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
+                               const GradientWork& work, const Sequence& at)
+      : p(p),
+        maps(maps),
+        shared(shared),
+        work(work),
+        at(at),
+        mask(mask_of<Config>(p, at, work.batch)) {
+    const QueryTiles tiles = find_query_tiles<Br>(mask, work.begin,
+                                                  min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
+    first_tile = tiles.begin;
+    end_tile = tiles.end;
+  }
+
+  // ---- The stream: of each query head of the group, tiles from the first to the last. With later
+  // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
+  // who begins there first, and the ones of earlier keys when they have got so far.
+
+  struct Step {
+    int head;
+    int tile;
+  };
+  __device__ bool has_steps() const { return first_tile < end_tile; }
+  __device__ int group() const { return p.heads_q / p.heads_kv; }
+  __device__ Step first_step() const { return {work.head * group(), first_tile}; }
+  __device__ bool is_last(const Step& step) const {
+    return step.tile == end_tile - 1 && step.head == (work.head + 1) * group() - 1;
+  }
+  __device__ Step step_behind(const Step& step) const {
+    if (step.tile < end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, first_tile};
+  }
+
+  // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
+  // dq. Rows behind the last are no rows to modifications.
+  __device__ bool is_masked(const Step& step) const {
+    if (work.begin + Bc > at.seqlen_k) return true;
+    if (!is_bounded && !Config::sequences) return false;
+    const int first = step.tile * Br, last = first + Br - 1;
+    return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
+           mask.visible_begin(last) > work.begin;
+  }
+
+  // Of all tiles of keys that a tile of queries sees, how many come before this one.
+  __device__ int turn_of(int tile) const {
+    const int seen = mask.visible_end(min((tile + 1) * Br, at.seqlen_q) - 1);
+    return ceil_div(seen, Bc) - 1 - work.begin / Bc;
+  }
+
+  // Whether none comes behind.
+  __device__ bool is_last_turn(int tile) const {
+    return work.begin / Bc == mask.visible_begin(tile * Br) / Bc;
+  }
+
+  // ---- Shared memory.
+
+  __device__ unsigned keys_at() const { return shared; }
+  __device__ unsigned values_at() const { return shared + value_offset; }
+  __device__ unsigned queries_at(int slot) const {
+    return shared + query_offset + slot * QueryTile::bytes;
+  }
+  __device__ unsigned douts_at(int slot) const {
+    return shared + dout_offset + slot * DoutTile::bytes;
+  }
+  __device__ unsigned pairs_at(int stage) const {
+    return shared + pair_offset + stage * PairTile::bytes;
+  }
+  __device__ unsigned sums_at(int consumer) const {
+    return shared + sums_offset + consumer * Fragments::bytes_of_consumer;
+  }
+  __device__ unsigned weights_at() const { return shared + sums_offset; }
+  // First lse_log2 of each row, then -delta.
+  __device__ float* terms(int slot) const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return reinterpret_cast<float*>(shared_memory + terms_offset) + slot * 2 * Br;
+  }
+
+  // ---- Barriers. A slot is full when all of it is there, empty when all consumers left it.
+
+  __device__ unsigned barrier(int index) const { return shared + barrier_offset + index * 8; }
+  __device__ unsigned q_full(int slot) const { return barrier(slot); }
+  __device__ unsigned q_empty(int slot) const { return q_full(Config::q_stages + slot); }
+  __device__ unsigned dout_full(int slot) const { return q_full(2 * Config::q_stages + slot); }
+  __device__ unsigned dout_empty(int slot) const { return dout_full(Config::dout_stages + slot); }
+  __device__ unsigned keys_full() const { return barrier(ring_barriers); }
+  __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
+  __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
+  // Of consumers with keys of their own. The buffer is one, but two lanes wait for it in turns, each
+  // at a barrier of its own.
+  __device__ unsigned sums_empty(int consumer) const {
+    return barrier(ring_barriers + 3 + consumer);
+  }
+  __device__ unsigned sums_full(int consumer, int slot) const {
+    return sums_empty(consumers + sums_slots * consumer + slot);
+  }
+  __device__ unsigned others_full(int consumer) const {
+    return barrier(ring_barriers + 3 + consumers + consumers * sums_slots + consumer);
+  }
+  // Of those that share keys.
+  __device__ unsigned weights_full() const { return barrier(ring_barriers + 3); }
+  __device__ unsigned pairs_full() const { return barrier(ring_barriers + 4); }
+  __device__ unsigned turn_full(int slot) const { return barrier(ring_barriers + 5 + slot); }
+  __device__ unsigned added(int slot) const { return turn_full(sums_slots + slot); }
+  __device__ unsigned q_arrived(int slot) const {
+    return barrier(ring_barriers + other_barriers + slot);
+  }
+  __device__ unsigned dout_arrived(int slot) const { return q_arrived(Config::q_stages + slot); }
+
+  __device__ void init_barriers() const {
+    constexpr int warps = 4 * consumers;
+    // Of queries, the loader and the warp of terms tell; of sequences that warp alone.
+    for (int slot = 0; slot < Config::q_stages; ++slot) {
+      ptx::mbarrier_init(q_full(slot), Config::sequences ? 1 : 2);
+      ptx::mbarrier_init(q_empty(slot), warps);
+      if (Config::sequences) ptx::mbarrier_init(q_arrived(slot), 1);
+    }
+    for (int slot = 0; slot < Config::dout_stages; ++slot) {
+      ptx::mbarrier_init(dout_full(slot), 1);
+      ptx::mbarrier_init(dout_empty(slot), warps);
+      if (Config::sequences) ptx::mbarrier_init(dout_arrived(slot), 1);
+    }
+    ptx::mbarrier_init(keys_full(), 1);
+    ptx::mbarrier_init(keys_arrived(), 1);
+    ptx::mbarrier_init(values_full(), 1);
+    if (wide) {
+      ptx::mbarrier_init(weights_full(), 4);
+      ptx::mbarrier_init(pairs_full(), 4);
+      for (int slot = 0; slot < sums_slots; ++slot) {
+        ptx::mbarrier_init(turn_full(slot), 1);
+        ptx::mbarrier_init(added(slot), warps);
+      }
+    } else {
+      for (int consumer = 0; consumer < consumers; ++consumer) {
+        ptx::mbarrier_init(sums_empty(consumer), 1);
+        ptx::mbarrier_init(others_full(consumer), 1);
+        for (int slot = 0; slot < sums_slots; ++slot) {
+          ptx::mbarrier_init(sums_full(consumer, slot), 4);
+        }
+      }
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+  // A warp tells that all its lanes are done.
+  __device__ static void tell(unsigned barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // Named barriers: of all consumers, and of one.
+  __device__ static void await_consumers() { ptx::bar_sync(1, 128 * consumers); }
+  __device__ static void await_own(int consumer) { ptx::bar_sync(2 + consumer, 128); }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,234 @@
+// The warps beside the consumers: one lane loads, a warp brings what rows bring, one lane adds sums
+// of dq to memory.
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+#include "backward/turns.cuh"
+#include "ptx/adds.cuh"
+#include "score/softmax.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// One lane. Has the copy engine bring k and v, and tiles of q and dout as they come.
+template <class Config>
+struct HopperGradientLoader {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+
+  const Cta& cta;
+  RingPosition<Config::q_stages> q_ring = {};
+  RingPosition<Config::dout_stages> dout_ring = {};
+
+  __device__ void load_all() {
+    const Sequence& at = cta.at;
+    load<typename Cta::KeyTile>(cta.keys_at(), &cta.maps.k, at.k_first + cta.work.begin,
+                                cta.work.head, at.k_batch,
+                                Config::sequences ? cta.keys_arrived() : cta.keys_full());
+    Step step = cta.first_step();
+    load_queries(step);
+    load<typename Cta::ValueTile>(cta.values_at(), &cta.maps.v, at.k_first + cta.work.begin,
+                                  cta.work.head, at.k_batch, cta.values_full());
+    load_douts(step);
+    while (!cta.is_last(step)) {
+      step = cta.step_behind(step);
+      load_queries(step);
+      load_douts(step);
+    }
+  }
+
+ private:
+  __device__ void load_queries(const Step& step) {
+    const int slot = q_ring.slot;
+    ptx::mbarrier_wait(cta.q_empty(slot), q_ring.parity ^ 1);
+    load<typename Cta::QueryTile>(cta.queries_at(slot), &cta.maps.q, row_of(step), step.head,
+                                  cta.at.q_batch,
+                                  Config::sequences ? cta.q_arrived(slot) : cta.q_full(slot));
+    q_ring.advance();
+  }
+
+  __device__ void load_douts(const Step& step) {
+    const int slot = dout_ring.slot;
+    ptx::mbarrier_wait(cta.dout_empty(slot), dout_ring.parity ^ 1);
+    load<typename Cta::DoutTile>(cta.douts_at(slot), &cta.maps.dout, row_of(step), step.head,
+                                 cta.at.q_batch,
+                                 Config::sequences ? cta.dout_arrived(slot) : cta.dout_full(slot));
+    dout_ring.advance();
+  }
+
+  __device__ int row_of(const Step& step) const {
+    return cta.at.q_first + step.tile * Config::Br;
+  }
+
+  template <class Tile>
+  __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
+                              unsigned barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+#pragma unroll
+    for (int slab = 0; slab < Tile::slabs; ++slab) {
+      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map, slab * Tile::line_columns,
+                                   row, head, batch, barrier, ptx::l2_evict_normal);
+    }
+  }
+};
+
+// One warp. Brings row terms to the slots of q, and where sequences may end inside of a tile,
+// clears what lies behind.
+template <class Config>
+struct HopperGradientTerms {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+  static constexpr int Br = Config::Br;
+  static constexpr int rows_of_lane = Br / 32;
+
+  const Cta& cta;
+  RingPosition<Config::q_stages> q_ring = {};
+  RingPosition<Config::dout_stages> dout_ring = {};
+
+  __device__ void bring_all() {
+    if constexpr (Config::sequences) {
+      clear_tail<typename Cta::KeyTile>(cta.keys_arrived(), 0, cta.keys_at(),
+                                        cta.at.seqlen_k - cta.work.begin);
+      Cta::tell(cta.keys_full());
+    }
+    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+      bring(step);
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void bring(const Step& step) {
+    const int left = cta.at.seqlen_q - step.tile * Br;
+    const auto* source = row_terms<Config>(cta.p) +
+                         first_row_of_head(cta.p, cta.at, step.head) + step.tile * Br;
+    RowTerms<float> found[rows_of_lane];
+#pragma unroll
+    for (int i = 0; i < rows_of_lane; ++i) {
+      const int row = i * 32 + threadIdx.x % 32;
+      found[i] = {SoftmaxMath<float>::infinity(), 0};
+      if (row < left) found[i] = source[row];
+    }
+    ptx::mbarrier_wait(cta.q_empty(q_ring.slot), q_ring.parity ^ 1);
+    float* terms = cta.terms(q_ring.slot);
+#pragma unroll
+    for (int i = 0; i < rows_of_lane; ++i) {
+      const int row = i * 32 + threadIdx.x % 32;
+      terms[row] = found[i].lse_log2;
+      terms[Br + row] = -found[i].delta;
+    }
+    if constexpr (Config::sequences) {
+      clear_tail<typename Cta::QueryTile>(cta.q_arrived(q_ring.slot), q_ring.parity,
+                                          cta.queries_at(q_ring.slot), left);
+    }
+    Cta::tell(cta.q_full(q_ring.slot));
+    q_ring.advance();
+    if constexpr (Config::sequences) {
+      clear_tail<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.slot), dout_ring.parity,
+                                         cta.douts_at(dout_ring.slot), left);
+      Cta::tell(cta.dout_full(dout_ring.slot));
+      dout_ring.advance();
+    }
+  }
+
+  // Of a tile that is on its way, of whose rows so many are the sequence's.
+  template <class Tile>
+  __device__ static void clear_tail(unsigned arrived, int parity, unsigned tile, int rows) {
+    ptx::mbarrier_wait(arrived, parity);
+    if (rows * Tile::line_bytes < Tile::slab_bytes) {
+      Tile::clear_rows(tile, rows);
+      ptx::fence_proxy_async();
+    }
+  }
+};
+
+// Two lanes, of two warps. Add the consumers' sums of tiles of dq to those in memory when it is the
+// block's turn, each of every other tile: an add takes longer than its copy from shared memory, and
+// passing a turn on longer still. The first block stores, so that nothing clears the sums, and the
+// last one adds nothing to memory: its consumers are given the sums of the others.
+//
+//   one    await turn, full | copy, tell empty | await the add, pass on | await turn, full ...
+//   other                   ... await turn, full | copy, tell empty | await the add, pass on ...
+template <class Config>
+struct HopperGradientAdder {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+  using Fragments = typename Cta::Fragments;
+  static constexpr int bytes = Fragments::bytes_of_consumer;
+
+  const Cta& cta;
+  const int slot;
+  int parity = 0;
+
+  __device__ void add_own() {
+    int index = 0;
+    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+      if (index == slot) add(step);
+      index ^= 1;
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void add(const Step& step) {
+    const QuerySums<Config> all(cta.p);
+    int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
+                                                         step.tile);
+    const int turn = cta.turn_of(step.tile);
+    while (ptx::ld_acquire_gpu(counter) != turn) {
+    }
+    ptx::fence_proxy_async_global();
+    if (cta.is_last_turn(step.tile)) {
+      bring_others(target, turn);
+    } else {
+      add_sums(target, turn);
+      pass_turn(counter);
+    }
+    parity ^= 1;
+  }
+
+  __device__ void add_sums(float* target, int turn) {
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
+      float* part = target + consumer * (bytes / 4);
+      if (turn == 0) {
+        ptx::cp_async_bulk_store(part, cta.sums_at(consumer), bytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add(part, cta.sums_at(consumer), bytes);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    static_assert(Cta::consumers == 2, "as many waits");
+    ptx::cp_async_bulk_wait_group_read<1>();
+    ptx::mbarrier_arrive(cta.sums_empty(0));
+    ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::mbarrier_arrive(cta.sums_empty(1));
+    // Read is not yet added.
+    ptx::cp_async_bulk_wait_group();
+    ptx::fence_proxy_async_global();
+  }
+
+  // To the buffer of the sums, which are full when the consumers have taken the others'.
+  __device__ void bring_others(const float* source, int turn) {
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      // Of the tile before, by the other lane.
+      ptx::mbarrier_wait(cta.sums_empty(consumer), slot ^ 1);
+      if (turn == 0) {
+        ptx::mbarrier_arrive(cta.others_full(consumer));
+      } else {
+        ptx::mbarrier_arrive_expect_tx(cta.others_full(consumer), bytes);
+        ptx::cp_async_bulk(cta.sums_at(consumer), source + consumer * (bytes / 4), bytes,
+                           cta.others_full(consumer));
+      }
+    }
+#pragma unroll
+    for (int consumer = 0; consumer < Cta::consumers; ++consumer) {
+      ptx::mbarrier_wait(cta.sums_full(consumer, slot), parity);
+      ptx::mbarrier_arrive(cta.sums_empty(consumer));
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,467 @@
+// What a consumer of the Hopper kernel of gradients does, a warpgroup: products of 64 keys with tiles
+// of queries, from registers or from shared memory, ds for others to read, and dk and dv in the end.
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+#include "backward/weigh.cuh"
+#include "ptx/sm90a.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_rows.cuh"
+#include "tile/access.cuh"
+#include "tile/fragments.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <bool Value>
+struct Const {
+  static constexpr bool value = Value;
+};
+
+template <class Config>
+struct HopperGradientProducts {
+  using Element = typename Config::Element;
+  using Gradient = typename Config::Gradient;
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+  using KeyTile = typename Cta::KeyTile;
+  using ValueTile = typename Cta::ValueTile;
+  using QueryTile = typename Cta::QueryTile;
+  using DoutTile = typename Cta::DoutTile;
+  using PairTile = typename Cta::PairTile;
+  using Fragments = typename Cta::Fragments;
+  using Mods = typename Config::Mods;
+  static constexpr bool wants_q = Cta::wants_q;
+  static constexpr bool wants_k = Cta::wants_k;
+  static constexpr bool wants_v = Cta::wants_v;
+  static constexpr bool wants_ds = Cta::wants_ds;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int dim = Cta::dim;
+  static constexpr int dim_v = Cta::dim_v;
+  static constexpr int columns = Config::columns;
+  static constexpr int parts = Br / columns;
+  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
+  static constexpr int k_steps_v = round_up(Config::head_dim_v, 16) / 16;
+  static_assert(columns % 16 == 0 && parts * columns == Br, "whole products");
+
+  // Both p and ds come from scores, gradients of p and what modifications need in one go where
+  // those have slopes.
+  static constexpr bool at_once = changes_slope<Mods>() && wants_ds;
+
+  using Scores = float[columns / 2];
+  using LeftOperand = unsigned[columns / 4];
+  using QueryParts = float[Fragments::columns / 2];
+
+  const Cta& cta;
+  const int consumer;
+  const float scale_log2;
+  RingPosition<Config::q_stages> q_ring = {};
+  RingPosition<Config::dout_stages> dout_ring = {};
+  RingPosition<Cta::pair_stages> pair_ring = {};
+  float seen[2] = {};  // sums of p, where a modification may hide all of a key
+
+  __device__ HopperGradientProducts(const Cta& cta, int consumer)
+      : cta(cta),
+        consumer(consumer),
+        scale_log2(signed_scale<Config, double>(cta.p) * SoftmaxMath<double>::log2_e) {}
+
+  // The first of the lane's keys among the block's; the other is eight behind.
+  __device__ int lane_key() const {
+    return own_key() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  }
+
+  // The first of the consumer's keys.
+  __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
+
+  // ---- Products.
+
+  // s' = k q', of a part of the queries in the slot that is next.
+  template <int Count>
+  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int part) const {
+    ptx::pin(scores);
+    ptx::wgmma_fence();
+    const unsigned rows = rows_of<QueryTile>(cta.queries_at(q_ring.slot), part);
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // dp' = v dout' - delta, which `gradients` holds, with `between` done after each part of it is
+  // started.
+  template <int Count, class Between>
+  __device__ void start_gradients(Scores& gradients, const unsigned (&values)[Count], int part,
+                                  Between between) const {
+    // As new values: accumulators that come from another copy of the loop's body the compiler takes
+    // for too many to have products under way.
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) {
+      gradients[i] = __int_as_float(ptx::opaque(__float_as_int(gradients[i])));
+    }
+    ptx::pin(gradients);
+    ptx::wgmma_fence();
+    const unsigned rows = rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part);
+#pragma unroll
+    for (int step = 0; step < k_steps_v; ++step) {
+      multiply<ValueTile, DoutTile>(gradients, values, cta.values_at(), rows, step, true);
+      between(step);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // A step of a product of the consumer's keys, in registers or at `left`, and the rows of another
+  // tile.
+  template <class LeftTile, class Tile, int Count>
+  __device__ void multiply(Scores& sums, const unsigned (&kept)[Count], unsigned left,
+                           unsigned rows, int step, bool accumulate) const {
+    const unsigned long long right =
+        Tile::k_along_columns() + (rows + Tile::column_step(step)) / 16;
+    if constexpr (Count > 1) {
+      Wgmma<Element, columns>::multiply_k_contiguous(sums, kept + 4 * step, right, accumulate);
+    } else {
+      Wgmma<Element, columns>::multiply(
+          sums,
+          LeftTile::k_along_columns() +
+              (own_rows<LeftTile>(left) + LeftTile::column_step(step)) / 16,
+          right, accumulate);
+    }
+  }
+
+  template <class Tile, int Count>
+  __device__ void keep(unsigned (&kept)[Count], unsigned tile) const {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+    const unsigned line = own_rows<Tile>(tile) + row * Tile::line_bytes;
+#pragma unroll
+    for (int step = 0; step < Count / 4; ++step) {
+      unsigned fragment[4];
+      ptx::ldmatrix_x4(fragment, line + Tile::chunk_offset(row, 2 * step, threadIdx.x / 16 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept[4 * step + i] = fragment[i];
+    }
+  }
+
+  // Until a product's sums are there, of which so many were started later.
+  template <int Pending, int Count>
+  __device__ static void await(float (&sums)[Count]) {
+    ptx::wgmma_wait_group<Pending>();
+    ptx::pin(sums);
+  }
+
+  // dv += p' dout.
+  __device__ void start_value_sums(float (&sums_v)[dim_v / 2], const LeftOperand& left_p,
+                                   int part) const {
+    start_sums<DoutTile, dim_v>(sums_v, left_p,
+                                rows_of<DoutTile>(cta.douts_at(dout_ring.slot), part));
+  }
+  // dk += ds' q.
+  __device__ void start_key_sums(float (&sums_k)[dim / 2], const LeftOperand& left_ds,
+                                 int part) const {
+    start_sums<QueryTile, dim>(sums_k, left_ds,
+                               rows_of<QueryTile>(cta.queries_at(q_ring.slot), part));
+  }
+  template <class Tile, int Columns>
+  __device__ static void start_sums(float (&sums)[Columns / 2], const LeftOperand& left,
+                                    unsigned rows) {
+    const unsigned long long right = Tile::k_along_rows() + rows / 16;
+    ptx::pin(sums);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < columns / 16; ++step) {
+      Wgmma<Element, Columns>::multiply_n_contiguous(sums, left + 4 * step,
+                                                     right + Tile::row_step(step) / 16, 1);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // dq = ds k, the consumer's part.
+  __device__ void start_query_sums(QueryParts& sums) {
+    const unsigned rows = cta.pairs_at(pair_ring.slot) +
+                          (Fragments::by_rows ? 64 * consumer * PairTile::line_bytes : 0);
+    const unsigned keys =
+        cta.keys_at() +
+        (Fragments::by_rows
+             ? 0
+             : consumer * Fragments::columns / KeyTile::line_columns * KeyTile::slab_bytes);
+    const unsigned long long ds = PairTile::k_along_columns() + rows / 16;
+    const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
+    ptx::pin(sums);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Bc / 16; ++step) {
+      WgmmaRows<Element, Fragments::columns>::multiply(
+          sums, ds + PairTile::column_step(step) / 16, k + KeyTile::row_step(step) / 16, step != 0);
+    }
+    ptx::wgmma_commit_group();
+    pair_ring.advance();
+  }
+
+  // Of a tile of keys, where the consumer's begin; of one of queries, where a part begins.
+  template <class Tile>
+  __device__ unsigned own_rows(unsigned tile) const {
+    return tile + own_key() * Tile::line_bytes;
+  }
+  template <class Tile>
+  __device__ static unsigned rows_of(unsigned tile, int part) {
+    return tile + part * columns * Tile::line_bytes;
+  }
+
+  // ---- Between products.
+
+  // Of a part's rows, lse_log2 or -delta: the lane's.
+  using RowsOfLane = float[columns / 4];
+  __device__ void take_lse(RowsOfLane& lse_log2, int part) const { take(lse_log2, part, 0); }
+  __device__ void take_minus_delta(RowsOfLane& minus_delta, int part) const {
+    take(minus_delta, part, Br);
+  }
+  __device__ void take(RowsOfLane& of_rows, int part, int first) const {
+    const float* terms = cta.terms(q_ring.slot) + first + part * columns + threadIdx.x % 4 * 2;
+    using Pair = Vector<float, 2>;
+#pragma unroll
+    for (int j = 0; j < columns / 8; ++j) {
+      const Pair pair = *reinterpret_cast<const Pair*>(terms + 8 * j);
+      of_rows[2 * j] = pair.at[0];
+      of_rows[2 * j + 1] = pair.at[1];
+    }
+  }
+  // To be summed up from.
+  __device__ static void spread(Scores& gradients, const RowsOfLane& minus_delta) {
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) gradients[i] = minus_delta[i / 4 * 2 + i % 2];
+  }
+
+  // What `Weigh` asks of a part of a step's pairs; delta has been subtracted.
+  using WeighPart = Weigh<Config, columns / 4, 2>;
+  __device__ WeighPart weigh_part(const Step& step) const {
+    return {cta.p, cta.mask, cta.at, cta.work.batch, step.head, scale_log2};
+  }
+  __device__ auto rows_of_part(const Step& step, int part) const {
+    const int first = step.tile * Br + part * columns + threadIdx.x % 4 * 2;
+    return [=](int r) { return first + r / 2 * 8 + r % 2; };
+  }
+  __device__ static auto terms_of(const RowsOfLane& lse_log2) {
+    return [&](int r) { return RowTerms<float>{lse_log2[r], 0}; };
+  }
+  __device__ static auto element(Scores& of) {
+    return [&](int r, int n) -> float& { return of[r / 2 * 4 + 2 * n + r % 2]; };
+  }
+  __device__ static auto key_step() {
+    return [](int n) { return 8 * n; };
+  }
+  __device__ int first_key() const { return cta.work.begin + lane_key(); }
+
+  // Scores become p, and `gradients` of p those of the scores.
+  __device__ void weigh_both(Scores& scores, Scores& gradients, const RowsOfLane& lse_log2,
+                             const Step& step, int part, bool is_masked) const {
+    const auto run = [&](auto masked) {
+      weigh_part(step).template run<masked.value>(rows_of_part(step, part), first_key(),
+                                                  terms_of(lse_log2), element(scores),
+                                                  element(gradients), key_step());
+    };
+    is_masked ? run(Const<true>()) : run(Const<false>());
+  }
+
+  // The scores of rows `first` to `last` - 1 of the lane's become p.
+  template <bool Masked>
+  __device__ void weigh_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
+                               int part, int first, int last) const {
+    weigh_part(step).template begin<Masked>(rows_of_part(step, part), first_key(),
+                                            terms_of(lse_log2), element(scores), key_step(), first,
+                                            last);
+  }
+  __device__ void weigh_all_scores(Scores& scores, const RowsOfLane& lse_log2, const Step& step,
+                                   int part, bool is_masked) const {
+    constexpr int rows = columns / 4;
+    if (is_masked) {
+      weigh_scores<true>(scores, lse_log2, step, part, 0, rows);
+    } else {
+      weigh_scores<false>(scores, lse_log2, step, part, 0, rows);
+    }
+  }
+  __device__ void hide_pairs(Scores& scores, const Step& step, int part) const {
+    weigh_part(step).hide(rows_of_part(step, part), first_key(), element(scores), key_step());
+  }
+  __device__ void look_for_seen(const Scores& scores) {
+    if constexpr (Mods::hides_pairs) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) seen[i / 2 % 2] += scores[i];
+    }
+  }
+
+  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
+  __device__ static void finish_gradients(Scores& gradients, const Scores& scores,
+                                          bool is_masked) {
+    if (is_masked || Mods::hides_pairs) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) {
+        const float of_score = scores[i] * gradients[i];
+        gradients[i] = scores[i] == 0 ? 0 : of_score;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) gradients[i] *= scores[i];
+    }
+  }
+
+  // An accumulator is, pair by pair, a left operand.
+  __device__ static void narrow(LeftOperand& left, const Scores& of) {
+#pragma unroll
+    for (int i = 0; i < columns / 4; ++i) left[i] = pack<Element>(of[2 * i], of[2 * i + 1]);
+  }
+
+  // ds of the consumer's keys, a slab of lines of queries. Eight of a column's lines lie in eight
+  // different bank groups.
+  __device__ void write_pairs(const LeftOperand& left_ds, int part) const {
+    const int lane = threadIdx.x % 32;
+    const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+    const unsigned at = rows_of<PairTile>(cta.pairs_at(pair_ring.slot), part) +
+                        own_key() / 64 * PairTile::slab_bytes +
+                        (lane / 16 * 8 + lane % 8) * PairTile::line_bytes +
+                        (chunk ^ lane % 8) * 16;
+#pragma unroll
+    for (int step = 0; step < columns / 16; ++step) {
+      const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
+                              left_ds[4 * step + 3]};
+      ptx::stmatrix_x4_trans(at + PairTile::row_step(step), of);
+    }
+  }
+
+  // ---- dq, of the consumer's part of a tile.
+
+  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
+    const float scale = signed_scale<Config, float>(cta.p);
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    const int first_column = Fragments::column(warp, 0);
+    Gradient* output = cta.p.dq.template head<Gradient>(cta.at.q_batch, step.head) +
+                       (cta.at.q_first + int64(step.tile * Br)) * cta.p.dq.row_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
+      const int row = step.tile * Br + in_tile;
+      // Of a row without a pair the sums hold 0 times the keys that others see.
+      const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
+                         cta.mask.visible_begin(row) < cta.mask.visible_end(row);
+      scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
+      if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
+      Gradient* target = output + in_tile * cta.p.dq.row_stride;
+      if constexpr (sizeof(Gradient) != sizeof(Element)) {
+        if (row >= cta.at.seqlen_q) continue;
+        write_row<Fragments::column_tiles, Config::head_dim>(
+            target, sums + 2 * half,
+            [&](int j, int c) { return first_column + 8 * j + lane % 4 * 2 + c; });
+      } else {
+        // Four columns of a lane together, of the first eight of sixteen or of the second.
+        const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
+        Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
+#pragma unroll
+        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+          const float* two = sums + 8 * i + 2 * half;
+          chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
+        }
+        if (row >= cta.at.seqlen_q) continue;
+#pragma unroll
+        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+          if (first_column + 16 * i >= Config::head_dim) break;
+          store_columns<Config::head_dim, Config::out_alignment>(
+              target + own + 16 * i, chunks[i], Config::head_dim - own - 16 * i);
+        }
+      }
+    }
+  }
+
+  // A lane has two columns each of two eights, and gets its neighbour's of one of them.
+  __device__ static Vector<Gradient, 4> exchange(unsigned first, unsigned second) {
+    const bool is_odd = threadIdx.x % 2;
+    const unsigned taken = __shfl_xor_sync(~0u, is_odd ? first : second, 1);
+    const unsigned pairs[2] = {is_odd ? taken : first, is_odd ? second : taken};
+    return reinterpret_cast<const Vector<Gradient, 4>&>(pairs);
+  }
+
+  // ---- dk and dv.
+
+  // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
+  __device__ bool is_seen(int half) const {
+    const int key = cta.work.begin + lane_key() + 8 * half;
+    const bool found =
+        cta.mask.first_row(key, cta.at.seqlen_q) < cta.mask.last_row(key, cta.at.seqlen_q);
+    if constexpr (!Mods::hides_pairs) return found;
+    const float sum = sum_of_lanes(seen[half]);
+    return found && sum != 0;
+  }
+
+  template <int Count>
+  __device__ void clear_unseen(float (&sums)[Count]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_seen(half)) fill_row_from<Count / 4>(sums + 2 * half, 0, 0);
+    }
+  }
+
+  template <int Count>
+  __device__ static void clear(float (&sums)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) sums[i] = 0;
+  }
+
+  __device__ void write_value_gradients(float (&sums_v)[dim_v / 2]) const {
+    clear_unseen(sums_v);
+    write<Config::head_dim_v, ValueTile>(cta.p.dv, sums_v, cta.values_at());
+  }
+  __device__ void write_key_gradients(float (&sums_k)[dim / 2]) const {
+    const float scale = signed_scale<Config, float>(cta.p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) scale_row<dim / 8>(sums_k + 2 * half, scale);
+    clear_unseen(sums_k);
+    write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_at());
+  }
+
+  // A gradient of its inputs' type goes through the consumer's part of a tile in shared memory that
+  // nobody reads any more, so that global memory sees whole chunks.
+  template <int Dim, class Tile, int Count>
+  __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
+    constexpr int column_tiles = Count / 4;
+    const int first = cta.work.begin + own_key();
+    const int left = cta.at.seqlen_k - first;
+    Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.work.head) +
+                       (int64(cta.at.k_first) + first) * tensor.row_stride;
+    const int lane_row = lane_key() - own_key();
+    if constexpr (sizeof(Gradient) != sizeof(Element)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + 8 * half;
+        if (row >= left) continue;
+        write_row<column_tiles, Dim>(
+            output + row * tensor.row_stride, of + 2 * half,
+            [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
+      }
+    } else {
+      const unsigned own = own_rows<Tile>(tile);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + 8 * half;
+        const unsigned line = own + row * Tile::line_bytes + threadIdx.x % 4 * 4;
+#pragma unroll
+        for (int j = 0; j < column_tiles; ++j) {
+          ptx::st_shared(line + Tile::chunk_offset(row, j / 2 * 2, j % 2),
+                         pack<Element>(of[4 * j + 2 * half], of[4 * j + 2 * half + 1]));
+        }
+      }
+      Cta::await_own(consumer);
+      constexpr int chunks = column_tiles;
+#pragma unroll 4
+      for (int place = threadIdx.x % 128; place < 64 * chunks; place += 128) {
+        const int row = place / chunks, chunk = place % chunks;
+        if (row >= left) break;
+        unsigned bits[4];
+        ptx::ld_shared_v4(bits, own + row * Tile::line_bytes +
+                                    Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+        store_chunk<Gradient, Config::out_alignment>(
+            output + row * tensor.row_stride + chunk * 8,
+            reinterpret_cast<const Vector<Gradient, 8>&>(bits), Dim - chunk * 8);
+      }
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,297 @@
+// The consumers of the Hopper kernel of gradients where dk and dv of 64 keys are more than a
+// warpgroup's registers hold: they share the keys of the block, one has dv and the other dk, and
+// each sums up half of dq's columns. p goes from one to the other through shared memory, ds back:
+//
+//   of values  s'(i)  p(i) -> dv(i) ................. dq(i)  add
+//   of keys    dp'(i) ........... ds(i) -> dk(i)      dq(i)  add
+//                        p             ds
+//
+// dq's sums go to memory from registers: in shared memory there is no place for them, nor bandwidth.
+// Lanes beside the consumers keep the block's turns:
+//
+//   keeper     has found its turn         | both have added: passes the turn on
+//   consumers             turn_full -> add, added
+#pragma once
+
+#include "backward/hopper/cta.cuh"
+#include "backward/hopper/products.cuh"
+#include "backward/turns.cuh"
+#include "ptx/adds.cuh"
+#include "ptx/sm90a.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+// What both consumers do.
+template <class Config>
+struct HopperWideProducts : HopperGradientProducts<Config> {
+  using Base = HopperGradientProducts<Config>;
+  using typename Base::Cta;
+  using typename Base::Fragments;
+  using typename Base::LeftOperand;
+  using typename Base::QueryParts;
+  using typename Base::Step;
+  using Base::consumer, Base::cta;
+  static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
+
+  int parity = 0;  // of the barriers of each tile
+  RingPosition<Cta::sums_slots> turn_ring = {};
+  unsigned no_operand[1];  // of keys, which stay in shared memory
+
+  using Base::Base;
+
+  // Adds the consumer's columns of dq to those in memory when it is the block's turn. The first
+  // block stores, so that nothing clears the sums.
+  __device__ void add(const QueryParts& sums, const Step& step) {
+    const QuerySums<Config> all(cta.p);
+    const int warp = 4 * consumer + threadIdx.x / 32 % 4;
+    float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
+                                                         step.tile) +
+                    Fragments::place(warp, 0, 0, threadIdx.x % 32);
+    const bool is_first = cta.turn_of(step.tile) == 0;
+    ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
+#pragma unroll
+    for (int j = 0; j < Fragments::column_tiles; ++j) {
+      const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+      float* at = target + Fragments::place(0, 0, j, 0);
+      if (is_first) {
+        ptx::st_global_v4(at, of);
+      } else {
+        ptx::red_add_v4(at, of);
+      }
+    }
+    Cta::tell(cta.added(turn_ring.slot));
+    turn_ring.advance();
+  }
+
+  // Where a lane's p lie, four registers at a time.
+  __device__ unsigned weights_at(int i) const {
+    return cta.weights_at() + (i * 128 + threadIdx.x % 128) * 16;
+  }
+};
+
+template <class Config>
+struct HopperValueConsumer : HopperWideProducts<Config> {
+  using Base = HopperWideProducts<Config>;
+  using typename Base::Cta;
+  using typename Base::LeftOperand;
+  using typename Base::QueryParts;
+  using typename Base::Scores;
+  using typename Base::Step;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_q, Base::wants_v;
+
+  float sums_v[Base::dim_v / 2];
+  Scores scores;
+  typename Base::RowsOfLane lse_log2;
+
+  using Base::Base;
+
+  __device__ void run() {
+    Base::clear(sums_v);
+    if (cta.has_steps()) sweep();
+    Cta::await_consumers();
+    if constexpr (wants_v) Base::write_value_gradients(sums_v);
+  }
+
+ private:
+  __device__ void sweep() {
+    Step step = cta.first_step();
+    ptx::mbarrier_wait(cta.keys_full(), 0);
+    make_scores();
+    while (!cta.is_last(step)) {
+      visit<false>(step);
+      step = cta.step_behind(step);
+    }
+    visit<true>(step);
+  }
+
+  __device__ void make_scores() {
+    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    Scores next;
+    Base::start_scores(next, no_operand, 0);
+    Base::take_lse(lse_log2, 0);
+    Base::template await<0>(next);
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) scores[i] = next[i];
+    Cta::tell(cta.q_empty(q_ring.slot));
+    q_ring.advance();
+  }
+
+  // Of a tile whose scores are there. Ends with those of the next one, unless it is the last.
+  template <bool Last>
+  __device__ void visit(const Step& step) {
+    const bool is_masked = cta.is_masked(step);
+    LeftOperand left_p;
+    weigh(left_p, step, is_masked);
+    if constexpr (wants_v) {
+      ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+      Base::start_value_sums(sums_v, left_p, 0);
+    }
+    QueryParts query_sums;
+    if constexpr (wants_ds) ptx::mbarrier_wait(cta.pairs_full(), parity);
+    if constexpr (wants_q) Base::start_query_sums(query_sums);
+    Base::template await<wants_q>(sums_v);
+    Cta::tell(cta.dout_empty(dout_ring.slot));
+    dout_ring.advance();
+    if constexpr (wants_q) {
+      Base::template await<0>(query_sums);
+      Base::add(query_sums, step);
+    }
+    parity ^= 1;
+    if constexpr (!Last) make_scores();
+  }
+
+  // Takes p, and gives the other consumer that, or where slopes are changed its product with them.
+  __device__ void weigh(LeftOperand& left_p, const Step& step, bool is_masked) {
+    LeftOperand weights;
+    if constexpr (Base::at_once) {
+      Scores slopes;
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) slopes[i] = 1;
+      Base::weigh_both(scores, slopes, lse_log2, step, 0, is_masked);
+      Base::narrow(weights, slopes);
+    } else {
+      Base::weigh_all_scores(scores, lse_log2, step, 0, is_masked);
+    }
+    Base::look_for_seen(scores);
+    Base::narrow(left_p, scores);
+    if constexpr (wants_ds) give(Base::at_once ? weights : left_p);
+  }
+
+  __device__ void give(const LeftOperand& weights) const {
+#pragma unroll
+    for (int i = 0; i < columns / 16; ++i) {
+      const unsigned of[4] = {weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
+                              weights[4 * i + 3]};
+      ptx::st_shared_v4(Base::weights_at(i), of);
+    }
+    Cta::tell(cta.weights_full());
+  }
+};
+
+template <class Config>
+struct HopperKeyConsumer : HopperWideProducts<Config> {
+  using Base = HopperWideProducts<Config>;
+  using Element = typename Config::Element;
+  using typename Base::Cta;
+  using typename Base::LeftOperand;
+  using typename Base::QueryParts;
+  using typename Base::Scores;
+  using typename Base::Step;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_k, Base::wants_q;
+
+  float sums_k[Base::dim / 2];
+
+  using Base::Base;
+
+  __device__ void run() {
+    Base::clear(sums_k);
+    if (cta.has_steps()) sweep();
+    Cta::await_consumers();
+    if constexpr (wants_k) Base::write_key_gradients(sums_k);
+  }
+
+ private:
+  __device__ void sweep() {
+    ptx::mbarrier_wait(cta.values_full(), 0);
+    if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
+    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+      visit(step);
+      if (cta.is_last(step)) break;
+    }
+  }
+
+  __device__ void visit(const Step& step) {
+    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+    LeftOperand left_ds;
+    if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
+    Cta::tell(cta.dout_empty(dout_ring.slot));
+    dout_ring.advance();
+    if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
+    QueryParts query_sums;
+    if constexpr (wants_q) {
+      // Of its own other warps.
+      ptx::mbarrier_wait(cta.pairs_full(), parity);
+      Base::start_query_sums(query_sums);
+    }
+    Base::template await<wants_q>(sums_k);
+    Cta::tell(cta.q_empty(q_ring.slot));
+    q_ring.advance();
+    if constexpr (wants_q) {
+      Base::template await<0>(query_sums);
+      Base::add(query_sums, step);
+    }
+    parity ^= 1;
+  }
+
+  __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
+    typename Base::RowsOfLane minus_delta;
+    Base::take_minus_delta(minus_delta, 0);
+    Scores gradients, scores;
+    Base::spread(gradients, minus_delta);
+    Base::start_gradients(gradients, no_operand, 0, [](int) {});
+    ptx::mbarrier_wait(cta.weights_full(), parity);
+    take(scores);
+    Base::look_for_seen(scores);
+    Base::template await<0>(gradients);
+    Base::finish_gradients(gradients, scores, is_masked);
+    Base::narrow(left_ds, gradients);
+    if constexpr (wants_q) Base::write_pairs(left_ds, 0);
+    ptx::fence_proxy_async();
+    Cta::tell(cta.pairs_full());
+  }
+
+  // What the other consumer gives.
+  __device__ void take(Scores& scores) const {
+#pragma unroll
+    for (int i = 0; i < columns / 16; ++i) {
+      unsigned of[4];
+      ptx::ld_shared_v4(of, Base::weights_at(i));
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const Element low = {static_cast<unsigned short>(of[r])};
+        const Element high = {static_cast<unsigned short>(of[r] >> 16)};
+        scores[8 * i + 2 * r] = widen(low);
+        scores[8 * i + 2 * r + 1] = widen(high);
+      }
+    }
+  }
+};
+
+// Two lanes, of two warps. Wait for the block's turns for the consumers, and pass them on, each of
+// every other tile: passing a turn on takes long.
+template <class Config>
+struct HopperTurnKeeper {
+  using Cta = HopperGradientCta<Config>;
+  using Step = typename Cta::Step;
+
+  const Cta& cta;
+  const int slot;
+  int parity = 0;
+
+  __device__ void keep_own() {
+    int index = 0;
+    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
+      if (index == slot) keep(step);
+      index ^= 1;
+      if (cta.is_last(step)) break;
+    }
+  }
+
+ private:
+  __device__ void keep(const Step& step) {
+    const QuerySums<Config> all(cta.p);
+    int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
+    const int turn = cta.turn_of(step.tile);
+    while (ptx::ld_acquire_gpu(counter) != turn) {
+    }
+    ptx::mbarrier_arrive(cta.turn_full(slot));
+    ptx::mbarrier_wait(cta.added(slot), parity);
+    pass_turn(counter);
+    parity ^= 1;
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,155 @@
+// Products of a warp whose right operand is read by columns, and whose left one comes from
+// registers or from either side of a tile in shared memory. 16-bit elements, or pieces of float32:
+// all big ones of a row and then all small ones.
+#pragma once
+
+#include "backward/pieces.cuh"
+#include "ptx/base.cuh"
+#include "tile/element.cuh"
+#include "tile/layout.cuh"
+#include "tile/products_16bit.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// One product deep of row_tiles tiles of 16 rows.
+template <int row_tiles>
+using LeftStep = unsigned[row_tiles][4];
+
+// Scores [.][2 step] and [.][2 step + 1] as a left operand.
+template <class Element, int row_tiles, int column_tiles>
+__device__ void pack_step(LeftStep<row_tiles>& left,
+                          const float (&scores)[row_tiles][column_tiles][4], int step) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float (&of)[4] = scores[i][2 * step + half];
+      left[i][2 * half] = pack<Element>(of[0], of[1]);
+      left[i][2 * half + 1] = pack<Element>(of[2], of[3]);
+    }
+  }
+}
+
+// The same of float32, below 2^15.
+template <int row_tiles, int column_tiles>
+__device__ void split_step(LeftStep<row_tiles>& big, LeftStep<row_tiles>& small,
+                           const float (&scores)[row_tiles][column_tiles][4], int step) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* of = scores[i][2 * step + r / 2] + 2 * (r % 2);
+      const SplitPair pair = SplitPair::of(of[0], of[1]);
+      big[i][r] = pair.big;
+      small[i][r] = pair.small;
+    }
+  }
+}
+
+// A tile that warps write from accumulators, and read as it lies or transposed.
+template <class Element, int Columns>
+struct Exchange {
+  using Layout = SwizzledRows<Element, Columns>;
+
+  // What pack_step() packed: rows from `row` on, columns from 16 step on.
+  template <int row_tiles>
+  __device__ static void write(unsigned shared, const LeftStep<row_tiles>& left, int row,
+                               int step) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int at = row + 16 * i + 8 * (r % 2) + lane / 4;
+        ptx::st_shared(shared + Layout::offset(at, 2 * step + r / 2) + lane % 4 * 4, left[i][r]);
+      }
+    }
+  }
+
+  // The same back, of another warp.
+  template <int row_tiles>
+  __device__ static void read(LeftStep<row_tiles>& left, unsigned shared, int row, int step) {
+    const int lane = threadIdx.x % 32;
+    const unsigned at =
+        shared + row * Layout::row_bytes + Layout::offset(lane % 16, 2 * step + lane / 16);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      ptx::ldmatrix_x4(left[i], at + 16 * i * Layout::row_bytes);
+    }
+  }
+
+  // Transposed: of the columns from 16 column_step on, and of the 16 rows from `row` on.
+  template <int row_tiles>
+  __device__ static void read_transposed(LeftStep<row_tiles>& left, unsigned shared, int row,
+                                         int column_step) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+      const int chunk = 2 * (column_step + i) + lane / 8 % 2;
+      ptx::ldmatrix_x4_trans(left[i], shared + row * Layout::row_bytes +
+                                          Layout::offset(lane % 8 + lane / 16 * 8, chunk));
+    }
+  }
+};
+
+// The columns of a Layout that belong to one of `sharers` warps: of every 16 * sharers, 16.
+template <class Element, class Layout, int Columns, int sharers>
+struct SharedColumns {
+  static constexpr int steps = Columns / 16 / sharers;
+  static_assert(steps * 16 * sharers == Columns, "all have as many");
+
+  // For the functions below, of a warp that comes at `place` among those that share.
+  __device__ static unsigned lane_address(unsigned shared, int place) {
+    const int lane = threadIdx.x % 32;
+    return shared + Layout::offset(lane % 16, 2 * place + lane / 16);
+  }
+
+  // sums += left b: `b` is a lane_address() of 16 rows.
+  template <int row_tiles>
+  __device__ static void multiply(float (&sums)[row_tiles][2 * steps][4],
+                                  const LeftStep<row_tiles>& left, unsigned b) {
+    unsigned right[2][4];
+    ptx::ldmatrix_x4_trans(right[0], b);
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if (step + 1 < steps) {
+        ptx::ldmatrix_x4_trans(right[(step + 1) % 2],
+                               Layout::advance(b, 0, 2 * sharers * (step + 1)));
+      }
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        mma<Element>(sums[i][2 * step], left[i], right[step % 2][0], right[step % 2][1]);
+        mma<Element>(sums[i][2 * step + 1], left[i], right[step % 2][2], right[step % 2][3]);
+      }
+    }
+  }
+
+  // sums += factor left b of pieces, of `depth` times 16 rows, summed alone.
+  template <int row_tiles, int depth>
+  __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
+                                     const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
+                                     float factor) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      float alone[row_tiles][2][4] = {};
+#pragma unroll
+      for (int k = 0; k < depth; ++k) {
+        unsigned right[2][4];
+#pragma unroll
+        for (int piece = 0; piece < 2; ++piece) {
+          ptx::ldmatrix_x4_trans(
+              right[piece], Layout::advance(b, 16 * k, 2 * sharers * step + piece * Columns / 8));
+        }
+        multiply_pieces(alone, left[k], right);
+      }
+      add_alone(sums, 2 * step, alone, factor);
+    }
+  }
+
+  // The column of sums [.][j][.] that a lane of that warp has first.
+  __device__ static int column(int j, int place) {
+    return (j / 2 * sharers + place) * 16 + j % 2 * 8 + threadIdx.x % 4 * 2;
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

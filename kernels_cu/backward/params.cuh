@@ -1,0 +1,97 @@
+// The argument of kernels that compute gradients. cupy_flash/families/params.py declares the same
+// struct as a NumPy dtype and asserts at compile time that sizes and offsets agree.
+#pragma once
+
+#include "params.cuh"
+#include "score/mask.cuh"
+#include "score/softmax.cuh"
+#include "tile/element.cuh"
+#include "grid/sequences.cuh"
+
+// The contiguous gradient of a bias; an axis is 1 long where one element serves all. Of packed
+// sequences there is no axis of the batch, and rows are those of the whole array.
+struct BiasGradient {
+  void* data;
+  int batch;
+  int heads;
+  int rows;
+  int keys;
+  int64 parts;  // that are summed up by blocks of their own
+};
+
+// What was written by forward, out and lse, is read here.
+struct GradientParams : Params {
+  Tensor dout;       // as out
+  Tensor dq;         // as q, k and v; null where nobody wants it
+  Tensor dk;
+  Tensor dv;
+  const void* dlse;  // as lse, or null
+  void* dsinks;      // (heads_q), or null
+  BiasGradient dbias;
+  void* bias_parts;    // of the workspace, see bias_gradients.cuh
+  void* capture_sums;  // and capture_gradients.cuh
+#ifdef CUPY_FLASH_MODIFIED
+  // By the number that device text gives a capture, contiguous; null where nobody wants it.
+  void* dcaptures[Mods::differentiable > 0 ? Mods::differentiable : 1];
+#endif
+};
+
+// What the gradients of a query row's scores take of the row: p = exp2(score log2(e) - lse_log2)
+// and ds = p (dp - delta).
+template <class T>
+struct alignas(2 * sizeof(T)) RowTerms {
+  T lse_log2;  // +inf of a row that sees no key, so that its p is 0
+  T delta;     // rowsum(dout * out) - dlse
+};
+
+// They lie in the workspace as lse does.
+template <class Config>
+__device__ auto* row_terms(const GradientParams& p) {
+  return static_cast<RowTerms<Accumulator<typename Config::Element>>*>(p.workspace);
+}
+
+// Where in lse the rows of a sequence's head begin.
+__device__ inline int64 first_row_of_head(const Params& p, const Sequence& at, int head) {
+  if (p.cu_seqlens_q != nullptr) return int64(head) * p.total_q + at.q_first;
+  return (int64(at.q_batch) * p.heads_q + head) * p.seqlen_q;
+}
+
+// The terms of a row of a sequence's head; behind its last row, of one that sees no key.
+template <class Config, class T = Accumulator<typename Config::Element>>
+__device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at, int head,
+                                    int row) {
+  if (row >= at.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
+  return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
+}
+
+// The type of a gradient: the input's, or what the caller asks for of all.
+template <class Config, class Input, bool AsInput = Config::as_inputs>
+struct GradientType {
+  using type = Input;
+};
+template <class Config, class Input>
+struct GradientType<Config, Input, false> {
+  using type = typename Config::Gradient;
+};
+
+// Where a block's sequence lies.
+template <class Config>
+__device__ Sequence sequence_of(const Params& p, int batch) {
+  if constexpr (Config::sequences) {
+    return find_sequence<0>(p, batch);
+  } else {
+    return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
+  }
+}
+
+// Which pairs of a sequence are seen by their places.
+template <class Config>
+__device__ Mask<Config> mask_of(const Params& p, const Sequence& at, int batch) {
+  return {at.seqlen_k, Config::sequences ? at.q_offset<Config>(p) : p.q_offset, {p, batch}};
+}
+
+// The scale of scores with its sign, which the gradients of q and k are multiplied by.
+template <class Config, class T>
+__device__ T signed_scale(const Params& p) {
+  return T(p.softmax_scale * score_factor<Config>);
+}

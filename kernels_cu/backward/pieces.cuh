@@ -1,0 +1,130 @@
+// Float32 operands of tensor cores as pairs of float16.
+//
+// With a power of two taken out of a whole tile, so that its largest number is just below 2^15,
+// each number is big + small, the float16 next to it and the one next to what is left:
+// x y = big_x big_y + big_x small_y + small_x big_y leaves out 2^-22 of the product. Three TF32
+// products (tile/products_tf32x3.cuh) keep as much and take twice the time. A number of at least
+// 2^-17 of the tile's largest keeps 22 bits or more; any is off by 2^-40 of the largest at most,
+// where sums of float32 products round by 2^-24 of theirs.
+//
+// Tensor cores round their sums towards zero. As in products_tf32x3.cuh each tile's share of a sum
+// is made alone, and added to the rest on the CUDA cores.
+#pragma once
+
+#include "ptx/base.cuh"
+#include "tile/element.cuh"
+#include "tile/products_16bit.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// What tensor cores take in place of an Element, and how many of them.
+template <class Element>
+struct Pieces {
+  using type = Element;
+  static constexpr int count = 1;
+};
+template <>
+struct Pieces<float> {
+  using type = half_t;
+  static constexpr int count = 2;
+};
+
+// A power of two, and what to multiply by in place of dividing by it.
+struct Unit {
+  float size;
+  float inverse;
+
+  // In which numbers up to `largest` are below 2^15. NaN stands for no number.
+  __device__ static Unit of(float largest) {
+    constexpr unsigned below = 14;
+    const float kept = fminf(fmaxf(largest, 0x1p-100f), 0x1p126f);
+    const unsigned exponent = (__float_as_uint(kept) >> 23) - below;
+    return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
+  }
+};
+
+// Two numbers below 2^15 each, the first in the lower halves.
+struct SplitPair {
+  unsigned big;
+  unsigned small;
+
+  __device__ static SplitPair of(float low, float high) {
+    const unsigned big = pack<half_t>(low, high);
+    const float low_left = low - ptx::cvt_f32_f16(static_cast<unsigned short>(big));
+    const float high_left = high - ptx::cvt_f32_f16(static_cast<unsigned short>(big >> 16));
+    return {big, pack<half_t>(low_left, high_left)};
+  }
+};
+
+// sums += left right, the small terms first. Of the left operand's pieces and of the right one's,
+// which ldmatrix gave for two column tiles.
+template <int row_tiles>
+__device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
+                                const unsigned (&left)[2][row_tiles][4],
+                                const unsigned (&right)[2][4]) {
+#pragma unroll
+  for (int term = 0; term < 3; ++term) {
+    const int of_left = term == 0, of_right = term == 1;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        mma<half_t>(sums[i][t], left[of_left][i], right[of_right][2 * t],
+                    right[of_right][2 * t + 1]);
+      }
+    }
+  }
+}
+
+// sums[i][first] and [first + 1] += factor alone.
+template <int row_tiles, int column_tiles>
+__device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
+                          const float (&alone)[row_tiles][2][4], float factor) {
+#pragma unroll
+  for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float& sum = sums[i][first + t][c];
+        sum = fma(alone[i][t][c], factor, sum);
+      }
+    }
+  }
+}
+
+// sums += left right' of rows of Dim columns, the big pieces and then the small ones: 16 row_tiles
+// rows of `left`, 8 column_tiles of `right`.
+template <class Layout, int Dim, int row_tiles, int column_tiles>
+__device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left,
+                              unsigned right) {
+  const int lane = threadIdx.x % 32;
+  const unsigned left_lane = left + Layout::offset(lane % 16, lane / 16);
+  const unsigned right_lane = right + Layout::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll 2
+  for (int step = 0; step < Dim / 16; ++step) {
+    unsigned of_left[2][row_tiles][4];
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+        ptx::ldmatrix_x4(of_left[piece][i],
+                         Layout::advance(left_lane, 16 * i, 2 * step + piece * Dim / 8));
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < column_tiles / 2; ++pair) {
+      unsigned of_right[2][4];
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        ptx::ldmatrix_x4(of_right[piece],
+                         Layout::advance(right_lane, 16 * pair, 2 * step + piece * Dim / 8));
+      }
+      float alone[row_tiles][2][4] = {};
+      multiply_pieces(alone, of_left, of_right);
+      add_alone(sums, 2 * pair, alone, 1);
+    }
+  }
+}
+
+#endif  // __CUDA_ARCH__ >= 800

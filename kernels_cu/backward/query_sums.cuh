@@ -1,0 +1,249 @@
+// Sums of dq in memory: tiles of query rows that the blocks of a main kernel add to in turns, and
+// the last kernel of a backward pass, which makes gradients of them.
+#pragma once
+
+#include "backward/params.cuh"
+#include "backward/turns.cuh"
+#include "backward/work.cuh"
+#include "grid/schedule.cuh"
+#include "tile/access.cuh"
+#include "tile/fragments.cuh"
+#include "tile/layout.cuh"
+
+// How Rows x Columns sums lie: as row_warps x column_warps warps hold them in accumulator
+// fragments, so that a warp adds to 512 contiguous bytes at a time. Warps that share rows have 16
+// columns each, and again.
+template <int Rows, int Columns, int row_warps, int column_warps>
+struct SumFragments {
+  static constexpr int warps = row_warps * column_warps;
+  static constexpr int row_tiles = Rows / 16 / row_warps;
+  static constexpr int column_tiles = Columns / 8 / column_warps;
+  static_assert(row_tiles * row_warps * 16 == Rows, "whole fragments");
+  static_assert(column_tiles % 2 == 0 && column_tiles * column_warps * 8 == Columns, "pairs");
+  static constexpr int64 floats = int64(Rows) * Columns;
+
+  // Where a lane's four floats of a fragment lie.
+  __device__ static int place(int warp, int i, int j, int lane) {
+    return (((warp * row_tiles + i) * column_tiles + j) * 32 + lane) * 4;
+  }
+  // The row and column that a warp's fragment [i][j] begins with.
+  __device__ static int row(int warp, int i) {
+    return (warp / column_warps * row_tiles + i) * 16;
+  }
+  __device__ static int column(int warp, int j) {
+    return (j / 2 * column_warps + warp % column_warps) * 16 + j % 2 * 8;
+  }
+};
+
+#if __CUDA_ARCH__ >= 800
+
+// A block that has its turn adds a warp's fragments to a tile. Where memory adds, that is one
+// instruction without an answer; elsewhere the products begin with what the blocks before have
+// left. The first stores, so that nothing clears the sums.
+template <class Fragments>
+struct TurnOfWarp {
+  using Sums = float[Fragments::row_tiles][Fragments::column_tiles][4];
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool memory_adds = true;
+#else
+  static constexpr bool memory_adds = false;
+#endif
+
+  float* target;
+  bool is_first;
+
+  __device__ TurnOfWarp(float* sums, int turn)
+      : target(sums + Fragments::place(threadIdx.x / 32, 0, 0, threadIdx.x % 32)),
+        is_first(turn == 0) {}
+
+  __device__ void begin(Sums& sums) const {
+    clear(sums);
+    if constexpr (!memory_adds) {
+      if (!is_first) {
+        for_each([&](int i, int j, float* at) { ptx::ld_global_cg_v4(sums[i][j], at); });
+      }
+    }
+  }
+
+  __device__ void end(const Sums& sums) const {
+#if __CUDA_ARCH__ >= 900
+    if (!is_first) {
+      for_each([&](int i, int j, float* at) { ptx::red_add_v4(at, sums[i][j]); });
+      return;
+    }
+#endif
+    for_each([&](int i, int j, float* at) { ptx::st_global_v4(at, sums[i][j]); });
+  }
+
+  // In place of both: of products that began with nothing, in units of a power of two.
+  __device__ void add(const Sums& sums, float unit) const {
+    for_each([&](int i, int j, float* at) {
+      float x[4] = {};
+#if __CUDA_ARCH__ < 900
+      if (!is_first) ptx::ld_global_cg_v4(x, at);
+#endif
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = fma(sums[i][j][c], unit, x[c]);
+#if __CUDA_ARCH__ >= 900
+      if (!is_first) {
+        ptx::red_add_v4(at, x);
+        return;
+      }
+#endif
+      ptx::st_global_v4(at, x);
+    });
+  }
+
+ private:
+  template <class Visit>
+  __device__ void for_each(Visit visit) const {
+#pragma unroll
+    for (int i = 0; i < Fragments::row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Fragments::column_tiles; ++j) {
+        visit(i, j, target + Fragments::place(0, i, j, 0));
+      }
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800
+
+// What lies in the workspace behind the terms of rows: a counter of turns for each tile of the
+// longest sequence there may be, which the kernel of row terms clears, and the sums. As
+// gradients.py counts them.
+//
+// Sums of packed sequences lie as close as those, in tiles that begin where the ones before have
+// ended at the latest. Counters do not: where the caller's array makes sequences overlap, sums of
+// no meaning are added up, but nobody waits for a turn that was passed on to somebody else.
+template <class Config>
+struct QuerySums {
+  static constexpr int Br = Config::sums_Br;
+  static constexpr int64 unit = 512;
+  int tiles;    // of a head of a sequence
+  int counted;  // tiles of all
+  int* counters;
+
+  // Found anew at each use, so that none of it takes registers between them.
+  __device__ explicit QuerySums(const GradientParams& p)
+      : tiles(ceil_div(ptx::opaque(p.seqlen_q), Br)) {
+    const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
+                                                        : int64(p.batch) * ptx::opaque(p.seqlen_q));
+    counted = p.batch * p.heads_q * tiles;
+    counters = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
+                                      whole(rows * int64(sizeof(*row_terms<Config>(p)))));
+  }
+
+  __device__ static bool is_packed(const GradientParams& p) {
+    return Config::sequences && p.cu_seqlens_q != nullptr;
+  }
+
+  // Of a tile of a sequence's head, its number among the counters.
+  __device__ int number(const GradientParams& p, int batch, int head, int tile) const {
+    return (batch * p.heads_q + head) * tiles + tile;
+  }
+
+  // Its place among what is kept of each tile, and how many places there are.
+  __device__ int64 place(const GradientParams& p, const Sequence& at, int batch, int head,
+                         int tile) const {
+    if (!is_packed(p)) return number(p, batch, head, tile);
+    return int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch + tile;
+  }
+  __device__ int64 places(const GradientParams& p) const {
+    return is_packed(p) ? int64(p.heads_q) * (p.total_q / Br + p.batch) : counted;
+  }
+
+  // Its sums, of so many floats for each tile.
+  template <int64 floats>
+  __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
+                         int tile) const {
+    return first_sums() + place(p, at, batch, head, tile) * floats;
+  }
+  __device__ float* first_sums() const {
+    return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
+                                    whole(counted * int64(sizeof(int))));
+  }
+
+ private:
+  __device__ static int64 whole(int64 bytes) { return (bytes + unit - 1) / unit * unit; }
+};
+
+// Of one tile of queries.
+template <class Config, class Fragments>
+struct QueryGradientTile {
+  using Gradient = typename Config::Gradient;
+  static constexpr int Br = Config::sums_Br;
+  static constexpr int column_tiles = Fragments::column_tiles;
+  static constexpr bool is_staged = sizeof(Gradient) == 2;
+  // Of 16-bit gradients: 16 columns at a time are whole chunks of a row.
+  static constexpr int chunks = is_staged ? column_tiles : 1;
+  struct Shared {
+    Vector<Gradient, 8> of_warp[Fragments::warps][16][chunks + 1];
+  };
+
+  __device__ static void write(const GradientParams& p, Shared& shared) {
+    const GradientWork work = find_gradient_work<Br, false>(p.seqlen_q, p.batch, p.heads_q,
+                                                            p.section_heads, blockIdx.x);
+    const Sequence at = sequence_of<Config>(p, work.batch);
+    if (work.begin >= at.seqlen_q) return;
+    const QuerySums<Config> all(p);
+    const int tile = work.begin / Br;
+    // Nobody has added to a tile that sees no key.
+    const bool is_written = all.counters[all.number(p, work.batch, work.head, tile)] != 0;
+    const float* sums =
+        all.template sums<Fragments::floats>(p, at, work.batch, work.head, tile);
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
+    const int left = at.seqlen_q - work.begin;
+    const float scale = signed_scale<Config, float>(p);
+    const Mask<Config> mask = mask_of<Config>(p, at, work.batch);
+    Gradient* output = p.dq.head<Gradient>(at.q_batch, work.head) +
+                       (at.q_first + int64(work.begin)) * p.dq.row_stride;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = 0; i < Fragments::row_tiles; ++i) {
+      float of[column_tiles][4] = {};
+      if (is_written) {
+#pragma unroll
+        for (int j = 0; j < column_tiles; ++j) {
+          ptx::ld_global_cg_v4(of[j], sums + Fragments::place(warp, i, j, lane));
+        }
+      }
+      const int first = Fragments::row(warp, i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first + 8 * half + lane / 4;
+        // Of a row without a pair the sums hold 0 times the keys that others see.
+        const bool found =
+            row < left && terms[row].lse_log2 != SoftmaxMath<float>::infinity() &&
+            mask.visible_begin(work.begin + row) < mask.visible_end(work.begin + row);
+        scale_row<column_tiles>(of[0] + 2 * half, scale);
+        if (!found) fill_row_from<column_tiles>(of[0] + 2 * half, 0, 0);
+        if constexpr (is_staged) {
+#pragma unroll
+          for (int j = 0; j < column_tiles; ++j) {
+            Gradient* chunk = shared.of_warp[warp][8 * half + lane / 4][j].at;
+            *reinterpret_cast<unsigned*>(chunk + lane % 4 * 2) =
+                pack<Gradient>(of[j][2 * half], of[j][2 * half + 1]);
+          }
+        } else if (row < left) {
+          write_row<column_tiles, Config::head_dim>(
+              output + row * p.dq.row_stride, of[0] + 2 * half,
+              [&](int j, int c) { return Fragments::column(warp, j) + lane % 4 * 2 + c; });
+        }
+      }
+      if constexpr (is_staged) {
+        __syncwarp();
+#pragma unroll
+        for (int place = 0; place < 16 * chunks; place += 32) {
+          const int row = (place + lane) / chunks, j = (place + lane) % chunks;
+          if (first + row >= left) continue;
+          const int column = Fragments::column(warp, j);
+          store_chunk<Gradient, Config::out_alignment>(
+              output + (first + row) * p.dq.row_stride + column,
+              shared.of_warp[warp][row][j], Config::head_dim - column);
+        }
+        __syncwarp();
+      }
+    }
+  }
+};

@@ -1,0 +1,83 @@
+// The first kernel of a backward pass: what each query row brings to the gradients of its scores.
+#pragma once
+
+#include "backward/params.cuh"
+#include "backward/query_sums.cuh"
+#include "tile/access.cuh"
+#include "grid/schedule.cuh"
+
+template <class Config>
+struct RowTermsOf {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  static constexpr int width = 16 / int(sizeof(Element));  // elements that a lane reads at once
+  static constexpr int pieces = ceil_div(Config::head_dim_v, width);
+  static constexpr int lanes = Config::row_lanes;  // that share a row
+  static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0, "a power of two of a warp's lanes");
+
+  // Of a row, where it stands in lse, and in arrays.
+  __device__ static void find(const GradientParams& p) {
+    if constexpr (Config::sums_Br > 0) {
+      const QuerySums<Config> sums(p);
+      const int64 step = int64(gridDim.x) * blockDim.x;
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.counted; i += step) {
+        sums.counters[i] = 0;
+      }
+    }
+    const bool is_packed = p.cu_seqlens_q != nullptr;
+    const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
+    const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+    // All lanes of a warp take part in the sums.
+    const int64 index = number < rows ? number : rows - 1;
+    const int rows_of_head = is_packed ? p.total_q : p.seqlen_q;
+    const int64 head = index / rows_of_head;
+    const int row = index % rows_of_head;
+    const int batch = is_packed ? 0 : head / p.heads_q;
+    const int head_q = is_packed ? head : head % p.heads_q;
+    const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
+                          p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride);
+    if (number >= rows) return;
+    if constexpr (Config::clears_queries) clear_unseeing(p, batch, head_q, row);
+    if (threadIdx.x % lanes != 0) return;
+    const T lse = static_cast<const T*>(p.lse)[index];
+    T delta = sum;
+    if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
+    const bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
+    row_terms<Config>(p)[index] = {sees_nothing ? -lse : lse * SoftmaxMath<T>::log2_e, delta};
+  }
+
+ private:
+  // dq of a row without keys, whose tile may be visited by nobody. Of sequences all is 0 before.
+  __device__ static void clear_unseeing(const GradientParams& p, int batch, int head, int row) {
+    using Gradient = typename Config::Gradient;
+    const Mask<Config> mask(p, batch);
+    if (mask.visible_begin(row) < mask.visible_end(row)) return;
+    constexpr int elements = 16 / int(sizeof(Gradient));
+    Gradient* target = p.dq.head<Gradient>(batch, head) + row * p.dq.row_stride;
+    for (int column = threadIdx.x % lanes * elements; column < Config::head_dim;
+         column += lanes * elements) {
+      store_chunk<Gradient, Config::out_alignment>(target + column, {}, Config::head_dim - column);
+    }
+  }
+
+  __device__ static T product(const Element* out, const Element* dout) {
+    T sum = 0;
+#pragma unroll
+    for (int first = 0; first < pieces; first += lanes) {
+      const int column = (first + threadIdx.x % lanes) * width;
+      const int left = max(0, min(width, Config::head_dim_v - column));
+      const auto x = load_elements<width, Config::alignment>(out + column, left);
+      const auto y = load_elements<width, Config::alignment>(dout + column, left);
+#pragma unroll
+      for (int e = 0; e < width; ++e) sum = fma(widen(x.at[e]), widen(y.at[e]), sum);
+    }
+#pragma unroll
+    for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+    return sum;
+  }
+};
+
+template <class Config>
+__device__ void find_row_terms(const GradientParams& p) {
+  RowTermsOf<Config>::find(p);
+}

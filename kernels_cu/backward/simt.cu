@@ -1,0 +1,225 @@
+// Gradients of attention on the CUDA cores: every dtype, every architecture. Two kernels as in
+// mma.cu, which says what rows and columns are.
+#include "backward/params.cuh"
+#include "backward/row_terms.cuh"
+#include "backward/simt_products.cuh"
+#include "backward/weigh.cuh"
+#include "backward/work.cuh"
+#include "score/mask.cuh"
+
+template <class Config, bool OfKeys>
+struct SimtGradients {
+  using Element = typename Config::Element;
+  using Gradient = typename Config::Gradient;
+  using T = Accumulator<Element>;
+  static constexpr int rows = OfKeys ? Config::Bc : Config::Br;
+  static constexpr int columns = OfKeys ? Config::Br : Config::Bc;
+  using Products = SimtProducts<Element, rows, columns>;
+  static constexpr int side = Products::side;
+  static constexpr int own_rows = Products::own_rows;
+  static constexpr int own_columns = Products::own_columns;
+  static constexpr int own_dims = Products::own_dims;
+  static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
+  static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
+
+  struct Shared {
+    typename Products::Shared operands;
+    T p[rows * (columns + 1)];
+    T ds[rows * (columns + 1)];
+  };
+  static_assert(sizeof(Shared) == Config::shared_memory, "as the host planned");
+
+  const GradientParams& p;
+  const GradientWork work;
+  const Sequence at;
+  const Mask<Config> mask;
+  Shared& shared;
+  const T scale_log2;
+  const int x = Products::x();
+  const int y = Products::y();
+
+  T scores[own_rows][own_columns];     // then p
+  T gradients[own_rows][own_columns];  // of p, then of the scores
+  T sums[slices][own_rows][own_dims];  // dk, or dq
+  T sums_v[slices_v][own_rows][own_dims];
+  T seen[own_rows];  // sums of p, where a modification may hide all of a row
+
+  __device__ SimtGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
+                           Shared& shared)
+      : p(p),
+        work(work),
+        at(at),
+        mask(mask_of<Config>(p, at, work.batch)),
+        shared(shared),
+        scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e) {}
+
+  __device__ void run() {
+    clear(sums);
+    clear(sums_v);
+#pragma unroll
+    for (int i = 0; i < own_rows; ++i) seen[i] = 0;
+    const int stop = min(work.begin + rows, row_count());
+    const int group = p.heads_q / p.heads_kv;
+    if constexpr (OfKeys) {
+      const QueryTiles tiles = find_query_tiles<columns>(mask, work.begin, stop, at.seqlen_q);
+      for (int head = work.head * group; head < (work.head + 1) * group; ++head) {
+        for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+          visit(keys(p.k, work.head), keys(p.v, work.head), queries(p.q, head),
+                queries(p.dout, head), head, tile * columns);
+        }
+      }
+    } else {
+      const KeyTiles tiles = find_key_tiles<columns, false>(mask, work.begin, stop, 0, 1);
+      const int head_kv = work.head / group;
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        visit(queries(p.q, work.head), queries(p.dout, work.head), keys(p.k, head_kv),
+              keys(p.v, head_kv), work.head, tile * columns);
+      }
+    }
+    finish();
+  }
+
+ private:
+  using Rows = HeadRows<Element>;
+
+  template <int Count>
+  __device__ static void clear(T (&values)[Count][own_rows][own_dims]) {
+#pragma unroll
+    for (int s = 0; s < Count; ++s) {
+#pragma unroll
+      for (int i = 0; i < own_rows; ++i) {
+#pragma unroll
+        for (int d = 0; d < own_dims; ++d) values[s][i][d] = 0;
+      }
+    }
+  }
+
+  __device__ int row_count() const { return OfKeys ? at.seqlen_k : at.seqlen_q; }
+  __device__ Rows queries(const Tensor& tensor, int head) const {
+    return query_rows<Element>(tensor, at, head);
+  }
+  __device__ Rows keys(const Tensor& tensor, int head) const {
+    return key_rows<Element>(tensor, at, head);
+  }
+
+  // One tile of columns: s and dp from the rows and columns, and what they add to the sums.
+  __device__ void visit(Rows first, Rows first_v, Rows second, Rows second_v, int head,
+                        int column) {
+    Products::template multiply<Config::head_dim>(scores, shared.operands, first, work.begin,
+                                                  second, column);
+    Products::template multiply<Config::head_dim_v>(gradients, shared.operands, first_v,
+                                                    work.begin, second_v, column);
+    weigh(head, column + x);
+#pragma unroll
+    for (int i = 0; i < own_rows; ++i) {
+#pragma unroll
+      for (int j = 0; j < own_columns; ++j) {
+        const int place = (y + i * side) * (columns + 1) + x + j * side;
+        shared.p[place] = scores[i][j];
+        shared.ds[place] = gradients[i][j];
+        if constexpr (Config::Mods::hides_pairs) seen[i] += scores[i][j];
+      }
+    }
+    Products::template add<Config::head_dim>(sums, shared.operands, shared.ds, second, column);
+    if constexpr (OfKeys) {
+      Products::template add<Config::head_dim_v>(sums_v, shared.operands, shared.p, second_v,
+                                                 column);
+    }
+  }
+
+  // `column` is the thread's first.
+  __device__ void weigh(int head, int column) {
+    const auto* of_rows = row_terms<Config>(p) + first_row_of_head(p, at, head);
+    const auto terms = [&](int row) {
+      return row < at.seqlen_q ? of_rows[row] : RowTerms<T>{SoftmaxMath<T>::infinity(), 0};
+    };
+    const int row = work.begin + y;
+    const auto step = [](int n) { return n * side; };
+    if constexpr (OfKeys) {
+      const Weigh<Config, own_columns, own_rows> weigh = {p, mask, at, work.batch, head, scale_log2};
+      weigh.template run<true>([&](int r) { return column + r * side; }, row,
+                               [&](int r) { return terms(column + r * side); },
+                               [&](int r, int n) -> T& { return scores[n][r]; },
+                               [&](int r, int n) -> T& { return gradients[n][r]; }, step);
+    } else {
+      const Weigh<Config, own_rows, own_columns> weigh = {p, mask, at, work.batch, head, scale_log2};
+      weigh.template run<true>([&](int r) { return row + r * side; }, column,
+                               [&](int r) { return terms(row + r * side); },
+                               [&](int r, int n) -> T& { return scores[r][n]; },
+                               [&](int r, int n) -> T& { return gradients[r][n]; }, step);
+    }
+  }
+
+  // Whether a row has a pair at all: of one without, the sums hold 0 times what others see.
+  __device__ bool is_seen(int i) const {
+    const int row = work.begin + y + i * side;
+    bool found;
+    if constexpr (OfKeys) {
+      found = mask.first_row(row, at.seqlen_q) < mask.last_row(row, at.seqlen_q);
+    } else {
+      found = mask.visible_begin(row) < mask.visible_end(row);
+    }
+    if constexpr (Config::Mods::hides_pairs) {
+      T sum = seen[i];
+#pragma unroll
+      for (int bit = 1; bit < side; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+      found = found && sum != 0;
+    }
+    return found;
+  }
+
+  __device__ void finish() {
+    const T scale = signed_scale<Config, T>(p);
+#pragma unroll
+    for (int i = 0; i < own_rows; ++i) {
+      const bool found = is_seen(i);
+      if constexpr (OfKeys) {
+        write<Config::head_dim>(p.dk, i, sums, found, scale);
+        write<Config::head_dim_v>(p.dv, i, sums_v, found, T(1));
+      } else {
+        write<Config::head_dim>(p.dq, i, sums, found, scale);
+      }
+    }
+  }
+
+  template <int Dim, int Slices>
+  __device__ void write(const Tensor& tensor, int i, const T (&of)[Slices][own_rows][own_dims],
+                        bool found, T factor) {
+    const int row = work.begin + y + i * side;
+    if (tensor.data == nullptr || row >= row_count()) return;
+    const int batch = OfKeys ? at.k_batch : at.q_batch;
+    const int64 place = (OfKeys ? at.k_first : at.q_first) + int64(row);
+    Gradient* output = tensor.head<Gradient>(batch, work.head) + place * tensor.row_stride;
+#pragma unroll
+    for (int s = 0; s < Slices; ++s) {
+#pragma unroll
+      for (int d = 0; d < own_dims; ++d) {
+        const int column = s * Products::slice + x + d * side;
+        if (column < Dim) output[column] = narrow<Gradient>(found ? of[s][i][d] * factor : T(0));
+      }
+    }
+  }
+};
+
+template <class Config, bool OfKeys>
+__device__ void simt_gradients(const GradientParams& p) {
+  using Kernel = SimtGradients<Config, OfKeys>;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const int heads = OfKeys ? p.heads_kv : p.heads_q;
+  const int section = OfKeys ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads;
+  const GradientWork work = find_gradient_work<Kernel::rows, !OfKeys>(
+      OfKeys ? p.seqlen_k : p.seqlen_q, p.batch, heads, section, blockIdx.x);
+  const Sequence at = sequence_of<Config>(p, work.batch);
+  if (work.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
+  Kernel(p, work, at, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();
+}
+
+template <class Config>
+__device__ void simt_key_gradients(const GradientParams& p) {
+  simt_gradients<Config, true>(p);
+}
+
+template <class Config>
+__device__ void simt_query_gradients(const GradientParams& p) {
+  simt_gradients<Config, false>(p);
+}

@@ -1,0 +1,123 @@
+// Blocked products on the CUDA cores: a block of side x side threads, each with rows and columns
+// that are `side` apart; arrays come through shared memory a slice of head_dim at a time.
+#pragma once
+
+#include "backward/params.cuh"
+#include "tile/element.cuh"
+
+// Rows of a head in memory, of which there are `count`.
+template <class Element>
+struct HeadRows {
+  const Element* begin;
+  int64 stride;
+  int count;
+};
+
+// Those of q or dout, and of k or v, of a sequence.
+template <class Element>
+__device__ HeadRows<Element> query_rows(const Tensor& tensor, const Sequence& at, int head) {
+  return {tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride,
+          tensor.row_stride, at.seqlen_q};
+}
+template <class Element>
+__device__ HeadRows<Element> key_rows(const Tensor& tensor, const Sequence& at, int head) {
+  return {tensor.head<const Element>(at.k_batch, head) + at.k_first * tensor.row_stride,
+          tensor.row_stride, at.seqlen_k};
+}
+
+template <class Element, int Rows, int Columns>
+struct SimtProducts {
+  using T = Accumulator<Element>;
+  static constexpr int side = 16;
+  static constexpr int threads = side * side;
+  static constexpr int own_rows = Rows / side;
+  static constexpr int own_columns = Columns / side;
+  static_assert(Rows % side == 0 && Columns % side == 0, "whole rows and columns of threads");
+
+  // One more than a slice, so that what a warp reads lies in different banks.
+  static constexpr int slice = 32;
+  static constexpr int stride = slice + 1;
+  static constexpr int own_dims = slice / side;
+  struct Shared {
+    T rows[Rows * stride];
+    T columns[Columns * stride];
+  };
+
+  __device__ static int x() { return threadIdx.x % side; }
+  __device__ static int y() { return threadIdx.x / side; }
+
+  // A slice of Dim columns of some rows, zeros where there are none; when all have left the last.
+  template <int Dim, int Size>
+  __device__ static void load(T (&target)[Size], const HeadRows<Element>& source, int first,
+                              int begin_dim) {
+    for (int i = threadIdx.x; i < Size / stride * slice; i += threads) {
+      const int row = first + i / slice, d = begin_dim + i % slice;
+      const bool is_there = row < source.count && d < Dim;
+      target[i / slice * stride + i % slice] =
+          is_there ? widen(source.begin[row * source.stride + d]) : T(0);
+    }
+  }
+
+  // product = rows columns', of Dim columns each.
+  template <int Dim>
+  __device__ static void multiply(T (&product)[own_rows][own_columns], Shared& shared,
+                                  const HeadRows<Element>& rows, int first_row,
+                                  const HeadRows<Element>& columns, int first_column) {
+#pragma unroll
+    for (int i = 0; i < own_rows; ++i) {
+#pragma unroll
+      for (int j = 0; j < own_columns; ++j) product[i][j] = 0;
+    }
+#pragma unroll 1
+    for (int begin = 0; begin < Dim; begin += slice) {
+      __syncthreads();
+      load<Dim>(shared.rows, rows, first_row, begin);
+      load<Dim>(shared.columns, columns, first_column, begin);
+      __syncthreads();
+#pragma unroll 4
+      for (int d = 0; d < slice; ++d) {
+        T left[own_rows];
+#pragma unroll
+        for (int i = 0; i < own_rows; ++i) left[i] = shared.rows[(y() + i * side) * stride + d];
+#pragma unroll
+        for (int j = 0; j < own_columns; ++j) {
+          const T right = shared.columns[(x() + j * side) * stride + d];
+#pragma unroll
+          for (int i = 0; i < own_rows; ++i) product[i][j] = fma(left[i], right, product[i][j]);
+        }
+      }
+    }
+  }
+
+  // sums += weights columns, `weights` with `Columns` + 1 between its rows in shared memory. A
+  // tile's share is summed alone: long sums lose less to rounding.
+  template <int Dim, int Slices>
+  __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
+                             const T* weights, const HeadRows<Element>& columns,
+                             int first_column) {
+#pragma unroll
+    for (int s = 0; s < Slices; ++s) {
+      __syncthreads();
+      load<Dim>(shared.columns, columns, first_column, s * slice);
+      __syncthreads();
+      T share[own_rows][own_dims] = {};
+#pragma unroll 4
+      for (int c = 0; c < Columns; ++c) {
+        T right[own_dims];
+#pragma unroll
+        for (int d = 0; d < own_dims; ++d) right[d] = shared.columns[c * stride + x() + d * side];
+#pragma unroll
+        for (int i = 0; i < own_rows; ++i) {
+          const T left = weights[(y() + i * side) * (Columns + 1) + c];
+#pragma unroll
+          for (int d = 0; d < own_dims; ++d) share[i][d] = fma(left, right[d], share[i][d]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < own_rows; ++i) {
+#pragma unroll
+        for (int d = 0; d < own_dims; ++d) sums[s][i][d] += share[i][d];
+      }
+    }
+  }
+};

@@ -1,0 +1,80 @@
+// Gradients of sinks: -sum over all rows of a head of exp(sink - lse) delta. A block has a head.
+#pragma once
+
+#include "backward/exact_sum.cuh"
+#include "backward/params.cuh"
+#include "grid/sequences.cuh"
+#include "score/capture.cuh"
+
+template <class Config>
+struct SinkGradients {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+  using Math = SoftmaxMath<T>;
+  static constexpr int threads = 1024;
+
+  template <class Input, class Offset, int Rank, bool ContiguousLast>
+  __device__ static void write(const GradientParams& p,
+                               const Capture<Input, Offset, Rank, ContiguousLast>& sinks) {
+    const int head = blockIdx.x;
+    const T sink = sinks.at(head);
+    const T total = sink == -Math::infinity() ? T(0) : sum(p, head, sink);
+    if (threadIdx.x != 0) return;
+    using Gradient = typename GradientType<Config, Input>::type;
+    static_cast<Gradient*>(p.dsinks)[head] = narrow<Gradient>(-total);
+  }
+
+ private:
+  // In thread 0.
+  __device__ static T sum(const GradientParams& p, int head, T sink) {
+    __shared__ T of_warps[threads / 32];
+    const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
+    // Packed sequences lie one behind the other, and what is before and behind them is of none.
+    const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
+    const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
+                                : int64(p.batch) * p.seqlen_q;
+    ExactSum<T> terms;
+    for (int64 i = begin + int(threadIdx.x); i < end; i += threads) {
+      const int batch = is_packed ? 0 : i / p.seqlen_q;
+      const int64 row = is_packed ? i : i % p.seqlen_q;
+      const int rows = is_packed ? p.total_q : p.seqlen_q;
+      terms.add(term(p, batch, head, row, (int64(batch) * p.heads_q + head) * rows + row, sink));
+    }
+    T total = terms.total();
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = total;
+    __syncthreads();
+    total = of_warps[threadIdx.x % 32];
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) total += __shfl_xor_sync(~0u, total, bit);
+    return total;
+  }
+
+  // Of a row, and of where it stands in lse.
+  __device__ static T term(const GradientParams& p, int batch, int head, int64 row, int64 index,
+                           T sink) {
+    const RowTerms<T> terms = row_terms<Config>(p)[index];
+    const T sink_log2 = sink * Math::log2_e;
+    T delta = terms.delta;
+    // All that is left of a row that sees no key is its sink. Its output is 0, and depends on
+    // nothing: whatever its dout holds has no part in delta.
+    if (!is_finite(delta) && terms.lse_log2 == sink_log2 && is_zero(p, batch, head, row)) {
+      delta = 0;
+      if constexpr (Config::has_dlse) delta = -static_cast<const T*>(p.dlse)[index];
+    }
+    return Math::exp2(sink_log2 - terms.lse_log2) * delta;
+  }
+
+  __device__ static bool is_zero(const GradientParams& p, int batch, int head, int64 row) {
+    const Element* out = p.out.head<const Element>(batch, head) + row * p.out.row_stride;
+    bool found = true;
+    for (int d = 0; d < Config::head_dim_v; ++d) found = found && widen(out[d]) == T(0);
+    return found;
+  }
+};
+
+template <class Config>
+__device__ void sink_gradients(const GradientParams& p) {
+  SinkGradients<Config>::write(p, p.mods.sinks);
+}

@@ -1,0 +1,160 @@
+// From scores and the gradients of probabilities to probabilities and the gradients of scores.
+#pragma once
+
+#include "backward/params.cuh"
+#include "score/mask.cuh"
+#include "score/modify.cuh"
+
+// Whether modifications make scores grow otherwise than the scaled scores do.
+template <class Mods>
+constexpr bool changes_slope() {
+  if constexpr (Mods::changes_scores) {
+    return Mods::changes_slope;
+  } else {
+    return false;
+  }
+}
+
+// Of `Queries` rows and `Keys` keys that a thread holds: score(r, n) is of query row(r) and of the
+// key first_key + step(n), a constant that grows with n; terms(r) are the row's.
+// A template of the params too, as only units with modifications have what those read.
+template <class Config, int Queries, int Keys, class AnyParams = GradientParams>
+struct Weigh {
+  using T = Accumulator<typename Config::Element>;
+  using Mods = typename Config::Mods;
+  using Math = SoftmaxMath<T>;
+  static constexpr bool is_modified = Mods::changes_scores || Mods::hides_pairs;
+
+  const AnyParams& p;
+  const Mask<Config>& mask;
+  const Sequence& at;
+  int batch;
+  int head;
+  T scale_log2;
+
+  // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
+  // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
+  // are those of the scaled scores, or of the new ones that the softmax takes.
+  template <bool Masked, bool OfScaled = true, class RowOf, class Terms, class Score,
+            class Gradient, class Step>
+  __device__ void run(RowOf row_of, int first_key, Terms terms, Score score, Gradient gradient,
+                      Step step) const {
+    visit<Masked, OfScaled>(
+        row_of, first_key, terms, score, step,
+        [&](int r, int n, bool seen, T exponent, T slope) {
+          const T probability = seen ? Math::exp2(exponent) : T(0);
+          const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
+          score(r, n) = probability;
+          gradient(r, n) = seen ? of_score : T(0);
+        },
+        0, Queries);
+  }
+
+  // Only the first half of it, of the rows from `first` to `last` - 1, where no slope is changed: p.
+  template <bool Masked, class RowOf, class Terms, class Score, class Step>
+  __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
+                        int last) const {
+    visit<Masked, true>(
+        row_of, first_key, terms, score, step,
+        [&](int r, int n, bool seen, T exponent, T) {
+          score(r, n) = seen ? Math::exp2(exponent) : T(0);
+        },
+        first, last);
+  }
+
+  // Without modifications: p of pairs that are hidden by their places becomes 0.
+  template <class RowOf, class Score, class Step>
+  __device__ void hide(RowOf row_of, int first_key, Score score, Step step) const {
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      const Places places = places_of(row_of(r), first_key);
+#pragma unroll
+      for (int n = 0; n < Keys; ++n) {
+        if (!places.include(step(n))) score(r, n) = 0;
+      }
+    }
+  }
+
+ private:
+  // Keys that a row sees by their places, from the first on.
+  struct Places {
+    int begin;
+    int end;
+    __device__ bool include(int step) const { return step < end && step >= begin; }
+  };
+  __device__ Places places_of(int row, int first_key) const {
+    Places places = {0, row < at.seqlen_q ? mask.visible_end(row) - first_key : 0};
+    if constexpr (Config::window_left) places.begin = mask.visible_begin(row) - first_key;
+    return places;
+  }
+
+  __device__ auto mod_row(int row, T base) const {
+    return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
+  }
+
+  // Has `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden pairs
+  // are to be left out by selection: a NaN in what they are made of leaves no trace.
+  template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
+            class Put>
+  __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
+                        int first, int last) const {
+    if constexpr (is_modified) {
+      if constexpr (Mods::has_bounds) {
+        bool is_inside = true;
+#pragma unroll
+        for (int r = 0; r < Queries; ++r) {
+          const auto row = mod_row(row_of(r), T(0));
+          is_inside &= Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key),
+                                       step(Keys - 1));
+        }
+        if (is_inside) {
+          visit_all<Masked, true, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
+          return;
+        }
+      }
+    }
+    visit_all<Masked, false, OfScaled>(row_of, first_key, terms, score, step, put, first, last);
+  }
+
+  template <bool Masked, bool Inside, bool OfScaled, class RowOf, class Terms, class Score,
+            class Step, class Put>
+  __device__ void visit_all(RowOf row_of, int first_key, Terms terms, Score score, Step step,
+                            Put put, int first, int last) const {
+#pragma unroll
+    for (int r = 0; r < Queries; ++r) {
+      if (r < first || r >= last) continue;
+      const int row = row_of(r);
+      const T lse_log2 = terms(r).lse_log2;
+      Places places = {};
+      if constexpr (Masked) places = places_of(row, first_key);
+      if constexpr (is_modified) {
+        const auto mod = mod_row(row, lse_log2);
+        const auto keys = Mods::keys(p.mods, mod, first_key);
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) {
+          const T x = score(r, n);
+          T exponent, slope = 1;
+          if constexpr (Mods::changes_scores) {
+            exponent = Mods::template exponent<Inside>(p.mods, mod, keys, step(n), x);
+            if constexpr (OfScaled && Mods::changes_slope) {
+              slope = Mods::template slope<Inside>(p.mods, mod, keys, step(n), x);
+            }
+          } else {
+            exponent = fma(x, scale_log2, -lse_log2);
+          }
+          bool seen = !Masked || places.include(step(n));
+          if constexpr (Mods::hides_pairs) {
+            seen = seen && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
+          }
+          put(r, n, seen, exponent, slope);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) {
+          const bool seen = !Masked || places.include(step(n));
+          put(r, n, seen, fma(score(r, n), scale_log2, -lse_log2), T(1));
+        }
+      }
+    }
+  }
+};

@@ -1,0 +1,51 @@
+// What products of gradients need beside wgmma.cuh: wgmma with both operands in shared memory, the
+// right one with n contiguous, and stmatrix, which puts their left operands there.
+#pragma once
+
+#include "ptx/wgmma.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Element, int N>
+struct WgmmaRows;
+
+#define WGMMA_ROWS(ELEMENT, TYPE, N, COUNT, i0, i1, i2)                                            \
+  template <>                                                                                      \
+  struct WgmmaRows<ELEMENT, N> {                                                                   \
+    /* a with k contiguous, b with n contiguous; d is cleared first unless accumulate. */          \
+    __device__ static void multiply(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
+                                    int accumulate) {                                              \
+      asm volatile(                                                                                \
+          "{\n"                                                                                    \
+          ".reg .pred accumulate;\n"                                                               \
+          "setp.ne.b32 accumulate, %" #i2                                                          \
+          ", 0;\n"                                                                                 \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
+          " {" ACCUMULATORS_##COUNT "}, %" #i0 ", %" #i1                                           \
+                                    ", accumulate, 1, 1, 0, 1;\n"                                  \
+                                    "}"                                                            \
+          : OPERANDS_##COUNT                                                                       \
+          : "l"(a), "l"(b), "r"(accumulate));                                                      \
+    }                                                                                              \
+  };
+#define WGMMA_ROWS_FOR_BOTH_TYPES(N, COUNT, ...)   \
+  WGMMA_ROWS(half_t, "f16", N, COUNT, __VA_ARGS__) \
+  WGMMA_ROWS(bfloat16_t, "bf16", N, COUNT, __VA_ARGS__)
+
+WGMMA_ROWS_FOR_BOTH_TYPES(64, 32, 32, 33, 34)
+WGMMA_ROWS_FOR_BOTH_TYPES(128, 64, 64, 65, 66)
+
+namespace ptx {
+
+// stmatrix.x4.trans: four 8 x 8 matrices of 16-bit elements, each transposed on the way; lane l
+// gives the address of row l % 8 of matrix l / 8.
+__device__ inline void stmatrix_x4_trans(unsigned shared, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+}  // namespace ptx
+
+#endif  // __CUDA_ARCH__ == 900

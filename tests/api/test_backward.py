@@ -1,0 +1,142 @@
+"""Gradients on the CPU: what goes in and comes out, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from support import refusals
+from support.foreign import Foreign
+
+from cupy_flash import (
+    ScoreMod,
+    attention_backward_reference,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_qkvpacked,
+    flash_attention_qkvpacked_backward,
+    flash_attention_vjp,
+    plan_backward,
+)
+
+assert_refused = functools.partial(refusals.assert_refused, flash_attention_backward)
+
+
+def arrays(rng: np.random.Generator, dtype: Any = np.float32) -> list[np.ndarray]:
+    """q, k, v and dout."""
+    shapes = [(2, 33, 4, 24), (2, 50, 2, 24), (2, 50, 2, 8), (2, 33, 4, 8)]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def good() -> dict[str, Any]:
+    """Arguments that are right, for one at a time to be made wrong."""
+    q, k, v, dout = arrays(np.random.default_rng(0))
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "backend": "cpu"}
+    return named | {"dq": np.full(q.shape, np.nan, q.dtype)}
+
+
+def test_the_pullback_gives_what_the_backward_call_does(rng: Any) -> None:
+    q, k, v, dout = arrays(rng)
+    options: dict[str, Any] = {"causal": True, "softcap": 3.0, "backend": "cpu"}
+    (out, lse), pullback = flash_attention_vjp(q, k, v, return_lse=True, **options)
+    expected = flash_attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)
+    for _ in range(2):
+        found = pullback(dout, lse)
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in expected]
+
+
+def test_gradients_of_packed_qkv_lie_in_one_array(rng: Any) -> None:
+    qkv = rng.standard_normal((2, 40, 3, 4, 16)).astype(np.float32)
+    dout = rng.standard_normal((2, 40, 4, 16)).astype(np.float32)
+    out, lse = flash_attention_qkvpacked(qkv, causal=True, return_lse=True, backend="cpu")
+    given = np.full_like(qkv, np.nan)
+    same: dict[str, Any] = {"causal": True, "backend": "cpu"}
+    found = flash_attention_qkvpacked_backward(dout, qkv, out, lse, dqkv=given, **same)
+    assert found is given
+    parts = [qkv[:, :, i] for i in range(3)]
+    expected = flash_attention_backward(dout, *parts, out, lse, **same)
+    for i, gradient in enumerate(expected):
+        assert found[:, :, i].tobytes() == gradient.tobytes()
+    new = flash_attention_qkvpacked_backward(dout, qkv, out, lse, **same)
+    assert new.tobytes() == found.tobytes()
+
+
+def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: Any) -> None:
+    q, k, v, dout = arrays(rng)
+    gain = ScoreMod(
+        lambda score, h, gain: gain[h] * score,
+        gain=np.ones(4, np.float32),
+        differentiable=["gain"],
+    )
+    options: dict[str, Any] = {"score_mod": gain, "backend": "cpu"}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    dq, dk, dv, dgain = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    assert (dq.shape, dk.shape, dv.shape, dgain.shape) == (q.shape, k.shape, v.shape, (4,))
+    some = flash_attention_backward(
+        *(dout, q, k, v, out, lse), wrt=("score_mod.gain", "k"), **options
+    )
+    assert [x.tobytes() for x in some] == [dgain.tobytes(), dk.tobytes()]
+
+
+def test_another_librarys_arrays_come_back_as_its_own(rng: Any) -> None:
+    q, k, v, dout = arrays(rng)
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
+    expected = flash_attention_backward(dout, q, k, v, out, lse, backend="cpu")
+    found = flash_attention_backward(*map(Foreign, (dout, q, k, v, out, lse)), backend="cpu")
+    for one, other in zip(found, expected, strict=True):
+        assert isinstance(one, Foreign)
+        assert one.array.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_nothing_has_no_gradient(empty: str) -> None:
+    batch = 0 if empty == "batch" else 2
+    q = np.ones((batch, 0 if empty == "queries" else 5, 4, 8), np.float32)
+    k = np.ones((batch, 0 if empty == "keys" else 7, 2, 8), np.float32)
+    sinks = np.ones(4, np.float32)
+    options: dict[str, Any] = {"sinks": sinks, "backend": "cpu"}
+    out, lse = flash_attention(q, k, k, return_lse=True, **options)
+    wrt = ("q", "k", "v", "sinks")
+    dlse = np.ones_like(lse)
+    found = flash_attention_backward(q, q, k, k, out, lse, dlse=dlse, wrt=wrt, **options)
+    exact = attention_backward_reference(q, q, k, k, dlse=dlse, wrt=wrt, sinks=sinks)
+    for one, other in zip(found, exact, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_plan_names_the_cpu_and_its_memory() -> None:
+    q = np.ones((2, 300, 4, 64), np.float16)
+    plan = plan_backward(q, q, q, backend="cpu", tile={"Br": 32})
+    wide = plan_backward(q, q, q, backend="cpu", tile={"Br": 32}, grad_dtype="float32")
+    assert (plan.family, plan.tile.Br) == ("cpu", 32)
+    assert plan.workspace - wide.workspace == 4 * 2 * q.size
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"wrt": "q"}, TypeError, "wrt is 'q'; expected a sequence"),
+        ({"wrt": ("q", "q")}, ValueError, "each once"),
+        ({"wrt": ("bias",)}, ValueError, "wrt names 'bias'; expected some of q, k, v"),
+        ({"wrt": ("k",)}, ValueError, "dq is given, but wrt does not name 'q'"),
+        ({"family": "mma"}, ValueError, "family 'mma' is a GPU kernel"),
+        ({"family": "hopper9"}, ValueError, "unknown family 'hopper9'"),
+        ({"tile": {"warps": 4}}, ValueError, "unknown tile field 'warps'"),
+        ({"lse": np.zeros((2, 4, 32), np.float32)}, ValueError, "lse has shape"),
+        ({"dout": np.zeros((2, 33, 4, 9), np.float32)}, ValueError, "dout has shape"),
+    ],
+)
+def test_what_is_wrong_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    assert_refused(error, message, good() | change)
+
+
+def test_a_gradient_overlaps_nothing_and_can_be_written() -> None:
+    arguments = good()
+    assert_refused(ValueError, "dq overlaps q", arguments | {"dq": arguments["q"]})
+    arguments["dq"].flags.writeable = False
+    assert_refused(ValueError, "read-only", arguments)

@@ -1,0 +1,214 @@
+"""The model of gradients: traffic, products that are computed again, and what commands show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support import fake_cupy
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.cases.seen import Seen
+from cupy_flash.cli.main import main
+from cupy_flash.cli.model import backward, profile, traffic
+from cupy_flash.cli.model.profiler import Call, Kernel
+from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.mask import Mask
+
+H100 = device_for_arch("sm_90")
+
+
+def case(**more: Any) -> Case:
+    sizes: dict[str, Any] = {"head_dim": 64, "head_dim_v": 128, "seqlen_k": 4096} | more
+    return Case("bfloat16", 2, seqlen_q=4096, heads_q=16, heads_kv=4, direction="backward", **sizes)
+
+
+def plan_of(of: Case, **asked: Any) -> Plan:
+    return make_plan(of.problem(), H100, **asked)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(113, 203, False, 0),
+        Mask(113, 203, True, 90),
+        Mask(113, 203, True, -40),
+        Mask(113, 203, True, 150),
+        Mask(200, 113, True, -87, 30, 0),
+        Mask(113, 203, False, 90, 20, 7),
+        Mask(1, 239, True, 238),
+    ],
+)
+@pytest.mark.parametrize("Bc", [16, 64])
+def test_a_tile_of_keys_is_read_for_by_the_queries_that_see_any_of_it(mask: Mask, Bc: int) -> None:
+    seen = Seen.of(mask)
+    rows, keys = np.arange(mask.seqlen_q)[:, None], np.arange(mask.seqlen_k)
+    sees = (keys >= mask.begins(rows)) & (keys < mask.ends(rows))
+    begins, ends = seen.tiles_of_keys(Bc)
+
+    for tile, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        found = np.flatnonzero(sees[:, tile * Bc : (tile + 1) * Bc].any(1))
+        assert (begin, end) == ((found[0], found[-1] + 1) if found.size else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "products"),
+    [
+        ({"family": "mma"}, [(2, 2), (2, 1)]),
+        ({"family": "simt"}, [(2, 2), (2, 1)]),
+        ({"family": "mma", "tile": (("apart", 1),)}, [(2, 1), (1, 1), (2, 1)]),
+    ],
+)
+def test_each_kernel_has_products_of_its_own(
+    asked: dict[str, Any], products: list[tuple[int, int]]
+) -> None:
+    plan = plan_of(case(), **asked)
+    kernels = backward.kernels_of(plan)
+    of_dim, of_dim_v = (sum(each) for each in zip(*products, strict=True))
+    computed = of_dim * 64 + of_dim_v * 128
+
+    assert [kernel.products for kernel in kernels] == products
+    assert [kernel.keys_stay for kernel in kernels] == [True] * (len(products) - 1) + [False]
+    assert backward.recomputation(plan.problem, kernels) == computed / (3 * 64 + 2 * 128)
+
+
+@pytest.mark.parametrize("entry", ["key_gradients", "attention"])
+def test_a_kernel_that_does_everything_computes_what_counts(entry: str) -> None:
+    plan = plan_of(case(), family="mma")
+    terms, of_keys, of_queries = plan.launches
+    rounding = dataclasses.replace(of_queries, shared_memory=0)
+    launches = (terms, dataclasses.replace(of_keys, entry=entry), rounding)
+    schedule = dataclasses.replace(plan.schedule, launches=launches)
+    (kernel,) = backward.kernels_of(dataclasses.replace(plan, schedule=schedule))
+
+    assert backward.recomputation(plan.problem, [kernel]) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"mods": Mods.parse("window 500:0")}])
+def test_traffic_lies_between_what_is_compulsory_and_that_without_a_cache(
+    more: dict[str, Any],
+) -> None:
+    of = case(**more)
+    plan = plan_of(of)
+    kernels = backward.kernels_of(plan)
+    least = backward.compulsory(plan.problem, of.mods)
+    fused = backward.fused(plan.problem, kernels, of.mods)
+    most = backward.fused_without_cache(plan.problem, kernels, of.mods)
+
+    assert least.read < fused.read < most.read
+    assert least.written + plan.workspace == fused.written == most.written
+    assert fused.key_value_reads >= len(kernels)
+
+
+def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
+    of = case()
+    problem, plan = of.problem(), plan_of(of, family="mma")
+    huge = [
+        dataclasses.replace(k, schedule=dataclasses.replace(k.schedule, l2_bytes=1 << 40))
+        for k in backward.kernels_of(plan)
+    ]
+    q, kv, out = of.query_bytes, of.key_value_bytes, of.out_bytes
+    found = backward.fused(problem, huge)
+
+    # out and dout for the terms of rows; then all of q, k, v and dout twice.
+    assert found.read == 2 * out + 2 * (q + kv + out + plan.workspace)
+    assert found.written == q + kv + plan.workspace
+    assert found.key_value_reads == 2
+    assert backward.compulsory(problem) == traffic.Traffic(q + kv + 2 * out, q + kv, 1)
+
+
+def test_without_a_cache_each_tile_of_keys_reads_the_queries_of_its_group() -> None:
+    of = case()
+    plan = plan_of(of, family="mma")
+    of_keys, _ = backward.kernels_of(plan)
+    found = backward.fused_without_cache(of.problem(), [of_keys])
+    tiles = -(-4096 // of_keys.schedule.Bc)
+
+    assert found.read == (
+        2 * of.out_bytes
+        + of.key_value_bytes
+        + plan.workspace
+        + tiles * (of.query_bytes + of.out_bytes)
+    )
+
+
+def test_the_standard_algorithm_moves_seven_matrices_of_scores() -> None:
+    of = case()
+    scores = 2 * of.scores
+    found = backward.standard(of.problem())
+
+    assert found.read == 5 * scores + of.query_bytes + of.key_value_bytes + 4 * of.out_bytes
+    assert found.written == 2 * scores + of.query_bytes + of.key_value_bytes
+
+
+# ---- The commands
+
+
+def roofline(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["roofline", "--backward", *arguments], catch_exceptions=False)
+
+
+def test_roofline_counts_what_kernels_compute_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    # Which has no family of one kernel.
+    result = roofline("--gpu", "T4", "--causal", "no,yes", "--output", str(path))
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    fused = [row for row in rows if row["algorithm"] == "fused"]
+
+    assert result.exit_code == 0, result.output
+    assert {row["direction"] for row in rows} == {"backward"}
+    for row in fused:
+        assert row["flops_computed"] == pytest.approx(1.4 * row["flops"])
+        assert row["attainable_tflops"] == pytest.approx(row["peak_tflops"] / 1.4)
+        assert row["bound"] == "compute"
+    text = " ".join(result.stdout.split())
+    assert "which compute 1.4 times the FLOPs that count" in text
+    assert "FLOPs of gradients = " in text
+    assert "probabilities that forward left are read twice" in text
+
+
+def test_roofline_of_a_gpu_without_kernels_is_modelled_too() -> None:
+    result = roofline("--gpu", "V100", "--dtype", "fp16", "--bias", "heads")
+
+    assert result.exit_code == 0, result.output
+    assert "no kernels of ours; modelled with tiles of 64x64" in result.stdout
+
+
+def test_profile_compares_with_all_that_the_kernels_compute() -> None:
+    plan = plan_of(case(), family="mma")
+    pairs = 2 * 16 * 4096 * 4096
+    kernels = [
+        Kernel(launch.entry, {"gpu__time_duration.sum": 1e6, "dram__bytes_read.sum": 1e9})
+        for launch in plan.launches
+    ]
+    rows = {row["quantity"]: row for row in profile.compare(kernels, plan, H100)}
+
+    assert profile.flops_of(plan, Mods()) == case().flops()
+    assert rows["tensor-core FLOPs"]["model"] == 2 * pairs * (4 * 64 + 3 * 128)
+    assert rows["special functions"]["model"] == 2 * pairs
+    assert rows["HBM read"]["measured"] == 3e9
+    assert rows["HBM read"]["model"] == profile.model_of(plan).hbm.read
+
+
+def test_profile_makes_the_call_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Call] = []
+
+    def profiled(call: Call, metrics: Any) -> list[Kernel]:
+        asked.append(call)
+        return [Kernel("key_gradients", {"gpu__time_duration.sum": 1e6})]
+
+    fake_cupy.install(monkeypatch)
+    monkeypatch.setattr(profile, "profile_call", profiled)
+    result = CliRunner().invoke(main, ["profile", "--backward"], catch_exceptions=False)
+
+    assert result.exit_code == 0, result.output
+    assert asked[0].case.is_backward
+    assert Call.from_json(asked[0].to_json()) == asked[0]
+    assert "FLOPs that several kernels compute count for each" in " ".join(result.stdout.split())

@@ -1,0 +1,262 @@
+"""Gradients by torch's autograd, by a torch that is NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from support import fake_cupy
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import Inputs, random_inputs
+from cupy_flash.cli.measure.gradient_check import GradientCheck
+from cupy_flash.cli.providers import torch_providers
+from cupy_flash.cli.providers.providers import provider
+from cupy_flash.cli.providers.torch_flex import FLEX
+from cupy_flash.reference.gradients import backward_naive
+
+
+class Tensor(np.ndarray):
+    """An array that remembers whether gradients of it are wanted, and what it was repeated from."""
+
+    requires_grad = False
+    source: Tensor | None = None
+
+    def transpose(self, one: Any, other: Any = None) -> Any:
+        return self.swapaxes(one, other)
+
+    def detach(self) -> Tensor:
+        return self.view()
+
+    def requires_grad_(self) -> Tensor:
+        self.requires_grad = True
+        return self
+
+    def repeat_interleave(self, count: int, axis: int) -> Any:
+        found = self.repeat(count, axis)
+        found.source = self
+        return found
+
+
+class Output:
+    """What attention gave, with its graph."""
+
+    def __init__(self, inputs: tuple[Any, ...], options: dict[str, Any], stream: Any) -> None:
+        self.inputs, self.options, self.stream = inputs, options, stream
+
+
+class Stream(NamedTuple):
+    """What torch has of one."""
+
+    cuda_stream: Any
+
+
+class FakeTorch:
+    """As much of torch as autograd takes.
+
+    Attributes
+    ----------
+    log
+        What was done, in order: attention, gradients, replays.
+    takes_groups
+        Whether its attention takes grouped heads.
+    captures
+        Whether calls can be captured.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.takes_groups = self.captures = True
+        self.stream = 0
+        self.is_grad_enabled = True
+        self.capturing: Any = None
+        self.autograd = SimpleNamespace(grad=self.grad)
+        self.nn = SimpleNamespace(
+            attention=SimpleNamespace(
+                SDPBackend=SimpleNamespace(CUDNN_ATTENTION="cudnn", EFFICIENT_ATTENTION="it"),
+                sdpa_kernel=self.sdpa_kernel,
+            ),
+            functional=SimpleNamespace(scaled_dot_product_attention=self.sdpa),
+        )
+        self.cuda = SimpleNamespace(
+            current_stream=lambda: Stream(self.stream),
+            CUDAGraph=lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            Stream=lambda: Stream("side"),
+            stream=self.on,
+            graph=self.capture,
+            synchronize=lambda: None,
+        )
+        self.backends: list[Any] = []
+        monkeypatch.setitem(sys.modules, "torch.nn.attention", self.nn.attention)
+
+    def set_float32_matmul_precision(self, _: str) -> None:
+        pass
+
+    def from_dlpack(self, array: np.ndarray) -> Tensor:
+        return array.view(Tensor)
+
+    @contextlib.contextmanager
+    def no_grad(self) -> Iterator[None]:
+        self.is_grad_enabled = False
+        yield
+        self.is_grad_enabled = True
+
+    @contextlib.contextmanager
+    def sdpa_kernel(self, backends: list[str]) -> Iterator[None]:
+        self.backends = backends
+        yield
+        self.backends = []
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    @contextlib.contextmanager
+    def capture(self, graph: Any, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        if not self.captures:
+            # And so it does.
+            self.stream = stream.cuda_stream
+            raise RuntimeError("operation not permitted when stream is capturing")
+        with self.on(stream):
+            self.capturing = stream.cuda_stream
+            yield
+            self.capturing = None
+
+    def sdpa(self, q: Any, k: Any, v: Any, enable_gqa: bool = False, **options: Any) -> Output:
+        assert self.backends
+        assert self.is_grad_enabled
+        if enable_gqa and not self.takes_groups:
+            raise RuntimeError("no grouped heads")
+        self.log.append("attention")
+        return Output((q, k, v), options, self.stream)
+
+    def grad(
+        self, out: Output, inputs: tuple[Any, ...], dout: Any, *, retain_graph: bool
+    ) -> tuple[Any, ...]:
+        assert retain_graph
+        assert all(tensor.requires_grad for tensor in inputs)
+        assert self.capturing in (None, out.stream), "autograd stays on the streams of forward"
+        self.log.append("gradients")
+        arrays = (np.asarray(x) for x in (dout, *out.inputs))
+        found = backward_naive(
+            *arrays,
+            layout="bhsd",
+            causal=out.options["is_causal"],
+            # Its mask is aligned top-left.
+            q_offset=0 if out.options["is_causal"] else None,
+            softmax_scale=out.options["scale"],
+        )
+        for tensor, used in zip(inputs, out.inputs, strict=True):
+            assert tensor is used or tensor is used.source
+        return tuple(
+            x if tensor is used else x.reshape(*tensor.shape[:2], -1, *x.shape[2:]).sum(2)
+            for x, tensor, used in zip(found, inputs, out.inputs, strict=True)
+        )
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    """A torch beside a CuPy, neither of which is more than NumPy."""
+    cupy = fake_cupy.install(monkeypatch)
+    cupy.cuda.get_current_stream = lambda: SimpleNamespace(ptr=0)
+    fake = FakeTorch(monkeypatch)
+    monkeypatch.setattr(torch_providers, "torch_module", lambda: fake)
+    monkeypatch.setattr(torch_providers, "to_cupy", np.asarray)
+    monkeypatch.setattr(torch_providers, "why_no_torch", lambda: None)
+    return fake
+
+
+def inputs_of(**more: Any) -> Inputs:
+    sizes: dict[str, Any] = {"seqlen_q": 113, "seqlen_k": 203, "heads_q": 4, "heads_kv": 4} | more
+    case = Case("float32", 2, head_dim=16, head_dim_v=24, direction="backward", **sizes)
+    return random_inputs(case, 3, on_gpu=True)
+
+
+def passes(inputs: Inputs, prepared: Any) -> bool:
+    check = GradientCheck(inputs, 0, on_gpu=False)
+    with prepared.scope():
+        return check.error(prepared.to_result(prepared.call())) <= check.coverage.bound
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("more", [{}, {"causal": True, "q_offset": 0}, {"softmax_scale": 0.3}])
+def test_gradients_are_those_of_the_case(
+    torch: FakeTorch, layout: str, more: dict[str, Any]
+) -> None:
+    cudnn, inputs = provider("torch-cudnn"), inputs_of(layout=layout, **more)
+
+    assert cudnn.why_not(inputs.case) is None
+    assert passes(inputs, cudnn.prepare(inputs))
+
+
+def test_the_graph_is_made_before_and_a_call_goes_backward_alone(torch: FakeTorch) -> None:
+    prepared = provider("torch-cudnn").prepare(inputs_of())
+    torch.log.clear()
+    prepared.call()
+    prepared.call()
+
+    assert torch.log == ["gradients"] * 2
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_of_grouped_heads_repeated_ones_are_summed_up(torch: FakeTorch, takes_groups: bool) -> None:
+    inputs = inputs_of(heads_kv=2)
+    if takes_groups:
+        # What the fake computes its gradients by takes them anyway.
+        prepared = provider("torch-cudnn").prepare(inputs)
+        assert prepared.note is None
+    else:
+        torch.takes_groups = False
+        prepared = provider("torch-efficient").prepare(inputs)
+        assert prepared.note == (
+            "refuses grouped heads: the gradients of repeated k and v are summed up, timed"
+        )
+
+    assert passes(inputs, prepared)
+
+
+def test_a_replay_goes_backward_on_the_stream_that_it_went_forward_on(torch: FakeTorch) -> None:
+    cudnn = provider("torch-cudnn")
+    prepared = cudnn.prepare(inputs_of())
+    torch.log.clear()
+    replay = cudnn.replayed(prepared)
+
+    assert replay is not None
+    assert torch.log == ["attention", "gradients", "gradients"]
+    replay.call()
+    assert torch.log[3:] == ["replay"]
+
+
+def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
+    torch.captures = False
+    cudnn = provider("torch-cudnn")
+    prepared = cudnn.prepare(inputs_of())
+
+    assert cudnn.replayed(prepared) is None
+    assert torch.stream == 0
+    prepared.call()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "says"),
+    [
+        ("torch-flash", {"causal": True}, "aligned top-left"),
+        ("torch-cudnn", {"kind": "varlen", "seqlen_q": 203}, "takes no packed sequences"),
+        ("torch-flex", {}, "cannot be repeated"),
+    ],
+)
+def test_what_torch_has_no_gradients_of_is_refused(
+    torch: FakeTorch, name: str, more: dict[str, Any], says: str
+) -> None:
+    case = inputs_of(**more).case
+
+    assert says in str((FLEX if name == "torch-flex" else provider(name)).why_not(case))

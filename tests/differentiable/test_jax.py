@@ -1,0 +1,70 @@
+"""Attention in JAX's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+cj = pytest.importorskip("cupy_flash.jax")
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Any:
+    try:
+        return jax.devices(request.param)[0]
+    except RuntimeError:
+        pytest.skip(f"JAX has no {request.param}")
+
+
+def arrays(device: Any, *shapes: tuple[int, ...]) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [
+        jax.device_put(rng.standard_normal(shape).astype(np.float32), device) for shape in shapes
+    ]
+
+
+def formula(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    scores = jax.numpy.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5 + bias
+    return jax.numpy.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
+
+
+def assert_alike(got: Callable[..., Any], expected: Callable[..., Any], inputs: list[Any]) -> None:
+    places = tuple(range(len(inputs)))
+    pairs = zip(
+        jax.grad(lambda *xs: (got(*xs) ** 2).sum(), places)(*inputs),
+        jax.grad(lambda *xs: (expected(*xs) ** 2).sum(), places)(*inputs),
+        strict=True,
+    )
+    for x, y in pairs:
+        # Sums of at most 300 products of order 1, in float32 on both sides.
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=300 * 2**-20)
+
+
+def test_gradients_are_those_of_the_formula(device: Any) -> None:
+    shapes = (2, 7, 3, 5), (2, 9, 3, 5), (2, 9, 3, 4), (1, 3, 7, 9)
+    inputs = arrays(device, *shapes)
+    with jax.default_matmul_precision("highest"):
+        assert_alike(lambda *xs: cj.flash_attention(*xs[:3], bias=xs[3]), formula, inputs)
+
+
+def test_packed_sequences_are_differentiable(device: Any) -> None:
+    inputs = arrays(device, (9, 3, 5), (11, 3, 5), (11, 3, 5))
+    ends_q, ends_k = (
+        jax.device_put(np.array(x, np.int32), device) for x in ([0, 4, 9], [0, 3, 11])
+    )
+
+    def expected(q: Any, k: Any, v: Any) -> Any:
+        first = formula(q[None, :4], k[None, :3], v[None, :3], 0)
+        second = formula(q[None, 4:], k[None, 3:], v[None, 3:], 0)
+        return jax.numpy.concatenate([first[0], second[0]])
+
+    with jax.default_matmul_precision("highest"):
+        assert_alike(
+            lambda q, k, v: cj.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8),
+            expected,
+            inputs,
+        )

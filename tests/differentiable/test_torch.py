@@ -1,0 +1,155 @@
+"""Attention in torch's autograd, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+ct = pytest.importorskip("cupy_flash.torch")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def tensors(device: str, *shapes: tuple[int, ...], dtype: Any = None) -> list[Any]:
+    return [
+        torch.randn(shape, dtype=dtype or torch.float64, device=device, requires_grad=True)
+        for shape in shapes
+    ]
+
+
+def qkv(device: str, dtype: Any = None) -> list[Any]:
+    return tensors(device, (2, 7, 4, 5), (2, 9, 2, 5), (2, 9, 2, 3), dtype=dtype)
+
+
+def formula(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention of heads that share keys, in torch's own operations."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = q.transpose(1, 2) @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    hidden = hidden.triu(k.shape[2] - q.shape[1] + 1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_gradients_of_out_and_lse_are_those_of_finite_differences(device: str, layout: str) -> None:
+    inputs = qkv(device)
+    if layout == "bhsd":
+        inputs = [x.detach().transpose(1, 2).requires_grad_() for x in inputs]
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return ct.flash_attention(
+            q, k, v, causal=True, window_size=(4, 0), layout=layout, return_lse=True
+        )
+
+    assert torch.autograd.gradcheck(attention, inputs)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bias_and_sinks_have_gradients_too(device: str) -> None:
+    q, k, v = qkv(device)
+    bias, sinks = tensors(device, (1, 4, 1, 9), (4,))
+
+    def attention(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        return ct.flash_attention(q, k, v, bias=bias, sinks=sinks)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v, bias, sinks))
+    # One of them alone.
+    q, k, v = (x.detach() for x in (q, k, v))
+    assert torch.autograd.gradcheck(
+        lambda sinks: attention(q, k, v, bias.detach(), sinks), (sinks,)
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_arrays_and_sequences_are_differentiable(device: str) -> None:
+    (packed,) = tensors(device, (2, 6, 3, 2, 4))
+    attention = ct.flash_attention_qkvpacked
+    assert torch.autograd.gradcheck(lambda x: attention(x, causal=True), (packed,))
+    q, k, v = tensors(device, (9, 4, 5), (11, 2, 5), (11, 2, 5))
+    ends_q = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    ends_k = torch.tensor([0, 3, 11], dtype=torch.int32, device=device)
+
+    def varlen(q: Any, k: Any, v: Any) -> Any:
+        return ct.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8, causal=True)
+
+    assert torch.autograd.gradcheck(varlen, (q, k, v))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_without_strides_is_read(device: str) -> None:
+    inputs = qkv(device)
+    expected = torch.autograd.grad(formula(*inputs).sum(), inputs)
+    got = torch.autograd.grad(ct.flash_attention(*inputs, causal=True).sum(), inputs)
+    for x, y in zip(got, expected, strict=True):
+        # Sums of at most 36 products of order 1, in float64.
+        np.testing.assert_allclose(x.cpu(), y.cpu(), rtol=0, atol=36 * 2**-50)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_what_is_asked_for_is_computed(device: str) -> None:
+    q, k, v = qkv(device)
+    k = k.detach()
+    out = ct.flash_attention(q, k, v)
+    dq, dv = torch.autograd.grad(out, (q, v), torch.ones_like(out))
+    assert dq.shape == q.shape
+    assert dv.shape == v.shape
+    assert k.grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_recording_there_is_no_graph(device: str) -> None:
+    q, k, v = qkv(device)
+    with torch.no_grad():
+        out, lse = ct.flash_attention(q, torch.nn.Parameter(k), v, return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_derivative_is_an_error_and_not_zero(device: str) -> None:
+    inputs = qkv(device)
+    out = ct.flash_attention(*inputs)
+    (dq,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@pytest.mark.gpu
+# torch's compiler uses what torch has given up.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graphs_of_the_compiler_hold_the_operator() -> None:
+    inputs = qkv("cuda", torch.float32)
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return ct.flash_attention(q * 1.5, k, v, causal=True) + 1
+
+    eager = attention(*inputs)
+    compiled = torch.compile(attention, fullgraph=True)(*inputs)
+    np.testing.assert_array_equal(compiled.detach().cpu(), eager.detach().cpu())
+    dout = torch.randn_like(eager)
+    for x, y in zip(
+        torch.autograd.grad(compiled, inputs, dout),
+        torch.autograd.grad(eager, inputs, dout),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x.cpu(), y.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "varlen"])
+def test_operators_are_as_torch_wants_them(kind: str) -> None:
+    modifications = (None, None, [None] * 5, [-1, -1], None)
+    if kind == "dense":
+        given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
+        operator = torch.ops.cupy_flash.attention
+    else:
+        ends = torch.tensor([0, 4, 9], dtype=torch.int32, device="cuda")
+        rows = tensors("cuda", (9, 4, 5), (9, 2, 5), (9, 2, 5))
+        given = (*rows, *modifications, ends, ends, 5, 5, True, None)
+        operator = torch.ops.cupy_flash.attention_varlen
+    torch.library.opcheck(operator, given)

@@ -1,0 +1,100 @@
+"""Gradients in one pass on tensor cores: which problems, with which tiles, and what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.fused_backward import TILE_IMAGES, FusedFamily, FusedTile
+from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
+from cupy_flash.problem.backward import with_gradient
+from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
+from cupy_flash.problem.gradient import GradientSpec
+from cupy_flash.problem.problem import ArraySpec, Problem, make_contiguous_problem
+from cupy_flash.problem.score import ScoreSpec
+
+fused = FusedFamily()
+h200 = device_for_arch("sm_90")
+TILE = FusedTile(32, 128, 4, 4, columns=32, stages=2)
+
+
+def problem(
+    dtype: str = "float32", head_dim: int = 64, wrt: tuple[str, ...] = ("q", "k", "v"), **sizes: int
+) -> Problem:
+    sizes = {"batch": 2, "seqlen_q": 799, "seqlen_k": 701, "heads_q": 8, "heads_kv": 4} | sizes
+    forward = make_contiguous_problem(
+        dtype=dtype, **{"head_dim": head_dim, "head_dim_v": head_dim} | sizes
+    )
+    return with_gradient(
+        forward,
+        GradientSpec(wrt, dtype),
+        ArraySpec.contiguous(forward.shape_of("out"), dtype),
+        {name: ArraySpec.contiguous(forward.shape_of(name), dtype) for name in wrt},
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) -> None:
+    device = device_for_arch(arch)
+    for head_dim in (1, 31, 64, 96, 128, 192, 256):
+        for head_dim_v in (1, head_dim, 256):
+            case = problem(dtype, head_dim, head_dim_v=head_dim_v)
+            if fused.why_not(case, device) is None:
+                assert fused.why_not_tile(case, device, fused.default_tile(case, device)) is None
+
+
+@pytest.mark.parametrize("head_dim", [1, 31, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpus_with_much_shared_memory_serve_every_head_dim(dtype: str, head_dim: int) -> None:
+    for arch in (80, 90, 100):
+        assert fused.why_not(problem(dtype, head_dim), device_for_arch(arch)) is None
+
+
+def test_float64_and_old_gpus_are_refused_by_name() -> None:
+    assert fused.why_not(problem("float64"), h200) == "has no products of float64"
+    reason = fused.why_not(problem(), device_for_arch(75))
+    assert reason is not None
+    assert reason.startswith("needs sm_80 or later")
+
+
+@pytest.mark.parametrize(("dtype", "is_served"), [("float32", False), ("bfloat16", True)])
+def test_pairs_of_float16_need_a_bound_of_gradients_that_slopes_take_away(
+    dtype: str, is_served: bool
+) -> None:
+    plain = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
+    steep = dataclasses.replace(plain, changes_slope=True)
+    case = problem(dtype)
+    assert fused.why_not(dataclasses.replace(case, score=plain), h200) is None
+    reason = fused.why_not(dataclasses.replace(case, score=steep), h200)
+    assert (reason is None) == is_served
+
+
+def test_tiles_of_float32_are_made_into_images_first() -> None:
+    entries = {
+        dtype: [launch.entry for launch in fused.schedule(case, h200, TILE).launches]
+        for dtype in ("bfloat16", "float32")
+        for case in [problem(dtype)]
+    }
+    assert entries["bfloat16"] == [ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS]
+    assert entries["float32"] == [ROW_TERMS, TILE_IMAGES, KEY_GRADIENTS, QUERY_GRADIENTS]
+
+
+def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:
+    def workspace(dtype: str, **sizes: int) -> int:
+        return fused.schedule(problem(dtype, **sizes), h200, TILE).workspace
+
+    # 25 tiles of 32 queries, of 2 x 8 heads, with 8 bytes of terms for each; 6 tiles of 128 keys,
+    # of 2 x 4 heads; behind each the scales.
+    images = 2 * 8 * 25 * (32 * (512 + 8) + 128) + 2 * 4 * 6 * (128 * 512 + 128)
+    assert workspace("float32") - workspace("bfloat16") == images
+
+
+def test_a_tile_of_float32_takes_the_shared_memory_of_its_images_and_of_pairs() -> None:
+    keys, pairs, stage = 128 * 512 + 128, 128 * 32 * 4, 32 * (512 + 8) + 128
+    assert fused.shared_memory(problem(), TILE) == keys + pairs + 2 * stage
+    assert fused.shared_memory(problem("bfloat16"), TILE) == 128 * 256 + 128 * 32 * 2 + 2 * (
+        32 * (256 + 8)
+    )

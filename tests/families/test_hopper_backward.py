@@ -1,0 +1,150 @@
+"""The Hopper family of gradients: its arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cupy_flash.families import FAMILIES
+from cupy_flash.families.hopper_backward import HopperBackwardFamily, HopperBackwardTile
+from cupy_flash.problem.backward import with_gradient
+from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.gradient import GradientSpec
+from cupy_flash.problem.problem import ArraySpec, Problem, make_problem
+
+hopper = HopperBackwardFamily()
+h100 = device_for_arch("sm_90")
+
+
+def problem(
+    head_dim: int = 128,
+    head_dim_v: int | None = None,
+    *,
+    dtype: str = "bfloat16",
+    seqlen: int = 4096,
+    seqlen_k: int | None = None,
+    batch: int = 4,
+    heads: int = 16,
+    heads_kv: int | None = None,
+    causal: bool = False,
+    wrt: tuple[str, ...] = ("q", "k", "v"),
+    alignment: int = 16,
+) -> Problem:
+    """The backward problem of contiguous arrays."""
+    heads_kv, head_dim_v = heads_kv or heads, head_dim_v or head_dim
+    keys = seqlen if seqlen_k is None else seqlen_k
+
+    def spec(rows: int, count: int, dim: int) -> ArraySpec:
+        whole = ArraySpec.contiguous((batch, rows, count, dim), dtype)
+        return dataclasses.replace(whole, alignment=alignment)
+
+    q, k, v = (
+        spec(seqlen, heads, head_dim),
+        spec(keys, heads_kv, head_dim),
+        spec(keys, heads_kv, head_dim_v),
+    )
+    forward = make_problem(q, k, v, causal=causal)
+    gradients = {"q": q, "k": k, "v": v}
+    return with_gradient(
+        forward,
+        GradientSpec(wrt, dtype),
+        spec(seqlen, heads, head_dim_v),
+        {name: gradients[name] for name in wrt},
+    )
+
+
+def test_it_is_the_first_choice_where_it_serves() -> None:
+    assert next(iter(FAMILIES["backward"])) == "hopper"
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
+@pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q",), ("k",), ("v",)])
+def test_every_head_dim_whose_rows_are_whole_chunks_has_a_tile_that_fits(
+    head_dim: int, wrt: tuple[str, ...]
+) -> None:
+    of = problem(head_dim, wrt=wrt)
+    assert hopper.why_not(of, h100) is None
+    tile = hopper.default_tile(of, h100)
+    assert hopper.why_not_tile(of, h100, tile) is None
+    assert hopper.shared_memory(of, tile) <= h100.shared_memory_per_block
+
+
+def test_head_dims_that_differ_have_a_tile_too() -> None:
+    for dims in ((64, 128), (128, 64), (192, 128), (64, 256)):
+        assert hopper.why_not(problem(*dims), h100) is None, dims
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"dtype": "float32"}, "float16 or bfloat16"),
+        ({"head_dim": 100}, "16 bytes"),
+        ({"alignment": 8}, "16 bytes"),
+        ({"seqlen_k": 0}, "without rows"),
+    ],
+)
+def test_what_it_does_not_serve_has_a_reason(changed: dict[str, object], reason: str) -> None:
+    found = hopper.why_not(problem(**changed), h100)  # type: ignore[arg-type]
+    assert found is not None
+    assert reason in found
+
+
+def test_other_architectures_have_no_wgmma() -> None:
+    for name in ("sm_80", "sm_89"):
+        reason = hopper.why_not(problem(), device_for_arch(name))
+        assert reason is not None
+        assert "wgmma" in reason
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
+    of = problem(head_dim)
+    tiles = list(hopper.tiles(of, h100))
+    assert hopper.default_tile(of, h100) in tiles
+    assert len(tiles) < 20
+
+
+@pytest.mark.parametrize(
+    ("tile", "reason"),
+    [
+        (HopperBackwardTile(64, 64), "Bc is 64"),
+        (HopperBackwardTile(96, 128), "Br is 96"),
+        (HopperBackwardTile(64, 128, columns=24), "columns is 24"),
+        (HopperBackwardTile(64, 128, q_stages=0), "stages"),
+        (HopperBackwardTile(128, 128), "shared memory"),
+    ],
+)
+def test_a_tile_that_cannot_be_launched_has_a_reason(tile: HopperBackwardTile, reason: str) -> None:
+    found = hopper.why_not_tile(problem(), h100, tile)
+    assert found is not None
+    assert reason in found
+
+
+def test_tensor_maps_are_of_what_is_read_and_boxes_are_tiles() -> None:
+    of = problem(96, seqlen=1000, seqlen_k=500, heads_kv=4)
+    tile = hopper.default_tile(of, h100)
+    maps = hopper.schedule(of, h100, tile).tensor_maps
+    assert list(maps) == ["q", "k", "v", "dout"]
+    assert maps["dout"].shape == (96, 1000, 16, 4)
+    assert maps["k"].shape == (96, 500, 4, 4)
+    assert maps["q"].box == (64, tile.Br)
+    assert maps["v"].box == (64, tile.Bc)
+
+
+def test_nobody_adds_what_nobody_wants() -> None:
+    of = problem(wrt=("k", "v"))
+    schedule = hopper.schedule(of, h100, hopper.default_tile(of, h100))
+    assert "query_gradients" not in [launch.entry for launch in schedule.launches]
+    whole = hopper.schedule(problem(), h100, hopper.default_tile(problem(), h100))
+    assert schedule.workspace < whole.workspace
+
+
+def test_heads_are_interleaved_as_far_as_l2_holds_what_they_move() -> None:
+    def heads(**how: int) -> int:
+        of = problem(**how)
+        return hopper.schedule(of, h100, hopper.default_tile(of, h100)).section_heads
+
+    assert heads(seqlen=16384) == 1
+    assert heads(seqlen=1024) > heads(seqlen=4096) > 1
+    assert heads(seqlen=16384, heads_kv=4) == 4

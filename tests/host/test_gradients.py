@@ -1,0 +1,215 @@
+"""The CPU backend's backward pass: against the reference, and against itself."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gradient_calls import KINDS, random_gradient_call
+from support.gradient_rule import check_gradients
+
+from cupy_flash import (
+    MaskMod,
+    ScoreMod,
+    attention_backward_reference,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+)
+from cupy_flash.host import gradients
+from cupy_flash.host.crew import Stop
+from cupy_flash.host.gradient_tiles import _Tile
+from cupy_flash.host.turns import Turn, Turns
+from cupy_flash.problem.tile import Tile
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+Br, Bc = (1, 5, 16, 64, 300), (7, 32, 100, 512)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", range(26))
+def test_gradients_are_right(kind: str, dtype: str, number: int, rng: Any) -> None:
+    call = random_gradient_call(rng, dtype, kind, longest=(70, 160))
+    tile = Tile(int(rng.choice(Br)), int(rng.choice(Bc))) if number % 2 else None
+    check_gradients(call, call.run(np, backend="cpu", tile=tile))
+
+
+# The same bits
+
+
+BIASES = {
+    "of all pairs": (2, 6, 70, 90),
+    "of all sequences": (1, 6, 70, 90),
+    "of all heads": (2, 1, 70, 90),
+    "of all rows": (2, 6, 1, 90),
+    "of all keys": (2, 6, 70, 1),
+    "of all heads and keys": (1, 1, 70, 1),
+    "of all but keys": (1, 1, 1, 90),
+}
+
+
+def random_arrays(rng: Any, *, rows: tuple[int, ...] = (2, 70), keys: tuple[int, ...] = (2, 90)):
+    """q, k, v and dout, 6 heads over 2."""
+    shapes = [(*rows, 6, 24), (*keys, 2, 24), (*keys, 2, 40), (*rows, 6, 40)]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def on_threads(monkeypatch: Any, call: Any) -> None:
+    """Assert that a call gives the same bits on one thread and on several."""
+    found = []
+    monkeypatch.setattr(gradients, "MIN_PAIRS_PER_WORKER", 1)
+    monkeypatch.setattr(gradients, "MIN_PAIRS_TO_SHARE", 1)
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(gradients, "cpus", lambda n=threads: n)
+        found.append([x.tobytes() for x in call()])
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_threads_do_not_change_a_bit(bias: str, causal: bool, rng: Any, monkeypatch: Any) -> None:
+    q, k, v, dout = random_arrays(rng)
+    table = rng.standard_normal((6, 13)).astype(np.float32)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "bias": rng.standard_normal(BIASES[bias]).astype(np.float32),
+        "sinks": rng.standard_normal(6).astype(np.float32),
+        "score_mod": ScoreMod(
+            lambda score, h, i, j, table: score + table[h, abs(i - j) % 13],
+            table=table,
+            differentiable=["table"],
+        ),
+    }
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    names = ("q", "k", "v", "bias", "sinks", "score_mod.table")
+
+    def call() -> Any:
+        return flash_attention_backward(
+            *(dout, q, k, v, out, lse), dlse=lse, wrt=names, tile=Tile(4, 16), **options
+        )
+
+    on_threads(monkeypatch, call)
+
+
+@pytest.mark.parametrize("shares_keys", [False, True])
+def test_threads_do_not_change_a_bit_of_packed_gradients(
+    shares_keys: bool, rng: Any, monkeypatch: Any
+) -> None:
+    q, k, v, dout = random_arrays(rng, rows=(150,), keys=(130,))
+    starts_q = np.array([0, 3, 60, 60, 140], np.int32)
+    starts_k = np.array([0, 40, 40, 70, 130], np.int32)
+    used = np.array([70, 60, 30, 60] if shares_keys else [40, 0, 20, 60], np.int32)
+    bias = rng.standard_normal((1, 1, 70)).astype(np.float32)
+    options: dict[str, Any] = {"causal": True, "seqused_k": used, "bias": bias}
+    lengths = starts_q, starts_k, 80, 70
+    out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
+
+    def call() -> Any:
+        return flash_attention_varlen_backward(
+            *(dout, q, k, v, out, lse, *lengths),
+            wrt=("k", "bias", "q", "v"),
+            tile=Tile(4, 16),
+            **options,
+        )
+
+    on_threads(monkeypatch, call)
+
+
+# Masks
+
+
+def test_a_hidden_value_leaves_no_trace(rng: Any) -> None:
+    q, k, v, dout = random_arrays(rng)
+    seen = rng.random((1, 1, 70, 90)) < 0.5
+    seen[..., ::7] = False
+    options: dict[str, Any] = {"mask": seen, "wrt": ("q", "v")}
+    exact = attention_backward_reference(dout, q, k, v, **options)
+    out, lse = flash_attention(q, k, v, mask=seen, return_lse=True)
+    v[:, ::7] = np.nan
+    found = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    for one, other in zip(found, exact, strict=True):
+        assert np.abs(one - other).max() < 1e-5
+
+
+def test_rows_without_keys_leave_no_trace_whatever_they_hold(rng: Any) -> None:
+    q, k, v, dout = random_arrays(rng)
+    options: dict[str, Any] = {"causal": True, "q_offset": -30}
+    out, lse = flash_attention(q, k, v, return_lse=True, **options)
+    exact = attention_backward_reference(dout, q, k, v, **options)
+    q[:, :30] = np.nan
+    dout[:, :30] = np.inf
+    dq, dk, dv = flash_attention_backward(dout, q, k, v, out, lse, **options)
+    for one, other in zip((dq, dk, dv), exact, strict=True):
+        assert np.abs(one - other).max() < 1e-5
+    assert not dq[:, :30].any()
+    assert not dk[:, 40:].any()
+    assert not dv[:, 40:].any()
+
+
+def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None:
+    taken: list[int] = []
+    of_keys = _Tile._of_keys
+
+    def counted(self: Any, name: str, source: Any, start: int, stop: int) -> Any:
+        taken.append(stop - start)
+        return of_keys(self, name, source, start, stop)
+
+    monkeypatch.setattr(_Tile, "_of_keys", counted)
+    q, k, v, dout = rng.standard_normal((4, 1, 96, 1, 8)).astype(np.float32)
+    ways: list[dict[str, Any]] = [
+        {"causal": True, "window_size": (0, 0)},
+        {"mask_mod": MaskMod(lambda i, j: i // 16 == j // 16)},
+    ]
+    for options in ways:
+        out, lse = flash_attention(q, k, v, return_lse=True, **options)
+        taken.clear()
+        flash_attention_backward(dout, q, k, v, out, lse, tile=Tile(16, 24), **options)
+        # Keys and values of no more than each tile of rows sees.
+        assert sum(taken) == 2 * 96
+
+
+# Resources
+
+
+def test_memory_does_not_grow_with_the_score_matrix(rng: Any) -> None:
+    seqlen = 6000
+    q, k, v, dout = rng.standard_normal((4, 1, seqlen, 1, 8)).astype(np.float16)
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    flash_attention_backward(dout, q, k, v, out, lse)
+    tracemalloc.start()
+    flash_attention_backward(dout, q, k, v, out, lse)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < seqlen**2
+
+
+def test_a_tile_too_large_for_scratch_is_refused(rng: Any) -> None:
+    q, k, v, dout = rng.standard_normal((4, 1, 5000, 1, 8)).astype(np.float32)
+    lse = np.zeros((1, 1, 5000), np.float32)
+    with pytest.raises(ValueError, match="scratch per worker"):
+        flash_attention_backward(dout, q, k, v, v, lse, tile=Tile(2000, 5000), backend="cpu")
+
+
+# Turns
+
+
+def test_an_item_waits_until_those_before_it_have_passed() -> None:
+    stop = Stop()
+    turns = Turns(stop)
+    first, second, other = Turn(0, "a"), Turn(1, "a"), Turn(2, "b")
+    for turn in (first, second, other):
+        turns.enter(turn)
+    assert turns.wait(first, 10)
+    assert turns.wait(other, 10)
+    turns.passed(first, 10)
+    assert turns.wait(second, 10)
+    stop.requested = True
+    assert not turns.wait(second, 11)
+    added: list[int] = []
+    for turn in (other, second, first):
+        turns.finish(turn, lambda n=turn.number: added.append(n))
+    assert added == [0, 1, 2]

@@ -1,0 +1,387 @@
+"""Backward calls drawn at random: what they are given, and what is right.
+
+`gradient_rule.check_gradients` compares with it what they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash.host.passes import compute_dtype
+from cupy_flash.reference.dense import attention_reference
+from cupy_flash.reference.gradients import (
+    ScoreErrors,
+    attention_backward_reference,
+    backward_naive,
+    gradient_sizes,
+)
+from cupy_flash.reference.packed import attention_varlen_reference, packed_sequences
+from cupy_flash.reference.packed_gradients import (
+    attention_varlen_backward_reference,
+    backward_varlen_naive,
+    gradient_varlen_sizes,
+)
+from support.modified_calls import DTYPES, LONGEST, ModifiedCall, random_call
+
+KINDS = ("equal", "padded", "packed")
+HEAD_DIMS = (1, 5, 8, 24, 32, 64, 72, 80, 96, 128, 160, 192, 256)
+ROWS = ("q", "k", "v")
+OF_MOD = "score_mod."
+# Captures of the gallery's functions that have gradients.
+DIFFERENTIABLE = {"table": ("table",), "gain": ("gain", "shift")}
+# How arrays may lie in memory, see `placed`; only the first ones are for results.
+PLACES = ("contiguous", "sliced", "odd", "swapped", "reversed")
+PLACES_OF_RESULTS = PLACES[:4]
+
+
+class GradientTruth(NamedTuple):
+    """What gradients are compared with, by the names of the inputs.
+
+    Attributes
+    ----------
+    exact, naive, sizes
+        As `gradient_bound` has them.
+    score_errors
+        How far off gradients are by what scores are off by: `GradientCall.score_errors`.
+    lse
+        The reference's.
+    """
+
+    exact: Mapping[str, np.ndarray]
+    naive: Mapping[str, np.ndarray]
+    sizes: Mapping[str, np.ndarray]
+    score_errors: Mapping[str, np.ndarray]
+    lse: np.ndarray
+
+
+class Part(NamedTuple):
+    """Elements that have a bound of their own: an index into gradients of each name, and of lse."""
+
+    of: Mapping[str, Any]
+    lse: Any
+
+
+WHOLE = Part({}, ...)
+
+
+def placed(array: np.ndarray, place: str, xp: Any) -> Any:
+    """An array of NumPy or CuPy with the same values, and NaN around them in memory.
+
+    An axis with a stride of 0 keeps it, wherever the rest is to lie.
+
+    Parameters
+    ----------
+    place
+        "contiguous"; "sliced", rows amid others; "odd", rows that are aligned to nothing;
+        "swapped", axes of rows and heads the other way round; "reversed", rows backwards.
+    """
+    if 0 in array.strides and array.size:
+        once = array[tuple(slice(1) if s == 0 else slice(None) for s in array.strides)]
+        return xp.broadcast_to(xp.asarray(np.ascontiguousarray(once)), array.shape)
+    if place == "contiguous":
+        return xp.asarray(array)
+    *outer, rows, heads, dim = array.shape
+    whole: Any
+    if place == "swapped":
+        whole = xp.empty((*outer, heads, rows, dim), array.dtype).swapaxes(-3, -2)
+    elif place == "reversed":
+        whole = xp.empty(array.shape, array.dtype)[..., ::-1, :, :]
+    else:
+        before, behind = (16, 16) if place == "sliced" else (1, 2)
+        around = xp.full((*outer, rows, heads, before + dim + behind), np.nan, array.dtype)
+        whole = around[..., before : before + dim]
+    whole[...] = xp.asarray(array)
+    return whole
+
+
+@dataclass
+class GradientCall:
+    """One backward call: arrays in host memory.
+
+    Attributes
+    ----------
+    forward
+        The call whose gradients are asked for.
+    dout, dlse
+        Gradients of its results; of lse perhaps none.
+    wrt
+        Names of the inputs whose gradients are wanted, or None.
+    grad_dtype
+        Of the gradients, or None.
+    places
+        Of q, k, v, dout, dq, dk and dv: how they lie in memory, contiguous where not named.
+    """
+
+    forward: ModifiedCall
+    dout: np.ndarray
+    dlse: np.ndarray | None = None
+    wrt: tuple[str, ...] | None = None
+    grad_dtype: str | None = None
+    places: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        more = "" if self.dlse is None else " dlse"
+        places = f"dout's strides {self.dout.strides}, places {self.places}"
+        return f"{self.forward}, wrt {self.wrt}, in {self.grad_dtype}{more}, {places}"
+
+    @property
+    def is_packed(self) -> bool:
+        return self.forward.kind == "packed"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the gradients that the call gives, in order."""
+        return (*ROWS, *self._captures) if self.wrt is None else self.wrt
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """Arrays that there are gradients of, by name."""
+        found = {n: x for n, x in self.forward.arrays.items() if n in (*ROWS, "bias", "sinks")}
+        return found | self._captures
+
+    @property
+    def _captures(self) -> dict[str, np.ndarray]:
+        _, captures = self.forward.mods.get("score_mod", ("", {}))
+        return {OF_MOD + name: captures[name] for name in captures.get("differentiable", ())}
+
+    def given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the public function, arrays of NumPy or CuPy.
+
+        All but the arrays that gradients are written to, see `results_for`.
+        """
+        (_, _, _, *lengths), named = self._given(xp)
+        if self.grad_dtype is not None:
+            named["grad_dtype"] = self.grad_dtype
+        arrays = self.forward.arrays | {"dout": self.dout}
+        dout, q, k, v = (
+            placed(arrays[name], self.places.get(name, "contiguous"), xp)
+            for name in ("dout", *ROWS)
+        )
+        out, lse = (xp.asarray(x) for x in self.results)
+        return (dout, q, k, v, out, lse, *lengths), named
+
+    def results_for(self, xp: Any) -> dict[str, Any]:
+        """Arrays of NaN for those gradients of q, k and v that are wanted, as arguments."""
+        poisoned = {
+            name: np.full(self.inputs[name].shape, np.nan, self.dtype_of(name))
+            for name in self.names
+            if name in ROWS
+        }
+        return {
+            f"d{name}": placed(array, self.places.get(f"d{name}", "contiguous"), xp)
+            for name, array in poisoned.items()
+        }
+
+    def _given(self, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments behind dout that the library and the reference have in common."""
+        positional, named = self.forward.given(xp)
+        if self.dlse is not None:
+            named["dlse"] = xp.asarray(self.dlse)
+        if self.wrt is not None:
+            named["wrt"] = self.wrt
+        return positional, named
+
+    @functools.cached_property
+    def results(self) -> tuple[np.ndarray, np.ndarray]:
+        """The forward call's output and lse, as exact as their dtypes are."""
+        out, lse = self.exact_results()
+        dtype = self.forward.arrays["q"].dtype
+        return out.astype(dtype), lse.astype(np.float64 if dtype == np.float64 else np.float32)
+
+    def exact_results(self, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Output and lse of the float64 reference, perhaps with some options changed."""
+        positional, named = self.forward.given(np)
+        if self.is_packed:
+            return attention_varlen_reference(*positional, **named | changed)
+        return attention_reference(*positional, **named | changed, return_lse=True)
+
+    def run(self, xp: Any, **how: Any) -> dict[str, np.ndarray]:
+        """Gradients of the library by name, in host memory; those of q, k and v are NaN before."""
+        positional, named = self.given(xp)
+        outputs = self.results_for(xp)
+        function = (
+            cupy_flash.flash_attention_varlen_backward
+            if self.is_packed
+            else cupy_flash.flash_attention_backward
+        )
+        gradients = function(*positional, **named, **outputs, **how)
+        found = dict(zip(self.names, gradients, strict=True))
+        for name, array in outputs.items():
+            assert found[name[1:]] is array, f"{name} is not what is returned: {self}"
+        return found if xp is np else {name: xp.asnumpy(x) for name, x in found.items()}
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """What the gradient of an input comes in."""
+        return self.inputs[name].dtype if self.grad_dtype is None else DTYPES[self.grad_dtype]
+
+    @functools.cached_property
+    def truth(self) -> GradientTruth:
+        """What is right."""
+        (q, k, v, *lengths), named = self._given(np)
+        functions = (
+            (attention_varlen_backward_reference, backward_varlen_naive, gradient_varlen_sizes)
+            if self.is_packed
+            else (attention_backward_reference, backward_naive, gradient_sizes)
+        )
+        of_naive = {"out": self.results[0], "grad_dtype": self.grad_dtype}
+        reference, naive, sizes = functions
+        of_errors = {"errors": self.score_errors}
+        each = ((reference, {}), (naive, of_naive), (sizes, {}), (sizes, of_errors))
+        found = (function(self.dout, q, k, v, *lengths, **named, **more) for function, more in each)
+        by_name = (dict(zip(self.names, x, strict=True)) for x in found)
+        return GradientTruth(*by_name, self.exact_results()[1])
+
+    @property
+    def score_errors(self) -> ScoreErrors:
+        """What scores and slopes are off by in the precision that is computed in.
+
+        A scaled score is the sum of n products. What adds them one by one rounds partial sums, each
+        by 0.3 ulps or so; where these grow as sqrt(n), the sum is off by a fourth of eps times the
+        sum of absolute values, and so is the reference in float64. Of a million scores the largest
+        error is five times as much: 5 * sqrt(2) / 4 < 2 eps.
+
+        In bfloat16 a tanh is the hardware's, to 2^-11 of itself; else it is good to 4 eps. A score
+        that a softcap makes is off by as much of itself, and it is no larger than the scaled score
+        or the cap. The slope 1 - tanh^2 is off by 2 tanh * 2^-11 tanh <= 2^-10, however small it
+        is. What the gallery's functions make of a capped score has a slope of 1.5 at most.
+        """
+        name = self.forward.mods.get("score_mod", ("",))[0]
+        tanhs = (name == "tanh") + ("softcap" in self.forward.options)
+        eps = float(np.finfo(compute_dtype(DTYPES[self.forward.dtype])).eps)
+        of_tanh = 2.0**-11 if self.forward.dtype == "bfloat16" else 4 * eps
+        error = tanhs * of_tanh * (1.5 if name == "gain" else 1)
+        caps = self.forward.caps()
+        return ScoreErrors(2 * eps, lambda x: error * np.minimum(abs(x), caps), 2 * error)
+
+    @functools.cached_property
+    def unseen(self) -> dict[str, np.ndarray]:
+        """Which rows of q see nothing, which of k and v nothing sees, and elements of a bias."""
+        _, lse = self.exact_results(sinks=None)
+        # Rows of no sequence have NaN.
+        blind = ~(lse > -np.inf)
+        if self.is_packed or self.forward.options.get("layout", "bshd") == "bshd":
+            blind = blind.swapaxes(-1, -2)
+        (q, k, v, *lengths), named = self._given(np)
+        named["wrt"] = ("v", "bias") if "bias" in named else ("v",)
+        sizes = gradient_varlen_sizes if self.is_packed else gradient_sizes
+        of_v, *of_bias = sizes(np.ones_like(self.dout), q, k, v, *lengths, **named)
+        hidden = (of_v == 0).all(axis=-1)
+        bias = [(name, of_bias[0] == 0) for name in named["wrt"][1:]]
+        return dict([("q", blind), ("k", hidden), ("v", hidden), *bias])
+
+    @functools.cached_property
+    def parts(self) -> list[Part]:
+        """The sequences."""
+        (q, k, _, *lengths), named = self._given(np)
+        if not self.is_packed:
+            return [Part(dict.fromkeys(ROWS, b), b) for b in range(len(q))]
+        sequences = packed_sequences(q, k, *lengths, seqused_k=named.get("seqused_k"))
+        parts = []
+        for queries, keys, _ in sequences:
+            own = slice(keys.first, keys.first + keys.seqlen)
+            at = {"q": queries.rows, "k": own, "v": own}
+            parts.append(Part(at, (slice(None), queries.rows)))
+        return parts
+
+
+def random_gradient_call(
+    rng: np.random.Generator,
+    dtype: str,
+    kind: str,
+    *,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    longest: tuple[int, int] = LONGEST,
+) -> GradientCall:
+    """A backward call with one to four modifications.
+
+    What lies behind the sequences' ends, keys that are padding and rows of no sequence, is NaN.
+    Arrays lie anyhow in memory; dout and dlse may have strides of 0.
+
+    Parameters
+    ----------
+    kind
+        One of `KINDS`.
+    head_dims
+        To choose head_dim and head_dim_v from.
+    longest
+        Queries and keys of a sequence, at most.
+    """
+    forward = random_call(
+        *(rng, dtype, kind),
+        few_rows=bool(rng.integers(4) == 0),
+        head_dims=head_dims,
+        longest=longest,
+        empty=bool(rng.integers(4) == 0),
+    )
+    arrays, options = forward.arrays, forward.options
+    if kind == "packed":
+        _add_rows_of_none(forward, rng)
+    elif kind == "padded":
+        for b, length in enumerate(arrays["seqlens_k"]):
+            arrays["k"][b, length:] = arrays["v"][b, length:] = np.nan
+    name, captures = forward.mods.get("score_mod", ("", {}))
+    if name in DIFFERENTIABLE:
+        captures["differentiable"] = DIFFERENTIABLE[name]
+    if kind != "packed" and rng.integers(4) == 0:
+        options["layout"] = "bhsd"
+        for name in ROWS:
+            arrays[name] = np.ascontiguousarray(arrays[name].swapaxes(1, 2))
+    q, v = arrays["q"], arrays["v"]
+    dout = _of_results(rng, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    dlse = None
+    if rng.integers(2):
+        rows = q.shape[:-1]
+        if options.get("layout") != "bhsd":
+            rows = (*rows[:-2], rows[-1], rows[-2])
+        dlse = _of_results(rng, rows, np.float64 if dtype == "float64" else np.float32)
+    if kind == "packed" and rng.integers(2):
+        rows_of_none = slice(int(arrays["cu_seqlens_q"][-1]), None)
+        dout = dout.copy()
+        dout[rows_of_none] = np.nan
+        if dlse is not None:
+            dlse = dlse.copy()
+            dlse[:, rows_of_none] = np.nan
+    call = GradientCall(forward, dout, dlse)
+    if rng.integers(2):
+        names = list(call.inputs)
+        chosen = rng.permutation(names)[: rng.integers(1, len(names) + 1)]
+        call.wrt = tuple(str(name) for name in chosen)
+    if dtype in ("float16", "bfloat16") and rng.integers(4) == 0:
+        call.grad_dtype = "float32"
+    if rng.integers(2):
+        call.places = {name: str(rng.choice(PLACES)) for name in (*ROWS, "dout")}
+        call.places |= {f"d{name}": str(rng.choice(PLACES_OF_RESULTS)) for name in ROWS}
+    return call
+
+
+def _of_results(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A gradient of results, perhaps as a sum or mean over some axes has it."""
+    kind = rng.integers(6)
+    own = tuple(1 if kind == 0 or (kind == 1 and rng.integers(2)) else n for n in shape)
+    return np.broadcast_to(rng.standard_normal(own).astype(dtype), shape)
+
+
+def _add_rows_of_none(forward: ModifiedCall, rng: np.random.Generator) -> None:
+    """Rows behind the last packed sequence, and perhaps keys behind those that are used."""
+    arrays = forward.arrays
+    for name, spare in zip(ROWS, (*rng.integers(0, 4, 1), *[rng.integers(0, 4)] * 2), strict=True):
+        shape = (spare, *arrays[name].shape[1:])
+        filler = np.full(shape, np.nan, arrays[name].dtype)
+        arrays[name] = np.concatenate([arrays[name], filler])
+    total_q = len(arrays["q"])
+    for name in ("bias", "mask"):
+        if name in arrays and arrays[name].shape[1] != 1:
+            missing = total_q - arrays[name].shape[1]
+            arrays[name] = np.pad(arrays[name], ((0, 0), (0, missing), (0, 0)))
+    if rng.integers(3) == 0:
+        starts = arrays["cu_seqlens_k"]
+        used = rng.integers(0, np.diff(starts) + 1).astype(np.int32)
+        arrays["seqused_k"] = used
+        for start, stop in zip(starts[:-1] + used, starts[1:], strict=True):
+            arrays["k"][start:stop] = arrays["v"][start:stop] = np.nan

@@ -105,7 +105,7 @@ class Family(ABC, Generic[TileT]):
     def why_not(self, problem: Problem, device: Device) -> str | None:
         """Why the family cannot serve the problem on the device, or None if it can."""
         if not problem.layout.is_equal and not self.serves_sequences:
-            return "its kernels take sequences of equal length, neither packed nor cached"
+            return "its kernels take batches of equal lengths, neither packed nor cached nor padded"
         return self._why_not(problem, device)
 
     def is_mapped(self, problem: Problem) -> bool:

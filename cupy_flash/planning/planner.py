@@ -114,7 +114,7 @@ class Plan:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
     def _block_rows(self) -> list[tuple[str, str]]:
-        """Which blocks of the score matrix a mask leaves, as far as positions tell."""
+        """Which blocks of the score matrix are computed, as far as positions tell."""
         problem, score = self.problem, self.problem.score
         family = FAMILIES[problem.direction].get(self.family)
         if family is not None and not family.automatic:
@@ -124,19 +124,23 @@ class Plan:
         if not problem.layout.is_equal and problem.layout.kind != "padded":
             # Each sequence has a mask of its own, aligned at its end.
             mask = mask._replace(q_offset=problem.seqlen_k - problem.seqlen_q)
-        is_mapped = family is not None and family.is_mapped(problem)
-        if mask.is_full and not is_mapped:
+        hides_pairs = score is not None and score.hides_pairs
+        if mask.is_full and not hides_pairs:
             return []
         visited, partial, skipped = count_blocks(mask, self.tile.Br, self.tile.Bc)
-        text = f"{visited:,} visited, {partial:,} of them partial, {skipped:,} skipped"
+        # A mask that is no rule of positions may cut any.
+        in_part = "" if hides_pairs else f", {partial:,} of them partial"
+        text = f"{visited:,} visited{in_part}, {skipped:,} skipped"
         if problem.layout.is_equal:
             text += " in each head"
         else:
             text += " in a head of a sequence that is as long as any may be"
         if score is not None and score.prefix:
             text += ", more where prefixes reach"
-        if is_mapped:
-            text += "; on the GPU a block map leaves fewer"
+        if family is not None and family.is_mapped(problem):
+            text += "; on the GPU a block map leaves those of them that the mask shows"
+        elif hides_pairs:
+            text += "; the mask hides pairs of any"
         return [("blocks", text)]
 
     def _gpu_rows(self) -> list[tuple[str, str]]:
@@ -176,10 +180,10 @@ def _mask_text(problem: Problem) -> str:
     score = problem.score
     if score is None:
         return text
-    bounds = [name for name in ("left", "right") if getattr(score, name) is not None]
-    bounds += ["prefix"] * score.prefix
+    window = score.left, score.right
     said = {
-        "bounded by " + ", ".join(bounds): bounds,
+        f"window {window}": window != (None, None),
+        "prefixes": score.prefix,
         "scores changed": score.changes_scores,
         "pairs hidden": score.hides_pairs,
         "sinks": score.sinks,

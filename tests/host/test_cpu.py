@@ -188,9 +188,9 @@ def test_in_one_step_over_all_keys_and_in_several_the_result_is_right(Bc, scale)
     check(q, k, v, scale=scale, Br=200, Bc=Bc)
 
 
-@pytest.mark.parametrize("seqlen", [20, 100, 200])
-def test_scores_that_lie_key_by_key_or_row_by_row_give_the_reference(seqlen):
-    for batch, heads in ((1, (8, 8)), (3, (12, 4)), (24, (8, 8))):
+@pytest.mark.parametrize(("seqlen", "most"), [(20, 24), (100, 24), (200, 8)])
+def test_scores_that_lie_key_by_key_or_row_by_row_give_the_reference(seqlen, most):
+    for batch, heads in ((1, (8, 8)), (3, (12, 4)), (most, (8, 8))):
         q, k, v = random_qkv(seqlen, seqlen, batch=batch, heads=heads)
         check(q, k, v, Br=512, Bc=512)
         check(q, k, v, causal=True, Br=512, Bc=512)

@@ -499,8 +499,15 @@ def test_a_plan_of_a_users_mask_says_that_a_map_decides():
         q, q, q, causal=True, prefix_lens=np.array([5], np.int32), arch="sm_90"
     )
 
-    assert " 0 skipped in each head; on the GPU a block map leaves fewer" in mapped
-    assert blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_80")) is None
+    unmapped = blocks_row(cupy_flash.plan(q, q, q, mask_mod=near, arch="sm_80"))
+    tree = cupy_flash.plan(
+        q[:, :64], q, q, tree_mask=np.zeros((1, 64), np.uint64), arch="sm_90", family="mma"
+    )
+
+    leaves = "on the GPU a block map leaves those of them that the mask shows"
+    assert mapped.endswith(f"visited, 0 skipped in each head; {leaves}")
+    assert unmapped.endswith("visited, 0 skipped in each head; the mask hides pairs of any")
+    assert blocks_row(tree).endswith("; the mask hides pairs of any")
     assert blocks_row(prefixed).endswith(", more where prefixes reach")
 
 

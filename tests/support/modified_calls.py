@@ -295,7 +295,11 @@ def _add_modifications(
     shape = tuple(1 if rng.integers(4) == 0 else n for n in pairs)
     if "window" in chosen:
         sides = [int(rng.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
-        options["window_size"] = tuple(None if rng.integers(4) == 0 else s for s in sides)
+        window = tuple(None if rng.integers(4) == 0 else s for s in sides)
+        if window == (None, None) and chosen == {"window"}:
+            # A q_offset, if there is one, needs something to place.
+            window = (sides[0], None)
+        options["window_size"] = window
     if "softcap" in chosen:
         options["softcap"] = float(rng.choice([2.0, 30.0]))
     if "alibi" in chosen:

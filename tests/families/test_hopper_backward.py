@@ -83,7 +83,7 @@ def test_head_dims_that_differ_have_a_tile_too() -> None:
         ({"head_dim": 100}, "16 bytes"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "without rows"),
-        ({"causal": True, "q_offset": 7}, "last query sees the last key"),
+        ({"causal": True, "q_offset": -7}, "last query sees the last key"),
     ],
 )
 def test_what_it_does_not_serve_has_a_reason(changed: dict[str, object], reason: str) -> None:

@@ -501,7 +501,7 @@ struct FusedGradients {
   __device__ Units units(int stage) const {
     if constexpr (!in_pieces) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(stage) - shared) + Images::OfQueries::scales_at);
+        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
     const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
@@ -593,7 +593,7 @@ struct FusedGradients {
     if constexpr (in_pieces) {
       constexpr int depth = Bc % 32 == 0 ? 2 : 1;  // summed alone
       clear(sums);
-#pragma unroll
+#pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
         LeftStep<sum_row_tiles> left[depth][2];
 #pragma unroll

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cupy_flash.families import gradients
 from cupy_flash.families.contract import (
+    MAX_GRID,
     Family,
     ceil_div,
     round_up,
@@ -80,7 +81,10 @@ class FusedTile(Tile):
 
 
 class FusedFamily(Family[FusedTile]):
-    """See `kernels_cu/backward/fused.cu`."""
+    """See `kernels_cu/backward/fused.cu`.
+
+    Float32 takes a workspace with as many bytes more as q, k, v and dout have, in whole tiles.
+    """
 
     name = "fused"
     source = "backward/fused.cu"
@@ -134,7 +138,12 @@ class FusedFamily(Family[FusedTile]):
             registers=self._registers(problem, tile),
             min_blocks=tile.min_blocks,
         )
-        return reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        reason = reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        # Of images there are blocks for tiles of both kinds.
+        blocks = sum(gradients.blocks_of(problem, tile.Bc, tile.Br))
+        if reason is None and _in_pieces(problem) and blocks > MAX_GRID:
+            return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+        return reason
 
     def _registers(self, problem: Problem, tile: FusedTile) -> int:
         """What a thread holds: dk and dv, beside them scores and dp or dq, and the rest."""

@@ -1,5 +1,6 @@
-// Gradients of attention on tensor cores, sm_80 and newer, of float16 and bfloat16 inputs: five
-// products in one pass.
+// Gradients of attention on tensor cores, sm_80 and newer: five products in one pass. Of float16 and
+// bfloat16, and of float32 in pairs of float16 (pieces.cuh), of which a kernel makes tiles first
+// (images.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a thread block owns a tile of keys, whose dk and dv it
 // keeps in registers while tiles of queries of all query heads stream by, from the last to the
@@ -217,14 +218,16 @@ struct FusedGradients {
   }
 
   __device__ void load(int stage, const Step& step) {
-    const int head = step.head;
     if constexpr (in_pieces) {
       start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, work.batch, head, step.tile));
-      ptx::cp_async_commit_group();
-      return;
+          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
+    } else {
+      load_queries(stage, step.head, step.tile * Br);
     }
-    const int first = step.tile * Br;
+    ptx::cp_async_commit_group();
+  }
+
+  __device__ void load_queries(int stage, int head, int first) {
     const int left = at.seqlen_q - first;
     start<Br, Config::head_dim, Layout>(queries_at(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
@@ -238,7 +241,6 @@ struct FusedGradients {
       ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
                                    terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
     }
-    ptx::cp_async_commit_group();
   }
 
   __device__ void sweep() {
@@ -480,14 +482,14 @@ struct FusedGradients {
     return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
-  // Of float32, what products of pieces are in units of, and what p and ds are made in units of.
-  // 2^14 p is below 2^15 even where lse is rounded down. A gradient of a score is in no warp's
-  // fragments before it is split, so that its unit comes from what bounds it: norms of rows.
+  // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
+  // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
+  // delta say. Warps so need not look for the largest ds before they split theirs.
   struct Units {
-    float score;     // of products of q and k
-    float gradient;  // of those of dout and v, over the unit of ds
-    float delta;     // 1 over the unit of ds
-    float of_q, of_k, of_v;
+    float score;             // of products of q and k
+    float gradient;          // of those of dout and v, with p's, over that of ds
+    float delta;             // p's over that of ds
+    float of_q, of_k, of_v;  // of what is added to dq, dk and dv
     static constexpr float log2_of_p = 14;
     static constexpr float unit_of_p = 0x1p-14f;
 
@@ -499,12 +501,18 @@ struct FusedGradients {
   __device__ Units units(int stage) const {
     if constexpr (!in_pieces) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(stage) - shared) + Images::OfQueries::scales_at);
+        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
     const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
-    return {queries.q * keys.k,   keys.v * inverse * queries.dout, inverse,
-            ds.size * keys.k, ds.size * queries.q,             queries.dout * Units::unit_of_p};
+    Units units;
+    units.score = queries.q * keys.k;
+    units.gradient = keys.v * inverse * queries.dout;
+    units.delta = inverse;
+    units.of_q = ds.size * keys.k;
+    units.of_k = ds.size * queries.q;
+    units.of_v = queries.dout * Units::unit_of_p;
+    return units;
   }
 
   __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
@@ -585,7 +593,7 @@ struct FusedGradients {
     if constexpr (in_pieces) {
       constexpr int depth = Bc % 32 == 0 ? 2 : 1;  // summed alone
       clear(sums);
-#pragma unroll
+#pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
         LeftStep<sum_row_tiles> left[depth][2];
 #pragma unroll

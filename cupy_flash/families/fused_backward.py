@@ -26,6 +26,8 @@ from cupy_flash.problem.tile import Tile
 _TERMS_BYTES = 8
 # Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
 _SCALES_BYTES = 128
+# Units that there is place for behind the three scales of keys.
+_MOST_UNITS = (_SCALES_BYTES - 3 * 4) // 4
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"
 # Addresses, counters and the operands of products.
@@ -96,9 +98,6 @@ class FusedFamily(Family[FusedTile]):
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
             return "has no products of float64"
-        score = problem.score
-        if problem.dtype == "float32" and score is not None and score.changes_slope:
-            return "knows no bound of float32 gradients of scores that a function or a cap changes"
         if reason := gradients.why_not(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
@@ -131,6 +130,12 @@ class FusedFamily(Family[FusedTile]):
             return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        units = tile.key_warps * (tile.Br // tile.columns)
+        if _finds_units(problem) and units > _MOST_UNITS:
+            return (
+                f"{tile.key_warps} parts of the keys by {tile.columns} of {tile.Br} queries have "
+                f"{units} units; expected at most {_MOST_UNITS}"
+            )
         reason = why_not_blocks(
             device,
             threads=32 * tile.warps,
@@ -252,6 +257,12 @@ def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
 def _in_pieces(problem: Problem) -> bool:
     """Whether tiles are images in the workspace: pairs of float16 in place of float32."""
     return problem.dtype == "float32"
+
+
+def _finds_units(problem: Problem) -> bool:
+    """Whether each warp finds a unit for the gradients of scores that it makes at once."""
+    score = problem.score
+    return _in_pieces(problem) and score is not None and score.changes_slope
 
 
 def _image_bytes(problem: Problem, tile: FusedTile, sums: QuerySums) -> int:

@@ -83,6 +83,11 @@ struct FusedGradients {
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || side_warps % 2 == 0, "pairs");
 
+  // Whether what bounds gradients of the softmax's scores is no bound of ds: each warp then finds a
+  // unit for the ds that it makes at once.
+  static constexpr bool finds_units =
+      in_pieces && wants_ds && changes_slope<typename Config::Mods>();
+
   using Scores = float[row_tiles][columns / 8][4];
   using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
   using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
@@ -96,13 +101,18 @@ struct FusedGradients {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
-  // pieces, k and v, and a stage, are images with scales behind them.
+  // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
+  // place for units of ds.
   using Terms = RowTerms<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
       in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
+  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
+  static_assert(!finds_units ||
+                    units_at + key_warps * (Br / columns) * int(sizeof(float)) <= keys_bytes,
+                "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = side_warps > 1 && wants_v;
   static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
@@ -344,11 +354,13 @@ struct FusedGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
+    float unit_of_ds = 1;
+    if constexpr (finds_units) unit_of_ds = take_unit(gradients, first);
     Left of_p, of_ds;
     make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
     make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k);
+      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k * unit_of_ds);
     }
     if constexpr (wants_v) {
       add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v);
@@ -395,7 +407,7 @@ struct FusedGradients {
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
     const unsigned right = OwnColumns::lane_address(right_rows, side());
     if constexpr (in_pieces) {
-      OwnColumns::add_product(sums, left, right, factor);
+      OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
     } else {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
@@ -484,7 +496,8 @@ struct FusedGradients {
 
   // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
   // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
-  // delta say. Warps so need not look for the largest ds before they split theirs.
+  // delta say. Warps so need not look for the largest ds before they split theirs, but where slopes
+  // of scores have no bound: there it is made as it is.
   struct Units {
     float score;             // of products of q and k
     float gradient;          // of those of dout and v, with p's, over that of ds
@@ -503,7 +516,8 @@ struct FusedGradients {
     const auto& queries = *reinterpret_cast<const QueryScales*>(
         memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
-    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const Unit ds = finds_units ? Unit{1, 1}
+                                : Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
     Units units;
     units.score = queries.q * keys.k;
@@ -515,18 +529,39 @@ struct FusedGradients {
     return units;
   }
 
-  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+  // Units of ds: a warp's, of `columns` queries from `first` on.
+  __device__ float& unit_of_ds(int key_warp, int first) {
+    return reinterpret_cast<float*>(memory + units_at)[key_warp * (Br / columns) + first / columns];
+  }
+
+  // Of what the warp has made of the queries from `first` on: makes it ds in the unit given.
+  __device__ float take_unit(Scores& gradients, int first) {
+    float top = 0;
+    for_each(gradients, [&](float& x) {
+      const float size = fabsf(x);
+      if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
+    });
+    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    for_each(gradients, [&](float& x) { x *= unit.inverse; });
+    if (exchanges_ds && lane == 0) unit_of_ds(key_warp(), first) = unit.size;
+    return unit.size;
+  }
+
+  template <class Visit>
+  __device__ static void for_each(Scores& scores, Visit visit) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (Config::Mods::changes_scores) scores[i][j][c] *= unit.score;
-          gradients[i][j][c] *= unit.gradient;
-        }
+        for (int c = 0; c < 4; ++c) visit(scores[i][j][c]);
       }
     }
+  }
+
+  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+    if (Config::Mods::changes_scores) for_each(scores, [&](float& x) { x *= unit.score; });
+    for_each(gradients, [&](float& x) { x *= unit.gradient; });
   }
 
   template <bool Masked>
@@ -577,8 +612,10 @@ struct FusedGradients {
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
+          float factor = units(stage).of_k;
+          if constexpr (finds_units) factor *= unit_of_ds(key_warp(), first);
           add_product<Columns, Layout>(sums_k, left, queries_at(stage) + first * Layout::row_bytes,
-                                       units(stage).of_k);
+                                       factor);
         }
       }
     }
@@ -591,14 +628,16 @@ struct FusedGradients {
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     if constexpr (in_pieces) {
-      constexpr int depth = Bc % 32 == 0 ? 2 : 1;  // summed alone
+      constexpr int depth = finds_units ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed alone
       clear(sums);
 #pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
         LeftStep<sum_row_tiles> left[depth][2];
 #pragma unroll
         for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
-        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, 1);
+        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
+          return finds_units ? unit_of_ds(key / warp_keys, 16 * (first_sum_tile() + i)) : 1.0f;
+        });
       }
       own.add(sums, units(stage).of_q);
     } else {
@@ -618,9 +657,12 @@ struct FusedGradients {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
       Pairs::read_transposed(left[piece], ds_at(), key,
-                             piece * Br / 16 + warp / sum_column_warps * sum_row_tiles);
+                             piece * Br / 16 + first_sum_tile());
     }
   }
+
+  // Of dq, the first of the warp's tiles of 16 rows.
+  __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
   __device__ bool is_seen(int i, int half) {

@@ -35,6 +35,14 @@ def problem(
     )
 
 
+def modified(dtype: str, *, changes_slope: bool) -> Problem:
+    """Scores that are changed, and perhaps grow otherwise than they did."""
+    score = ScoreSpec(
+        *(None, None, False, False, True, False, "", np.dtype([])), changes_slope=changes_slope
+    )
+    return dataclasses.replace(problem(dtype), score=score)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) -> None:
@@ -60,16 +68,22 @@ def test_float64_and_old_gpus_are_refused_by_name() -> None:
     assert reason.startswith("needs sm_80 or later")
 
 
-@pytest.mark.parametrize(("dtype", "is_served"), [("float32", False), ("bfloat16", True)])
-def test_pairs_of_float16_need_a_bound_of_gradients_that_slopes_take_away(
-    dtype: str, is_served: bool
-) -> None:
-    plain = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
-    steep = dataclasses.replace(plain, changes_slope=True)
-    case = problem(dtype)
-    assert fused.why_not(dataclasses.replace(case, score=plain), h200) is None
-    reason = fused.why_not(dataclasses.replace(case, score=steep), h200)
-    assert (reason is None) == is_served
+@pytest.mark.parametrize("changes_slope", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
+    assert fused.why_not(modified(dtype, changes_slope=changes_slope), h200) is None
+
+
+def test_float32_needs_place_for_the_units_that_slopes_make_warps_find() -> None:
+    # 8 parts of the keys by 8 of the queries.
+    tile = FusedTile(128, 128, 8, 8, columns=16, stages=1)
+    for served in (
+        modified("float32", changes_slope=False),
+        modified("bfloat16", changes_slope=True),
+    ):
+        assert fused.why_not_tile(served, h200, tile) is None
+    reason = fused.why_not_tile(modified("float32", changes_slope=True), h200, tile)
+    assert reason == ("8 parts of the keys by 16 of 128 queries have 64 units; expected at most 29")
 
 
 def test_tiles_of_float32_are_made_into_images_first() -> None:

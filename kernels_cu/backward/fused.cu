@@ -497,7 +497,7 @@ struct FusedGradients {
   // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
   // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
   // delta say. Warps so need not look for the largest ds before they split theirs, but where slopes
-  // of scores have no bound: there it is made as it is.
+  // of scores have no bound: there a second unit comes on top of it.
   struct Units {
     float score;             // of products of q and k
     float gradient;          // of those of dout and v, with p's, over that of ds
@@ -516,8 +516,7 @@ struct FusedGradients {
     const auto& queries = *reinterpret_cast<const QueryScales*>(
         memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
-    const Unit ds = finds_units ? Unit{1, 1}
-                                : Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
     Units units;
     units.score = queries.q * keys.k;
@@ -529,12 +528,12 @@ struct FusedGradients {
     return units;
   }
 
-  // Units of ds: a warp's, of `columns` queries from `first` on.
+  // The second unit of ds: of a warp's keys, and of `columns` queries from `first` on.
   __device__ float& unit_of_ds(int key_warp, int first) {
     return reinterpret_cast<float*>(memory + units_at)[key_warp * (Br / columns) + first / columns];
   }
 
-  // Of what the warp has made of the queries from `first` on: makes it ds in the unit given.
+  // Finds that of the warp's ds, which it brings into it.
   __device__ float take_unit(Scores& gradients, int first) {
     float top = 0;
     for_each(gradients, [&](float& x) {

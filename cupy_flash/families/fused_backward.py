@@ -130,8 +130,8 @@ class FusedFamily(Family[FusedTile]):
             return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
-        units = tile.key_warps * (tile.Br // tile.columns)
-        if _finds_units(problem) and units > _MOST_UNITS:
+        units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
+        if units > _MOST_UNITS:
             return (
                 f"{tile.key_warps} parts of the keys by {tile.columns} of {tile.Br} queries have "
                 f"{units} units; expected at most {_MOST_UNITS}"
@@ -259,10 +259,12 @@ def _in_pieces(problem: Problem) -> bool:
     return problem.dtype == "float32"
 
 
-def _finds_units(problem: Problem) -> bool:
-    """Whether each warp finds a unit for the gradients of scores that it makes at once."""
+def _second_units(problem: Problem) -> int:
+    """Of p and of gradients of scores, how many warps find units for (finds_p, finds_ds)."""
     score = problem.score
-    return _in_pieces(problem) and score is not None and score.changes_slope
+    if score is None or not _in_pieces(problem):
+        return 0
+    return int(score.sinks or score.changes_slope) + int(score.sinks)
 
 
 def _image_bytes(problem: Problem, tile: FusedTile, sums: QuerySums) -> int:

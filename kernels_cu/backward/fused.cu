@@ -1,6 +1,6 @@
-// Gradients of attention on tensor cores, sm_80 and newer: five products in one pass. Of float16 and
-// bfloat16, and of float32 in pairs of float16 (pieces.cuh), of which a kernel makes tiles first
-// (images.cuh).
+// Gradients of attention on tensor cores, sm_80 and newer: five products in one pass. Of float16
+// and bfloat16, and of float32 in pairs of float16 (pieces.cuh), of which a kernel makes tiles
+// first (images.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a thread block owns a tile of keys, whose dk and dv it
 // keeps in registers while tiles of queries of all query heads stream by, from the last to the
@@ -83,10 +83,12 @@ struct FusedGradients {
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || side_warps % 2 == 0, "pairs");
 
-  // Whether what bounds gradients of the softmax's scores is no bound of ds: each warp then finds a
-  // unit for the ds that it makes at once.
-  static constexpr bool finds_units =
-      in_pieces && wants_ds && changes_slope<typename Config::Mods>();
+  // Whether all p may be far below its bound, and whether all ds may be, or any beyond: each warp
+  // then finds second units of those that it makes at once.
+  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
+  static constexpr bool finds_ds =
+      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
+  static constexpr int units_of_each = key_warps * (Br / columns);
 
   using Scores = float[row_tiles][columns / 8][4];
   using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
@@ -102,7 +104,7 @@ struct FusedGradients {
 
   // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
   // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
-  // place for units of ds.
+  // place for second units.
   using Terms = RowTerms<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
@@ -110,8 +112,8 @@ struct FusedGradients {
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
   static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
-  static_assert(!finds_units ||
-                    units_at + key_warps * (Br / columns) * int(sizeof(float)) <= keys_bytes,
+  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
+                    Images::OfKeys::bytes,
                 "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = side_warps > 1 && wants_v;
@@ -354,16 +356,16 @@ struct FusedGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
-    float unit_of_ds = 1;
-    if constexpr (finds_units) unit_of_ds = take_unit(gradients, first);
+    const float second_of_ds = take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
+    const float second_of_p = take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
     Left of_p, of_ds;
     make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
     make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k * unit_of_ds);
+      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k * second_of_ds);
     }
     if constexpr (wants_v) {
-      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v);
+      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v * second_of_p);
     }
   }
 
@@ -496,8 +498,9 @@ struct FusedGradients {
 
   // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
   // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
-  // delta say. Warps so need not look for the largest ds before they split theirs, but where slopes
-  // of scores have no bound: there a second unit comes on top of it.
+  // delta say. Warps so need not look for the largest before they split theirs, but where sinks may
+  // leave next to nothing to all keys, and of ds where slopes of scores have no bound: there second
+  // units come on top of these.
   struct Units {
     float score;             // of products of q and k
     float gradient;          // of those of dout and v, with p's, over that of ds
@@ -528,21 +531,27 @@ struct FusedGradients {
     return units;
   }
 
-  // The second unit of ds: of a warp's keys, and of `columns` queries from `first` on.
-  __device__ float& unit_of_ds(int key_warp, int first) {
-    return reinterpret_cast<float*>(memory + units_at)[key_warp * (Br / columns) + first / columns];
+  // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
+  // of ds begin at
+  static constexpr int first_of_p = 0;
+  static constexpr int first_of_ds = finds_p ? units_of_each : 0;
+  __device__ float& second_unit(int begin, int key_warp, int first) {
+    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
+                                                       first / columns];
   }
 
-  // Finds that of the warp's ds, which it brings into it.
-  __device__ float take_unit(Scores& gradients, int first) {
+  // Brings what the warp has made into a unit that it finds, and tells others; without Finds 1.
+  template <bool Finds>
+  __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
+    if constexpr (!Finds) return 1;
     float top = 0;
-    for_each(gradients, [&](float& x) {
+    for_each(scores, [&](float& x) {
       const float size = fabsf(x);
       if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
     });
     const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
-    for_each(gradients, [&](float& x) { x *= unit.inverse; });
-    if (exchanges_ds && lane == 0) unit_of_ds(key_warp(), first) = unit.size;
+    for_each(scores, [&](float& x) { x *= unit.inverse; });
+    if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
     return unit.size;
   }
 
@@ -606,13 +615,15 @@ struct FusedGradients {
         Left left;
         if constexpr (wants_v) {
           read(left, p_at(), first);
+          float factor = units(stage).of_v;
+          if constexpr (finds_p) factor *= second_unit(first_of_p, key_warp(), first);
           add_product<ColumnsV, LayoutV>(sums_v, left, douts_at(stage) + first * LayoutV::row_bytes,
-                                         units(stage).of_v);
+                                         factor);
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
           float factor = units(stage).of_k;
-          if constexpr (finds_units) factor *= unit_of_ds(key_warp(), first);
+          if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
           add_product<Columns, Layout>(sums_k, left, queries_at(stage) + first * Layout::row_bytes,
                                        factor);
         }
@@ -627,7 +638,7 @@ struct FusedGradients {
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     if constexpr (in_pieces) {
-      constexpr int depth = finds_units ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed alone
+      constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed alone
       clear(sums);
 #pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
@@ -635,7 +646,8 @@ struct FusedGradients {
 #pragma unroll
         for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
         ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
-          return finds_units ? unit_of_ds(key / warp_keys, 16 * (first_sum_tile() + i)) : 1.0f;
+          if constexpr (!finds_ds) return 1.0f;
+          return second_unit(first_of_ds, key / warp_keys, 16 * (first_sum_tile() + i));
         });
       }
       own.add(sums, units(stage).of_q);

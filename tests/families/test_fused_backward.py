@@ -35,12 +35,10 @@ def problem(
     )
 
 
-def modified(dtype: str, *, changes_slope: bool) -> Problem:
-    """Scores that are changed, and perhaps grow otherwise than they did."""
-    score = ScoreSpec(
-        *(None, None, False, False, True, False, "", np.dtype([])), changes_slope=changes_slope
-    )
-    return dataclasses.replace(problem(dtype), score=score)
+def modified(dtype: str, **changes: bool) -> Problem:
+    """Scores that are changed, and as those attributes say besides."""
+    score = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
+    return dataclasses.replace(problem(dtype), score=dataclasses.replace(score, **changes))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -74,16 +72,23 @@ def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
     assert fused.why_not(modified(dtype, changes_slope=changes_slope), h200) is None
 
 
-def test_float32_needs_place_for_the_units_that_slopes_make_warps_find() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "changes", "units"),
+    [
+        ("float32", {}, 0),
+        ("float32", {"changes_slope": True}, 64),
+        ("float32", {"sinks": True}, 128),
+        ("bfloat16", {"changes_slope": True, "sinks": True}, 0),
+    ],
+)
+def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
+    dtype: str, changes: dict[str, bool], units: int
+) -> None:
     # 8 parts of the keys by 8 of the queries.
     tile = FusedTile(128, 128, 8, 8, columns=16, stages=1)
-    for served in (
-        modified("float32", changes_slope=False),
-        modified("bfloat16", changes_slope=True),
-    ):
-        assert fused.why_not_tile(served, h200, tile) is None
-    reason = fused.why_not_tile(modified("float32", changes_slope=True), h200, tile)
-    assert reason == ("8 parts of the keys by 16 of 128 queries have 64 units; expected at most 29")
+    reason = fused.why_not_tile(modified(dtype, **changes), h200, tile)
+    expected = f"8 parts of the keys by 16 of 128 queries have {units} units; expected at most 29"
+    assert reason == (expected if units else None)
 
 
 def test_tiles_of_float32_are_made_into_images_first() -> None:

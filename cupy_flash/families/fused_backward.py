@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cupy_flash.families import gradients
 from cupy_flash.families.contract import (
+    MAX_GRID,
     Family,
     ceil_div,
     round_up,
@@ -25,6 +26,8 @@ from cupy_flash.problem.tile import Tile
 _TERMS_BYTES = 8
 # Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
 _SCALES_BYTES = 128
+# Units that there is place for behind the three scales of keys.
+_MOST_UNITS = (_SCALES_BYTES - 3 * 4) // 4
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"
 # Addresses, counters and the operands of products.
@@ -80,7 +83,10 @@ class FusedTile(Tile):
 
 
 class FusedFamily(Family[FusedTile]):
-    """See `kernels_cu/backward/fused.cu`."""
+    """See `kernels_cu/backward/fused.cu`.
+
+    Float32 takes a workspace with as many bytes more as q, k, v and dout have, in whole tiles.
+    """
 
     name = "fused"
     source = "backward/fused.cu"
@@ -92,9 +98,6 @@ class FusedFamily(Family[FusedTile]):
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
             return "has no products of float64"
-        score = problem.score
-        if problem.dtype == "float32" and score is not None and score.changes_slope:
-            return "knows no bound of float32 gradients of scores that a function or a cap changes"
         if reason := gradients.why_not(problem) or why_not_scale(problem):
             return reason
         if self._first_legal(problem, device) is None:
@@ -127,6 +130,12 @@ class FusedFamily(Family[FusedTile]):
             return f"paired is {tile.paired}, of {tile.side_warps} warps that share keys"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        units = _second_units(problem) * tile.key_warps * (tile.Br // tile.columns)
+        if units > _MOST_UNITS:
+            return (
+                f"{tile.key_warps} parts of the keys by {tile.columns} of {tile.Br} queries have "
+                f"{units} units; expected at most {_MOST_UNITS}"
+            )
         reason = why_not_blocks(
             device,
             threads=32 * tile.warps,
@@ -134,7 +143,12 @@ class FusedFamily(Family[FusedTile]):
             registers=self._registers(problem, tile),
             min_blocks=tile.min_blocks,
         )
-        return reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        reason = reason or gradients.why_not_grid(problem, tile.Bc, tile.Br)
+        # Of images there are blocks for tiles of both kinds.
+        blocks = sum(gradients.blocks_of(problem, tile.Bc, tile.Br))
+        if reason is None and _in_pieces(problem) and blocks > MAX_GRID:
+            return f"needs {blocks} thread blocks, more than the {MAX_GRID} of a launch"
+        return reason
 
     def _registers(self, problem: Problem, tile: FusedTile) -> int:
         """What a thread holds: dk and dv, beside them scores and dp or dq, and the rest."""
@@ -243,6 +257,14 @@ def _padded_dims(problem: Problem, tile: FusedTile) -> tuple[int, int]:
 def _in_pieces(problem: Problem) -> bool:
     """Whether tiles are images in the workspace: pairs of float16 in place of float32."""
     return problem.dtype == "float32"
+
+
+def _second_units(problem: Problem) -> int:
+    """Of p and of gradients of scores, how many warps find units for (finds_p, finds_ds)."""
+    score = problem.score
+    if score is None or not _in_pieces(problem):
+        return 0
+    return int(score.sinks or score.changes_slope) + int(score.sinks)
 
 
 def _image_bytes(problem: Problem, tile: FusedTile, sums: QuerySums) -> int:

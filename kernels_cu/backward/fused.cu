@@ -1,5 +1,6 @@
-// Gradients of attention on tensor cores, sm_80 and newer, of float16 and bfloat16 inputs: five
-// products in one pass.
+// Gradients of attention on tensor cores, sm_80 and newer: five products in one pass. Of float16
+// and bfloat16, and of float32 in pairs of float16 (pieces.cuh), of which a kernel makes tiles
+// first (images.cuh).
 //
 // FlashAttention-2 (Dao 2023, algorithm 2): a thread block owns a tile of keys, whose dk and dv it
 // keeps in registers while tiles of queries of all query heads stream by, from the last to the
@@ -82,6 +83,13 @@ struct FusedGradients {
   static constexpr bool paired = Config::paired && wants_ds;
   static_assert(!paired || side_warps % 2 == 0, "pairs");
 
+  // Whether all p may be far below its bound, and whether all ds may be, or any beyond: each warp
+  // then finds second units of those that it makes at once.
+  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
+  static constexpr bool finds_ds =
+      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
+  static constexpr int units_of_each = key_warps * (Br / columns);
+
   using Scores = float[row_tiles][columns / 8][4];
   using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
   using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
@@ -95,13 +103,18 @@ struct FusedGradients {
   static constexpr bool is_bounded = Config::causal || Config::modified;
 
   // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
-  // pieces, k and v, and a stage, are images with scales behind them.
+  // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
+  // place for second units.
   using Terms = RowTerms<float>;
   using Images = TileImages<Config>;
   static constexpr int scales_bytes =
       in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
   static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
   static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
+  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
+  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
+                    Images::OfKeys::bytes,
+                "as the host has seen");
   static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
   static constexpr bool exchanges_p = side_warps > 1 && wants_v;
   static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
@@ -217,14 +230,16 @@ struct FusedGradients {
   }
 
   __device__ void load(int stage, const Step& step) {
-    const int head = step.head;
     if constexpr (in_pieces) {
       start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, work.batch, head, step.tile));
-      ptx::cp_async_commit_group();
-      return;
+          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
+    } else {
+      load_queries(stage, step.head, step.tile * Br);
     }
-    const int first = step.tile * Br;
+    ptx::cp_async_commit_group();
+  }
+
+  __device__ void load_queries(int stage, int head, int first) {
     const int left = at.seqlen_q - first;
     start<Br, Config::head_dim, Layout>(queries_at(stage),
                                         queries(p.q, head) + first * p.q.row_stride, p.q, left);
@@ -238,7 +253,6 @@ struct FusedGradients {
       ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
                                    terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
     }
-    ptx::cp_async_commit_group();
   }
 
   __device__ void sweep() {
@@ -342,14 +356,16 @@ struct FusedGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
+    const float second_of_ds = take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
+    const float second_of_p = take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
     Left of_p, of_ds;
     make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
     make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k);
+      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k * second_of_ds);
     }
     if constexpr (wants_v) {
-      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v);
+      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v * second_of_p);
     }
   }
 
@@ -393,7 +409,7 @@ struct FusedGradients {
   __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
     const unsigned right = OwnColumns::lane_address(right_rows, side());
     if constexpr (in_pieces) {
-      OwnColumns::add_product(sums, left, right, factor);
+      OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
     } else {
 #pragma unroll
       for (int step = 0; step < steps; ++step) {
@@ -480,14 +496,16 @@ struct FusedGradients {
     return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
   }
 
-  // Of float32, what products of pieces are in units of, and what p and ds are made in units of.
-  // 2^14 p is below 2^15 even where lse is rounded down. A gradient of a score is in no warp's
-  // fragments before it is split, so that its unit comes from what bounds it: norms of rows.
+  // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
+  // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
+  // delta say. Warps so need not look for the largest before they split theirs, but where sinks may
+  // leave next to nothing to all keys, and of ds where slopes of scores have no bound: there second
+  // units come on top of these.
   struct Units {
-    float score;     // of products of q and k
-    float gradient;  // of those of dout and v, over the unit of ds
-    float delta;     // 1 over the unit of ds
-    float of_q, of_k, of_v;
+    float score;             // of products of q and k
+    float gradient;          // of those of dout and v, with p's, over that of ds
+    float delta;             // p's over that of ds
+    float of_q, of_k, of_v;  // of what is added to dq, dk and dv
     static constexpr float log2_of_p = 14;
     static constexpr float unit_of_p = 0x1p-14f;
 
@@ -499,26 +517,59 @@ struct FusedGradients {
   __device__ Units units(int stage) const {
     if constexpr (!in_pieces) return {};
     const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(stage) - shared) + Images::OfQueries::scales_at);
+        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
     const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
     const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
     const float inverse = ds.inverse * Units::unit_of_p;
-    return {queries.q * keys.k,   keys.v * inverse * queries.dout, inverse,
-            ds.size * keys.k, ds.size * queries.q,             queries.dout * Units::unit_of_p};
+    Units units;
+    units.score = queries.q * keys.k;
+    units.gradient = keys.v * inverse * queries.dout;
+    units.delta = inverse;
+    units.of_q = ds.size * keys.k;
+    units.of_k = ds.size * queries.q;
+    units.of_v = queries.dout * Units::unit_of_p;
+    return units;
   }
 
-  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+  // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
+  // of ds begin at
+  static constexpr int first_of_p = 0;
+  static constexpr int first_of_ds = finds_p ? units_of_each : 0;
+  __device__ float& second_unit(int begin, int key_warp, int first) {
+    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
+                                                       first / columns];
+  }
+
+  // Brings what the warp has made into a unit that it finds, and tells others; without Finds 1.
+  template <bool Finds>
+  __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
+    if constexpr (!Finds) return 1;
+    float top = 0;
+    for_each(scores, [&](float& x) {
+      const float size = fabsf(x);
+      if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
+    });
+    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    for_each(scores, [&](float& x) { x *= unit.inverse; });
+    if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
+    return unit.size;
+  }
+
+  template <class Visit>
+  __device__ static void for_each(Scores& scores, Visit visit) {
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          if (Config::Mods::changes_scores) scores[i][j][c] *= unit.score;
-          gradients[i][j][c] *= unit.gradient;
-        }
+        for (int c = 0; c < 4; ++c) visit(scores[i][j][c]);
       }
     }
+  }
+
+  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+    if (Config::Mods::changes_scores) for_each(scores, [&](float& x) { x *= unit.score; });
+    for_each(gradients, [&](float& x) { x *= unit.gradient; });
   }
 
   template <bool Masked>
@@ -564,13 +615,17 @@ struct FusedGradients {
         Left left;
         if constexpr (wants_v) {
           read(left, p_at(), first);
+          float factor = units(stage).of_v;
+          if constexpr (finds_p) factor *= second_unit(first_of_p, key_warp(), first);
           add_product<ColumnsV, LayoutV>(sums_v, left, douts_at(stage) + first * LayoutV::row_bytes,
-                                         units(stage).of_v);
+                                         factor);
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
+          float factor = units(stage).of_k;
+          if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
           add_product<Columns, Layout>(sums_k, left, queries_at(stage) + first * Layout::row_bytes,
-                                       units(stage).of_k);
+                                       factor);
         }
       }
     }
@@ -583,14 +638,17 @@ struct FusedGradients {
     typename TurnOfWarp<Fragments>::Sums sums;
     const unsigned right = ColumnsOfSums::lane_address(keys_at(), warp % sum_column_warps);
     if constexpr (in_pieces) {
-      constexpr int depth = Bc % 32 == 0 ? 2 : 1;  // summed alone
+      constexpr int depth = finds_ds ? row_tiles : Bc % 32 == 0 ? 2 : 1;  // summed alone
       clear(sums);
-#pragma unroll
+#pragma unroll 1
       for (int key = 0; key < Bc; key += 16 * depth) {
         LeftStep<sum_row_tiles> left[depth][2];
 #pragma unroll
         for (int step = 0; step < depth; ++step) read_ds(left[step], key + 16 * step);
-        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, 1);
+        ColumnsOfSums::add_product(sums, left, right + key * Layout::row_bytes, [&](int i) {
+          if constexpr (!finds_ds) return 1.0f;
+          return second_unit(first_of_ds, key / warp_keys, 16 * (first_sum_tile() + i));
+        });
       }
       own.add(sums, units(stage).of_q);
     } else {
@@ -610,9 +668,12 @@ struct FusedGradients {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
       Pairs::read_transposed(left[piece], ds_at(), key,
-                             piece * Br / 16 + warp / sum_column_warps * sum_row_tiles);
+                             piece * Br / 16 + first_sum_tile());
     }
   }
+
+  // Of dq, the first of the warp's tiles of 16 rows.
+  __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
   __device__ bool is_seen(int i, int half) {

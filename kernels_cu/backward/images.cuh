@@ -21,7 +21,7 @@ struct QueryScales {
   float q;
   float dout;
   float dout_norm;
-  float delta;  // the largest, without its sign
+  float delta;  // the largest without its sign
 };
 struct KeyScales {
   float k;
@@ -135,6 +135,9 @@ struct ImageMaker {
       }
     }
 
+    // What is no number makes no unit of others' infinite.
+    __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
+
     // Gives the pieces' unit, and `norm` the largest of a row's.
     __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
       float top = 0;
@@ -157,7 +160,7 @@ struct ImageMaker {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const float low = x.at[2 * e] * unit.inverse, high = x.at[2 * e + 1] * unit.inverse;
-              squares = fma(low, low, fma(high, high, squares));
+              squares = fma(finite(low), finite(low), fma(finite(high), finite(high), squares));
               const SplitPair pair = SplitPair::of(low, high);
               big.at[e] = pair.big;
               small.at[e] = pair.small;
@@ -205,7 +208,8 @@ struct ImageMaker {
     float delta = 0;
     for (int row = threadIdx.x; row < Br; row += threads) {
       of_image[row] = row < left ? terms[row] : typename Images::Terms{};
-      delta = fmaxf(delta, fabsf(of_image[row].delta));
+      const float size = fabsf(of_image[row].delta);
+      if (size < SoftmaxMath<float>::infinity()) delta = fmaxf(delta, size);
     }
     scales.delta = largest(delta);
     if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(image + Image::scales_at) = scales;

@@ -124,11 +124,11 @@ struct SharedColumns {
     }
   }
 
-  // sums += factor left b of pieces, of `depth` times 16 rows, summed alone.
-  template <int row_tiles, int depth>
+  // sums[i] += factor(i) left[.][.][i] b of pieces, of `depth` times 16 rows, summed alone.
+  template <int row_tiles, int depth, class Factor>
   __device__ static void add_product(float (&sums)[row_tiles][2 * steps][4],
                                      const LeftStep<row_tiles> (&left)[depth][2], unsigned b,
-                                     float factor) {
+                                     Factor factor) {
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
       float alone[row_tiles][2][4] = {};

@@ -76,10 +76,10 @@ __device__ void multiply_pieces(float (&sums)[row_tiles][2][4],
   }
 }
 
-// sums[i][first] and [first + 1] += factor alone.
-template <int row_tiles, int column_tiles>
+// sums[i][first] and [first + 1] += factor(i) alone[i].
+template <int row_tiles, int column_tiles, class Factor>
 __device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
-                          const float (&alone)[row_tiles][2][4], float factor) {
+                          const float (&alone)[row_tiles][2][4], Factor factor) {
 #pragma unroll
   for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ void add_alone(float (&sums)[row_tiles][column_tiles][4], int first,
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         float& sum = sums[i][first + t][c];
-        sum = fma(alone[i][t][c], factor, sum);
+        sum = fma(alone[i][t][c], factor(i), sum);
       }
     }
   }
@@ -122,7 +122,7 @@ __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigne
       }
       float alone[row_tiles][2][4] = {};
       multiply_pieces(alone, of_left, of_right);
-      add_alone(sums, 2 * pair, alone, 1);
+      add_alone(sums, 2 * pair, alone, [](int) { return 1.0f; });
     }
   }
 }

@@ -76,22 +76,14 @@ struct TurnOfWarp {
   }
 
   // In place of both: of products that began with nothing, in units of a power of two.
-  __device__ void add(const Sums& sums, float unit) const {
+  __device__ void add(Sums& sums, float unit) const {
     for_each([&](int i, int j, float* at) {
-      float x[4] = {};
-#if __CUDA_ARCH__ < 900
-      if (!is_first) ptx::ld_global_cg_v4(x, at);
-#endif
+      float before[4] = {};
+      if (!memory_adds && !is_first) ptx::ld_global_cg_v4(before, at);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x[c] = fma(sums[i][j][c], unit, x[c]);
-#if __CUDA_ARCH__ >= 900
-      if (!is_first) {
-        ptx::red_add_v4(at, x);
-        return;
-      }
-#endif
-      ptx::st_global_v4(at, x);
+      for (int c = 0; c < 4; ++c) sums[i][j][c] = fma(sums[i][j][c], unit, before[c]);
     });
+    end(sums);
   }
 
  private:

@@ -35,6 +35,12 @@ def problem(
     )
 
 
+def modified(dtype: str, **changes: bool) -> Problem:
+    """Scores that are changed, and as those attributes say besides."""
+    score = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
+    return dataclasses.replace(problem(dtype), score=dataclasses.replace(score, **changes))
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) -> None:
@@ -60,16 +66,29 @@ def test_float64_and_old_gpus_are_refused_by_name() -> None:
     assert reason.startswith("needs sm_80 or later")
 
 
-@pytest.mark.parametrize(("dtype", "is_served"), [("float32", False), ("bfloat16", True)])
-def test_pairs_of_float16_need_a_bound_of_gradients_that_slopes_take_away(
-    dtype: str, is_served: bool
+@pytest.mark.parametrize("changes_slope", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
+    assert fused.why_not(modified(dtype, changes_slope=changes_slope), h200) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "units"),
+    [
+        ("float32", {}, 0),
+        ("float32", {"changes_slope": True}, 64),
+        ("float32", {"sinks": True}, 128),
+        ("bfloat16", {"changes_slope": True, "sinks": True}, 0),
+    ],
+)
+def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
+    dtype: str, changes: dict[str, bool], units: int
 ) -> None:
-    plain = ScoreSpec(None, None, False, False, True, False, "", np.dtype([]))
-    steep = dataclasses.replace(plain, changes_slope=True)
-    case = problem(dtype)
-    assert fused.why_not(dataclasses.replace(case, score=plain), h200) is None
-    reason = fused.why_not(dataclasses.replace(case, score=steep), h200)
-    assert (reason is None) == is_served
+    # 8 parts of the keys by 8 of the queries.
+    tile = FusedTile(128, 128, 8, 8, columns=16, stages=1)
+    reason = fused.why_not_tile(modified(dtype, **changes), h200, tile)
+    expected = f"8 parts of the keys by 16 of 128 queries have {units} units; expected at most 29"
+    assert reason == (expected if units else None)
 
 
 def test_tiles_of_float32_are_made_into_images_first() -> None:

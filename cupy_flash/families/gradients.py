@@ -13,6 +13,7 @@ from cupy_flash.families import other_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
 _TERMS_THREADS = 256
@@ -56,7 +57,9 @@ def schedule(
     sums: QuerySums | None = None,
     section_heads: int = 0,
 ) -> Schedule:
-    """That of the kernels that sum up rows, of which those without rows are left out.
+    """That of the kernels that sum up rows, and of those of gradients of other inputs.
+
+    Kernels without rows, or whose gradients nobody wants, are left out.
 
     Parameters
     ----------
@@ -67,6 +70,8 @@ def schedule(
     section_heads
         Query heads whose tiles are interleaved; 0 for those that L2 has place for.
     """
+    gradient = problem.gradient
+    assert gradient is not None
     terms = Launch(
         ROW_TERMS,
         "find_row_terms",
@@ -86,7 +91,7 @@ def schedule(
     return Schedule(
         (
             terms,
-            *(launch for launch in launches if launch.grid[0]),
+            *(launch for launch in launches if launch.grid[0] and gradient.wants(*ROWS)),
             *other_gradients.launches(problem, device),
         ),
         workspace=workspace,
@@ -137,4 +142,4 @@ def config(problem: Problem, sums: QuerySums | None = None) -> dict[str, int | b
         "row_lanes": row_lanes(problem),
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
-    }
+    } | other_gradients.config(problem)

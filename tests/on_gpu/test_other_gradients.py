@@ -124,7 +124,7 @@ def test_an_array_may_have_an_element_for_each_pair(made_of) -> None:
 
 
 def test_an_array_may_be_one_number(made_of) -> None:
-    gain = np.float32(1.25).reshape(())
+    gain = np.array(1.25, np.float32)
     check(make_call(mod=made_of(lambda score, gain: score * gain, gain=gain)))
 
 

@@ -123,9 +123,16 @@ def test_an_array_may_have_an_element_for_each_pair(made_of) -> None:
     check(make_call(mod=made_of(lambda score, h, i, j, near: score + near[h, i, j], near=whole)))
 
 
-def test_an_array_may_be_one_number(made_of) -> None:
-    gain = np.array(1.25, np.float32)
-    check(make_call(mod=made_of(lambda score, gain: score * gain, gain=gain)))
+def test_an_array_may_have_no_axes(made_of) -> None:
+    import cupy
+
+    gain = np.array([1.25], np.float32)
+    (expected,) = check(
+        make_call(mod=made_of(lambda score, gain: score * gain[0], gain=gain))
+    ).values()
+    call = make_call(mod=made_of(lambda score, gain: score * gain, gain=gain.reshape(())))
+    (found,) = call.run(cupy).values()
+    np.testing.assert_array_equal(found, expected[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES["backward"])

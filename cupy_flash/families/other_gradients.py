@@ -15,6 +15,10 @@ from cupy_flash.problem.problem import ITEMSIZE, Problem
 # Where parts of the workspace lie, by members of `GradientParams`.
 BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
 
+_SINKS = "backward/sink_gradients.cuh"
+_BIAS = "backward/bias_gradients.cuh"
+_CAPTURES = "backward/capture_gradients.cuh"
+
 _THREADS = 256
 _SINK_THREADS = 1024
 # Thread blocks of each SM that share out the scores, where there are as many tiles.
@@ -32,18 +36,18 @@ def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     assert gradient is not None
     found: list[Launch] = []
     if gradient.wants("sinks"):
-        found.append(_launch("sink_gradients", problem.heads_q, "sink", threads=_SINK_THREADS))
+        found.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
     if gradient.bias is not None and 0 not in gradient.bias:
         parts = bias_parts(problem, device)
-        found.append(_tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, "bias"))
+        found.append(_tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, _BIAS))
         if parts > 1:
             blocks = ceil_div(math.prod(gradient.bias), _THREADS)
-            found.append(_launch("bias_sums", blocks, "bias"))
+            found.append(_launch("bias_sums", blocks, _BIAS))
     if gradient.captured:
         blocks = _capture_blocks(problem, device)
         for entry in ("measure_captures", "add_captures"):
-            found.append(_tiled(problem, device, entry, blocks, "capture"))
-        found.append(_launch("write_captures", blocks, "capture"))
+            found.append(_tiled(problem, device, entry, blocks, _CAPTURES))
+        found.append(_launch("write_captures", blocks, _CAPTURES))
     return tuple(found)
 
 
@@ -64,7 +68,7 @@ def _launch(
         shared_memory,
         min_blocks,
         arguments=("gradients",),
-        source=f"backward/{source}_gradients.cuh",
+        source=source,
     )
 
 

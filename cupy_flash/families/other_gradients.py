@@ -63,7 +63,7 @@ def _launch(
     return Launch(
         entry,
         entry,
-        (blocks, 1, 1),
+        (max(1, blocks), 1, 1),
         threads,
         shared_memory,
         min_blocks,

@@ -5,7 +5,7 @@
 // leaves its part in the workspace, and another kernel adds those up.
 #pragma once
 
-#include "backward/exact_sum.cuh"
+#include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
 #include "grid/schedule.cuh"
@@ -44,7 +44,7 @@ struct BiasGradients {
   // Rows of a packed bias tell the sequence.
   const bool keeps_batch = is_packed ? keeps_rows : of.batch > 1;
   const bool keeps_heads = of.heads > 1;
-  ExactSum<T> sums[Scores::own_rows][Scores::own_keys];
+  CompensatedSum<T> sums[Scores::own_rows][Scores::own_keys];
 
   __device__ BiasGradients(const GradientParams& p, unsigned char* memory)
       : p(p), of(p.dbias), memory(memory) {}
@@ -124,7 +124,7 @@ struct BiasGradients {
   __device__ void fold(int count, int line_stride, int element_stride) {
     if (int(threadIdx.x) < count) {
       T* line = tile() + threadIdx.x * line_stride;
-      ExactSum<T> sum;
+      CompensatedSum<T> sum;
       for (int i = 0; i < size; ++i) sum.add(line[i * element_stride]);
       *line = sum.total();
     }
@@ -154,7 +154,7 @@ __device__ void add_bias_parts(const GradientParams& p,
   const int64 elements = int64(of.batch) * of.heads * of.rows * of.keys;
   const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= elements) return;
-  ExactSum<T> sum;
+  CompensatedSum<T> sum;
   for (int part = 0; part < of.parts; ++part) {
     sum.add(static_cast<const T*>(p.bias_parts)[part * elements + i]);
   }

@@ -15,7 +15,7 @@
 // one contribution of, rounded to half an ulp.
 #pragma once
 
-#include "backward/exact_sum.cuh"
+#include "backward/compensated_sum.cuh"
 #include "backward/fixed_point.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
@@ -158,7 +158,7 @@ struct Contributions {
   // The element of each array that a thread has added to last, and what it has added since it did
   // to another one.
   int64 last[Sums::count];
-  ExactSum<T> since[Sums::count];
+  CompensatedSum<T> since[Sums::count];
 
   __device__ Contributions(const GradientParams& p, const Sums& all, unsigned char* memory)
       : p(p), all(all), memory(memory) {

@@ -4,10 +4,10 @@
 //
 // A first kernel finds the largest contribution M to each array, which the unit of the integers
 // depends on; a second finds all of them again and adds them up; a third converts. Of n < 2^b
-// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33, M 2^-26,
-// an eighth of float32's eps, even if all are rounded the same way. As they are not, by about
-// sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up to 28.
-// What is below the normal numbers of float32, or float64, may count as 0.
+// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33 by
+// M 2^-26, an eighth of float32's eps, even if all are rounded the same way. As they are not, by
+// about sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up
+// to 28. What is below the normal numbers of float32, or float64, may count as 0.
 //
 // Infinite contributions, and NaN, are flags of their element, and of no other.
 //

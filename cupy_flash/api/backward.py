@@ -94,6 +94,11 @@ def flash_attention_backward(
     dout reaches what shares a tile with it as 0 * NaN where only causality or another mask hides
     the pair.
 
+    Gradients of a bias, of sinks and of captured arrays have kernels of their own on a GPU, which
+    find the scores anew. Of an array that is captured they take 16 bytes and a quarter of memory
+    for each element, and of a bias that is broadcast to many more scores than it has elements a few
+    copies of its gradient; `plan_backward` shows how much.
+
     Examples
     --------
     >>> import numpy as np

@@ -13,6 +13,7 @@ from cupy_flash.families import other_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.device import Device
+from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import ITEMSIZE, Problem
 
 _TERMS_THREADS = 256
@@ -57,7 +58,9 @@ def schedule(
     section_heads: int = 0,
     tensor_maps: Mapping[str, TensorMapSpec] | None = None,
 ) -> Schedule:
-    """That of the kernels that sum up rows, of which those without rows are left out.
+    """That of the kernels that sum up rows, and of those of gradients of other inputs.
+
+    Kernels without rows, or whose gradients nobody wants, are left out.
 
     Parameters
     ----------
@@ -70,6 +73,8 @@ def schedule(
     tensor_maps
         Of which arrays the kernels take tensor maps.
     """
+    gradient = problem.gradient
+    assert gradient is not None
     terms = Launch(
         ROW_TERMS,
         "find_row_terms",
@@ -89,7 +94,7 @@ def schedule(
     return Schedule(
         (
             terms,
-            *(launch for launch in launches if launch.grid[0]),
+            *(launch for launch in launches if launch.grid[0] and gradient.wants(*ROWS)),
             *other_gradients.launches(problem, device),
         ),
         workspace=workspace,
@@ -156,4 +161,4 @@ def config(
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
         "clears_queries": last_writes and problem.gradient.wants("q") and problem.layout.is_equal,
-    }
+    } | other_gradients.config(problem)

@@ -1,6 +1,6 @@
 """Gradients of biases, sinks and captures: kernels that all families have behind their own.
 
-They find scores anew on the CUDA cores, whatever computes the gradients of q, k and v.
+They find scores anew, whatever computes the gradients of q, k and v.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from cupy_flash.problem.problem import ITEMSIZE, Problem
 # Where parts of the workspace lie, by members of `GradientParams`.
 BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"
 
+_SINKS = "backward/sink_gradients.cuh"
+_BIAS = "backward/bias_gradients.cuh"
+_CAPTURES = "backward/capture_gradients.cuh"
+
 _THREADS = 256
 _SINK_THREADS = 1024
 # Thread blocks of each SM that share out the scores, where there are as many tiles.
 _BLOCKS_PER_SM = 2
+# Columns of operands that the CUDA cores have in shared memory at once.
+_SLICE = 32
 # A sum of fixed-point numbers, see `kernels_cu/backward/fixed_point.cuh`.
 _FIXED_BYTES = 16
 _FLAGS_OF_WORD = 16
@@ -30,40 +36,65 @@ def launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     assert gradient is not None
     found: list[Launch] = []
     if gradient.wants("sinks"):
-        found.append(_launch("sink_gradients", problem.heads_q, "sink", threads=_SINK_THREADS))
+        found.append(_launch("sink_gradients", problem.heads_q, _SINKS, threads=_SINK_THREADS))
     if gradient.bias is not None and 0 not in gradient.bias:
         parts = bias_parts(problem, device)
-        found.append(_tiled(problem, "bias_gradients", bias_tiles(problem) * parts, "bias"))
+        found.append(_tiled(problem, device, "bias_gradients", bias_tiles(problem) * parts, _BIAS))
         if parts > 1:
             blocks = ceil_div(math.prod(gradient.bias), _THREADS)
-            found.append(_launch("bias_sums", blocks, "bias"))
+            found.append(_launch("bias_sums", blocks, _BIAS))
     if gradient.captured:
         blocks = _capture_blocks(problem, device)
         for entry in ("measure_captures", "add_captures"):
-            found.append(_tiled(problem, entry, blocks, "capture"))
-        found.append(_launch("write_captures", blocks, "capture"))
+            found.append(_tiled(problem, device, entry, blocks, _CAPTURES))
+        found.append(_launch("write_captures", blocks, _CAPTURES))
     return tuple(found)
 
 
 def _launch(
-    entry: str, blocks: int, source: str, *, threads: int = _THREADS, min_blocks: int | None = None
+    entry: str,
+    blocks: int,
+    source: str,
+    *,
+    threads: int = _THREADS,
+    shared_memory: int = 0,
+    min_blocks: int | None = None,
 ) -> Launch:
     return Launch(
         entry,
         entry,
-        (blocks, 1, 1),
+        (max(1, blocks), 1, 1),
         threads,
-        min_blocks=min_blocks,
+        shared_memory,
+        min_blocks,
         arguments=("gradients",),
-        source=f"backward/{source}_gradients.cuh",
+        source=source,
     )
 
 
-def _tiled(problem: Problem, entry: str, blocks: int, source: str) -> Launch:
+def _tiled(problem: Problem, device: Device, entry: str, blocks: int, source: str) -> Launch:
     """A kernel that goes through tiles of scores."""
+    members = config(problem)
+    memory = members["score_memory" if device.arch >= 80 else "simt_score_memory"]
     # Of float64 a thread holds as much in twice the registers.
     min_blocks = 1 if problem.dtype == "float64" else _BLOCKS_PER_SM
-    return _launch(entry, blocks, source, min_blocks=min_blocks)
+    return _launch(entry, blocks, source, shared_memory=memory, min_blocks=min_blocks)
+
+
+def config(problem: Problem) -> dict[str, int]:
+    """Members of the `Config` struct: bytes of a tile's operands, or its elements if more.
+
+    On the CUDA cores, and with tensor cores that take 16-bit elements.
+    """
+    size, real = _size(problem), ITEMSIZE[problem.lse_dtype]
+    elements = size * (size + 1) * real
+    simt = max(2 * size * (_SLICE + 1) * real, elements)
+    dim = round_up(max(problem.head_dim, problem.head_dim_v), 16)
+    tensor = max(2 * size * dim * problem.itemsize, elements)
+    return {
+        "simt_score_memory": simt,
+        "score_memory": tensor if problem.itemsize == 2 else simt,
+    }
 
 
 def _size(problem: Problem) -> int:

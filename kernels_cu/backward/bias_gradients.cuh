@@ -5,7 +5,7 @@
 // leaves its part in the workspace, and another kernel adds those up.
 #pragma once
 
-#include "backward/exact_sum.cuh"
+#include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
 #include "grid/schedule.cuh"
@@ -15,13 +15,7 @@ template <class Config>
 struct BiasGradients {
   using Scores = ScoreGradients<Config>;
   using T = typename Scores::T;
-  static constexpr int size = Scores::size, own = Scores::own;
-  static constexpr int stride = size + 1;
-
-  union Shared {
-    typename Scores::Shared operands;
-    T tile[size * stride];
-  };
+  static constexpr int size = Scores::size, stride = Scores::stride;
 
   // Tiles of scores, along each axis.
   struct Tiles {
@@ -43,17 +37,17 @@ struct BiasGradients {
 
   const GradientParams& p;
   const BiasGradient& of;
-  Shared& shared;
+  unsigned char* const memory;  // operands, and in the end a tile
   const bool is_packed = Config::sequences && p.cu_seqlens_q != nullptr;
   const bool keeps_rows = of.rows > 1;
   const bool keeps_keys = of.keys > 1;
   // Rows of a packed bias tell the sequence.
   const bool keeps_batch = is_packed ? keeps_rows : of.batch > 1;
   const bool keeps_heads = of.heads > 1;
-  ExactSum<T> sums[own][own];
+  CompensatedSum<T> sums[Scores::own_rows][Scores::own_keys];
 
-  __device__ BiasGradients(const GradientParams& p, Shared& shared)
-      : p(p), of(p.dbias), shared(shared) {}
+  __device__ BiasGradients(const GradientParams& p, unsigned char* memory)
+      : p(p), of(p.dbias), memory(memory) {}
 
   template <class Gradient>
   __device__ void run() {
@@ -81,6 +75,8 @@ struct BiasGradients {
   }
 
  private:
+  __device__ T* tile() const { return reinterpret_cast<T*>(memory); }
+
   __device__ void visit(int batch, int head, int row, int key) {
     const Sequence at = sequence_of<Config>(p, batch);
     if (row >= at.seqlen_q) return;
@@ -89,11 +85,11 @@ struct BiasGradients {
         find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
     if (key < seen.begin * size || key >= seen.end * size) return;
     Scores scores;
-    scores.find(p, shared.operands, at, mask, batch, head, row, key);
+    scores.find(p, memory, at, mask, batch, head, row, key);
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
+    for (int i = 0; i < Scores::own_rows; ++i) {
 #pragma unroll
-      for (int j = 0; j < own; ++j) sums[i][j].add(scores.gradients[i][j]);
+      for (int j = 0; j < Scores::own_keys; ++j) sums[i][j].add(scores.gradients[i][j]);
     }
   }
 
@@ -101,10 +97,11 @@ struct BiasGradients {
   __device__ void write(Result* result, const Tiles& mine) {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
+    for (int i = 0; i < Scores::own_rows; ++i) {
 #pragma unroll
-      for (int j = 0; j < own; ++j) {
-        shared.tile[Scores::row(i) * stride + Scores::key(j)] = sums[i][j].total();
+      for (int j = 0; j < Scores::own_keys; ++j) {
+        tile()[Scores::row(i) * stride + Scores::first_key() + Scores::step(j)] =
+            sums[i][j].total();
       }
     }
     __syncthreads();
@@ -119,15 +116,15 @@ struct BiasGradients {
       const int row = i / size, key = i % size;
       if (row >= rows || key >= keys) continue;
       result[(head * of.rows + first_row + row) * of.keys + mine.keys * size + key] =
-          narrow<Result>(shared.tile[row * stride + key]);
+          narrow<Result>(tile()[row * stride + key]);
     }
   }
 
   // Leaves the sums of `count` lines, of elements so far apart, in the first of each.
   __device__ void fold(int count, int line_stride, int element_stride) {
     if (int(threadIdx.x) < count) {
-      T* line = shared.tile + threadIdx.x * line_stride;
-      ExactSum<T> sum;
+      T* line = tile() + threadIdx.x * line_stride;
+      CompensatedSum<T> sum;
       for (int i = 0; i < size; ++i) sum.add(line[i * element_stride]);
       *line = sum.total();
     }
@@ -139,8 +136,8 @@ template <class Config, class Input, class Offset, int Rank, bool ContiguousLast
 __device__ void find_bias_gradient(const GradientParams& p,
                                    const Capture<Input, Offset, Rank, ContiguousLast>&) {
   using Kernel = BiasGradients<Config>;
-  __shared__ typename Kernel::Shared shared;
-  Kernel(p, shared).template run<typename GradientType<Config, Input>::type>();
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  Kernel(p, shared_memory).template run<typename GradientType<Config, Input>::type>();
 }
 
 template <class Config>
@@ -157,7 +154,7 @@ __device__ void add_bias_parts(const GradientParams& p,
   const int64 elements = int64(of.batch) * of.heads * of.rows * of.keys;
   const int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= elements) return;
-  ExactSum<T> sum;
+  CompensatedSum<T> sum;
   for (int part = 0; part < of.parts; ++part) {
     sum.add(static_cast<const T*>(p.bias_parts)[part * elements + i]);
   }

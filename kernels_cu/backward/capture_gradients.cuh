@@ -4,10 +4,10 @@
 //
 // A first kernel finds the largest contribution M to each array, which the unit of the integers
 // depends on; a second finds all of them again and adds them up; a third converts. Of n < 2^b
-// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33, M 2^-26,
-// an eighth of float32's eps, even if all are rounded the same way. As they are not, by about
-// sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up to 28.
-// What is below the normal numbers of float32, or float64, may count as 0.
+// contributions a sum is off by at most n 2^(e + 2b - 126) < M 2^(3b - 125): where b is 33 by
+// M 2^-26, an eighth of float32's eps, even if all are rounded the same way. As they are not, by
+// about sqrt(n) M 2^(2b - 125), which is below half of that eps for b up to 40, and of float64's up
+// to 28. What is below the normal numbers of float32, or float64, may count as 0.
 //
 // Infinite contributions, and NaN, are flags of their element, and of no other.
 //
@@ -15,7 +15,7 @@
 // one contribution of, rounded to half an ulp.
 #pragma once
 
-#include "backward/exact_sum.cuh"
+#include "backward/compensated_sum.cuh"
 #include "backward/fixed_point.cuh"
 #include "backward/params.cuh"
 #include "backward/score_gradients.cuh"
@@ -150,19 +150,18 @@ struct Contributions {
   using Scores = ScoreGradients<Config>;
   using Sums = CaptureSums<Config>;
   using T = typename Scores::T;
-  static constexpr int size = Scores::size, own = Scores::own;
+  static constexpr int size = Scores::size;
 
   const GradientParams& p;
   const Sums& all;
-  typename Scores::Shared& shared;
+  unsigned char* const memory;  // for operands
   // The element of each array that a thread has added to last, and what it has added since it did
   // to another one.
   int64 last[Sums::count];
-  ExactSum<T> since[Sums::count];
+  CompensatedSum<T> since[Sums::count];
 
-  __device__ Contributions(const GradientParams& p, const Sums& all,
-                           typename Scores::Shared& shared)
-      : p(p), all(all), shared(shared) {
+  __device__ Contributions(const GradientParams& p, const Sums& all, unsigned char* memory)
+      : p(p), all(all), memory(memory) {
 #pragma unroll
     for (int64& element : last) element = -1;
   }
@@ -192,18 +191,18 @@ struct Contributions {
         find_key_tiles<size, false>(mask, row, min(row + size, at.seqlen_q), 0, 1);
     Scores scores;
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      scores.find(p, shared, at, mask, batch, head, row, tile * size);
+      scores.find(p, memory, at, mask, batch, head, row, tile * size);
       // Down the keys, as what is read of a key is read by all rows.
 #pragma unroll
-      for (int j = 0; j < own; ++j) {
+      for (int j = 0; j < Scores::own_keys; ++j) {
 #pragma unroll
-        for (int i = 0; i < own; ++i) {
+        for (int i = 0; i < Scores::own_rows; ++i) {
           if (scores.gradients[i][j] == 0) continue;
           const int of_row = row + Scores::row(i);
           const auto mod = Mods::row(p.mods, batch, head, of_row + mask.q_offset, of_row,
                                      at.q_first, at.k_first, T(0));
-          Mods::spread(p.mods, mod, Mods::keys(p.mods, mod, tile * size + Scores::key(0)),
-                       j * Scores::side, scores.products[i][j], scores.gradients[i][j],
+          Mods::spread(p.mods, mod, Mods::keys(p.mods, mod, tile * size + Scores::first_key()),
+                       Scores::step(j), scores.products[i][j], scores.gradients[i][j],
                        [&](int number, int64 element, T x) { add(number, element, x, visit); });
         }
       }
@@ -237,12 +236,12 @@ __device__ void measure_captures(const GradientParams& p) {
   using Of = Contributions<Config>;
   using T = typename Of::T;
   constexpr int count = Of::Sums::count;
-  __shared__ typename Of::Scores::Shared operands;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ LargestOfBlock<T, count> of_block;
   const CaptureSums<Config> all(p);
   all.clear();
   T largest[count] = {};
-  Of(p, all, operands)
+  Of(p, all, shared_memory)
       .visit_all(
           [&](int number, int64, T x) {
             if (is_finite(x)) largest[number] = max(largest[number], x < 0 ? -x : x);
@@ -260,13 +259,13 @@ template <class Config>
 __device__ void add_captures(const GradientParams& p) {
   using Of = Contributions<Config>;
   using T = typename Of::T;
-  __shared__ typename Of::Scores::Shared operands;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ typename CaptureUnits<Config>::Shared largest;
   __shared__ FixedSlots slots;
   const CaptureSums<Config> all(p);
   const CaptureUnits<Config> units(p, all, largest);
   slots.clear();
-  Of(p, all, operands)
+  Of(p, all, shared_memory)
       .visit_all(
           [&](int number, int64 element, T x) {
             if (is_finite(x)) {

@@ -1,53 +1,160 @@
-// The gradients of a tile of scores, for kernels that sum up nothing else: on the CUDA cores, of
-// every dtype. A thread has rows and keys that are `side` apart.
+// The gradients of a tile of scores, for kernels that sum up nothing else: of 16-bit inputs on
+// tensor cores where there are such, of others on the CUDA cores.
 #pragma once
 
 #include "backward/params.cuh"
 #include "backward/simt_products.cuh"
 #include "backward/weigh.cuh"
 #include "score/mask.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragments.cuh"
+#include "tile/products_16bit.cuh"
 
-template <class Config>
-struct ScoreGradients {
+__host__ __device__ constexpr int larger(int x, int y) { return x > y ? x : y; }
+
+// Products of rows of queries and rows of keys. A thread has those of row(i), one of
+// `own_rows`, and of the key first_key() + step(j), all counted from the tile's first.
+template <class Config, bool OnTensorCores>
+struct ScoreProducts {
   using Element = typename Config::Element;
   using T = Accumulator<Element>;
   // What a thread holds of float64 takes twice the registers.
-  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows of a tile, and keys
+  static constexpr int size = sizeof(T) == 8 ? 32 : 64;  // rows, and keys
   using Products = SimtProducts<Element, size, size>;
   using Shared = typename Products::Shared;
-  static constexpr int side = Products::side;
-  static constexpr int own = size / side;
-  static constexpr int threads = Products::threads;
+  static constexpr int own_rows = Products::own_rows, own_keys = Products::own_columns;
+  static constexpr int memory = sizeof(Shared);
 
-  T products[own][own];   // of queries and keys
-  T gradients[own][own];  // of the scores that the softmax takes; 0 where hidden
+  __device__ static int row(int i) { return Products::y() + i * Products::side; }
+  __device__ static int first_key() { return Products::x(); }
+  __device__ static constexpr int step(int j) { return j * Products::side; }
 
-  __device__ static int row(int i) { return Products::y() + i * side; }
-  __device__ static int key(int j) { return Products::x() + j * side; }
+  template <int Dim>
+  __device__ static void multiply(T (&product)[own_rows][own_keys], unsigned char* memory,
+                                  const HeadRows<Element>& queries, int row,
+                                  const HeadRows<Element>& keys, int key) {
+    Products::template multiply<Dim>(product, *reinterpret_cast<Shared*>(memory), queries, row,
+                                     keys, key);
+  }
+};
+
+#if __CUDA_ARCH__ >= 800
+
+// Eight warps have 16 rows and 32 keys each.
+template <class Config>
+struct ScoreProducts<Config, true> {
+  using Element = typename Config::Element;
+  using T = float;
+  static constexpr int size = 64;
+  static constexpr int own_rows = 2, own_keys = 8;
+  static constexpr int dim = larger(Config::head_dim, Config::head_dim_v);
+  static constexpr int memory = 2 * size * round_up(dim, 16) * int(sizeof(Element));
+
+  __device__ static int row(int i) { return warp() / 2 * 16 + i * 8 + lane() / 4; }
+  __device__ static int first_key() { return warp() % 2 * 32 + lane() % 4 * 2; }
+  __device__ static constexpr int step(int j) { return j / 2 * 8 + j % 2; }
+
+  template <int Dim>
+  __device__ static void multiply(T (&product)[own_rows][own_keys], unsigned char* memory,
+                                  const HeadRows<Element>& queries, int row,
+                                  const HeadRows<Element>& keys, int key) {
+    using Products = Products16Bit<Tile<Dim>, 1>;
+    using Layout = typename Products::KeyLayout;
+    const unsigned rows_at = ptx::shared_address(memory);
+    const unsigned keys_at = rows_at + size * Layout::row_bytes;
+    // Nobody reads what was there before any more.
+    __syncthreads();
+    load<Dim, Layout>(rows_at, queries, row);
+    load<Dim, Layout>(keys_at, keys, key);
+    ptx::cp_async_commit_group();
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();
+    typename Products::Scores scores;
+    clear(scores);
+    Products().multiply_queries_keys(scores, rows_at + warp() / 2 * 16 * Layout::row_bytes,
+                                     keys_at + warp() % 2 * 32 * Layout::row_bytes);
+#pragma unroll
+    for (int i = 0; i < own_rows; ++i) {
+#pragma unroll
+      for (int j = 0; j < own_keys; ++j) product[i][j] = scores[0][j / 2][2 * i + j % 2];
+    }
+  }
+
+ private:
+  // What `Products16Bit` asks for.
+  template <int Dim>
+  struct Tile {
+    using Element = typename Config::Element;
+    static constexpr int Bc = 32;
+    static constexpr int head_dim = Dim;
+    static constexpr int head_dim_v = Dim;
+    static constexpr bool q_in_registers = false;
+  };
+
+  template <int Dim, class Layout>
+  __device__ static void load(unsigned target, const HeadRows<Element>& source, int first) {
+    using Copy = RowCopy<Layout, Element, size, Dim, 256, Config::alignment>;
+    const Element* begin = source.begin + int64(first) * source.stride;
+    Copy::template start<true>(target, Copy::source(begin, source.stride), source.stride,
+                               source.count - first);
+  }
+
+  __device__ static int warp() { return threadIdx.x / 32; }
+  __device__ static int lane() { return threadIdx.x % 32; }
+};
+
+template <class Config>
+constexpr bool has_tensor_cores = sizeof(typename Config::Element) == 2;
+
+#else
+
+template <class Config>
+constexpr bool has_tensor_cores = false;
+
+#endif  // __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct ScoreGradients : ScoreProducts<Config, has_tensor_cores<Config>> {
+  using Products = ScoreProducts<Config, has_tensor_cores<Config>>;
+  using T = typename Products::T;
+  using Products::own_keys;
+  using Products::own_rows;
+  using Products::size;
+  static constexpr int threads = 256;
+  // Of elements of a whole tile, each row one longer.
+  static constexpr int stride = size + 1;
+  static constexpr int memory = larger(Products::memory, size * stride * int(sizeof(T)));
+  static_assert(memory == (has_tensor_cores<Config> ? Config::score_memory
+                                                    : Config::simt_score_memory),
+                "as the host planned");
+
+  T products[own_rows][own_keys];   // of queries and keys
+  T gradients[own_rows][own_keys];  // of the scores that the softmax takes; 0 where hidden
 
   // Of the tile that begins with a row and a key of a sequence.
-  __device__ void find(const GradientParams& p, Shared& shared, const Sequence& at,
-                       const Mask<Config>& mask, int batch, int head, int first_row,
-                       int first_key) {
+  __device__ void find(const GradientParams& p, unsigned char* memory, const Sequence& at,
+                       const Mask<Config>& mask, int batch, int head, int row, int key) {
+    using Element = typename Config::Element;
     const int head_kv = head / (p.heads_q / p.heads_kv);
     Products::template multiply<Config::head_dim>(
-        products, shared, query_rows<Element>(p.q, at, head), first_row,
-        key_rows<Element>(p.k, at, head_kv), first_key);
+        products, memory, query_rows<Element>(p.q, at, head), row,
+        key_rows<Element>(p.k, at, head_kv), key);
     Products::template multiply<Config::head_dim_v>(
-        gradients, shared, query_rows<Element>(p.dout, at, head), first_row,
-        key_rows<Element>(p.v, at, head_kv), first_key);
-    T scores[own][own];
+        gradients, memory, query_rows<Element>(p.dout, at, head), row,
+        key_rows<Element>(p.v, at, head_kv), key);
+    T scores[own_rows][own_keys];
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
+    for (int i = 0; i < own_rows; ++i) {
 #pragma unroll
-      for (int j = 0; j < own; ++j) scores[i][j] = products[i][j];
+      for (int j = 0; j < own_keys; ++j) scores[i][j] = products[i][j];
     }
     const T scale_log2 = signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e;
-    const Weigh<Config, own, own> weigh = {p, mask, at, batch, head, scale_log2};
+    const Weigh<Config, own_rows, own_keys> weigh = {p, mask, at, batch, head, scale_log2};
     weigh.template run<true, false>(
-        [&](int r) { return first_row + row(r); }, first_key + key(0),
-        [&](int r) { return row_terms_of<Config>(p, at, head, first_row + row(r)); },
+        [&](int r) { return row + Products::row(r); }, key + Products::first_key(),
+        [&](int r) { return row_terms_of<Config>(p, at, head, row + Products::row(r)); },
         [&](int r, int n) -> T& { return scores[r][n]; },
-        [&](int r, int n) -> T& { return gradients[r][n]; }, [](int n) { return n * side; });
+        [&](int r, int n) -> T& { return gradients[r][n]; },
+        [](int n) { return Products::step(n); });
   }
 };

@@ -1,7 +1,7 @@
 // Gradients of sinks: -sum over all rows of a head of exp(sink - lse) delta. A block has a head.
 #pragma once
 
-#include "backward/exact_sum.cuh"
+#include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "grid/sequences.cuh"
 #include "score/capture.cuh"
@@ -33,7 +33,7 @@ struct SinkGradients {
     const int begin = is_packed ? clamp(p.cu_seqlens_q[0], 0, p.total_q) : 0;
     const int64 end = is_packed ? int64(clamp(p.cu_seqlens_q[p.batch], begin, p.total_q))
                                 : int64(p.batch) * p.seqlen_q;
-    ExactSum<T> terms;
+    CompensatedSum<T> terms;
     for (int64 i = begin + int(threadIdx.x); i < end; i += threads) {
       const int batch = is_packed ? 0 : i / p.seqlen_q;
       const int64 row = is_packed ? i : i % p.seqlen_q;

@@ -1,4 +1,4 @@
-// Sums in which rounding is made good: of as many terms as pairs of a call, whatever their order.
+// Sums of as many terms as a call has pairs, in which rounding is made good.
 #pragma once
 
 template <class T>
@@ -8,7 +8,7 @@ __device__ bool is_finite(T x) {
 
 // Knuth's two-sum: what an addition loses is known, and summed up beside it.
 template <class T>
-struct ExactSum {
+struct CompensatedSum {
   T sum = 0;
   T lost = 0;
 

@@ -36,8 +36,10 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using Base::columns, Base::dim, Base::dim_v, Base::parts;
   using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
 
-  // Whether k and v are kept in registers as well.
+  // Whether k and v are kept in registers as well, and scores made a part ahead: while exponentials
+  // are taken.
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
+  static constexpr bool ahead = keeps_keys;
 
   int sums_parity = 1;
   int sums_slot = 0;
@@ -73,7 +75,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
     }
     Scores first;
-    Base::start_scores(first, keys, 0);
+    Base::start_scores(first, keys, q_ring.slot, 0);
     take_terms(0);
     await_scores(first);
     while (!cta.is_last(step)) {
@@ -105,6 +107,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     // What a product makes is declared where it is started: so nothing that was there before takes
     // registers until then.
     LeftOperand left_p, left_ds;
+    Scores next;
+    if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
     weigh<Part>(step, is_masked);
     Base::narrow(left_p, scores);
     if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
@@ -139,18 +143,26 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
         write_query_sums(query_sums);
       }
     }
-    Scores next;
-    if constexpr (has_next) {
-      constexpr int next_part = ends_tile ? 0 : Part + 1;
+    if constexpr (has_next && !ahead) {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-      Base::start_scores(next, keys, next_part);
-      take_terms(next_part);
+      Base::start_scores(next, keys, q_ring.slot, ends_tile ? 0 : Part + 1);
     }
-    Base::template await<has_next>(sums_k);
+    if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
+    Base::template await<has_next && !ahead>(sums_k);
     if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
     if constexpr (has_next) await_scores(next);
   }
 
+  // Scores of the next part, which may be the first of the tile in the slot behind.
+  template <bool Behind>
+  __device__ void start_next(Scores& next, int part) const {
+    RingPosition<Config::q_stages> ring = q_ring;
+    if constexpr (Behind) {
+      ring.advance();
+      ptx::mbarrier_wait(cta.q_full(ring.slot), ring.parity);
+    }
+    Base::start_scores(next, keys, ring.slot, Behind ? 0 : part);
+  }
   __device__ void await_scores(Scores& next) {
     Base::template await<0>(next);
 #pragma unroll

@@ -75,12 +75,13 @@ struct HopperGradientProducts {
 
   // ---- Products.
 
-  // s' = k q', of a part of the queries in the slot that is next.
+  // s' = k q', of a part of the queries in a slot.
   template <int Count>
-  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int part) const {
+  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int slot,
+                               int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_at(q_ring.slot), part);
+    const unsigned rows = rows_of<QueryTile>(cta.queries_at(slot), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
       multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
@@ -362,7 +363,7 @@ struct HopperGradientProducts {
         if (row >= cta.at.seqlen_q) continue;
 #pragma unroll
         for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
-          if (first_column + 16 * i >= Config::head_dim) break;
+          if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
           store_columns<Config::head_dim, Config::out_alignment>(
               target + own + 16 * i, chunks[i], Config::head_dim - own - 16 * i);
         }

@@ -108,7 +108,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void make_scores() {
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
     Scores next;
-    Base::start_scores(next, no_operand, 0);
+    Base::start_scores(next, no_operand, q_ring.slot, 0);
     Base::take_lse(lse_log2, 0);
     Base::template await<0>(next);
 #pragma unroll

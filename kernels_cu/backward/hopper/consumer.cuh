@@ -11,10 +11,12 @@
 //   consumer       p = exp(s'(i))   write ds(i) |          write dq(i)
 //                                               ^ all consumers have written ds
 //
-// A step is a part of `columns` queries of a tile; dq waits for the last part. What products read of
-// shared memory takes nearly all of its bandwidth: operands that do not change are kept in registers
-// where there are some left, and row terms are taken while nothing waits for them: dp' is summed up
-// from -delta on.
+// A step is a part of `columns` queries of a tile; dq waits for the last part. Where registers are
+// left, s'(i + 1) is started ahead of dp'(i), under the exponentials as well.
+//
+// What products read of shared memory takes nearly all of its bandwidth. So operands that do not
+// change are kept in registers where there are some left, and row terms are taken while nothing
+// waits for them: dp' is summed up from -delta on.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -26,15 +28,15 @@
 template <class Config>
 struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
+  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
+  using Base::columns, Base::dim, Base::dim_v, Base::parts;
+  using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
-  using Base::columns, Base::dim, Base::dim_v, Base::parts;
-  using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
 
   // Whether k and v are kept in registers as well, and scores made a part ahead: while exponentials
   // are taken.
@@ -46,8 +48,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   int others_parity = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
-  Scores scores;     // then p
-  Scores gradients;  // of p, then of scores; from -delta of the rows on
+  Scores scores;                       // then p
+  Scores gradients;                    // of p, then of scores; from -delta of the rows on
   typename Base::RowsOfLane lse_log2;  // of the scores that come next
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
@@ -85,7 +87,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     visit<true>(step);
   }
 
-  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the last.
+  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the
+  // last.
   template <bool Last>
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);

@@ -6,7 +6,8 @@
 //   of keys    dp'(i) ........... ds(i) -> dk(i)      dq(i)  add
 //                        p             ds
 //
-// dq's sums go to memory from registers: in shared memory there is no place for them, nor bandwidth.
+// dq's sums go to memory from registers: in shared memory there is no place for them, nor
+// bandwidth.
 // Lanes beside the consumers keep the block's turns:
 //
 //   keeper     has found its turn         | both have added: passes the turn on
@@ -25,12 +26,12 @@
 template <class Config>
 struct HopperWideProducts : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
+  using Base::consumer, Base::cta;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Step;
-  using Base::consumer, Base::cta;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
   int parity = 0;  // of the barriers of each tile
@@ -44,9 +45,9 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   __device__ void add(const QueryParts& sums, const Step& step) {
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
-                                                         step.tile) +
-                    Fragments::place(warp, 0, 0, threadIdx.x % 32);
+    float* target =
+        all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile) +
+        Fragments::place(warp, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.turn_of(step.tile) == 0;
     ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
 #pragma unroll
@@ -72,13 +73,13 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 template <class Config>
 struct HopperValueConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
-  using Base::wants_ds, Base::wants_q, Base::wants_v;
 
   float sums_v[Base::dim_v / 2];
   Scores scores;
@@ -173,13 +174,13 @@ template <class Config>
 struct HopperKeyConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
   using Element = typename Config::Element;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
-  using Base::wants_ds, Base::wants_k, Base::wants_q;
 
   float sums_k[Base::dim / 2];
 

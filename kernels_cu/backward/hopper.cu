@@ -5,7 +5,7 @@
 // turns (turns.cuh); but tiles come from the first to the last, and blocks of later keys ahead. The
 // one whose turn is the last writes dq.
 //
-// Two warpgroups multiply with wgmma, half of the keys each (hopper/consumer.cuh) or, of wide heads,
+// Two warpgroups multiply with wgmma, half of the keys each (hopper/consumer.cuh) or of wide heads
 // half of the products (hopper/wide.cuh); warps of a third one load, and add dq
 // (hopper/helpers.cuh).
 #include "backward/hopper/consumer.cuh"

@@ -48,7 +48,7 @@ struct Weigh {
         0, Queries);
   }
 
-  // Only the first half of it, where no slope is changed: p, of the rows from `first` to `last` - 1.
+  // Only the first half of it, where no slope is changed: p, of rows from `first` to `last` - 1.
   template <bool Masked, class RowOf, class Terms, class Score, class Step>
   __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
                         int last) const {

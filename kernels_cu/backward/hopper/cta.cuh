@@ -126,7 +126,8 @@ struct HopperGradientCta {
     const QueryTiles tiles =
         find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
     first_tile = tiles.begin;
-    end_tile = tiles.end;
+    // Of keys that no row sees the last tile is none, though it may begin there: turns are counted.
+    end_tile = mask.first_row(work.begin, at.seqlen_q) < at.seqlen_q ? tiles.end : tiles.begin;
   }
 
   // ---- The stream: of each query head of the group, tiles from the first to the last. With later

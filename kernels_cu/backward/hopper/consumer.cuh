@@ -140,7 +140,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (sums_queries) {
       Base::template await<wants_k>(query_sums);
-      if (cta.is_last_turn(step.tile)) {
+      if (cta.order.is_last_turn(step.tile)) {
         finish_query_sums(query_sums, step, slot);
       } else {
         write_query_sums(query_sums);
@@ -231,7 +231,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
     ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
     others_parity ^= 1;
-    if (cta.turn_of(step.tile) > 0) {
+    if (cta.order.turn_of(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned of[4];

@@ -17,6 +17,7 @@
 // rows and then tells the consumers. 0 times NaN would not go away.
 #pragma once
 
+#include "backward/hopper/turn_order.cuh"
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/work.cuh"
@@ -112,8 +113,7 @@ struct HopperGradientCta {
   const GradientWork work;
   const Sequence at;
   const Mask<Config> mask;
-  int first_tile;
-  int end_tile;
+  const TurnOrder<Br, Bc, Config> order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
                                const GradientWork& work, const Sequence& at)
@@ -122,31 +122,24 @@ struct HopperGradientCta {
         shared(shared),
         work(work),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)) {
-    const QueryTiles tiles =
-        find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
-    first_tile = tiles.begin;
-    // Of keys that no row sees the last tile is none, though it may begin there: turns are counted.
-    end_tile = mask.first_row(work.begin, at.seqlen_q) < at.seqlen_q ? tiles.end : tiles.begin;
-  }
+        mask(mask_of<Config>(p, at, work.batch)),
+        order(mask, work.begin, at.seqlen_q) {}
 
-  // ---- The stream: of each query head of the group, tiles from the first to the last. With later
-  // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
-  // who begins there first, and the ones of earlier keys when they have got so far.
+  // ---- The stream: of each query head of the group, tiles from the first to the last.
 
   struct Step {
     int head;
     int tile;
   };
-  __device__ bool has_steps() const { return first_tile < end_tile; }
+  __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), first_tile}; }
+  __device__ Step first_step() const { return {work.head * group(), order.first_tile}; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == end_tile - 1 && step.head == (work.head + 1) * group() - 1;
+    return step.tile == order.end_tile - 1 && step.head == (work.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < end_tile - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, first_tile};
+    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, order.first_tile};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
@@ -157,17 +150,6 @@ struct HopperGradientCta {
     const int first = step.tile * Br, last = first + Br - 1;
     return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
            mask.visible_begin(last) > work.begin;
-  }
-
-  // Of all tiles of keys that a tile of queries sees, how many come before this one.
-  __device__ int turn_of(int tile) const {
-    const int seen = mask.visible_end(min((tile + 1) * Br, at.seqlen_q) - 1);
-    return ceil_div(seen, Bc) - 1 - work.begin / Bc;
-  }
-
-  // Whether none comes behind.
-  __device__ bool is_last_turn(int tile) const {
-    return work.begin / Bc == mask.visible_begin(tile * Br) / Bc;
   }
 
   // ---- Shared memory.

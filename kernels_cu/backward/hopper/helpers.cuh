@@ -172,11 +172,11 @@ struct HopperGradientAdder {
     int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile);
-    const int turn = cta.turn_of(step.tile);
+    const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::fence_proxy_async_global();
-    if (cta.is_last_turn(step.tile)) {
+    if (cta.order.is_last_turn(step.tile)) {
       bring_others(target, turn);
     } else {
       add_sums(target, turn);

@@ -48,7 +48,7 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile) +
         Fragments::place(warp, 0, 0, threadIdx.x % 32);
-    const bool is_first = cta.turn_of(step.tile) == 0;
+    const bool is_first = cta.order.turn_of(step.tile) == 0;
     ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
@@ -285,7 +285,7 @@ struct HopperTurnKeeper {
   __device__ void keep(const Step& step) {
     const QuerySums<Config> all(cta.p);
     int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
-    const int turn = cta.turn_of(step.tile);
+    const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::mbarrier_arrive(cta.turn_full(slot));

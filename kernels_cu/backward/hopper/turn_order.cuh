@@ -1,6 +1,6 @@
 // In which order the blocks of tiles of keys add to a tile of queries: those of later keys first.
-// Each starts with the first queries that see its keys, so causal ones that start together come to a
-// tile one behind the other, and none waits.
+// Each starts with the first queries that see its keys, so causal ones that start together come to
+// a tile one behind the other, and none waits.
 #pragma once
 
 #include "grid/schedule.cuh"

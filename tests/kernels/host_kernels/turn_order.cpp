@@ -1,6 +1,6 @@
 // Prints what `turn_order.cuh` says of masks. Of each, standard input has one line of numbers:
 // causal, seqlen_q, seqlen_k, q_offset, left and right of a window (-1 where it has no bound) and
-// prefix. The answer is a line with four numbers for each visit of a tile of queries by one of keys:
+// prefix. The answer is a line with four numbers for each visit of queries by a tile of keys:
 // the tile of keys, that of queries, the turn, and whether it is the last.
 #include <cstdio>
 

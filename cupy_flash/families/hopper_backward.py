@@ -91,11 +91,6 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "the copy engine cannot address arrays without rows"
-        is_bounded = problem.score is not None and problem.score.right is not None
-        sees_last = problem.mask.end(problem.seqlen_q - 1) == problem.seqlen_k
-        if is_bounded or not (problem.layout.packed_q or sees_last):
-            # Blocks of keys that no query sees would leave turns that others wait for.
-            return "takes masks whose last query sees the last key, without a window's right bound"
         if problem.alignment < STRIDE_UNIT:
             return (
                 f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "

@@ -2,9 +2,12 @@
 //
 // As in fused.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
 // tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
-// turns (turns.cuh), but from the first to the last, those of later keys ahead. Two warpgroups multiply with wgmma, half of the
-// keys each (hopper/consumer.cuh) or of wide heads half of the products (hopper/wide.cuh); warps of
-// a third load, and add dq (hopper/helpers.cuh).
+// turns (turns.cuh); but tiles come from the first to the last, and blocks of later keys ahead. The
+// one whose turn is the last writes dq.
+//
+// Two warpgroups multiply with wgmma, half of the keys each (hopper/consumer.cuh) or of wide heads
+// half of the products (hopper/wide.cuh); warps of a third one load, and add dq
+// (hopper/helpers.cuh).
 #include "backward/hopper/consumer.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/hopper/helpers.cuh"
@@ -20,9 +23,8 @@
 template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const GradientWork work =
-      find_gradient_work<Config::Bc, true>(p.seqlen_k, p.batch, p.heads_kv,
-                                            p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
+  const GradientWork work = find_gradient_work<Config::Bc, true>(
+      p.seqlen_k, p.batch, p.heads_kv, p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
   const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;
   const HopperGradientCta<Config> cta(p, maps, ptx::shared_address(shared_memory), work, at);

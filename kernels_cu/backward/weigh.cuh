@@ -50,7 +50,7 @@ struct Weigh {
         0, Queries);
   }
 
-  // Only the first half of it, of the rows from `first` to `last` - 1, where no slope is changed: p.
+  // Only the first half of it, where no slope is changed: p, of rows from `first` to `last` - 1.
   template <bool Masked, class RowOf, class Terms, class Score, class Step>
   __device__ void begin(RowOf row_of, int first_key, Terms terms, Score score, Step step, int first,
                         int last) const {
@@ -92,8 +92,8 @@ struct Weigh {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
-  // Has `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden pairs
-  // are to be left out by selection: a NaN in what they are made of leaves no trace.
+  // Tells `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden
+  // pairs are to be left out by selection: a NaN in what they are made of leaves no trace.
   template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
             class Put>
   __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
@@ -104,8 +104,8 @@ struct Weigh {
 #pragma unroll
         for (int r = 0; r < Queries; ++r) {
           const auto row = mod_row(row_of(r), T(0));
-          is_inside &= Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key),
-                                       step(Keys - 1));
+          is_inside &=
+              Mods::is_inside(p.mods, row, Mods::keys(p.mods, row, first_key), step(Keys - 1));
         }
         if (is_inside) {
           visit_all<Masked, true, OfScaled>(row_of, first_key, terms, score, step, put, first, last);

@@ -28,7 +28,6 @@ def problem(
     heads: int = 16,
     heads_kv: int | None = None,
     causal: bool = False,
-    q_offset: int | None = None,
     wrt: tuple[str, ...] = ("q", "k", "v"),
     alignment: int = 16,
 ) -> Problem:
@@ -45,7 +44,7 @@ def problem(
         spec(keys, heads_kv, head_dim),
         spec(keys, heads_kv, head_dim_v),
     )
-    forward = make_problem(q, k, v, causal=causal, q_offset=q_offset)
+    forward = make_problem(q, k, v, causal=causal)
     gradients = {"q": q, "k": k, "v": v}
     return with_gradient(
         forward,
@@ -83,7 +82,6 @@ def test_head_dims_that_differ_have_a_tile_too() -> None:
         ({"head_dim": 100}, "16 bytes"),
         ({"alignment": 8}, "16 bytes"),
         ({"seqlen_k": 0}, "without rows"),
-        ({"causal": True, "q_offset": -7}, "last query sees the last key"),
     ],
 )
 def test_what_it_does_not_serve_has_a_reason(changed: dict[str, object], reason: str) -> None:

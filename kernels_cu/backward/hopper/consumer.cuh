@@ -11,10 +11,12 @@
 //   consumer       p = exp(s'(i))   write ds(i) |          write dq(i)
 //                                               ^ all consumers have written ds
 //
-// A step is a part of `columns` queries of a tile; dq waits for the last part. What products read of
-// shared memory takes nearly all of its bandwidth: operands that do not change are kept in registers
-// where there are some left, and row terms are taken while nothing waits for them: dp' is summed up
-// from -delta on.
+// A step is a part of `columns` queries of a tile; dq waits for the last part. Where registers are
+// left, s'(i + 1) is started ahead of dp'(i), under the exponentials as well.
+//
+// What products read of shared memory takes nearly all of its bandwidth. So operands that do not
+// change are kept in registers where there are some left, and row terms are taken while nothing
+// waits for them: dp' is summed up from -delta on.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -26,26 +28,28 @@
 template <class Config>
 struct HopperGradientConsumer : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
+  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
+  using Base::columns, Base::dim, Base::dim_v, Base::parts;
+  using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::at_once, Base::wants_ds, Base::wants_k, Base::wants_q, Base::wants_v;
-  using Base::columns, Base::dim, Base::dim_v, Base::parts;
-  using Base::consumer, Base::cta, Base::dout_ring, Base::q_ring;
 
-  // Whether k and v are kept in registers as well.
+  // Whether k and v are kept in registers as well, and scores made a part ahead: while exponentials
+  // are taken.
   static constexpr bool keeps_keys = dim <= 64 && dim_v <= 64;
+  static constexpr bool ahead = keeps_keys;
 
   int sums_parity = 1;
   int sums_slot = 0;
   int others_parity = 0;
   float sums_k[dim / 2];
   float sums_v[dim_v / 2];
-  Scores scores;     // then p
-  Scores gradients;  // of p, then of scores; from -delta of the rows on
+  Scores scores;                       // then p
+  Scores gradients;                    // of p, then of scores; from -delta of the rows on
   typename Base::RowsOfLane lse_log2;  // of the scores that come next
   unsigned keys[keeps_keys ? 4 * Base::k_steps : 1];
   unsigned values[keeps_keys ? 4 * Base::k_steps_v : 1];
@@ -73,7 +77,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
     }
     Scores first;
-    Base::start_scores(first, keys, 0);
+    Base::start_scores(first, keys, q_ring.slot, 0);
     take_terms(0);
     await_scores(first);
     while (!cta.is_last(step)) {
@@ -83,7 +87,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     visit<true>(step);
   }
 
-  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the last.
+  // Of a tile whose first scores are there. Ends with those of the next tile, unless it is the
+  // last.
   template <bool Last>
   __device__ void visit(const Step& step) {
     const bool is_masked = cta.is_masked(step);
@@ -105,6 +110,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     // What a product makes is declared where it is started: so nothing that was there before takes
     // registers until then.
     LeftOperand left_p, left_ds;
+    Scores next;
+    if constexpr (has_next && ahead) start_next<ends_tile>(next, Part + 1);
     weigh<Part>(step, is_masked);
     Base::narrow(left_p, scores);
     if constexpr (wants_v) Base::start_value_sums(sums_v, left_p, Part);
@@ -133,24 +140,32 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (sums_queries) {
       Base::template await<wants_k>(query_sums);
-      if (cta.is_last_turn(step.tile)) {
+      if (cta.order.is_last_turn(step.tile)) {
         finish_query_sums(query_sums, step, slot);
       } else {
         write_query_sums(query_sums);
       }
     }
-    Scores next;
-    if constexpr (has_next) {
-      constexpr int next_part = ends_tile ? 0 : Part + 1;
+    if constexpr (has_next && !ahead) {
       if constexpr (ends_tile) ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-      Base::start_scores(next, keys, next_part);
-      take_terms(next_part);
+      Base::start_scores(next, keys, q_ring.slot, ends_tile ? 0 : Part + 1);
     }
-    Base::template await<has_next>(sums_k);
+    if constexpr (has_next) take_terms(ends_tile ? 0 : Part + 1);
+    Base::template await<has_next && !ahead>(sums_k);
     if constexpr (ends_tile) Cta::tell(cta.q_empty(slot));
     if constexpr (has_next) await_scores(next);
   }
 
+  // Scores of the next part, which may be the first of the tile in the slot behind.
+  template <bool Behind>
+  __device__ void start_next(Scores& next, int part) const {
+    RingPosition<Config::q_stages> ring = q_ring;
+    if constexpr (Behind) {
+      ring.advance();
+      ptx::mbarrier_wait(cta.q_full(ring.slot), ring.parity);
+    }
+    Base::start_scores(next, keys, ring.slot, Behind ? 0 : part);
+  }
   __device__ void await_scores(Scores& next) {
     Base::template await<0>(next);
 #pragma unroll
@@ -216,7 +231,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
   __device__ void finish_query_sums(QueryParts& sums, const Step& step, int slot) {
     ptx::mbarrier_wait(cta.others_full(consumer), others_parity);
     others_parity ^= 1;
-    if (cta.turn_of(step.tile) > 0) {
+    if (cta.order.turn_of(step.tile) > 0) {
 #pragma unroll
       for (int j = 0; j < Fragments::column_tiles; ++j) {
         unsigned of[4];

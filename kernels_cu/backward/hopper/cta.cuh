@@ -1,22 +1,23 @@
 // What the warps of a thread block share that computes gradients on Hopper: which tiles of queries
 // stream by, where they and all else lie in shared memory, and the barriers.
 //
-//   who               waits for                          does                       tells
-//   loader, 1 lane    q_empty, dout_empty                copies by the engine       q_full, dout_full
-//   terms, 1 warp     q_empty                            brings row terms           q_full
-//   adders, 2 lanes   the block's turn, sums_full        add dq to memory           sums_empty, turn
-//                     the last turn of a tile            bring the others' sums     others_full
-//   consumers,        q_full, dout_full, sums_empty,     multiply                   q_empty, dout_empty,
-//     128 lanes each  each other, once a tile                                       sums_full
-//                     others_full                        write dq of the tile       sums_full
+//   who                  waits for                      does                  tells
+//   loader, a lane       q_empty, dout_empty            copies by the engine  q_full, dout_full
+//   terms, a warp        q_empty                        brings row terms      q_full
+//   adders, two lanes    the block's turn, sums_full    add dq to memory      sums_empty, the turn
+//                        the last turn of a tile        bring others' sums    others_full
+//   consumers, two       q_full, dout_full, each other  multiply              q_empty, dout_empty
+//     of 128 lanes       sums_empty                     leave sums of dq      sums_full
+//                        others_full                    write dq              sums_full
 //
-// (of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns).
+// (Of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns.)
 //
 // Of packed sequences and of padded keys, what lies behind the last row belongs to others: there
 // the copies arrive at barriers of their own, where the warp of terms waits for them, clears those
 // rows and then tells the consumers. 0 times NaN would not go away.
 #pragma once
 
+#include "backward/hopper/turn_order.cuh"
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/work.cuh"
@@ -50,9 +51,7 @@ struct WarpgroupFragments {
   __device__ static int place(int warp, int, int j, int lane) {
     return ((warp * column_tiles + j) * 32 + lane) * 4;
   }
-  __device__ static int row(int warp, int) {
-    return by_rows ? warp * 16 : warp % 4 * 16;
-  }
+  __device__ static int row(int warp, int) { return by_rows ? warp * 16 : warp % 4 * 16; }
   __device__ static int column(int warp, int j) {
     return (by_rows ? 0 : warp / 4 * columns) + j * 8;
   }
@@ -82,8 +81,8 @@ struct HopperGradientCta {
   using Fragments = WarpgroupFragments<Br, dim, consumers>;
   static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
 
-  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange, row
-  // terms and barriers.
+  // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange,
+  // row terms and barriers.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -91,9 +90,7 @@ struct HopperGradientCta {
   static constexpr int pair_stages = wide ? 1 : 2;
   static constexpr int sums_offset = pair_offset + (wants_q ? pair_stages * PairTile::bytes : 0);
   static constexpr int weights_bytes = Br * Bc * int(sizeof(Element));
-  static constexpr int sums_bytes = wide      ? weights_bytes
-                                    : wants_q ? int(Fragments::floats) * 4
-                                              : 0;
+  static constexpr int sums_bytes = wide ? weights_bytes : wants_q ? int(Fragments::floats) * 4 : 0;
   static constexpr int terms_offset = sums_offset + sums_bytes;
   static constexpr int terms_bytes = 2 * Br * int(sizeof(float));
   static constexpr int barrier_offset = terms_offset + Config::q_stages * terms_bytes;
@@ -116,8 +113,7 @@ struct HopperGradientCta {
   const GradientWork work;
   const Sequence at;
   const Mask<Config> mask;
-  int first_tile;
-  int end_tile;
+  const TurnOrder<Br, Bc, Config> order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
                                const GradientWork& work, const Sequence& at)
@@ -126,30 +122,24 @@ struct HopperGradientCta {
         shared(shared),
         work(work),
         at(at),
-        mask(mask_of<Config>(p, at, work.batch)) {
-    const QueryTiles tiles = find_query_tiles<Br>(mask, work.begin,
-                                                  min(work.begin + Bc, at.seqlen_k), at.seqlen_q);
-    first_tile = tiles.begin;
-    end_tile = tiles.end;
-  }
+        mask(mask_of<Config>(p, at, work.batch)),
+        order(mask, work.begin, at.seqlen_q) {}
 
-  // ---- The stream: of each query head of the group, tiles from the first to the last. With later
-  // keys' blocks coming first, causal ones that start together come to a tile one behind the other:
-  // who begins there first, and the ones of earlier keys when they have got so far.
+  // ---- The stream: of each query head of the group, tiles from the first to the last.
 
   struct Step {
     int head;
     int tile;
   };
-  __device__ bool has_steps() const { return first_tile < end_tile; }
+  __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), first_tile}; }
+  __device__ Step first_step() const { return {work.head * group(), order.first_tile}; }
   __device__ bool is_last(const Step& step) const {
-    return step.tile == end_tile - 1 && step.head == (work.head + 1) * group() - 1;
+    return step.tile == order.end_tile - 1 && step.head == (work.head + 1) * group() - 1;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < end_tile - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, first_tile};
+    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, order.first_tile};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of
@@ -160,17 +150,6 @@ struct HopperGradientCta {
     const int first = step.tile * Br, last = first + Br - 1;
     return last >= at.seqlen_q || mask.visible_end(first) < work.begin + Bc ||
            mask.visible_begin(last) > work.begin;
-  }
-
-  // Of all tiles of keys that a tile of queries sees, how many come before this one.
-  __device__ int turn_of(int tile) const {
-    const int seen = mask.visible_end(min((tile + 1) * Br, at.seqlen_q) - 1);
-    return ceil_div(seen, Bc) - 1 - work.begin / Bc;
-  }
-
-  // Whether none comes behind.
-  __device__ bool is_last_turn(int tile) const {
-    return work.begin / Bc == mask.visible_begin(tile * Br) / Bc;
   }
 
   // ---- Shared memory.
@@ -206,8 +185,8 @@ struct HopperGradientCta {
   __device__ unsigned keys_full() const { return barrier(ring_barriers); }
   __device__ unsigned keys_arrived() const { return barrier(ring_barriers + 1); }
   __device__ unsigned values_full() const { return barrier(ring_barriers + 2); }
-  // Of consumers with keys of their own. The buffer is one, but two lanes wait for it in turns, each
-  // at a barrier of its own.
+  // Of consumers with keys of their own. The buffer of sums is one, but two lanes wait for it in
+  // turns, each at a barrier of its own.
   __device__ unsigned sums_empty(int consumer) const {
     return barrier(ring_barriers + 3 + consumer);
   }

@@ -55,9 +55,7 @@ struct HopperGradientLoader {
     dout_ring.advance();
   }
 
-  __device__ int row_of(const Step& step) const {
-    return cta.at.q_first + step.tile * Config::Br;
-  }
+  __device__ int row_of(const Step& step) const { return cta.at.q_first + step.tile * Config::Br; }
 
   template <class Tile>
   __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
@@ -99,8 +97,8 @@ struct HopperGradientTerms {
  private:
   __device__ void bring(const Step& step) {
     const int left = cta.at.seqlen_q - step.tile * Br;
-    const auto* source = row_terms<Config>(cta.p) +
-                         first_row_of_head(cta.p, cta.at, step.head) + step.tile * Br;
+    const auto* source =
+        row_terms<Config>(cta.p) + first_row_of_head(cta.p, cta.at, step.head) + step.tile * Br;
     RowTerms<float> found[rows_of_lane];
 #pragma unroll
     for (int i = 0; i < rows_of_lane; ++i) {
@@ -172,13 +170,13 @@ struct HopperGradientAdder {
   __device__ void add(const Step& step) {
     const QuerySums<Config> all(cta.p);
     int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
-                                                         step.tile);
-    const int turn = cta.turn_of(step.tile);
+    float* target =
+        all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile);
+    const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::fence_proxy_async_global();
-    if (cta.is_last_turn(step.tile)) {
+    if (cta.order.is_last_turn(step.tile)) {
       bring_others(target, turn);
     } else {
       add_sums(target, turn);

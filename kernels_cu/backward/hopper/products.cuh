@@ -1,5 +1,6 @@
-// What a consumer of the Hopper kernel of gradients does, a warpgroup: products of 64 keys with tiles
-// of queries, from registers or from shared memory, ds for others to read, and dk and dv in the end.
+// What a consumer of the Hopper kernel of gradients does, a warpgroup: products of 64 keys with
+// tiles of queries, from registers or from shared memory, what comes between those, and in the end
+// the gradients.
 #pragma once
 
 #include "backward/hopper/cta.cuh"
@@ -75,12 +76,13 @@ struct HopperGradientProducts {
 
   // ---- Products.
 
-  // s' = k q', of a part of the queries in the slot that is next.
+  // s' = k q', of a part of the queries in a slot.
   template <int Count>
-  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int part) const {
+  __device__ void start_scores(Scores& scores, const unsigned (&keys)[Count], int slot,
+                               int part) const {
     ptx::pin(scores);
     ptx::wgmma_fence();
-    const unsigned rows = rows_of<QueryTile>(cta.queries_at(q_ring.slot), part);
+    const unsigned rows = rows_of<QueryTile>(cta.queries_at(slot), part);
 #pragma unroll
     for (int step = 0; step < k_steps; ++step) {
       multiply<KeyTile, QueryTile>(scores, keys, cta.keys_at(), rows, step, step != 0);
@@ -179,18 +181,17 @@ struct HopperGradientProducts {
     const unsigned rows = cta.pairs_at(pair_ring.slot) +
                           (Fragments::by_rows ? 64 * consumer * PairTile::line_bytes : 0);
     const unsigned keys =
-        cta.keys_at() +
-        (Fragments::by_rows
-             ? 0
-             : consumer * Fragments::columns / KeyTile::line_columns * KeyTile::slab_bytes);
+        cta.keys_at() + (Fragments::by_rows ? 0
+                                            : consumer * Fragments::columns /
+                                                  KeyTile::line_columns * KeyTile::slab_bytes);
     const unsigned long long ds = PairTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, Fragments::columns>::multiply(
-          sums, ds + PairTile::column_step(step) / 16, k + KeyTile::row_step(step) / 16, step != 0);
+      WgmmaRows<Element, Fragments::columns>::multiply(sums, ds + PairTile::column_step(step) / 16,
+                                                       k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
     pair_ring.advance();
@@ -289,8 +290,7 @@ struct HopperGradientProducts {
   }
 
   // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
-  __device__ static void finish_gradients(Scores& gradients, const Scores& scores,
-                                          bool is_masked) {
+  __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
     if (is_masked || Mods::hides_pairs) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
@@ -316,8 +316,7 @@ struct HopperGradientProducts {
     const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
     const unsigned at = rows_of<PairTile>(cta.pairs_at(pair_ring.slot), part) +
                         own_key() / 64 * PairTile::slab_bytes +
-                        (lane / 16 * 8 + lane % 8) * PairTile::line_bytes +
-                        (chunk ^ lane % 8) * 16;
+                        (lane / 16 * 8 + lane % 8) * PairTile::line_bytes + (chunk ^ lane % 8) * 16;
 #pragma unroll
     for (int step = 0; step < columns / 16; ++step) {
       const unsigned of[4] = {left_ds[4 * step], left_ds[4 * step + 1], left_ds[4 * step + 2],
@@ -362,9 +361,9 @@ struct HopperGradientProducts {
         if (row >= cta.at.seqlen_q) continue;
 #pragma unroll
         for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
-          if (first_column + 16 * i >= Config::head_dim) break;
-          store_columns<Config::head_dim, Config::out_alignment>(
-              target + own + 16 * i, chunks[i], Config::head_dim - own - 16 * i);
+          if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
+          store_columns<Config::head_dim, Config::out_alignment>(target + own + 16 * i, chunks[i],
+                                                                 Config::head_dim - own - 16 * i);
         }
       }
     }
@@ -431,9 +430,8 @@ struct HopperGradientProducts {
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
         if (row >= left) continue;
-        write_row<column_tiles, Dim>(
-            output + row * tensor.row_stride, of + 2 * half,
-            [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
+        write_row<column_tiles, Dim>(output + row * tensor.row_stride, of + 2 * half,
+                                     [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
       }
     } else {
       const unsigned own = own_rows<Tile>(tile);
@@ -454,8 +452,8 @@ struct HopperGradientProducts {
         const int row = place / chunks, chunk = place % chunks;
         if (row >= left) break;
         unsigned bits[4];
-        ptx::ld_shared_v4(bits, own + row * Tile::line_bytes +
-                                    Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+        ptx::ld_shared_v4(
+            bits, own + row * Tile::line_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
         store_chunk<Gradient, Config::out_alignment>(
             output + row * tensor.row_stride + chunk * 8,
             reinterpret_cast<const Vector<Gradient, 8>&>(bits), Dim - chunk * 8);

@@ -6,7 +6,8 @@
 //   of keys    dp'(i) ........... ds(i) -> dk(i)      dq(i)  add
 //                        p             ds
 //
-// dq's sums go to memory from registers: in shared memory there is no place for them, nor bandwidth.
+// dq's sums go to memory from registers: in shared memory there is no place for them, nor
+// bandwidth.
 // Lanes beside the consumers keep the block's turns:
 //
 //   keeper     has found its turn         | both have added: passes the turn on
@@ -25,12 +26,12 @@
 template <class Config>
 struct HopperWideProducts : HopperGradientProducts<Config> {
   using Base = HopperGradientProducts<Config>;
+  using Base::consumer, Base::cta;
   using typename Base::Cta;
   using typename Base::Fragments;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Step;
-  using Base::consumer, Base::cta;
   static_assert(Base::parts == 1 && Config::Bc == 64, "a tile is a part, and keys are shared");
 
   int parity = 0;  // of the barriers of each tile
@@ -44,10 +45,10 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   __device__ void add(const QueryParts& sums, const Step& step) {
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
-    float* target = all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head,
-                                                         step.tile) +
-                    Fragments::place(warp, 0, 0, threadIdx.x % 32);
-    const bool is_first = cta.turn_of(step.tile) == 0;
+    float* target =
+        all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile) +
+        Fragments::place(warp, 0, 0, threadIdx.x % 32);
+    const bool is_first = cta.order.turn_of(step.tile) == 0;
     ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
@@ -72,13 +73,13 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 template <class Config>
 struct HopperValueConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_q, Base::wants_v;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
-  using Base::wants_ds, Base::wants_q, Base::wants_v;
 
   float sums_v[Base::dim_v / 2];
   Scores scores;
@@ -108,7 +109,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void make_scores() {
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
     Scores next;
-    Base::start_scores(next, no_operand, 0);
+    Base::start_scores(next, no_operand, q_ring.slot, 0);
     Base::take_lse(lse_log2, 0);
     Base::template await<0>(next);
 #pragma unroll
@@ -173,13 +174,13 @@ template <class Config>
 struct HopperKeyConsumer : HopperWideProducts<Config> {
   using Base = HopperWideProducts<Config>;
   using Element = typename Config::Element;
+  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
+  using Base::wants_ds, Base::wants_k, Base::wants_q;
   using typename Base::Cta;
   using typename Base::LeftOperand;
   using typename Base::QueryParts;
   using typename Base::Scores;
   using typename Base::Step;
-  using Base::columns, Base::cta, Base::dout_ring, Base::no_operand, Base::parity, Base::q_ring;
-  using Base::wants_ds, Base::wants_k, Base::wants_q;
 
   float sums_k[Base::dim / 2];
 
@@ -284,7 +285,7 @@ struct HopperTurnKeeper {
   __device__ void keep(const Step& step) {
     const QuerySums<Config> all(cta.p);
     int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
-    const int turn = cta.turn_of(step.tile);
+    const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::mbarrier_arrive(cta.turn_full(slot));

@@ -1,0 +1,87 @@
+"""In which order blocks add to a tile of dq: `turn_order.cuh` run on the host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.problem.mask import Mask
+
+# As in `host_kernels/turn_order.cpp`.
+BR, BC = 16, 24
+FOLDER = Path(__file__).resolve().parent / "host_kernels"
+COMPILER = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+
+
+def random_mask(rng: np.random.Generator) -> Mask:
+    seqlen_q, seqlen_k = map(int, rng.integers(1, 130, 2))
+    q_offset = int(rng.choice([seqlen_k - seqlen_q, rng.integers(-140, 140)]))
+    mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
+    if rng.integers(2):
+        left, right = (None if rng.integers(3) == 0 else int(rng.integers(140)) for _ in range(2))
+        prefix = int(rng.integers(140)) if mask.causal and rng.integers(2) else 0
+        mask = mask._replace(left=left, right=right, prefix=prefix)
+    return mask
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prints the visits."""
+    program = tmp_path_factory.mktemp("host") / "turn_order"
+    options = ["-std=c++20", "-O1", "-pthread", "-fsanitize=address,undefined"]
+    options += ["-fno-sanitize-recover=all", f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
+    source = str(FOLDER / "turn_order.cpp")
+    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
+    return program
+
+
+def visits_of(masks: list[Mask], program: Path) -> list[np.ndarray]:
+    """Of each mask: tile of keys, tile of queries, turn, and whether it is the last."""
+    lines = "".join(
+        f"{int(m.causal)} {m.seqlen_q} {m.seqlen_k} {m.q_offset} "
+        f"{-1 if m.left is None else m.left} {-1 if m.right is None else m.right} {m.prefix}\n"
+        for m in masks
+    )
+    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
+    found = [np.array(line.split(), int).reshape(-1, 4) for line in done.stdout.splitlines()]
+    assert len(found) == len(masks)
+    return found
+
+
+def test_blocks_that_visit_a_tile_have_turns_one_after_another_and_one_is_the_last(
+    program: Path,
+) -> None:
+    rng = np.random.default_rng(17)
+    masks = [random_mask(rng) for _ in range(2000)]
+    for mask, visits in zip(masks, visits_of(masks, program), strict=True):
+        by_tile = defaultdict(list)
+        for keys, queries, turn, is_last in visits.tolist():
+            by_tile[queries].append((turn, is_last, -keys))
+        for turns in by_tile.values():
+            turns.sort()
+            # Nobody waits for a turn that does not come, and who waits does so for later keys,
+            # whose blocks start first.
+            assert [turn for turn, _, _ in turns] == list(range(len(turns))), mask
+            assert [bool(last) for _, last, _ in turns] == [False] * (len(turns) - 1) + [True], mask
+            assert turns == sorted(turns, key=lambda found: found[2]), mask
+
+
+def test_every_pair_that_is_seen_is_visited(program: Path) -> None:
+    rng = np.random.default_rng(18)
+    masks = [random_mask(rng) for _ in range(200)]
+    for mask, visits in zip(masks, visits_of(masks, program), strict=True):
+        visited = {(queries, keys) for keys, queries, _, _ in visits.tolist()}
+        seen = {
+            (row // BR, key // BC)
+            for row in range(mask.seqlen_q)
+            for key in range(mask.begin(row), mask.end(row))
+        }
+        assert seen <= visited, mask

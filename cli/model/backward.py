@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, VALUE_GRADIENTS
+from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.problem import Problem
 
@@ -22,8 +22,7 @@ from .traffic import Range, Schedule, Traffic
 
 # Products over head_dim and over head_dim_v: s = q k', dp = dout v', dv = p' dout, and dq and dk.
 USEFUL = (3, 2)
-_OF_KERNEL = {KEY_GRADIENTS: (2, 2), VALUE_GRADIENTS: (1, 1), QUERY_GRADIENTS: (2, 1)}
-_ONLY_KEYS = (2, 1)
+_OF_KERNEL = {KEY_GRADIENTS: (2, 2), QUERY_GRADIENTS: (2, 1)}
 # Arithmetic besides, for each pair: an exponential's argument, and (dp - delta) p.
 _PAIR_FLOPS = 4
 
@@ -45,11 +44,6 @@ class Kernel:
     schedule: Schedule
     keys_stay: bool
     products: tuple[int, int]
-
-    @property
-    def needs_dp(self) -> bool:
-        """Whether it computes more than dv."""
-        return self.products != _OF_KERNEL[VALUE_GRADIENTS]
 
     def ranges(self, problem: Problem, mods: Mods) -> list[Range]:
         """What each tile of a head reads."""
@@ -78,15 +72,11 @@ def kernels_of(plan: Plan) -> list[Kernel]:
     found = []
     for launch in launches:
         keys_stay = launch.entry != QUERY_GRADIENTS
-        products = _OF_KERNEL.get(launch.entry, USEFUL)
-        if QUERY_GRADIENTS not in entries:
-            products = USEFUL
-        elif launch.entry == KEY_GRADIENTS and VALUE_GRADIENTS in entries:
-            products = _ONLY_KEYS
+        products = _OF_KERNEL[launch.entry] if QUERY_GRADIENTS in entries else USEFUL
         resident = device.blocks_per_sm(launch.threads, launch.shared_memory, 0)
         schedule = Schedule(
-            Br=tile.Br if keys_stay else getattr(tile, "dq_Br", tile.Br),
-            Bc=tile.Bc if keys_stay else getattr(tile, "dq_Bc", tile.Bc),
+            Br=tile.Br,
+            Bc=tile.Bc,
             blocks=max(1, min(math.prod(launch.grid), device.sm_count * resident)),
             section_heads=plan.schedule.section_heads,
             l2_bytes=device.l2_cache,
@@ -119,8 +109,7 @@ def recomputation(problem: Problem, kernels: Sequence[Kernel]) -> float:
 
 def other_flops(problem: Problem, kernels: Sequence[Kernel], pairs: float) -> float:
     """Arithmetic besides products, of so many pairs that are seen, over all heads."""
-    of_pairs = sum(_PAIR_FLOPS if kernel.needs_dp else _PAIR_FLOPS / 2 for kernel in kernels)
-    return of_pairs * pairs + 2 * problem.rows * problem.head_dim_v
+    return len(kernels) * _PAIR_FLOPS * pairs + 2 * problem.rows * problem.head_dim_v
 
 
 def compulsory(problem: Problem, mods: Mods = PLAIN) -> Traffic:

@@ -67,7 +67,7 @@ def flash_attention_backward(
     grad_dtype : str, optional
         Of the gradients: "float32", or by default the inputs' dtype.
     family, tile : optional
-        Kernel family, "hopper", "fused", "mma" or "simt", and tile, in place of the planner's.
+        Kernel family, "hopper", "mma" or "simt", and tile, in place of the planner's.
 
     Returns
     -------

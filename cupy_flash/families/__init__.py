@@ -6,7 +6,6 @@ from typing import Any
 
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
-from cupy_flash.families.fused_backward import FusedFamily
 from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.hopper_backward import HopperBackwardFamily
 from cupy_flash.families.mma import MmaFamily
@@ -22,12 +21,7 @@ FAMILIES: dict[str, dict[str, Family[Any]]] = {
     },
     "backward": {
         family.name: family
-        for family in (
-            HopperBackwardFamily(),
-            FusedFamily(),
-            MmaBackwardFamily(),
-            SimtBackwardFamily(),
-        )
+        for family in (HopperBackwardFamily(), MmaBackwardFamily(), SimtBackwardFamily())
     },
 }
 FORWARD = FAMILIES["forward"]

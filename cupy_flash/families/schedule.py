@@ -8,11 +8,9 @@ from typing import Literal
 
 # The main kernel of a family that launches others before it.
 MAIN_ENTRY = "attention"
-# The kernels of a backward pass, in order: what rows bring, dk and dv or one of them, dq.
-ROW_TERMS = "row_terms"
-KEY_GRADIENTS, VALUE_GRADIENTS = "key_gradients", "value_gradients"
-QUERY_GRADIENTS = "query_gradients"
-_MAIN_ENTRIES = (MAIN_ENTRY, KEY_GRADIENTS, VALUE_GRADIENTS, QUERY_GRADIENTS)
+# The kernels of a backward pass, in order: what rows bring, dk and dv, dq.
+ROW_TERMS, KEY_GRADIENTS, QUERY_GRADIENTS = "row_terms", "key_gradients", "query_gradients"
+_MAIN_ENTRIES = (MAIN_ENTRY, KEY_GRADIENTS, QUERY_GRADIENTS)
 
 # Strides of what a tensor map describes are multiples of 16 bytes below 2^40.
 STRIDE_UNIT = 16

@@ -1,6 +1,6 @@
 // Gradients of attention for float16 and bfloat16 on Hopper (sm_90a): five products in one pass.
 //
-// As in fused.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
+// As in mma.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
 // tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
 // turns (turns.cuh); but tiles come from the first to the last, and blocks of later keys ahead. The
 // one whose turn is the last writes dq.

@@ -1,5 +1,9 @@
-// Gradients of attention on the CUDA cores: every dtype, every architecture. Two kernels as in
-// mma.cu, which says what rows and columns are.
+// Gradients of attention on the CUDA cores: every dtype, every architecture. Two kernels of one
+// text, each of which owns the rows that it sums up, so that nothing is added in memory:
+//
+//             rows         columns
+//   keys:     k, v         q, dout     s' = k q',  dp' = v dout',  dv += p' dout,  dk += ds' q
+//   queries:  q, dout      k, v        s = q k',   dp = dout v',   dq += ds k
 #include "backward/params.cuh"
 #include "backward/row_terms.cuh"
 #include "backward/simt_products.cuh"

@@ -61,9 +61,8 @@ def test_a_tile_of_keys_is_read_for_by_the_queries_that_see_any_of_it(mask: Mask
 @pytest.mark.parametrize(
     ("asked", "products"),
     [
-        ({"family": "mma"}, [(2, 2), (2, 1)]),
         ({"family": "simt"}, [(2, 2), (2, 1)]),
-        ({"family": "mma", "tile": (("apart", 1),)}, [(2, 1), (1, 1), (2, 1)]),
+        ({"family": "mma"}, [(3, 2)]),
     ],
 )
 def test_each_kernel_has_products_of_its_own(
@@ -75,13 +74,13 @@ def test_each_kernel_has_products_of_its_own(
     computed = of_dim * 64 + of_dim_v * 128
 
     assert [kernel.products for kernel in kernels] == products
-    assert [kernel.keys_stay for kernel in kernels] == [True] * (len(products) - 1) + [False]
+    assert [kernel.keys_stay for kernel in kernels] == [True, False][: len(products)]
     assert backward.recomputation(plan.problem, kernels) == computed / (3 * 64 + 2 * 128)
 
 
 @pytest.mark.parametrize("entry", ["key_gradients", "attention"])
 def test_a_kernel_that_does_everything_computes_what_counts(entry: str) -> None:
-    plan = plan_of(case(), family="mma")
+    plan = plan_of(case(), family="simt")
     terms, of_keys, of_queries = plan.launches
     rounding = dataclasses.replace(of_queries, shared_memory=0)
     launches = (terms, dataclasses.replace(of_keys, entry=entry), rounding)
@@ -109,7 +108,7 @@ def test_traffic_lies_between_what_is_compulsory_and_that_without_a_cache(
 
 def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
     of = case()
-    problem, plan = of.problem(), plan_of(of, family="mma")
+    problem, plan = of.problem(), plan_of(of, family="simt")
     huge = [
         dataclasses.replace(k, schedule=dataclasses.replace(k.schedule, l2_bytes=1 << 40))
         for k in backward.kernels_of(plan)
@@ -126,7 +125,7 @@ def test_what_is_read_once_is_what_each_kernel_is_given() -> None:
 
 def test_without_a_cache_each_tile_of_keys_reads_the_queries_of_its_group() -> None:
     of = case()
-    plan = plan_of(of, family="mma")
+    plan = plan_of(of, family="simt")
     of_keys, _ = backward.kernels_of(plan)
     found = backward.fused_without_cache(of.problem(), [of_keys])
     tiles = -(-4096 // of_keys.schedule.Bc)
@@ -182,7 +181,7 @@ def test_roofline_of_a_gpu_without_kernels_is_modelled_too() -> None:
 
 
 def test_profile_compares_with_all_that_the_kernels_compute() -> None:
-    plan = plan_of(case(), family="mma")
+    plan = plan_of(case(), family="simt")
     pairs = 2 * 16 * 4096 * 4096
     kernels = [
         Kernel(launch.entry, {"gpu__time_duration.sum": 1e6, "dram__bytes_read.sum": 1e9})

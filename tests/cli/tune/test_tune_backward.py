@@ -156,7 +156,7 @@ def test_a_tile_of_the_other_direction_cannot_be_taken_in() -> None:
     forward, backward = entry_of(CASE), entry_of(BACKWARD)
     mixed = dataclasses.replace(backward, tile=forward.tile)
 
-    assert "expected Br, Bc, warps, dq_Br" in str(why_not(mixed))
+    assert "expected Br, Bc, warps, key_warps" in str(why_not(mixed))
     assert is_stale(dataclasses.replace(backward, digest=forward.digest))
 
 

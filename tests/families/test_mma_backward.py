@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cupy_flash.families.fused_backward import TILE_IMAGES, FusedFamily, FusedTile
+from cupy_flash.families.mma_backward import TILE_IMAGES, MmaBackwardFamily, MmaBackwardTile
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
@@ -15,9 +15,9 @@ from cupy_flash.problem.gradient import GradientSpec
 from cupy_flash.problem.problem import ArraySpec, Problem, make_contiguous_problem
 from cupy_flash.problem.score import ScoreSpec
 
-fused = FusedFamily()
+mma = MmaBackwardFamily()
 h200 = device_for_arch("sm_90")
-TILE = FusedTile(32, 128, 4, 4, columns=32, stages=2)
+TILE = MmaBackwardTile(32, 128, 4, 4, columns=32, stages=2)
 
 
 def problem(
@@ -48,20 +48,20 @@ def test_default_tiles_are_legal_on_every_architecture(arch: int, dtype: str) ->
     for head_dim in (1, 31, 64, 96, 128, 192, 256):
         for head_dim_v in (1, head_dim, 256):
             case = problem(dtype, head_dim, head_dim_v=head_dim_v)
-            if fused.why_not(case, device) is None:
-                assert fused.why_not_tile(case, device, fused.default_tile(case, device)) is None
+            if mma.why_not(case, device) is None:
+                assert mma.why_not_tile(case, device, mma.default_tile(case, device)) is None
 
 
 @pytest.mark.parametrize("head_dim", [1, 31, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_gpus_with_much_shared_memory_serve_every_head_dim(dtype: str, head_dim: int) -> None:
     for arch in (80, 90, 100):
-        assert fused.why_not(problem(dtype, head_dim), device_for_arch(arch)) is None
+        assert mma.why_not(problem(dtype, head_dim), device_for_arch(arch)) is None
 
 
 def test_float64_and_old_gpus_are_refused_by_name() -> None:
-    assert fused.why_not(problem("float64"), h200) == "has no products of float64"
-    reason = fused.why_not(problem(), device_for_arch(75))
+    assert mma.why_not(problem("float64"), h200) == "has no products of float64"
+    reason = mma.why_not(problem(), device_for_arch(75))
     assert reason is not None
     assert reason.startswith("needs sm_80 or later")
 
@@ -69,7 +69,7 @@ def test_float64_and_old_gpus_are_refused_by_name() -> None:
 @pytest.mark.parametrize("changes_slope", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_may_have_any_slope(dtype: str, changes_slope: bool) -> None:
-    assert fused.why_not(modified(dtype, changes_slope=changes_slope), h200) is None
+    assert mma.why_not(modified(dtype, changes_slope=changes_slope), h200) is None
 
 
 @pytest.mark.parametrize(
@@ -85,15 +85,15 @@ def test_float32_needs_place_for_units_that_slopes_and_sinks_make_warps_find(
     dtype: str, changes: dict[str, bool], units: int
 ) -> None:
     # 8 parts of the keys by 8 of the queries.
-    tile = FusedTile(128, 128, 8, 8, columns=16, stages=1)
-    reason = fused.why_not_tile(modified(dtype, **changes), h200, tile)
+    tile = MmaBackwardTile(128, 128, 8, 8, columns=16, stages=1)
+    reason = mma.why_not_tile(modified(dtype, **changes), h200, tile)
     expected = f"8 parts of the keys by 16 of 128 queries have {units} units; expected at most 29"
     assert reason == (expected if units else None)
 
 
 def test_tiles_of_float32_are_made_into_images_first() -> None:
     entries = {
-        dtype: [launch.entry for launch in fused.schedule(case, h200, TILE).launches]
+        dtype: [launch.entry for launch in mma.schedule(case, h200, TILE).launches]
         for dtype in ("bfloat16", "float32")
         for case in [problem(dtype)]
     }
@@ -103,7 +103,7 @@ def test_tiles_of_float32_are_made_into_images_first() -> None:
 
 def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> None:
     def workspace(dtype: str, **sizes: int) -> int:
-        return fused.schedule(problem(dtype, **sizes), h200, TILE).workspace
+        return mma.schedule(problem(dtype, **sizes), h200, TILE).workspace
 
     # 25 tiles of 32 queries, of 2 x 8 heads, with 8 bytes of terms for each; 6 tiles of 128 keys,
     # of 2 x 4 heads; behind each the scales.
@@ -113,7 +113,7 @@ def test_images_take_as_much_of_the_workspace_as_whole_tiles_of_the_inputs() -> 
 
 def test_a_tile_of_float32_takes_the_shared_memory_of_its_images_and_of_pairs() -> None:
     keys, pairs, stage = 128 * 512 + 128, 128 * 32 * 4, 32 * (512 + 8) + 128
-    assert fused.shared_memory(problem(), TILE) == keys + pairs + 2 * stage
-    assert fused.shared_memory(problem("bfloat16"), TILE) == 128 * 256 + 128 * 32 * 2 + 2 * (
+    assert mma.shared_memory(problem(), TILE) == keys + pairs + 2 * stage
+    assert mma.shared_memory(problem("bfloat16"), TILE) == 128 * 256 + 128 * 32 * 2 + 2 * (
         32 * (256 + 8)
     )

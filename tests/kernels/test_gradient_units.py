@@ -1,0 +1,70 @@
+"""Kernels of gradients compile for every architecture, within what may be spilled."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import ScoreMod, plan_backward
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures
+from cupy_flash.problem.device import device_for_arch
+
+SEQLEN, HEADS, HEADS_KV = 512, 4, 2
+DTYPES = {"bfloat16": ml_dtypes.bfloat16}
+
+TABLE = ScoreMod(
+    lambda score, h, i, j, table: score + table[h, np.clip(i - j, -64, 64) + 64],
+    table=np.zeros((HEADS, 129), np.float32),
+    differentiable=["table"],
+)
+BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
+SINKS = np.zeros(HEADS, np.float32)
+# Family, architecture, dtype, head_dim, bytes that may be spilled, options.
+UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
+    ("hopper", "sm_90", "bfloat16", 64, 0, {"causal": True}),
+    ("hopper", "sm_90", "bfloat16", 128, 0, {}),
+    ("hopper", "sm_90", "float16", 128, 24, {"window_size": (99, 0), "softcap": 30.0}),
+    ("hopper", "sm_90", "bfloat16", 256, 32, {"causal": True}),
+    ("mma", "sm_80", "bfloat16", 128, 0, {"causal": True}),
+    ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
+    ("mma", "sm_89", "float32", 128, 0, {}),
+    ("mma", "sm_90", "float32", 64, 160, {"softcap": 30.0}),
+    ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),
+    ("mma", "sm_120", "float32", 64, 0, {"wrt": ("k", "v", "sinks"), "sinks": SINKS}),
+    ("simt", "sm_75", "float16", 64, 0, {"causal": True}),
+    ("simt", "sm_86", "float32", 256, 0, {}),
+    ("simt", "sm_100", "float64", 80, 0, {"score_mod": TABLE}),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "dtype", "head_dim", "spilled", "options"),
+    UNITS,
+    ids=[f"{' '.join(map(str, unit[:4]))} {'+'.join(unit[-1])}" for unit in UNITS],
+)
+def test_a_unit_of_gradients_compiles(
+    compile_pool: ProcessPoolExecutor,
+    family: str,
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    spilled: int,
+    options: dict[str, Any],
+) -> None:
+    device = device_for_arch(arch)
+    if device.arch not in known_architectures():
+        pytest.skip(f"this NVRTC does not know {arch}")
+    q, k = (
+        np.empty((1, SEQLEN, heads, head_dim), DTYPES.get(dtype, dtype))
+        for heads in (HEADS, HEADS_KV)
+    )
+    made = plan_backward(q, k, k, arch=arch, family=family, **options)
+    assert made.unit is not None
+    cubin = compile_pool.submit(compile_cubin, made.unit, device).result()
+    assert "warning" not in cubin.log
+    assert set(cubin.resources) == {launch.entry for launch in made.launches}
+    assert max(resources.spill_bytes for resources in cubin.resources.values()) <= spilled

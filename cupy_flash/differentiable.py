@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cupy_flash.api.backward import flash_attention_backward, flash_attention_varlen_backward
-from cupy_flash.api.dense import flash_attention
-from cupy_flash.api.varlen import flash_attention_varlen
+from cupy_flash.calls import run, run_backward
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.problem.gradient import ROWS
 
 # Modifications with a gradient of their own.
 _WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
+# Types of numbers that cannot change.
+_PLAIN = (type(None), float, int)
 
 
 class DifferentiableCall(NamedTuple):
@@ -22,26 +26,24 @@ class DifferentiableCall(NamedTuple):
     ----------
     names
         Of those inputs: q, k, v, and modifications.
-    forward, backward
-        The public functions.
-    lengths
-        What forward takes behind q, k and v, and backward at its end.
     options
-        Keyword arguments of both.
+        Of the call, which gives lse as well; plain.
+    lengths
+        cu_seqlens_q and cu_seqlens_k, which packed sequences have.
+    modifications
+        But for those among the inputs.
     """
 
     names: tuple[str, ...]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    lengths: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: Options
+    lengths: tuple[Any, Any]
+    modifications: Mapping[str, Any]
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Attention: out and lse, or out alone."""
-        options = self.options
-        if len(inputs) > _ROWS:
-            options = {**options, **dict(zip(self.names[_ROWS:], inputs[_ROWS:], strict=True))}
-        return self.forward(*inputs[:_ROWS], *self.lengths, return_lse=return_lse, **options)
+        options = self.options if return_lse else self.options.with_lse(False)
+        modifications = self._modifications(inputs)
+        return run.attention(self.arguments(inputs), options, "auto", 0, modifications)
 
     def pull_back(
         self,
@@ -51,42 +53,76 @@ class DifferentiableCall(NamedTuple):
         wrt: tuple[str, ...],
     ) -> tuple[Any, ...]:
         """Gradients of the inputs that `wrt` names, of those of out and, unless None, lse."""
-        options = self.options
-        if len(inputs) > _ROWS:
-            options = {**options, **dict(zip(self.names[_ROWS:], inputs[_ROWS:], strict=True))}
-        dout, dlse = gradients
-        result: tuple[Any, ...] = self.backward(
-            dout, *inputs[:_ROWS], *results, *self.lengths, dlse=dlse, wrt=wrt, **options
-        )
-        return result
+        arguments = self.gradient_arguments(inputs, results, gradients)
+        options = self.options.with_gradients(wrt)
+        return run_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+
+    def arguments(self, inputs: tuple[Any, ...]) -> Arguments:
+        """Arrays of the call, without those of modifications."""
+        q, k, v, *_ = inputs
+        return Arguments(q, k, v, None, None, None, *self.lengths)
+
+    def gradient_arguments(
+        self, inputs: tuple[Any, ...], results: tuple[Any, Any], gradients: tuple[Any, Any]
+    ) -> GradientArguments:
+        """Those of the backward call."""
+        q, k, v, *_ = inputs
+        (out, lse), (dout, dlse) = results, gradients
+        return GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *self.lengths)
+
+    def _modifications(self, inputs: tuple[Any, ...]) -> Mapping[str, Any]:
+        """Those among the inputs as well."""
+        if len(inputs) == _ROWS:
+            return self.modifications
+        own = zip(self.names[_ROWS:], inputs[_ROWS:], strict=True)
+        return {**self.modifications, **dict(own)}
 
 
 def dense_call(
-    options: dict[str, Any], modifications: Mapping[str, Any]
+    causal: bool,
+    softmax_scale: float | None,
+    q_offset: int | None,
+    layout: str,
+    modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """A call of `flash_attention`, and its inputs besides q, k and v."""
-    return _call(flash_attention, flash_attention_backward, (), options, modifications)
+    # Most calls are alike.
+    if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
+        return _plain_call(causal, softmax_scale, q_offset, layout), ()
+    options = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    return _call(options, (None, None), modifications)
+
+
+@functools.lru_cache(typed=True)
+def _plain_call(*options: Any) -> DifferentiableCall:
+    """The call of q, k and v with these options."""
+    causal, softmax_scale, q_offset, layout = options
+    made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
+    return DifferentiableCall(ROWS, plain_options(made), (None, None), {})
 
 
 def varlen_call(
-    lengths: tuple[Any, ...], options: dict[str, Any], modifications: Mapping[str, Any]
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    softmax_scale: float | None,
+    modifications: Mapping[str, Any],
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     """The same of `flash_attention_varlen`."""
-    calls = flash_attention_varlen, flash_attention_varlen_backward
-    return _call(*calls, lengths, options, modifications)
+    options = Options(
+        *("packed", causal, softmax_scale, True),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+    return _call(options, (cu_seqlens_q, cu_seqlens_k), modifications)
 
 
 def _call(
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    lengths: tuple[Any, ...],
-    options: dict[str, Any],
-    modifications: Mapping[str, Any],
+    options: Options, lengths: tuple[Any, Any], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    # Most calls have none, and save 2 us.
-    if not modifications:
-        return DifferentiableCall(ROWS, forward, backward, lengths, options), ()
+    options = plain_options(options)
     given = {n: modifications[n] for n in _WITH_GRADIENT if modifications.get(n) is not None}
-    options |= {n: value for n, value in modifications.items() if n not in _WITH_GRADIENT}
-    names = (*ROWS, *given)
-    return DifferentiableCall(names, forward, backward, lengths, options), tuple(given.values())
+    others = {n: value for n, value in modifications.items() if n not in _WITH_GRADIENT}
+    return DifferentiableCall((*ROWS, *given), options, lengths, others), tuple(given.values())

@@ -54,13 +54,7 @@ def flash_attention(
     ValueError, UnsupportedError, CompileError
         As `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
     """
-    options = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "q_offset": q_offset,
-        "layout": layout,
-    }
-    call, others = dense_call(options, modifications)
+    call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 
@@ -97,9 +91,10 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         As `flash_attention`.
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = {"causal": causal, "softmax_scale": softmax_scale}
-    call, others = varlen_call(lengths, options, modifications)
+    call, others = varlen_call(
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(causal, softmax_scale, modifications),
+    )
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
 

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
+from cupy_flash.calls import recorded
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import ARRAYS
+from cupy_flash.problem.gradient import ROWS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,18 +63,15 @@ def flash_attention(
         As `cupy_flash.flash_attention` and, in the backward pass,
         `cupy_flash.flash_attention_backward`.
     """
-    if torch.compiler.is_compiling() and not _has_functions(modifications):
-        plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
-        out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
-        return (out, lse) if return_lse else out
-    options = {
-        "causal": causal,
-        "softmax_scale": softmax_scale,
-        "q_offset": q_offset,
-        "layout": layout,
-    }
-    call, others = dense_call(options, modifications)
-    return _run(call, (q, k, v, *others), return_lse)
+    run = _run
+    if torch.compiler.is_compiling():
+        if not _has_functions(modifications):
+            plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
+            out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
+            return (out, lse) if return_lse else out
+        run = _run_outside_graph
+    call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
+    return run(call, (q, k, v, *others), return_lse)
 
 
 def flash_attention_qkvpacked(
@@ -142,19 +142,20 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         As `flash_attention`.
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if torch.compiler.is_compiling() and not _has_functions(modifications):
-        plain = _plain(modifications)
-        out, lse = torch.ops.cupy_flash.attention_varlen(
-            *(q, k, v, *plain, *lengths, causal, softmax_scale)
-        )
-        return (out, lse) if return_lse else out
-    options = {"causal": causal, "softmax_scale": softmax_scale}
-    call, others = varlen_call(lengths, options, modifications)
-    return _run(call, (q, k, v, *others), return_lse)
+    lengths, run = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _run
+    if torch.compiler.is_compiling():
+        if not _has_functions(modifications):
+            plain = _plain(modifications)
+            out, lse = torch.ops.cupy_flash.attention_varlen(
+                *(q, k, v, *plain, *lengths, causal, softmax_scale)
+            )
+            return (out, lse) if return_lse else out
+        run = _run_outside_graph
+    call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
+    return run(call, (q, k, v, *others), return_lse)
 
 
-def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     if torch.is_grad_enabled():
         for tensor in inputs:
             if tensor.requires_grad:
@@ -163,13 +164,8 @@ def _eager(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) 
     return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
-_outside_graph = torch.compiler.disable(_eager)
-
-
-def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
-    # What keeps a function out of graphs costs each call of it 5 us.
-    run = _outside_graph if torch.compiler.is_compiling() else _eager
-    return run(call, inputs, return_lse)
+# Only where it is called for, as it costs each call 5 us.
+_run_outside_graph = torch.compiler.disable(_run)
 
 
 # What `Function.apply` does besides, for functorch's transforms, takes 2.5 us. Of their tensors no
@@ -203,9 +199,13 @@ class _AttentionAndLse(_Attention):
 
 def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
     """Out and lse, kept with what they are of."""
-    results = call.run(_without_graph(inputs))
     ctx.set_materialize_grads(False)
     ctx.call = call
+    # Modified calls, which take longer anyway, look at all arrays twice.
+    if call.modifications or call.names != ROWS or not is_torch_on_gpu(*inputs, *call.lengths):
+        results, ctx.recorded = call.run(_without_graph(inputs)), None
+    else:
+        results, ctx.recorded = recorded.run(call.arguments(inputs), call.options)
     ctx.save_for_backward(*inputs, *results)
     return results
 
@@ -215,7 +215,8 @@ def _pull_back_saved(
 ) -> tuple[Tensor | None, ...]:
     *inputs, out, lse = ctx.saved_tensors
     needed = ctx.needs_input_grad[1:]
-    return None, *_pull_back(ctx.call, tuple(inputs), (out, lse), (dout, dlse), needed)
+    results, gradients = (out, lse), (dout, dlse)
+    return None, *_pull_back(ctx.call, tuple(inputs), results, gradients, needed, ctx.recorded)
 
 
 # A second derivative of it is an error.
@@ -228,6 +229,7 @@ def _pull_back(
     results: tuple[Tensor, Tensor],
     gradients: tuple[Tensor | None, Tensor | None],
     needed: tuple[bool, ...],
+    of_call: recorded.Recorded | None = None,
 ) -> tuple[Tensor | None, ...]:
     """A gradient for each input, None where none is needed."""
     dout, dlse = gradients
@@ -239,7 +241,12 @@ def _pull_back(
     wrt = call.names
     if not all(needed):
         wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
-    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
+    new = None
+    if of_call is not None:
+        arguments = call.gradient_arguments(inputs, results, (dout, dlse))
+        new = recorded.gradients(of_call, arguments, wrt)
+    if new is None:
+        new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
     if len(new) == len(inputs):
         return new
     found = dict(zip(wrt, new, strict=True))
@@ -288,7 +295,7 @@ class _Operator(NamedTuple):
     schema
         Of the others.
     of_plain
-        The call, and its inputs besides q, k and v, of modifications and others.
+        The call, and its inputs besides q, k and v, of others and modifications.
     lse_shape
         Of q and the others.
     """
@@ -319,7 +326,7 @@ class _Operator(NamedTuple):
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """The call of an operator's arguments, and its inputs."""
-        call, others = self.of_plain(_options(values[3:8]), *values[8:])
+        call, others = self.of_plain(*values[8:], _options(values[3:8]))
         return call, (*values[:3], *others)
 
     def run(self, *values: Any) -> tuple[Any, Any]:
@@ -374,16 +381,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _dense_of_plain(modifications: Any, *values: Any) -> Any:
-    names = ("causal", "softmax_scale", "q_offset", "layout")
-    return dense_call(dict(zip(names, values, strict=True)), modifications)
-
-
-def _varlen_of_plain(modifications: Any, *values: Any) -> Any:
-    names = ("causal", "softmax_scale")
-    return varlen_call(values[:4], dict(zip(names, values[4:], strict=True)), modifications)
-
-
 def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:
     batch, first, second, _ = q.shape
     return (batch, second, first) if values[3] == "bshd" else (batch, first, second)
@@ -396,12 +393,12 @@ def _varlen_lse_shape(q: Any, *_: Any) -> tuple[Any, ...]:
 _Operator(
     "attention",
     "bool causal, float? softmax_scale, int? q_offset, str layout",
-    _dense_of_plain,
+    dense_call,
     _dense_lse_shape,
 ).register()
 _Operator(
     "attention_varlen",
     f"{_LENGTHS}, bool causal, float? softmax_scale",
-    _varlen_of_plain,
+    varlen_call,
     _varlen_lse_shape,
 ).register()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class Call:
         Of an integer cache_seqlens.
     block_map
         Which one the kernels read of the call's mask.
+    pull_backs
+        Calls of its gradients, see `recorded.py`.
     """
 
     out: ResultSpec
@@ -92,6 +94,7 @@ class Call:
     most_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
     block_map: MapKey | None = None
+    pull_backs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
         self, arguments: Arguments, addresses: tuple[int, ...], keys: int, functions: Functions

@@ -54,6 +54,21 @@ def run(
     out, lse
         lse is None where it is not asked for. Of a backward call, the gradients.
     """
+    found = find(arrays, options, only_cupy, functions, modifiers)
+    if found is None:
+        return None
+    call, readable, addresses = found
+    return call.run(readable, addresses, keys, functions)
+
+
+def find(
+    arrays: Any,
+    options: Options | None,
+    only_cupy: bool = False,
+    functions: Functions = NO_FUNCTIONS,
+    modifiers: Modifiers | None = None,
+) -> Any:
+    """The call that `run` makes, prepared: the arrays that it reads, and their addresses."""
     cupy = cupy_module()
     given = arrays if options is None else arrays.of_kind(options.kind)
     found = facts_of(given, cupy.ndarray, only_cupy)
@@ -71,7 +86,7 @@ def run(
         way = attention if options is None or options.wrt is None else backward
         readable = merge.readable(arrays) if options is None else way.readable(arrays, options)
         if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-            return run(readable, options, keys, False, functions)
+            return find(readable, options, False, functions)
         plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
         if options is None:
             call = merge.prepare(plain, device)
@@ -81,11 +96,11 @@ def run(
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
-    return call.run(arrays, addresses, keys, functions)
+    return call, arrays, addresses
 
 
 def facts_of(
-    arrays: Iterable[Any], cupy_array: type, only_cupy: bool
+    arrays: Iterable[Any], cupy_array: type, only_cupy: bool = False
 ) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
     """What plans and checks depend on in arrays on a GPU, as part of a key; and their addresses.
 

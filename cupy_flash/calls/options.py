@@ -45,6 +45,16 @@ class Options(NamedTuple):
         made: Options = tuple.__new__(Options, self[:-1] + (modifiers,))  # noqa: RUF005
         return made
 
+    def with_lse(self, return_lse: bool) -> Options:
+        """The same with log-sum-exps or without."""
+        made: Options = tuple.__new__(Options, (*self[:3], return_lse, *self[4:]))
+        return made
+
+    def with_gradients(self, wrt: tuple[str, ...]) -> Options:
+        """Those of the backward call, of gradients in the inputs' dtype."""
+        made: Options = tuple.__new__(Options, self[:-3] + (wrt, None, None))  # noqa: RUF005
+        return made
+
 
 _EQUAL_KINDS = ("equal", "qkvpacked")
 # Types of options that were found to be plain.

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import new_tensor, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
@@ -16,6 +17,11 @@ ResultSpec = tuple[tuple[int, ...], np.dtype]
 def is_tensor(array: Any) -> bool:
     """Whether an array is torch's."""
     return array.__class__ in tensor_types()
+
+
+def as_tensor(array: Any) -> Any:
+    """A result of a call with tensors, which is CuPy's where kernels read a copy of q."""
+    return array if is_tensor(array) else to_torch(array)
 
 
 def empty(like: Any, spec: ResultSpec, *, of_torch: bool) -> tuple[Any, int]:

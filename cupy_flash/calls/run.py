@@ -27,7 +27,7 @@ from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_bac
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
-from cupy_flash.calls.results import is_tensor
+from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
@@ -187,12 +187,8 @@ def _of_torch(
     result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
     if streams is not None:
         order(*reversed(streams))
-    # New arrays are CuPy's where q had to be copied.
-    if not is_tensor(result):
-        result = kinds.to_torch(result)
-    if not options.return_lse:
-        return result
-    return result, lse if is_tensor(lse) else kinds.to_torch(lse)
+    result = as_tensor(result)
+    return (result, as_tensor(lse)) if options.return_lse else result
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:

@@ -12,7 +12,6 @@ from cupy_flash.arrays.kinds import (
     no_array,
     read,
     require_mutable,
-    to_torch,
     torch_streams,
     way_back,
 )
@@ -31,7 +30,7 @@ from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.gradients import WRITTEN, GradientArguments, gradient_problem
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
-from cupy_flash.calls.results import is_tensor
+from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
@@ -123,8 +122,7 @@ def _of_torch(
     results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
     if streams is not None:
         order(*reversed(streams))
-    # New arrays are CuPy's where q had to be copied.
-    return tuple([result if is_tensor(result) else to_torch(result) for result in results])
+    return tuple([as_tensor(result) for result in results])
 
 
 def gradient_of_qkv(

@@ -1,0 +1,89 @@
+"""Calls of torch's tensors on a GPU that autograd records.
+
+Their gradients depend on what the call has found out already, and on dout and dlse besides. To look
+at all arrays again would take 12 us, in a thread of autograd's, where Python runs at half its pace.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.kinds import torch_streams
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls.arguments import Arguments, require_given
+from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.modifiers import NO_FUNCTIONS
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.results import as_tensor
+from cupy_flash.gpu.environment import cupy_module
+
+
+class Recorded(NamedTuple):
+    """A call that ran.
+
+    Attributes
+    ----------
+    call
+        With what was prepared for its gradients.
+    options
+        The call's, plain.
+    addresses
+        Of q, k, v, out and lse.
+    """
+
+    call: attention.Call
+    options: Options
+    addresses: tuple[int, ...]
+
+
+def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Recorded | None]:
+    """Attention of tensors on a GPU with plain options: out and lse, and the record of the call.
+
+    There is none where kernels read a copy of an array.
+    """
+    require_given(arguments, options.kind)
+    streams = torch_streams("q", arguments.q)
+    if streams is not None:
+        order(*streams)
+    call, readable, addresses = on_gpu.find(arguments, options)
+    out, lse = call.run(readable, addresses, 0, NO_FUNCTIONS)
+    if streams is not None:
+        order(*reversed(streams))
+    if readable is not arguments:
+        return (as_tensor(out), as_tensor(lse)), None
+    at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
+    return (out, lse), Recorded(call, options, at)
+
+
+def gradients(
+    recorded: Recorded, arguments: GradientArguments, wrt: tuple[str, ...]
+) -> tuple[Any, ...] | None:
+    """Those that `wrt` names; None where arrays are not the recorded ones, or no plain tensors."""
+    q, k, v, out, dout, lse, dlse, _, _, _, *lengths = arguments
+    at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    if at != recorded.addresses or not is_torch_on_gpu(dout, dlse):
+        return None
+    cupy = cupy_module()
+    found = on_gpu.facts_of((dout, dlse), cupy.ndarray)
+    assert found is not None
+    facts, (dout_at, dlse_at) = found
+    if dout.get_device() != cupy.cuda.runtime.getDevice():
+        return None
+    calls, key, readable = recorded.call.pull_backs, (wrt, facts), arguments
+    call = calls.get(key)
+    if call is None:
+        options = recorded.options.with_gradients(wrt)
+        call, readable, addresses = on_gpu.find(arguments, options)
+        if readable is arguments:
+            calls[key] = call
+    else:
+        of_lengths = [0 if array is None else array.data_ptr() for array in lengths]
+        addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *of_lengths)
+    streams = torch_streams("q", q)
+    if streams is not None:
+        order(*streams)
+    results: tuple[Any, ...] = call.run(readable, addresses)
+    if streams is not None:
+        order(*reversed(streams))
+    return results if readable is arguments else tuple(map(as_tensor, results))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
+
+import cupy_flash
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
@@ -117,6 +120,36 @@ def test_a_second_derivative_is_an_error_and_not_zero(device: str) -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", ["on the GPU", "on the CPU"])
+@pytest.mark.parametrize("place", ["contiguous", "expanded", "transposed", "misaligned"])
+def test_repeated_calls_have_the_gradients_of_a_plain_one(place: str, keep: str) -> None:
+    inputs = tensors("cuda", (2, 70, 4, 64), (2, 90, 2, 64), (2, 90, 2, 64), dtype=torch.bfloat16)
+    plain = [x.detach() for x in inputs]
+    own = torch.cuda.Stream()
+    for repetition in range(3):
+        dout = torch.randn(2, 70, 4, 64, dtype=torch.bfloat16, device="cuda")
+        if place == "expanded":
+            dout = dout[:, :1, :, :1].expand(dout.shape)
+        elif place == "transposed":
+            dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
+        elif place == "misaligned":
+            dout = torch.cat([dout.flatten()[:1], dout.flatten()])[1:].view(dout.shape)
+        out, lse = cupy_flash.flash_attention(*plain, causal=True, return_lse=True)
+        expected = cupy_flash.flash_attention_backward(dout, *plain, out, lse, causal=True)
+        wrt = inputs if repetition else inputs[:2]
+        with contextlib.ExitStack() as stack:
+            if keep == "on the CPU":
+                stack.enter_context(torch.autograd.graph.save_on_cpu())
+            own.wait_stream(torch.cuda.current_stream())
+            if repetition == 2:
+                stack.enter_context(torch.cuda.stream(own))
+            got = torch.autograd.grad(ct.flash_attention(*inputs, causal=True), wrt, dout)
+        torch.cuda.synchronize()
+        for x, y in zip(got, expected, strict=False):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.gpu

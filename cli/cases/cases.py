@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_flash.calls.modifiers import Sizes
+from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import ROWS, GradientSpec
 from cupy_flash.problem.mask import Mask

@@ -34,12 +34,12 @@ from cupy_flash.calls.modifiers import (
     NO_FUNCTIONS,
     Functions,
     Modifiers,
-    Sizes,
     canonical,
     read_modifiers,
     score_spec,
 )
 from cupy_flash.calls.options import Options
+from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.problem import (
     ArraySpec,
     Problem,
@@ -339,7 +339,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
     require_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "as cu_seqlens_q")
     if seqused_k is not None:
         require_shape("seqused_k", seqused_k, (batch,), "one length for each sequence")
-    _refuse_seqlens(arguments, "seqused_k")
+    refuse_seqlens(getattr(arguments, "seqlens_k", None), "seqused_k")
     table = _table(block_table, batch)
     max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
     score = _score(
@@ -393,7 +393,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     q_spec, k_spec, v_spec, out_spec = _specs(arguments)
     if arguments.rotary_cos is not None:
         q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
-    _refuse_seqlens(arguments, "cache_seqlens")
+    refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
     table = _table(block_table, batch)
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
     heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
@@ -415,11 +415,6 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     _check_new_rows(arguments, problem)
     _check_rotary(arguments, options, problem)
     return problem
-
-
-def _refuse_seqlens(arguments: Arguments, instead: str) -> None:
-    if getattr(arguments, "seqlens_k", None) is not None:
-        raise ValueError(f"seqlens_k is for batches of equal lengths; pass {instead}")
 
 
 _PROBLEM_OF = {

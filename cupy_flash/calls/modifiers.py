@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.strided import address_of, array_module, dtype_name, require_shape
+from cupy_flash.arrays.strided import address_of, dtype_name
 from cupy_flash.mods.analysis import Analysis, value_range
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
@@ -37,10 +37,9 @@ from cupy_flash.mods.modification import (
 )
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
+from cupy_flash.mods.shapes import Sizes, fitted, require_causal
 from cupy_flash.problem.problem import MAX_ALIGNMENT
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
-
-MAX_TREE_QUERIES = 64
 
 
 class Modifiers(NamedTuple):
@@ -170,17 +169,6 @@ def _read(
     return modifiers, arrays, NO_FUNCTIONS if has_none else Functions(score_mod, mask_mod)
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call that its modifications have to fit; keys are counted up to the capacity."""
-
-    dtype: str
-    batch: int
-    heads_q: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int | None = None  # of packed queries
-
-
 def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> dict[str, Any]:
     """Every array by its name, checked; biases and masks as views of the shape of all scores.
 
@@ -189,44 +177,25 @@ def canonical(modifiers: Modifiers, arrays: tuple[Any, ...], sizes: Sizes) -> di
     TypeError, ValueError
         For an array of a wrong dtype or shape.
     """
-    batch, heads_q = sizes.batch, sizes.heads_q
     accumulator = "float64" if sizes.dtype == "float64" else "float32"
     reals = tuple(dict.fromkeys((accumulator, sizes.dtype)))
-    scores: tuple[int, ...] = (batch, heads_q, sizes.seqlen_q, sizes.seqlen_k)
-    if sizes.total_q is not None:
-        scores = (heads_q, sizes.total_q, sizes.seqlen_k)
-    found = dict(zip(modifiers.names, arrays, strict=True))
-    of_sequences = ((batch,), "one for each sequence")
-    checks: dict[str, tuple[tuple[str, ...], tuple[int, ...], str]] = {
-        "alibi_slopes": ((accumulator,), (heads_q,), "one for each query head"),
-        "sinks": (reals, (heads_q,), "one for each query head"),
-        "bias": (reals, scores, ""),
-        "mask": (("bool",), scores, ""),
-        "prefix_lens": (("int32",), *of_sequences),
-        "tree_mask": (("uint64",), (batch, sizes.seqlen_q), "64 bits for each query"),
-        "seqlens_k": (("int32",), *of_sequences),
+    of_dtypes: dict[str, tuple[str, ...]] = {
+        "alibi_slopes": (accumulator,),
+        "sinks": reals,
+        "bias": reals,
+        "mask": ("bool",),
+        "prefix_lens": ("int32",),
+        "tree_mask": ("uint64",),
+        "seqlens_k": ("int32",),
     }
-    for name, (dtypes, shape, meaning) in checks.items():
-        array = found.get(name)
-        if array is None:
-            continue
-        if dtype_name(array) not in dtypes or not array.dtype.isnative:
+    given = dict(zip(modifiers.names, arrays, strict=True))
+    for name, dtypes in of_dtypes.items():
+        array = given.get(name)
+        if array is not None and (dtype_name(array) not in dtypes or not array.dtype.isnative):
             raise _wrong_dtype(name, array, dtypes)
-        if name in ("bias", "mask"):
-            found[name] = _broadcast(name, array, shape, (batch, sizes.seqlen_k))
-        elif name == "alibi_slopes" and array.ndim == 2:
-            expected = "one for each sequence and query head; one for each head is (heads_q,)"
-            require_shape(name, array, (batch, heads_q), expected)
-        else:
-            require_shape(name, array, shape, meaning)
     if modifiers.mask_mod is not None and modifiers.mask_mod.block is not None:
-        require_fit(found[BLOCKS], batch, heads_q)
-    if "tree_mask" in found and sizes.seqlen_q > MAX_TREE_QUERIES:
-        raise ValueError(
-            f"tree_mask is for at most {MAX_TREE_QUERIES} queries of a sequence, and here are "
-            f"{sizes.seqlen_q}; pass mask or mask_mod"
-        )
-    return found
+        require_fit(given[BLOCKS], sizes.batch, sizes.heads_q)
+    return fitted(given, sizes)
 
 
 def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
@@ -239,31 +208,13 @@ def _wrong_dtype(name: str, array: Any, dtypes: tuple[str, ...]) -> TypeError:
     return TypeError(f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}: {instead}")
 
 
-def _broadcast(name: str, array: Any, shape: tuple[int, ...], of_keys: tuple[int, int]) -> Any:
-    try:
-        return array_module(array).broadcast_to(array, shape)
-    except ValueError:
-        packed = len(shape) == 3
-        axes = "heads_q, total_q, max_seqlen_k" if packed else "batch, heads_q, seqlen_q, seqlen_k"
-        # As most libraries have it for rows that are padded.
-        is_of_keys = not packed and tuple(array.shape) == of_keys
-        instead = f"; pass {name}[:, None, None]" if is_of_keys else ""
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to {shape}, "
-            f"({axes}){instead}"
-        ) from None
-
-
 def score_spec(
     modifiers: Modifiers, arrays: Mapping[str, Any], sizes: Sizes, *, causal: bool
 ) -> ScoreSpec:
     """What a kernel is made for, of canonical arrays."""
     specs = _capture_specs(modifiers, arrays, 1.0)
-    if "prefix_lens" in specs and not causal:
-        raise ValueError(
-            "prefix_lens are keys that are seen in spite of a causal mask; pass causal=True or "
-            "leave them out"
-        )
+    if "prefix_lens" in specs:
+        require_causal(causal=causal)
     window = modifiers.window
     text = _device_text(
         modifiers.score_mod,

@@ -21,7 +21,7 @@ from cupy_flash.arrays.strided import array_module
 from cupy_flash.host.passes import FIRST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
-from cupy_flash.reference.modifications import read_modifications
+from cupy_flash.reference.modifications import fitting_modifications
 from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
@@ -29,6 +29,7 @@ from cupy_flash.reference.rows import (
     pairs_of,
     resolve,
     sinks_of,
+    sizes_of,
     softmax_terms,
 )
 
@@ -95,9 +96,9 @@ def attention_reference(
     Raises
     ------
     TypeError
-        q, k or v is no array.
+        q, k or v is no array, or a modification of a wrong kind.
     ValueError
-        A shape or the layout is not one of the above.
+        A shape or the layout is not one of the above; a modification's shape is not the call's.
 
     Notes
     -----
@@ -114,7 +115,7 @@ def attention_reference(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=read_modifications(modifications),
+        modified=fitting_modifications(modifications, sizes_of(q, k), causal=causal),
     )
     if layout == "bshd":
         out = array_module(q).ascontiguousarray(out.swapaxes(1, 2))
@@ -204,7 +205,7 @@ def attention_naive(
         softmax_scale=softmax_scale,
         q_offset=q_offset,
         dtype=np.dtype(q.dtype if dtype is None else dtype),
-        modified=read_modifications(modifications),
+        modified=fitting_modifications(modifications, sizes_of(q, k), causal=causal),
     )
     return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
 

@@ -27,7 +27,7 @@ from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
-from cupy_flash.reference.modifications import read_modifications
+from cupy_flash.reference.modifications import fitting_modifications
 from cupy_flash.reference.rows import (
     Rows,
     as_bhsd,
@@ -35,6 +35,7 @@ from cupy_flash.reference.rows import (
     hide,
     resolve,
     sinks_of,
+    sizes_of,
     softmax_terms,
 )
 
@@ -151,7 +152,7 @@ def attention_backward_reference(
     TypeError
         dout, q, k, v or dlse is no array; wrt is no sequence of names.
     ValueError
-        A shape or the layout is not one of the above; wrt names what the call has no gradient of.
+        A shape, a modification's too, or the layout is not one of the above; wrt names what the call has no gradient of.
 
     Notes
     -----
@@ -372,7 +373,7 @@ def dense_gradients(
     operands = as_bhsd(q, k, v, layout)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])
-    modified = read_modifications(modifications)
+    modified = fitting_modifications(modifications, sizes_of(*operands[:2]), causal=causal)
     gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
     gradient_formula(
         swapped("q", dout),

@@ -9,9 +9,11 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import dtype_name, is_cupy
-from cupy_flash.mods.keywords import checked_softcap, given, window_of
+from cupy_flash.mods.block_list import BlockList, require_fit
+from cupy_flash.mods.keywords import ARRAYS, checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
+from cupy_flash.mods.shapes import Sizes, fitted, require_causal
 
 
 def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False) -> Modified:
@@ -50,6 +52,26 @@ def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False
         integers(found.get("seqlens_k")),
         arrays.get("sinks"),
     )
+
+
+def fitting_modifications(
+    modifications: Mapping[str, Any], sizes: Sizes, *, causal: bool
+) -> Modified:
+    """`read_modifications` of a call of such sizes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Also for shapes of other calls, and for prefix_lens without causality.
+    """
+    modified = read_modifications(modifications, packed=sizes.total_q is not None)
+    scores, fields = modified.scores, {**modified.scores._asdict(), **modified._asdict()}
+    fitted({name: fields[name] for name in ARRAYS if fields[name] is not None}, sizes)
+    if isinstance(scores.mask_mod, BlockList):
+        require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
+    if modified.prefix_lens is not None:
+        require_causal(causal=causal)
+    return modified
 
 
 def integers(array: Any) -> Any:

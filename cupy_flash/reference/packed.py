@@ -7,13 +7,13 @@ kinds of array that it takes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
-from cupy_flash.arrays.strided import array_module
+from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.host import sequence_places
 from cupy_flash.host.passes import FIRST
 from cupy_flash.host.rotary import rotated
@@ -27,8 +27,9 @@ from cupy_flash.host.sequence_places import (
 )
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.reference.dense import formula
-from cupy_flash.reference.modifications import integers, read_modifications
+from cupy_flash.reference.modifications import fitting_modifications, integers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -117,7 +118,9 @@ def attention_varlen_reference(
     xp = array_module(q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
-    modified = read_modifications(modifications, packed=True)
+    modified = packed_modifications(
+        modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
+    )
     for found, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
@@ -128,6 +131,23 @@ def attention_varlen_reference(
         one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
         out[found.rows], lse[:, found.rows] = one_out, one_lse
     return convert(out), convert(lse)
+
+
+def packed_modifications(
+    modifications: Mapping[str, Any],
+    q: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool,
+) -> Modified:
+    """`fitting_modifications` of packed sequences."""
+    total_q, heads_q, _ = q.shape
+    refuse_seqlens(modifications.get("seqlens_k"), "seqused_k")
+    batch = len(integers(cu_seqlens_q)) - 1
+    sizes = Sizes(dtype_name(q), batch, heads_q, max_seqlen_q, max_seqlen_k, total_q)
+    return fitting_modifications(modifications, sizes, causal=causal)
 
 
 def packed_sequences(
@@ -269,7 +289,10 @@ def attention_with_kvcache_reference(
             sequence_places.append(v_cache, keys, v[b])
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
-    modified = read_modifications(modifications)
+    refuse_seqlens(modifications.get("seqlens_k"), "cache_seqlens")
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
+    modified = fitting_modifications(modifications, sizes, causal=causal)
     for b, keys in enumerate(before):
         after = longer(keys, 0 if k is None else k.shape[1])
         one = (q[b], sequence_places.read(k_cache, after), sequence_places.read(v_cache, after))

@@ -18,8 +18,7 @@ from cupy_flash.reference.gradients import (
     gradient_formula,
     read_all,
 )
-from cupy_flash.reference.modifications import read_modifications
-from cupy_flash.reference.packed import keys_of, packed_sequences
+from cupy_flash.reference.packed import keys_of, packed_modifications, packed_sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -149,7 +148,9 @@ def packed_gradients(
     convert = way_back("q", q)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
     check_rows(dout, out, dlse, (*q.shape[:2], v.shape[2]), (q.shape[1], q.shape[0]))
-    modified = read_modifications(modifications, packed=True)
+    modified = packed_modifications(
+        modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
+    )
     gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
     for found, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
+from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.shapes import Sizes
 from cupy_flash.problem.mask import Mask, before, unseen
 
 #: A chunk of float64 scores in the float64 formulas takes at most this many bytes (one row of
@@ -104,6 +106,12 @@ def as_bhsd(q: Any, k: Any, v: Any, layout: str) -> tuple[Any, Any, Any]:
     if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ValueError(f"heads_q ({q.shape[1]}) must be a multiple of heads_kv ({k.shape[1]})")
     return q, k, v
+
+
+def sizes_of(q: Any, k: Any) -> Sizes:
+    """Of a call of (batch, heads, seqlen, dim) arrays."""
+    batch, heads_q, seqlen_q, _ = q.shape
+    return Sizes(dtype_name(q), batch, heads_q, seqlen_q, k.shape[2])
 
 
 def resolve(

@@ -8,7 +8,6 @@ import itertools
 import numpy as np
 import pytest
 
-from cupy_flash.calls.modifiers import Sizes
 from cupy_flash.cli.cases.mod_arguments import score_of
 from cupy_flash.cli.cases.mods import Mods
 from cupy_flash.cli.cases.seen import Seen
@@ -23,6 +22,7 @@ from cupy_flash.cli.model.traffic import (
     tile_ranges,
 )
 from cupy_flash.families.contract import heads_in_l2
+from cupy_flash.mods.shapes import Sizes
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import Problem, make_contiguous_problem

@@ -1,0 +1,91 @@
+"""The shapes that modifications' arrays have, and what else has to go together in a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.strided import array_module, require_shape
+
+MAX_TREE_QUERIES = 64
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call that its modifications have to fit; keys are counted up to the capacity."""
+
+    dtype: str
+    batch: int
+    heads_q: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int | None = None  # of packed queries
+
+
+def fitted(arrays: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Arrays by their names, checked; biases and masks as views of the shape of all scores.
+
+    Captures that are among them stay as they are.
+
+    Raises
+    ------
+    ValueError
+        For an array of a wrong shape.
+    """
+    batch, heads_q, seqlen_q = sizes.batch, sizes.heads_q, sizes.seqlen_q
+    of_sequences = (batch,), "one for each sequence"
+    of_heads = (heads_q,), "one for each query head"
+    checks = {
+        "alibi_slopes": of_heads,
+        "sinks": of_heads,
+        "prefix_lens": of_sequences,
+        "tree_mask": ((batch, seqlen_q), "64 bits for each query"),
+        "seqlens_k": of_sequences,
+    }
+    found = dict(arrays)
+    for name, array in arrays.items():
+        if name in ("bias", "mask"):
+            found[name] = _broadcast(name, array, sizes)
+        elif name == "alibi_slopes" and array.ndim == 2:
+            expected = "one for each sequence and query head; one for each head is (heads_q,)"
+            require_shape(name, array, (batch, heads_q), expected)
+        elif name in checks:
+            require_shape(name, array, *checks[name])
+    if "tree_mask" in found and seqlen_q > MAX_TREE_QUERIES:
+        raise ValueError(
+            f"tree_mask is for at most {MAX_TREE_QUERIES} queries of a sequence, and here are "
+            f"{seqlen_q}; pass mask or mask_mod"
+        )
+    return found
+
+
+def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:
+    packed = sizes.total_q is not None
+    shape: tuple[int, ...] = (sizes.batch, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
+    if sizes.total_q is not None:
+        shape = (sizes.heads_q, sizes.total_q, sizes.seqlen_k)
+    try:
+        return array_module(array).broadcast_to(array, shape)
+    except ValueError:
+        axes = "heads_q, total_q, max_seqlen_k" if packed else "batch, heads_q, seqlen_q, seqlen_k"
+        # As most libraries have it for rows that are padded.
+        is_of_keys = not packed and tuple(array.shape) == (sizes.batch, sizes.seqlen_k)
+        instead = f"; pass {name}[:, None, None]" if is_of_keys else ""
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; expected one that broadcasts to {shape}, "
+            f"({axes}){instead}"
+        ) from None
+
+
+def require_causal(*, causal: bool) -> None:
+    """Raise ValueError unless prefix_lens change something."""
+    if not causal:
+        raise ValueError(
+            "prefix_lens are keys that are seen in spite of a causal mask; pass causal=True or "
+            "leave them out"
+        )
+
+
+def refuse_seqlens(seqlens_k: Any, instead: str) -> None:
+    """Raise ValueError for lengths of padded rows where sequences have lengths of their own."""
+    if seqlens_k is not None:
+        raise ValueError(f"seqlens_k is for batches of equal lengths; pass {instead}")

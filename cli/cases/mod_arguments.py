@@ -123,6 +123,7 @@ def restricted(
     mods: Mods,
     *,
     batch: int,
+    keys: int,
     heads: slice = slice(None),
     rows: slice = slice(None),
 ) -> dict[str, Any]:
@@ -136,6 +137,8 @@ def restricted(
         What they are of.
     batch
         Which sequence.
+    keys
+        How many it has.
     heads
         Query heads.
     rows
@@ -151,7 +154,7 @@ def restricted(
             array = array[None] if array.ndim == 3 else array
             first = batch if array.shape[0] > 1 else 0
             of_heads = heads if array.shape[1] > 1 else slice(None)
-            found[name] = array[first : first + 1, of_heads, rows]
+            found[name] = array[first : first + 1, of_heads, rows, :keys]
     built_in = BUILT_IN[mods.mod] if mods.mod else None
     if built_in is not None and built_in.head_axis is not None:
         mod = found[built_in.keyword]

@@ -253,6 +253,7 @@ class Check:
             modifications,
             self._case.mods,
             batch=block.batch,
+            keys=self._case.key_lengths[block.batch],
             heads=slice(block.head, block.head + 1),
             rows=sequences.rows_in_call(self._case, self._more, block.batch, start, stop),
         )

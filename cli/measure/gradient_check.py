@@ -149,6 +149,7 @@ class GradientCheck:
             inputs.modifications(on_gpu=self._on_gpu),
             case.mods,
             batch=group.batch,
+            keys=case.key_lengths[group.batch],
             heads=heads,
             rows=rows_in_call(case, self._more, group.batch),
         )

@@ -305,6 +305,7 @@ class Formula(Provider):
                         modifications,
                         case.mods,
                         batch=batch,
+                        keys=case.key_lengths[batch],
                         rows=rows_in_call(case, inputs.more, batch),
                     ),
                 )

@@ -152,7 +152,8 @@ def attention_backward_reference(
     TypeError
         dout, q, k, v or dlse is no array; wrt is no sequence of names.
     ValueError
-        A shape, a modification's too, or the layout is not one of the above; wrt names what the call has no gradient of.
+        A shape, also of a modification, or the layout is not one of the above; wrt names what the
+        call has no gradient of.
 
     Notes
     -----

@@ -80,6 +80,7 @@ class Call:
         if self.kind == "paged":
             pages = -(-self.capacity // PAGE)
             self.table = rng.permutation(self.batch * pages).reshape(self.batch, pages)
+            self.capacity = pages * PAGE
         self.q = self._placed(self.q_of, "q")
         self.k, self.v = self._placed(self.k_of, "k"), self._placed(self.v_of, "v")
 

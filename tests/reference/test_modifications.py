@@ -9,10 +9,13 @@ import math
 import numpy as np
 import pytest
 
+from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.keywords import NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.reference.dense import attention_naive, attention_reference
+from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.packed import attention_varlen_reference, attention_with_kvcache_reference
+from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
 
 SEQLEN_Q, SEQLEN_K, HEADS, DIM = 7, 11, (4, 2), 6
 SCALE = -0.4
@@ -124,6 +127,8 @@ def test_each_modification_equals_the_formula_pair_by_pair(name, rng):
     given = {name: drawn(rng)[name]}
     largest_change = 0.0
     for causal, q_offset in ((True, SEQLEN_K - SEQLEN_Q), (False, 2), (True, -3), (True, 9)):
+        if name == "prefix_lens" and not causal:
+            continue
         modified, _ = check(q, k, v, given, causal=causal, q_offset=q_offset)
         plain, _ = by_pairs(q, k, v, causal=causal, q_offset=q_offset, given={})
         largest_change = max(largest_change, float(np.abs(modified - plain).max()))
@@ -136,7 +141,7 @@ def test_modifications_together_come_in_their_order(rng):
     check(q, k, v, everything, causal=True, q_offset=4)
     for left_out in everything:
         given = {name: value for name, value in everything.items() if name != left_out}
-        check(q, k, v, given, causal=False, q_offset=1)
+        check(q, k, v, given, causal="prefix_lens" in given, q_offset=1)
 
 
 def test_causality_and_windows_meet_at_every_distance(rng):
@@ -181,6 +186,52 @@ def test_packed_arrays_of_fewer_axes_serve_all_heads(rng):
 def test_what_would_be_taken_for_something_else_is_refused(given, message, rng):
     with pytest.raises(TypeError, match=message):
         attention_reference(*random_qkv(rng), **given)
+
+
+# Of two sequences, four query heads, seven queries and eleven keys.
+UNFIT = [
+    ({"alibi_slopes": np.zeros(3)}, r"alibi_slopes has shape \(3,\); expected \(4,\)"),
+    ({"alibi_slopes": np.zeros((1, 4))}, r"expected \(2, 4\)"),
+    ({"sinks": np.zeros(1)}, r"sinks has shape \(1,\); expected \(4,\)"),
+    ({"bias": np.zeros((2, 1, 1, 3))}, "bias has shape .* that broadcasts to"),
+    ({"mask": np.ones((3, 1, 1, 1, 1), bool)}, "mask has shape .* that broadcasts to"),
+    ({"prefix_lens": [3], "causal": True}, r"prefix_lens has shape \(1,\); expected \(2,\)"),
+    ({"prefix_lens": [3, 3]}, "pass causal=True"),
+    ({"tree_mask": np.zeros((1, 7), np.uint64)}, r"expected \(2, 7\)"),
+    (
+        {"mask_mod": BlockList(np.ones((3, 1, 1, 1), bool), (8, 8))},
+        r"expected \(2 or 1, 4 or 1, row blocks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), UNFIT, ids=[str(list(g)) for g, _ in UNFIT])
+def test_what_does_not_fit_the_call_is_refused(given, message, rng):
+    q, k, v = random_qkv(rng)
+    with pytest.raises(ValueError, match=message):
+        attention_reference(q, k, v, **given)
+    with pytest.raises(ValueError, match=message):
+        attention_naive(q, k, v, **given)
+    with pytest.raises(ValueError, match=message):
+        attention_backward_reference(np.zeros((*q.shape[:3], 3)), q, k, v, **given)
+    # A cache, and sequences packed one behind the other, of the same sizes.
+    with pytest.raises(ValueError, match=message):
+        attention_with_kvcache_reference(q, k, v, cache_seqlens=11, **given)
+    packed, starts = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)], ([0, 7, 14], [0, 11, 22])
+    lengths = *map(np.array, starts), 7, 11
+    with pytest.raises(ValueError, match=message):
+        attention_varlen_reference(*packed, *lengths, **given)
+    dout = np.zeros((*packed[0].shape[:2], 3))
+    with pytest.raises(ValueError, match=message):
+        attention_varlen_backward_reference(dout, *packed, *lengths, **given)
+
+
+def test_sequences_of_their_own_lengths_take_no_others(rng):
+    q, k, v = random_qkv(rng)
+    with pytest.raises(ValueError, match="pass cache_seqlens"):
+        attention_with_kvcache_reference(q, k, v, cache_seqlens=11, seqlens_k=[3, 4])
+    with pytest.raises(ValueError, match="pass seqused_k"):
+        attention_varlen_reference(q[0], k[0], v[0], [0, 7], [0, 11], 7, 11, seqlens_k=[3])
 
 
 @pytest.mark.parametrize(
@@ -281,11 +332,11 @@ def test_masks_select_after_all_arithmetic(poison, rng):
     mask = np.ones((1, 1, 1, SEQLEN_K), bool)
     mask[..., 4:6] = False
     given = drawn(rng) | {"mask": mask}
-    clean = attention_reference(q, k, v, return_lse=True, **given)
+    clean = attention_reference(q, k, v, causal=True, return_lse=True, **given)
     k[:, 4] = poison
     given["bias"][..., 5] = poison
     for one, other in zip(
-        clean, attention_reference(q, k, v, return_lse=True, **given), strict=True
+        clean, attention_reference(q, k, v, causal=True, return_lse=True, **given), strict=True
     ):
         np.testing.assert_array_equal(one, other)
 

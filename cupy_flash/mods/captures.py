@@ -189,6 +189,17 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     return array, CaptureSpec(dtype, array.ndim, contiguous, extent >= 2**31)
 
 
+def require_int32_values(name: str, array: Any) -> None:
+    """Raise ValueError for integers in a NumPy array that int32 does not hold."""
+    if isinstance(array, np.ndarray):
+        for number in (array.min(), array.max()):
+            if not -(2**31) <= number < 2**31:
+                raise ValueError(
+                    f"{name} holds {number}, and int64 is read as int32, which does not hold it; "
+                    "pass floats, or numbers counted from another"
+                )
+
+
 def require_differentiable(
     names: Iterable[str], specs: Mapping[str, CaptureSpec]
 ) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from cupy_flash.mods.captures import (
     host_parameter,
     read_capture,
     require_differentiable,
+    require_int32_values,
 )
 from cupy_flash.mods.derivative import derivative
 from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
@@ -195,7 +196,11 @@ class Modification:
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
         if name in POSITIONS or name in ("score", "row"):
             raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
-        return read_capture(name, value)
+        array, spec = read_capture(name, value)
+        # Once for each modification: no call looks at the values.
+        if spec.dtype == "int64":
+            require_int32_values(name, array)
+        return array, spec
 
     def _traced(
         self,
@@ -288,10 +293,12 @@ class ScoreMod(Modification):
     differentiable
         Names of captured arrays of reals whose gradients a backward pass is to give.
     **captures
-        What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64
-        (read as int32), uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack,
-        with 0 to 4 axes and at least one element. An array is indexed with as many integers as it
-        has axes; an index outside reads the nearest element.
+        What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
+        uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
+        and at least one element. An array is indexed with as many integers as it has axes; an index
+        outside reads the nearest element. Of int64 the lower 32 bits are read: of a NumPy array it
+        is checked that int32 holds its values when the object is made, of others, and of what is
+        written to it later, it is not.
 
     Raises
     ------

@@ -166,12 +166,18 @@ class TracedArray:
             f"one element at a time; index it, as {self._name}[{some}]"
         )
 
-    @property
-    def shape(self) -> NoReturn:
-        """Not known: kernels serve all shapes."""
-        raise TypeError(
-            f"{self._name}.shape is not known when a function is traced; give the size to the "
-            f"modification as a number of its own, as size={self._name}.shape[0]"
+    def __getattr__(self, name: str) -> NoReturn:
+        whole = f"{self._name}.{name}"
+        if name in ("shape", "size"):
+            # Kernels serve all shapes.
+            example = f"{whole}[0]" if name == "shape" else whole
+            raise TypeError(
+                f"{whole} is not known when a function is traced; give the size to the "
+                f"modification as a number of its own, as size={example}"
+            )
+        raise AttributeError(
+            f"{whole} cannot be traced: {self.not_indexed()}, and give what comes of the whole "
+            "array to the modification as a capture of its own"
         )
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
@@ -179,6 +185,7 @@ class TracedArray:
 
     __array_ufunc__ = __array_function__ = __array__ = _refuse
     __len__ = __iter__ = __bool__ = __float__ = __int__ = __index__ = _refuse
+    __contains__ = __round__ = __divmod__ = __rdivmod__ = __matmul__ = __rmatmul__ = _refuse
 
 
 def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ from support.device_text import Text
 
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.captures import CaptureSpec, HostArray, read_capture
-from cupy_flash.mods.modification import ScoreMod
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 
 
 class Foreign:
@@ -95,6 +95,16 @@ def test_a_spec_is_what_device_text_depends_on(value, spec) -> None:
 def test_what_cannot_be_captured_is_refused(name, value, error, message) -> None:
     with pytest.raises(error, match=message):
         read_capture(name, value)
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 2**32])
+def test_integers_that_int32_does_not_hold_are_refused(number) -> None:
+    for held in (2**31 - 1, -(2**31)):
+        ids = np.array([[0, held]])
+        mask = MaskMod(lambda i, j, ids: ids[0, j] == ids[0, i], ids=ids)
+        assert mask.evaluate(0, 0, 1, np.arange(2)).tolist() == [False, True]
+    with pytest.raises(ValueError, match=f"ids holds {number}, and int64 is read as int32"):
+        MaskMod(lambda i, j, ids: ids[j] == ids[i], ids=np.array([0, number]))
 
 
 def test_fields_lie_as_in_cpp_and_bear_the_names_of_captures() -> None:

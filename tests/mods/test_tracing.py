@@ -121,11 +121,23 @@ def test_a_traced_value_has_no_methods_of_arrays() -> None:
         (lambda score, h, table: table, "index it"),
         (lambda score, h, table: score + len(table), "index it"),
         (lambda score, h, table: score * table.shape[0], r"size=table.shape\[0\]"),
+        (lambda score, h, table: score * table.size, r"size=table.size$"),
+        (lambda score, h, table: score + (3 in table), "index it"),
+        (lambda score, h, table: round(table), "index it"),
+        (lambda score, h, table: divmod(table, 2)[0], "index it"),
+        (lambda score, h, table: score @ table, "index it"),
     ],
 )
 def test_a_captured_array_is_indexed_by_as_many_integers_as_it_has_axes(function, advice) -> None:
     with pytest.raises(TypeError, match=advice):
         ScoreMod(function, table=TABLE)
+
+
+@pytest.mark.parametrize("name", ["ndim", "dtype", "T", "sum", "astype", "copy"])
+def test_a_captured_array_has_no_attributes_of_arrays(name) -> None:
+    advice = rf"table.{name} cannot be traced: .* index it, as table\[b, h\], and give what comes"
+    with pytest.raises(AttributeError, match=advice):
+        ScoreMod(lambda score, table: score + getattr(table, name), table=TABLE)
 
 
 def test_the_host_refuses_the_same_indices() -> None:

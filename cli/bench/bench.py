@@ -27,7 +27,6 @@ from ..cases.options import (
     refuse,
     refuse_cases,
     refuse_sequences,
-    refuse_stray_offset,
     sequence_cases,
     sequence_options,
     shape_options,
@@ -378,7 +377,6 @@ def _cases(
     if file is not None:
         refuse(shape, SIZES, "--input, whose arrays have their own sizes")
         refuse_sequences(sequences, "--input, whose arrays are blocks of equal length")
-        refuse_stray_offset(shape)
         return [
             file.case(
                 dtype=dtype, layout=layout, causal=causal, q_offset=offset, softmax_scale=scale
@@ -386,7 +384,7 @@ def _cases(
             for dtype in shape["dtype"] or (file.q.dtype.name,)
             for layout in shape["layout"] or ("bshd",)
             for causal in shape["causal"] or (False,)
-            for offset in (shape["q_offset"] if causal else None) or (None,)
+            for offset in shape["q_offset"] or (None,)
             for scale in shape["softmax_scale"] or (None,)
         ]
     defaults = _GPU_DEFAULTS if on_gpu else _CPU_DEFAULTS

@@ -388,7 +388,7 @@ def dtype_name(text: str) -> str:
 def _texts(case: Case) -> dict[str, str]:
     """Each part of a case's description; empty where it is as usual."""
     mask = "causal" if case.causal else "full"
-    if case.causal and case.q_offset is not None:
+    if case.q_offset is not None:
         mask += f"@{case.q_offset}"
     return {
         "dtype": SHORT_DTYPE[case.dtype],
@@ -460,11 +460,7 @@ def sweep(
     softmax_scale: Iterable[float] | None,
     layout: Iterable[str],
 ) -> list[Case]:
-    """Every combination; keys, kv heads and value dims follow the queries' where None.
-
-    A q_offset applies to the causal cases of a sweep over both.
-    """
-    both = True in causal and False in causal
+    """Every combination; keys, kv heads and value dims follow the queries' where None."""
     cases = []
     combinations: Iterable[tuple[Any, ...]] = itertools.product(
         dtype,
@@ -491,7 +487,7 @@ def sweep(
             head_dim=dim,
             head_dim_v=dim if dim_v is None else dim_v,
             causal=mask,
-            q_offset=None if both and not mask else offset,
+            q_offset=offset,
             softmax_scale=scale,
             layout=lay,
         )

@@ -22,7 +22,6 @@ from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.problem.problem import DTYPES
 
-from ..errors import library_errors_as_usage
 from . import sequences
 from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
@@ -327,7 +326,7 @@ class InputFile:
                 f"q, k and v of --input have shapes {q}, {k} and {v}; expected one batch, q and k "
                 "of one head_dim, k and v of one seqlen and number of heads"
             )
-        case = Case(
+        return Case(
             batch=q[0],
             seqlen_q=q[1],
             seqlen_k=k[1],
@@ -337,9 +336,6 @@ class InputFile:
             head_dim_v=v[3],
             **flags,
         )
-        with library_errors_as_usage():
-            case.problem()
-        return case
 
     def inputs(self, case: Case) -> Inputs:
         """The arrays in the case's dtype and layout."""

@@ -13,7 +13,7 @@ from .built_in import BUILT_IN
 from .cases import Case
 from .lists import FLAGS, CommaList
 from .mods import PARSERS, PLAIN, SPANS, Mods
-from .options import Command, checked_cases
+from .options import Command, checked_cases, placed
 
 _NONE = "none"
 
@@ -64,17 +64,16 @@ def split_mods(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def modified(cases: Sequence[Case], given: Mapping[str, Any]) -> list[Case]:
-    """Each case with every combination of the modifications, checked by the library.
+    """Each case with every combination of the modifications, placed and checked by the library.
 
     Raises
     ------
     click.UsageError
         With the library's message, for what no kernel computes.
     """
-    if not any(given.values()):
-        return list(cases)
     lists = {name: values for name, values in given.items() if values}
     found = [
         Mods(**dict(zip(lists, each, strict=True))) for each in itertools.product(*lists.values())
     ]
-    return checked_cases([dataclasses.replace(case, mods=mods) for case in cases for mods in found])
+    everything = [dataclasses.replace(case, mods=mods) for case in cases for mods in found]
+    return checked_cases(placed(everything))

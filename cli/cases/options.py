@@ -73,7 +73,7 @@ _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),
     "causal": (FLAGS, "Causal masks; 'no,yes' for both."),
-    "q_offset": (INTEGERS, "Position of the first query, if causal."),
+    "q_offset": (INTEGERS, "Position of the first query, if causal or modified."),
     "softmax_scale": (FLOATS, "Factor on the scores."),
 }
 SHAPE_NAMES = tuple(_SHAPE_OPTIONS)
@@ -209,7 +209,7 @@ def split_shape(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Every combination of the options, checked by the library.
+    """Every combination of the options, for `modified` to check.
 
     Parameters
     ----------
@@ -217,15 +217,8 @@ def cases_from(shape: dict[str, Any], defaults: Mapping[str, Sequence[Any]]) -> 
         As `split_shape` returns it.
     defaults
         For batch, seqlen_q, heads, head_dim and dtype.
-
-    Raises
-    ------
-    click.UsageError
-        With the library's message, for what no kernel computes.
     """
-    given = _filled(shape, defaults)
-    refuse_stray_offset(given)
-    return checked_cases(sweep(**given))
+    return sweep(**_filled(shape, defaults))
 
 
 def _filled(shape: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
@@ -301,7 +294,7 @@ def sequence_cases(
             asked_splits=splits,
         )
         found.append(dataclasses.replace(alike, lengths=_drawn(which, alike, seed)))
-    return checked_cases(found)
+    return found
 
 
 def _refuse_stray_sequences(sequences: Mapping[str, Any]) -> None:
@@ -391,10 +384,23 @@ def refuse_cases(
     refuse(mods, tuple(mods), because)
 
 
-def refuse_stray_offset(shape: dict[str, Any]) -> None:
-    """Raise a usage error if a q_offset was given and no causal mask."""
-    if shape["q_offset"] is not None and True not in (shape["causal"] or ()):
-        raise click.UsageError("--q-offset places a causal mask; add --causal, or leave it out")
+def placed(cases: Sequence[Case]) -> list[Case]:
+    """The cases, those that a q_offset makes no difference to without one.
+
+    Raises
+    ------
+    click.UsageError
+        If that are all cases, and one was given.
+    """
+    if all(case.q_offset is None for case in cases):
+        return list(cases)
+    if not any(case.causal or case.mods for case in cases):
+        raise click.UsageError(
+            "--q-offset places a causal mask, a window or another modification; add --causal or "
+            "--window, or leave it out"
+        )
+    found = (c if c.causal or c.mods else dataclasses.replace(c, q_offset=None) for c in cases)
+    return list(dict.fromkeys(found))
 
 
 def refuse(shape: Mapping[str, Any], names: Sequence[str], because: str) -> None:

@@ -212,7 +212,9 @@ def _repetition(rows: Sequence[Row]) -> str | None:
 
 def case_of(row: Row) -> Case:
     """The case of a row of `bench`; None for a q_offset and a softmax_scale that are as usual."""
-    usual_offset = not row["causal"] or row["q_offset"] == row["seqlen_k"] - row["seqlen_q"]
+    # Of cases without masks and modifications, and of sequences that are not causal, it is 0.
+    is_placed = row["causal"] or (row.get("mods") and row.get("kind") in (None, "dense"))
+    usual_offset = not is_placed or row["q_offset"] == row["seqlen_k"] - row["seqlen_q"]
     usual_scale = math.isclose(row["softmax_scale"], max(row["head_dim"], 1) ** -0.5)
     return Case(
         **{name: row[name] for name in (*_COUNTS, "dtype", "causal", "layout")},

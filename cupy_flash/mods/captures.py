@@ -196,7 +196,7 @@ def require_int32_values(name: str, array: Any) -> None:
             if not -(2**31) <= number < 2**31:
                 raise ValueError(
                     f"{name} holds {number}, and int64 is read as int32, which does not hold it; "
-                    "pass floats, or numbers counted from another"
+                    f"pass {name}.astype('uint64'), or floats"
                 )
 
 

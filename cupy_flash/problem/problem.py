@@ -379,7 +379,10 @@ def make_problem(
     if q_offset is None:
         q_offset = seqlen_k - seqlen_q if is_equal else 0
     elif not causal and score is None:
-        raise ValueError("q_offset places a causal mask; pass causal=True or leave q_offset out")
+        raise ValueError(
+            "q_offset places a causal mask, a window or another modification; pass causal=True or "
+            "leave q_offset out"
+        )
     out_shape = (*q.shape[:3], v.shape[3])
     if out is None:
         out = ArraySpec.contiguous(out_shape, q.dtype)

@@ -354,7 +354,11 @@ def test_an_out_between_the_rows_of_an_input_is_no_overlap():
         (ValueError, {"backend": "tpu"}, "backend is 'tpu'; expected one of auto, gpu, cpu"),
         (ValueError, {"softmax_scale": np.nan}, "softmax_scale is nan; expected a finite number"),
         (TypeError, {"softmax_scale": "1"}, "softmax_scale is '1'; expected a number"),
-        (ValueError, {"q_offset": 3}, "q_offset places a causal mask; pass causal=True or leave"),
+        (
+            ValueError,
+            {"q_offset": 3},
+            "q_offset places a causal mask, a window or another",
+        ),
         (TypeError, {"q_offset": 3.5, "causal": True}, "q_offset is 3.5; expected an integer"),
         (TypeError, {"q_offset": True, "causal": True}, "q_offset is True; expected an integer"),
         (TypeError, {"softmax_scale": True}, "softmax_scale is True; expected a number"),

@@ -339,6 +339,26 @@ def test_a_record_holds_what_modified_a_case_and_gives_it_back(tmp_path: Path) -
     assert "FLOPs of windows, documents" in result.stdout
 
 
+def test_a_q_offset_places_a_window_that_is_not_causal(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    shape = ("--seqlen-q", "20", "--seqlen-k", "50", "--heads", "2", "--head-dim", "8")
+    result = bench(
+        *(*shape, "--q-offset", "-3,9", "--window", "4:2,none", "--provider", "cupy_flash-cpu"),
+        *("--repeats", "1", "--output", str(path)),
+    )
+    assert result.exit_code == 0, result.output
+    rows = records.read_bench(path).rows
+    cases = [records.case_of(row) for row in rows]
+
+    assert {(case.q_offset, str(case.mods)) for case in cases} == {
+        (-3, "window 4:2"),
+        (9, "window 4:2"),
+        (None, ""),
+    }
+    assert len(rows) == 3
+    assert {row["check"] for row in rows} == {"passed"}
+
+
 def test_a_row_from_before_there_were_modifications_has_none() -> None:
     row = {name: getattr(dense(), name) for name in records.CASE_FIELDS}
     row |= {"q_offset": 90, "softmax_scale": 0.25}

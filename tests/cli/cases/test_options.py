@@ -12,8 +12,11 @@ from click.testing import CliRunner, Result
 from cupy_flash.cli.cases import presets
 from cupy_flash.cli.cases.cases import Case, describe, sweep
 from cupy_flash.cli.cases.lists import CommaList
+from cupy_flash.cli.cases.mod_options import modified
+from cupy_flash.cli.cases.mods import Mods
 from cupy_flash.cli.cases.options import tile_request
 from cupy_flash.cli.main import main
+from cupy_flash.mods.keywords import Window
 
 
 def run(*arguments: str) -> Result:
@@ -50,14 +53,16 @@ def test_lists_sweep_over_every_combination() -> None:
     assert len(cases) == len(set(cases)) == 8
 
 
-def test_a_q_offset_applies_to_the_causal_cases_of_a_sweep_over_both() -> None:
+def test_a_q_offset_applies_to_the_cases_of_a_sweep_that_are_causal_or_modified() -> None:
     cases = swept(causal=[False, True], q_offset=[-3, 5])
+    causal = [(False, "", None), (True, "", -3), (True, "", 5)]
+    windows = {"window": (Mods.window, Window(9, 0))}
+    windowed = [(mask, "window 9:0", offset) for mask in (False, True) for offset in (-3, 5)]
 
-    assert [(case.causal, case.q_offset) for case in cases] == [
-        (False, None),
-        (True, -3),
-        (True, 5),
-    ]
+    for mods, expected in (({}, causal), (windows, causal + windowed)):
+        found = [(case.causal, str(case.mods), case.q_offset) for case in modified(cases, mods)]
+        assert len(found) == len(expected)
+        assert set(found) == set(expected)
 
 
 def test_a_case_in_bhsd_has_the_strides_of_a_bhsd_array() -> None:
@@ -122,8 +127,11 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--causal", "maybe"), "'maybe' is not yes or no"),
         (("bench", "--heads", "6", "--kv-heads", "4"), "expected a multiple of the 4 heads"),
         (("bench", "--head-dim", "300"), "expected 1 to 256"),
-        (("bench", "--q-offset", "3"), "--q-offset places a causal mask; add --causal, or leave"),
-        (("bench", "--causal", "no", "--q-offset", "3"), "--q-offset places a causal mask; add"),
+        (("bench", "--q-offset", "3"), "--q-offset places a causal mask, a window or another"),
+        (
+            ("bench", "--causal", "no", "--q-offset", "3"),
+            "add --causal or --window, or leave it",
+        ),
         (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),
         (("bench", "--cell-seconds", "nan"), "'nan' is no time; expected seconds above 0, or inf"),
         (("bench", "--cell-seconds", "0"), "0.0 is not in the range x>0"),

@@ -30,6 +30,7 @@ import chart
 import click
 import quotes
 
+from cupy_flash.cli.bench.table import joined, without_numbers
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.report import Row, markdown_row
 
@@ -142,16 +143,30 @@ class Page:
         return "\n".join([text, *self._notes(source)])
 
     def _notes(self, source: quotes.Source) -> list[str]:
-        """What to know about single rows of a comparison, each once."""
-        notes = []
+        """What to know about single rows of a comparison, each once.
+
+        Reasons that differ in their numbers alone share a line, and so do those that end with their
+        row's modification.
+        """
+        # Reasons without that end, and these ends, by what the reasons of a line have in common.
+        starts: dict[str, list[str]] = {}
+        ends: dict[str, dict[str, None]] = {}
+        failed = []
         for path in source.paths(self.results):
             rows = [row for row in source.rows(path) if row["provider"] in source.providers]
             for row in rows:
-                texts = [row[key] for key in ("reason", "note") if row[key]]
+                for reason in (row[key] for key in ("reason", "note") if row[key]):
+                    text = f"- {row['provider']}: {reason}"
+                    start = text.removesuffix(row.get("mods") or "")
+                    line = without_numbers(start)
+                    starts.setdefault(line, []).append(start)
+                    ends.setdefault(line, {})[text[len(start) :]] = None
                 if row["check"] == "failed":
-                    texts.append(f"over the error bound at {case_name(row, rows)}")
-                notes += [f"- {row['provider']}: {text}." for text in texts]
-        return ["", *dict.fromkeys(notes)] if notes else []
+                    case = case_name(row, rows)
+                    failed.append(f"- {row['provider']}: over the error bound at {case}.")
+        reasons = [f"{joined(found)}{', '.join(ends[line])}." for line, found in starts.items()]
+        notes = [*reasons, *dict.fromkeys(failed)]
+        return ["", *notes] if notes else []
 
     def _overview(self, text: str) -> str:
         body = []

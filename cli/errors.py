@@ -40,7 +40,14 @@ class OneLineErrors(NamedCommands):
         # Before anything imports CuPy.
         prepare_cupy_cache()
         with _closed_pipes_end_it():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except click.BadOptionUsage as error:
+                # Click's parser does not say whose option it is.
+                command = self.get_command(ctx, ctx.invoked_subcommand or "")
+                if error.ctx is None and command is not None:
+                    error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
+                raise
 
     def main(
         self,
@@ -129,6 +136,9 @@ def _usage_text(error: click.UsageError) -> str:
     unknown = isinstance(error, click.NoSuchOption) or "unexpected extra argument" in text
     if unknown and not guessed:
         text = f"{text.rstrip('.')}; see {command} --help"
+    if isinstance(error, click.BadOptionUsage) and error.ctx:
+        options = [p for p in error.ctx.command.params if error.option_name in p.opts]
+        text += "".join(f" Expected {p.type.wanted}" for p in options if hasattr(p.type, "wanted"))
     return f"{command}: {text}"
 
 

@@ -261,11 +261,11 @@ def reason_notes(table: Sequence[Sequence[Cell]], labels: Sequence[str]) -> list
     for cells, label in zip(table, labels, strict=True):
         for cell in cells:
             if cell.reason:
-                key = (cell.provider.name, _NUMBER.sub("0", cell.reason))
+                key = (cell.provider.name, without_numbers(cell.reason))
                 found.setdefault(key, []).append((cell.reason, label))
     notes = []
     for (name, _), members in found.items():
-        reason = _joined([reason for reason, _ in members])
+        reason = joined([reason for reason, _ in members])
         notes.append(f"{name}{_cases_text([c for _, c in members], len(table))}: {reason}")
     return notes
 
@@ -280,16 +280,21 @@ def _cases_text(labels: Sequence[str], cases: int) -> str:
     return " on " + ", ".join([*labels[:_MOST_NAMED], *rest])
 
 
-def _joined(reasons: Sequence[str]) -> str:
-    """Reasons that differ in numbers as one, with the range of each number."""
-    places = iter(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True))
+def without_numbers(text: str) -> str:
+    """What texts that `joined` makes one of have in common."""
+    return _NUMBER.sub("0", text)
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Texts that differ in numbers as one, with the range of each number."""
+    places = iter(zip(*(_NUMBER.findall(text) for text in texts), strict=True))
 
     def span(_: re.Match[str]) -> str:
         place = next(places)
         low, high = min(place, key=float), max(place, key=float)
         return low if float(low) == float(high) else f"{low} to {high}"
 
-    return _NUMBER.sub(span, reasons[0])
+    return _NUMBER.sub(span, texts[0])
 
 
 def print_memory(table: Sequence[Sequence[Cell]]) -> None:

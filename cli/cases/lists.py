@@ -22,6 +22,11 @@ class CommaList(click.ParamType, Generic[T]):
     def __init__(self, item: Callable[[str], T], what: str, example: str) -> None:
         self.item, self.what, self.example = item, what, example
 
+    @property
+    def wanted(self) -> str:
+        """A value of the list, and an example of one."""
+        return f"{self.what}; for example {self.example}"
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[T, ...]:
@@ -32,7 +37,7 @@ class CommaList(click.ParamType, Generic[T]):
             try:
                 items.append(self.item(text.strip()))
             except ValueError:
-                self.fail(f"{text!r} is not {self.what}; for example {self.example}", param, ctx)
+                self.fail(f"{text!r} is not {self.wanted}", param, ctx)
         return tuple(items)
 
 

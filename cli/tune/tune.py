@@ -162,8 +162,10 @@ def tune(
         )
         _report(output)
         return
-    on_cpu = _runs_on_cpu(backend, arch, family)
+    on_cpu = backend == "cpu"
     if on_cpu:
+        if arch or family:
+            raise click.UsageError("--backend cpu has no --arch and no --family")
         _refuse_given(ctx, {"max_smem", "max_spills", "workers"}, "--backend cpu")
     if arch is not None:
         _refuse_given(ctx, {"table", "min_gain", "repeats", "warmup", "seed"}, "--arch")
@@ -232,19 +234,6 @@ def tune(
 tune = arch_option(tune, multiple=False)
 
 
-def _runs_on_cpu(backend: str | None, arch: str | None, family: str | None) -> bool:
-    if backend == "cpu":
-        if arch or family:
-            raise click.UsageError("--backend cpu has no --arch and no --family")
-        return True
-    if arch is None and (reason := gpu_unavailable()):
-        raise click.UsageError(
-            f"no GPU to tune on ({reason}); --backend cpu tunes the CPU tiles, --arch sm_90 "
-            "compiles the sweep and ranks it by resources"
-        )
-    return False
-
-
 def _cases(
     shape: dict[str, Any],
     sequences: Mapping[str, Any],
@@ -275,6 +264,11 @@ def _cases(
 
 def _device(arch: str | None) -> Device:
     if arch is None:
+        if reason := gpu_unavailable():
+            raise click.UsageError(
+                f"no GPU to tune on ({reason}); --backend cpu tunes the CPU tiles, --arch sm_90 "
+                "compiles the sweep and ranks it by resources"
+            )
         return current_device()
     with library_errors_as_usage():
         return device_for_arch(arch)

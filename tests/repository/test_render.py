@@ -94,6 +94,29 @@ def test_a_wrong_result_of_ours_is_told_and_counts_in_no_ratio(results: Path) ->
     assert "- cupy_flash: over the error bound at length 512." in text
 
 
+def test_notes_that_are_alike_share_a_line(results: Path) -> None:
+    rows = [
+        row("cupy_flash", 512, 1.0, mods="sinks"),
+        row("torch-flash", 512, None, mods="sinks", reason="it has no sinks"),
+        row("cupy_flash", 512, 1.0, mods="alibi", note="keeps 50.8% of the blocks"),
+        row("torch-flash", 512, None, mods="alibi", reason="it has no alibi"),
+        row("cupy_flash", 1024, 1.0, note="keeps 8.9% of the blocks"),
+        row("torch-flash", 1024, 1.0, note="its own"),
+        row("cupy_flash", 2048, 1.0, check="failed"),
+        row("cupy_flash", 4096, 1.0, check="failed"),
+    ]
+    write(results / "mods.json", [{"mods": None} | each for each in rows])
+    text = page("{{by case: cupy_flash / torch-flash in mods}}", results)
+
+    assert [line for line in text.splitlines() if line.startswith("- ")] == [
+        "- torch-flash: it has no sinks, alibi.",
+        "- cupy_flash: keeps 8.9 to 50.8% of the blocks.",
+        "- torch-flash: its own.",
+        "- cupy_flash: over the error bound at none, length 2048.",
+        "- cupy_flash: over the error bound at none, length 4096.",
+    ]
+
+
 def test_what_reads_caches_has_bytes_per_second_and_their_share_of_a_copys(results: Path) -> None:
     def decoding(provider: str, ms: float, seqlen_k: int) -> dict[str, Any]:
         cached = {"batch": 8, "seqlen_q": 1, "heads_kv": 8, "kind": "cache", "seqlen_k": seqlen_k}

@@ -132,6 +132,12 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
             ("bench", "--causal", "no", "--q-offset", "3"),
             "add --causal or --window, or leave it",
         ),
+        (
+            ("bench", "--window"),
+            "bench: Option '--window' requires an argument. Expected LEFT",
+        ),
+        (("roofline", "--heads"), "'--heads' requires an argument. Expected a whole number from 1"),
+        (("bench", "--tile"), "bench: Option '--tile' requires an argument."),
         (("bench", "--seed", "-1"), "-1 is not in the range x>=0"),
         (("bench", "--cell-seconds", "nan"), "'nan' is no time; expected seconds above 0, or inf"),
         (("bench", "--cell-seconds", "0"), "0.0 is not in the range x>0"),

@@ -424,6 +424,17 @@ def test_without_a_gpu_it_says_what_works_without(monkeypatch: pytest.MonkeyPatc
     assert "(no driver); --backend cpu" in refused(tune())
 
 
+def test_what_is_wrong_with_the_cases_is_told_before_a_missing_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "gpu_unavailable", lambda: "no driver")
+    path = tmp_path / "workload.csv"
+    path.write_text("seqlen_q,heads_q\n128,4\n", encoding="utf-8")
+
+    assert "has no head_dim" in refused(tune("--workload", path))
+    assert "--window does not go with --wor" in refused(tune("--workload", path, "--window", "9:0"))
+
+
 def test_a_shape_that_does_not_fit_the_memory_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.scores import Pairs, Scores
+from cupy_flash.mods.shapes import require_causal
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import count, integer
 from cupy_flash.reference.modifications import read_modifications
@@ -62,6 +63,8 @@ def seen_pairs(
     b, h = count("b", b), count("h", h)
     modified = read_modifications(modifications)
     _require_fit(modified, seqlen_q, seqlen_k, b, h)
+    if modified.prefix_lens is not None:
+        require_causal(causal=causal)
     offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
     mask = modified.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]

@@ -55,6 +55,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another number of keys": ({"mask": np.ones((QUERIES, 9), bool)}, "but seqlen_k is 30"),
     "too many axes": ({"mask": np.ones((1, 1, 1, QUERIES, KEYS), bool)}, "expected 4 axes"),
+    "nothing to be seen in spite of": (
+        {"prefix_lens": np.array([12, 0], np.int32)},
+        "pass causal=True",
+    ),
     "below 0": ({"b": -1, **MASKS["array"]}, "b is -1; expected at least 0"),
 }
 

@@ -297,6 +297,7 @@ def random_gradient_call(
     *,
     head_dims: Sequence[int] = HEAD_DIMS,
     longest: tuple[int, int] = LONGEST,
+    sizes: np.random.Generator | None = None,
 ) -> GradientCall:
     """A backward call with one to four modifications.
 
@@ -311,17 +312,21 @@ def random_gradient_call(
         To choose head_dim and head_dim_v from.
     longest
         Queries and keys of a sequence, at most.
+    sizes
+        As of `random_call`.
     """
+    sizes = rng if sizes is None else sizes
     forward = random_call(
         *(rng, dtype, kind),
         few_rows=bool(rng.integers(4) == 0),
         head_dims=head_dims,
         longest=longest,
         empty=bool(rng.integers(4) == 0),
+        sizes=sizes,
     )
     arrays, options = forward.arrays, forward.options
     if kind == "packed":
-        _add_rows_of_none(forward, rng)
+        _add_rows_of_none(forward, rng, sizes)
     elif kind == "padded":
         for b, length in enumerate(arrays["seqlens_k"]):
             arrays["k"][b, length:] = arrays["v"][b, length:] = np.nan
@@ -333,13 +338,13 @@ def random_gradient_call(
         for name in ROWS:
             arrays[name] = np.ascontiguousarray(arrays[name].swapaxes(1, 2))
     q, v = arrays["q"], arrays["v"]
-    dout = _of_results(rng, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    dout = _of_results(rng, sizes, (*q.shape[:-1], v.shape[-1]), q.dtype)
     dlse = None
     if rng.integers(2):
         rows = q.shape[:-1]
         if options.get("layout") != "bhsd":
             rows = (*rows[:-2], rows[-1], rows[-2])
-        dlse = _of_results(rng, rows, np.float64 if dtype == "float64" else np.float32)
+        dlse = _of_results(rng, sizes, rows, np.float64 if dtype == "float64" else np.float32)
     if kind == "packed" and rng.integers(2):
         rows_of_none = slice(int(arrays["cu_seqlens_q"][-1]), None)
         dout = dout.copy()
@@ -360,17 +365,23 @@ def random_gradient_call(
     return call
 
 
-def _of_results(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _of_results(
+    rng: np.random.Generator, sizes: np.random.Generator, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
     """A gradient of results, perhaps as a sum or mean over some axes has it."""
     kind = rng.integers(6)
     own = tuple(1 if kind == 0 or (kind == 1 and rng.integers(2)) else n for n in shape)
-    return np.broadcast_to(rng.standard_normal(own).astype(dtype), shape)
+    return np.broadcast_to(sizes.standard_normal(own).astype(dtype), shape)
 
 
-def _add_rows_of_none(forward: ModifiedCall, rng: np.random.Generator) -> None:
+def _add_rows_of_none(
+    forward: ModifiedCall, rng: np.random.Generator, sizes: np.random.Generator
+) -> None:
     """Rows behind the last packed sequence, and perhaps keys behind those that are used."""
     arrays = forward.arrays
-    for name, spare in zip(ROWS, (*rng.integers(0, 4, 1), *[rng.integers(0, 4)] * 2), strict=True):
+    for name, spare in zip(
+        ROWS, (*sizes.integers(0, 4, 1), *[sizes.integers(0, 4)] * 2), strict=True
+    ):
         shape = (spare, *arrays[name].shape[1:])
         filler = np.full(shape, np.nan, arrays[name].dtype)
         arrays[name] = np.concatenate([arrays[name], filler])
@@ -381,7 +392,7 @@ def _add_rows_of_none(forward: ModifiedCall, rng: np.random.Generator) -> None:
             arrays[name] = np.pad(arrays[name], ((0, 0), (0, missing), (0, 0)))
     if rng.integers(3) == 0:
         starts = arrays["cu_seqlens_k"]
-        used = rng.integers(0, np.diff(starts) + 1).astype(np.int32)
+        used = sizes.integers(0, np.diff(starts) + 1).astype(np.int32)
         arrays["seqused_k"] = used
         for start, stop in zip(starts[:-1] + used, starts[1:], strict=True):
             arrays["k"][start:stop] = arrays["v"][start:stop] = np.nan

@@ -202,6 +202,7 @@ def random_call(
     head_dims: Sequence[int] = HEAD_DIMS,
     longest: tuple[int, int] = LONGEST,
     empty: bool = False,
+    sizes: np.random.Generator | None = None,
 ) -> ModifiedCall:
     """A call with one to four modifications.
 
@@ -215,20 +216,23 @@ def random_call(
         Queries and keys of a sequence, at most.
     empty
         Whether some sequences have no queries, or no keys.
+    sizes
+        Draws lengths and what is in arrays, `rng` what a kernel is compiled for; None for `rng`.
     """
+    sizes = rng if sizes is None else sizes
     heads_kv = int(rng.integers(1, 3))
     heads_q = heads_kv * int(rng.integers(1, 4))
     dim, dim_v = (int(rng.choice(head_dims)) for _ in range(2))
-    batch = int(rng.integers(1, 4))
+    batch = int(sizes.integers(1, 4))
     most_q = 4 if few_rows else longest[0]
-    lengths_q = rng.integers(1, most_q + 1, batch)
-    lengths_k = rng.integers(0 if rng.integers(8) == 0 else 1, longest[1] + 1, batch)
+    lengths_q = sizes.integers(1, most_q + 1, batch)
+    lengths_k = sizes.integers(0 if sizes.integers(8) == 0 else 1, longest[1] + 1, batch)
     for lengths in (lengths_q, lengths_k) if empty else ():
-        lengths[rng.integers(0, 4, batch) == 0] = 0
+        lengths[sizes.integers(0, 4, batch) == 0] = 0
     real = DTYPES[dtype]
 
     def values(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape).astype(real)
+        return sizes.standard_normal(shape).astype(real)
 
     causal = bool(rng.integers(2))
     arrays: dict[str, np.ndarray] = {}
@@ -252,7 +256,7 @@ def random_call(
             pages = batch * per_sequence
             arrays["k_cache"] = values(pages, PAGE, heads_kv, dim)
             arrays["v_cache"] = values(pages, PAGE, heads_kv, dim_v)
-            table = rng.permutation(pages).reshape(batch, per_sequence)
+            table = sizes.permutation(pages).reshape(batch, per_sequence)
             arrays["block_table"] = table.astype(np.int32)
             capacity = per_sequence * PAGE
         else:
@@ -269,14 +273,15 @@ def random_call(
     if rng.integers(3) == 0:
         options["softmax_scale"] = float(rng.choice([0.0, -0.2, 0.5, 1.0]))
     if kind in ("equal", "padded") and rng.integers(2):
-        options["q_offset"] = int(rng.integers(-20, pairs[-1] + 20))
-    _add_modifications(call, rng, batch, heads_q, pairs, seqlen_q)
+        options["q_offset"] = int(sizes.integers(-20, pairs[-1] + 20))
+    _add_modifications(call, rng, sizes, batch, heads_q, pairs, seqlen_q)
     return call
 
 
 def _add_modifications(
     call: ModifiedCall,
     rng: np.random.Generator,
+    sizes: np.random.Generator,
     batch: int,
     heads_q: int,
     pairs: tuple[int, ...],
@@ -294,37 +299,39 @@ def _add_modifications(
     # Along some axes one row serves all.
     shape = tuple(1 if rng.integers(4) == 0 else n for n in pairs)
     if "window" in chosen:
-        sides = [int(rng.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
+        sides = [int(sizes.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
         window = tuple(None if rng.integers(4) == 0 else s for s in sides)
         if window == (None, None) and chosen == {"window"}:
             # A q_offset, if there is one, needs something to place.
             window = (sides[0], None)
         options["window_size"] = window
     if "softcap" in chosen:
-        options["softcap"] = float(rng.choice([2.0, 30.0]))
+        options["softcap"] = float(sizes.choice([2.0, 30.0]))
     if "alibi" in chosen:
-        slopes = rng.uniform(0, 0.5, (batch, heads_q)).astype(accumulator)
+        slopes = sizes.uniform(0, 0.5, (batch, heads_q)).astype(accumulator)
         arrays["alibi_slopes"] = slopes if rng.integers(2) else slopes[0]
     if "sinks" in chosen:
-        sinks = rng.standard_normal(heads_q) * rng.choice([1, 30])
-        arrays["sinks"] = np.where(rng.integers(0, 5, heads_q) == 0, -np.inf, sinks).astype(either)
+        sinks = sizes.standard_normal(heads_q) * sizes.choice([1, 30])
+        arrays["sinks"] = np.where(sizes.integers(0, 5, heads_q) == 0, -np.inf, sinks).astype(
+            either
+        )
     if "bias" in chosen:
-        bias = rng.standard_normal(shape)
-        arrays["bias"] = np.where(rng.integers(0, 9, shape) == 0, -np.inf, bias).astype(either)
+        bias = sizes.standard_normal(shape)
+        arrays["bias"] = np.where(sizes.integers(0, 9, shape) == 0, -np.inf, bias).astype(either)
     if "mask" in chosen:
-        arrays["mask"] = rng.random(shape) < rng.choice([0.05, 0.7])
+        arrays["mask"] = sizes.random(shape) < sizes.choice([0.05, 0.7])
     if "prefix" in chosen:
-        arrays["prefix_lens"] = rng.integers(0, 200, batch).astype(np.int32)
+        arrays["prefix_lens"] = sizes.integers(0, 200, batch).astype(np.int32)
     if "tree" in chosen:
-        arrays["tree_mask"] = rng.integers(0, 2**63, (batch, seqlen_q), dtype=np.uint64)
+        arrays["tree_mask"] = sizes.integers(0, 2**63, (batch, seqlen_q), dtype=np.uint64)
     if "score_mod" in chosen:
         name = str(rng.choice(list(SCORE_MODS)))
         captures: dict[str, Any] = {}
         if name == "table":
-            captures["table"] = rng.standard_normal((heads_q, 41)).astype(either)
+            captures["table"] = sizes.standard_normal((heads_q, 41)).astype(either)
         elif name == "gain":
-            captures["gain"] = rng.uniform(0.5, 1.5, heads_q).astype(either)
-            captures["shift"] = rng.standard_normal(7).astype(either)
+            captures["gain"] = sizes.uniform(0.5, 1.5, heads_q).astype(either)
+            captures["shift"] = sizes.standard_normal(7).astype(either)
         elif name == "quadratic":
             captures["weight"] = 0.001
         call.mods["score_mod"] = (name, captures)
@@ -332,8 +339,8 @@ def _add_modifications(
         name = str(rng.choice(list(MASK_MODS)))
         captures = {}
         if name == "documents":
-            documents = np.sort(rng.integers(0, 4, (batch, 560)), axis=1)
+            documents = np.sort(sizes.integers(0, 4, (batch, 560)), axis=1)
             captures["doc"] = documents.astype(rng.choice([np.int32, np.int64, np.uint8]))
         elif name == "dilated":
-            captures["step"] = int(rng.integers(1, 5))
+            captures["step"] = int(sizes.integers(1, 5))
         call.mods["mask_mod"] = (name, captures)

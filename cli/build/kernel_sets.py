@@ -5,13 +5,13 @@ whether the keys are split over thread blocks, and its tile; not on batch, heads
 dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
 
 - `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
-  short ones, which may have tiles of their own; packed ones; and decoding few sequences and many,
-  their caches in pages of 16 rows and in none.
+  short ones, which may have tiles of their own; gradients of long ones; packed ones; and decoding
+  few sequences and many, their caches in pages of 16 rows and in none.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
   full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
   of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
-  softmax_scale; packed sequences and caches, in pages of 16 rows and in none; and each tile of the
-  tuned tables, where it fits.
+  softmax_scale; gradients of long ones; packed sequences and caches, in pages of 16 rows and in
+  none; and each tile of the tuned tables, where it fits.
 - `other_units`: what appends to a cache, and merges results.
 """
 
@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from cupy_flash.families import FAMILIES, FORWARD, TranslationUnit
+from cupy_flash.families import FAMILIES, TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit
 from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
@@ -54,6 +54,7 @@ def _problem(
     causal: bool,
     size: tuple[int, int, int],
     softmax_scale: float | None = None,
+    direction: str = "forward",
 ) -> Problem:
     batch, heads, seqlen = size
     return Case(
@@ -67,6 +68,7 @@ def _problem(
         head_dim_v,
         causal,
         softmax_scale=softmax_scale,
+        direction=direction,
     ).problem()
 
 
@@ -76,6 +78,10 @@ def default_plans(device: Device) -> list[Plan]:
     problems = [
         _problem(dtype, dim, dim, causal, size)
         for (dtype, dim), causal, size in itertools.product(common, (False, True), (_FULL, _SHORT))
+    ]
+    problems += [
+        _problem(dtype, dim, dim, causal, _FULL, direction="backward")
+        for (dtype, dim), causal in itertools.product(common, (False, True))
     ]
     for dtype, dim in common:
         packed = Case(dtype, 8, 2048, 2048, 16, 16, dim, dim, True, kind="varlen")
@@ -96,12 +102,16 @@ def all_plans(device: Device) -> list[Plan]:
             DTYPES, dims, (False, True), (_FULL, _SHORT, _FEW)
         )
     ]
+    problems += [
+        _problem(dtype, *dim, causal, _FULL, direction="backward")
+        for dtype, dim, causal in itertools.product(DTYPES, dims, (False, True))
+    ]
     problems += [_problem(dtype, 64, 64, False, _FULL, softmax_scale=-1.0) for dtype in DTYPES]
     problems += _sequence_problems()
     served = [
         (problem, family)
         for problem in problems
-        for family in FORWARD.values()
+        for family in FAMILIES[problem.direction].values()
         if family.why_not(problem, device) is None
     ]
     chosen = (make_plan(problem, device, family=family.name) for problem, family in served)

@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 from cupy_flash.cli.build import build as build_module
 from cupy_flash.cli.build import compile as compile_module
 from cupy_flash.cli.build import kernel_sets
+from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
 from cupy_flash.errors import CompileError
-from cupy_flash.families import FORWARD, TranslationUnit
+from cupy_flash.families import FAMILIES, FORWARD, TranslationUnit
 from cupy_flash.gpu.compiler import (
     CUBINS_VARIABLE,
     compile_cubin,
@@ -37,17 +38,8 @@ def compile_(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["compile", *arguments], catch_exceptions=False)
 
 
-def small_problem(dtype: str = "float32") -> Problem:
-    return make_contiguous_problem(
-        dtype=dtype,
-        batch=2,
-        seqlen_q=113,
-        seqlen_k=203,
-        heads_q=2,
-        heads_kv=2,
-        head_dim=16,
-        head_dim_v=16,
-    )
+def small_problem(dtype: str = "float32", direction: str = "forward") -> Problem:
+    return Case(dtype, 2, 113, 203, 2, 2, 16, 16, False, direction=direction).problem()
 
 
 @pytest.fixture
@@ -315,10 +307,13 @@ def test_into_a_pipe_a_kernel_stands_on_one_line(
 def test_the_default_set_is_what_the_dispatcher_chooses_for_common_shapes(arch: int) -> None:
     device = device_for_arch(arch)
     plans = kernel_sets.default_plans(device)
-    kinds = {(p.problem.dtype, p.problem.head_dim, p.problem.causal) for p in plans}
+    kinds = {
+        (p.problem.direction, p.problem.dtype, p.problem.head_dim, p.problem.causal) for p in plans
+    }
 
     assert kinds == {
-        (dtype, dim, causal)
+        (direction, dtype, dim, causal)
+        for direction in FAMILIES
         for dtype in ("bfloat16", "float16", "float32")
         for dim in (64, 128)
         for causal in (False, True)
@@ -331,14 +326,16 @@ def test_everything_covers_each_family_with_each_dtype_that_it_serves() -> None:
     plans = kernel_sets.all_plans(device)
     texts = [plan.unit.text for plan in plans if plan.unit]
     served = {
-        (name, dtype)
-        for name, family in FORWARD.items()
+        (problem.direction, name, dtype)
         for dtype in DTYPES
-        if family.why_not(small_problem(dtype), device) is None
+        for problem in (small_problem(dtype), small_problem(dtype, direction="backward"))
+        for name, family in FAMILIES[problem.direction].items()
+        if family.why_not(problem, device) is None
     }
 
     assert len(texts) == len(set(texts)) == len(plans)
-    assert {(plan.family, plan.problem.dtype) for plan in plans} == served
+    found = {(plan.problem.direction, plan.family, plan.problem.dtype) for plan in plans}
+    assert found == served
     assert {plan.problem.causal for plan in plans} == {False, True}
     assert {plan.schedule.split.kind == "parts" for plan in plans} == {False, True}
     assert {plan.problem.softmax_scale > 0 for plan in plans} == {False, True}

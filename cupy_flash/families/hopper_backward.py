@@ -17,6 +17,7 @@ from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.schedule import (
     KEY_GRADIENTS,
     MAX_STRIDE,
+    QUERY_GRADIENTS,
     STRIDE_UNIT,
     Launch,
     Schedule,
@@ -47,6 +48,8 @@ _OTHER_BARRIERS = 11
 _TERMS_BYTES = 8
 # Tiles of ds that consumers exchange: while one is written, products still read the other.
 _PAIR_STAGES = 2
+# Of dq's last kernel.
+_SUM_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         assert problem.gradient is not None
-        of_keys, _ = gradients.blocks_of(problem, tile.Bc, tile.Br)
+        of_keys, of_queries = gradients.blocks_of(problem, tile.Bc, tile.Br)
         launches = [
             Launch(
                 KEY_GRADIENTS,
@@ -189,6 +192,16 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 arguments=("gradient_maps", "gradients"),
             )
         ]
+        if problem.gradient.wants("q") and _is_wide(problem):
+            launches.append(
+                Launch(
+                    QUERY_GRADIENTS,
+                    "hopper_query_gradients",
+                    (of_queries, 1, 1),
+                    _SUM_THREADS,
+                    arguments=("gradients",),
+                )
+            )
         return gradients.schedule(
             problem,
             device,
@@ -229,7 +242,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile), last_writes=True)
+        } | gradients.config(problem, self._sums(problem, tile), last_writes=not _is_wide(problem))
 
 
 def _is_wide(problem: Problem) -> bool:

@@ -13,6 +13,7 @@
 #include "backward/hopper/helpers.cuh"
 #include "backward/hopper/wide.cuh"
 #include "backward/params.cuh"
+#include "backward/query_sums.cuh"
 #include "backward/row_terms.cuh"
 #include "backward/work.cuh"
 #include "ptx/sm90a.cuh"
@@ -62,6 +63,14 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
       HopperKeyConsumer<Config>(cta, 1).run();
     }
   }
+}
+
+// Of wide heads, whose consumers have no registers left to take the sums of other blocks to.
+template <class Config>
+__device__ void hopper_query_gradients(const GradientParams& p) {
+  using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;
+  __shared__ typename Tile::Shared shared;
+  Tile::write(p, shared);
 }
 
 #endif  // __CUDA_ARCH__ == 900

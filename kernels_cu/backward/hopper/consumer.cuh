@@ -243,7 +243,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       ptx::fence_proxy_async();
     }
     sums_are_full();
-    Base::write_query_gradients(sums, step, [&](int row) { return cta.terms(slot)[row]; });
+    Base::write_query_gradients(sums, step, slot);
   }
 };
 

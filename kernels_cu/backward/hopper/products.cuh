@@ -327,9 +327,7 @@ struct HopperGradientProducts {
 
   // ---- dq, of the consumer's part of a tile.
 
-  // `lse_of` is a row's of the tile.
-  template <class LseOf>
-  __device__ void write_query_gradients(QueryParts& sums, const Step& step, LseOf lse_of) const {
+  __device__ void write_query_gradients(QueryParts& sums, const Step& step, int slot) const {
     const float scale = signed_scale<Config, float>(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
@@ -341,7 +339,7 @@ struct HopperGradientProducts {
       const int in_tile = Fragments::row(warp, 0) + lane / 4 + 8 * half;
       const int row = step.tile * Br + in_tile;
       // Of a row without a pair the sums hold 0 times the keys that others see.
-      const bool found = lse_of(in_tile) != SoftmaxMath<float>::infinity() &&
+      const bool found = cta.terms(slot)[in_tile] != SoftmaxMath<float>::infinity() &&
                          cta.mask.visible_begin(row) < cta.mask.visible_end(row);
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);

@@ -7,7 +7,7 @@
 //                        p             ds
 //
 // dq's sums go to memory from registers: in shared memory there is no place for them, nor
-// bandwidth. The last block whose turn it is brings the others' and writes dq.
+// bandwidth.
 // Lanes beside the consumers keep the block's turns:
 //
 //   keeper     has found its turn         | both have added: passes the turn on
@@ -41,8 +41,8 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
   using Base::Base;
 
   // Adds the consumer's columns of dq to those in memory when it is the block's turn. The first
-  // block stores, so that nothing clears the sums, and the last one writes dq.
-  __device__ void add(QueryParts& sums, const Step& step) {
+  // block stores, so that nothing clears the sums.
+  __device__ void add(const QueryParts& sums, const Step& step) {
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =
@@ -50,45 +50,18 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
         Fragments::place(warp, 0, 0, threadIdx.x % 32);
     const bool is_first = cta.order.turn_of(step.tile) == 0;
     ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
-    const bool is_last = cta.order.is_last_turn(step.tile);
-    if (is_last) {
-      if (!is_first) add_others(sums, target);
-    } else if (is_first) {
-      put(sums, target, [](float* at, const float (&of)[4]) { ptx::st_global_v4(at, of); });
-    } else {
-      put(sums, target, [](float* at, const float (&of)[4]) { ptx::red_add_v4(at, of); });
-    }
-    Cta::tell(cta.added(turn_ring.slot));
-    turn_ring.advance();
-    if (is_last) write(sums, step);
-  }
-  template <class Put>
-  __device__ static void put(const QueryParts& sums, float* target, Put put_at) {
 #pragma unroll
     for (int j = 0; j < Fragments::column_tiles; ++j) {
       const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
-      put_at(target + Fragments::place(0, 0, j, 0), of);
+      float* at = target + Fragments::place(0, 0, j, 0);
+      if (is_first) {
+        ptx::st_global_v4(at, of);
+      } else {
+        ptx::red_add_v4(at, of);
+      }
     }
-  }
-  __device__ static void add_others(QueryParts& sums, const float* source) {
-#pragma unroll
-    for (int j = 0; j < Fragments::column_tiles; ++j) {
-      float of[4];
-      ptx::ld_global_cg_v4(of, source + Fragments::place(0, 0, j, 0));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sums[4 * j + c] += of[c];
-    }
-  }
-
-  // Row terms come from memory: their slot may hold those of another tile.
-  __device__ void write(QueryParts& sums, const Step& step) const {
-    const int first = step.tile * Config::Br;
-    const int rows = cta.at.seqlen_q - first;
-    const auto* terms =
-        row_terms<Config>(cta.p) + first_row_of_head(cta.p, cta.at, step.head) + first;
-    Base::write_query_gradients(sums, step, [=](int row) {
-      return row < rows ? terms[row].lse_log2 : SoftmaxMath<float>::infinity();
-    });
+    Cta::tell(cta.added(turn_ring.slot));
+    turn_ring.advance();
   }
 
   // Where a lane's p lie, four registers at a time.
@@ -317,7 +290,7 @@ struct HopperTurnKeeper {
     }
     ptx::mbarrier_arrive(cta.turn_full(slot));
     ptx::mbarrier_wait(cta.added(slot), parity);
-    if (!cta.order.is_last_turn(step.tile)) pass_turn(counter);
+    pass_turn(counter);
     parity ^= 1;
   }
 };

@@ -128,7 +128,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (sums_queries) {
       ptx::fence_proxy_async();
       Cta::await_consumers();
-      Base::start_query_sums(query_sums);
+      Base::template start_query_sums<0>(query_sums);
     }
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, Part);
     Base::template await<int(sums_queries) + int(wants_k)>(sums_v);

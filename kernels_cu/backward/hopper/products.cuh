@@ -51,7 +51,10 @@ struct HopperGradientProducts {
 
   using Scores = float[columns / 2];
   using LeftOperand = unsigned[columns / 4];
-  using QueryParts = float[Fragments::columns / 2];
+  // Of dq a consumer makes so many columns at once.
+  static constexpr int query_columns = Config::wide ? 64 : Fragments::columns;
+  static constexpr int query_chunks = Fragments::columns / query_columns;
+  using QueryParts = float[query_columns / 2];
 
   const Cta& cta;
   const int consumer;
@@ -176,13 +179,14 @@ struct HopperGradientProducts {
     ptx::wgmma_commit_group();
   }
 
-  // dq = ds k, the consumer's part.
+  // dq = ds k, columns of the consumer's part.
+  template <int Chunk>
   __device__ void start_query_sums(QueryParts& sums) {
     const unsigned rows = cta.pairs_at(pair_ring.slot) +
                           (Fragments::by_rows ? 64 * consumer * PairTile::line_bytes : 0);
     const unsigned keys =
         cta.keys_at() + (Fragments::by_rows ? 0
-                                            : consumer * Fragments::columns /
+                                            : (consumer * Fragments::columns + Chunk * query_columns) /
                                                   KeyTile::line_columns * KeyTile::slab_bytes);
     const unsigned long long ds = PairTile::k_along_columns() + rows / 16;
     const unsigned long long k = KeyTile::k_along_rows() + keys / 16;
@@ -190,11 +194,11 @@ struct HopperGradientProducts {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / 16; ++step) {
-      WgmmaRows<Element, Fragments::columns>::multiply(sums, ds + PairTile::column_step(step) / 16,
+      WgmmaRows<Element, query_columns>::multiply(sums, ds + PairTile::column_step(step) / 16,
                                                        k + KeyTile::row_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
-    pair_ring.advance();
+    if constexpr (Chunk == query_chunks - 1) pair_ring.advance();
   }
 
   // Of a tile of keys, where the consumer's begin; of one of queries, where a part begins.

@@ -1,10 +1,11 @@
 // The consumers of the Hopper kernel of gradients where dk and dv of 64 keys are more than a
 // warpgroup's registers hold: they share the keys of the block, one has dv and the other dk, and
-// each sums up half of dq's columns. p goes from one to the other through shared memory, ds back:
+// each sums up half of dq's columns, in chunks. p goes from one to the other through shared memory,
+// ds back. Adds run under the products that come next:
 //
-//   of values  s'(i)  p(i) -> dv(i) ................. dq(i)  add
-//   of keys    dp'(i) ........... ds(i) -> dk(i)      dq(i)  add
-//                        p             ds
+//   of values  p(i) -> dv(i) ...... dq(i), first  | dq(i), second | s'(i + 1)
+//   of keys    ......... ds(i) -> dk(i)  dq(i), first | dq(i), second | dp'(i + 1)
+//                p        ds                        add first       add second
 //
 // dq's sums go to memory from registers: in shared memory there is no place for them, nor
 // bandwidth.
@@ -40,28 +41,52 @@ struct HopperWideProducts : HopperGradientProducts<Config> {
 
   using Base::Base;
 
-  // Adds the consumer's columns of dq to those in memory when it is the block's turn. The first
-  // block stores, so that nothing clears the sums.
+  // Makes the consumer's columns of dq and adds them to those in memory when it is the block's
+  // turn, the last of them with `next` under way.
+  template <class Next>
+  __device__ void add_query_sums(QueryParts& first, const Step& step, Next next) {
+    Base::template await<0>(first);
+    if constexpr (Base::query_chunks == 1) {
+      next();
+      add<0>(first, step);
+    } else {
+      QueryParts second;
+      Base::template start_query_sums<1>(second);
+      add<0>(first, step);
+      Base::template await<0>(second);
+      next();
+      add<1>(second, step);
+    }
+  }
+
+  // The first block stores, so that nothing clears the sums.
+  template <int Chunk>
   __device__ void add(const QueryParts& sums, const Step& step) {
+    constexpr int column_tiles = Base::query_columns / 8;
+    static_assert(Base::query_chunks <= 2, "first and second");
     const QuerySums<Config> all(cta.p);
     const int warp = 4 * consumer + threadIdx.x / 32 % 4;
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile) +
-        Fragments::place(warp, 0, 0, threadIdx.x % 32);
+        Fragments::place(warp, 0, Chunk * column_tiles, threadIdx.x % 32);
     const bool is_first = cta.order.turn_of(step.tile) == 0;
-    ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
+    if (Chunk == 0) ptx::mbarrier_wait(cta.turn_full(turn_ring.slot), turn_ring.parity);
+    const auto put = [&](auto put_at) {
 #pragma unroll
-    for (int j = 0; j < Fragments::column_tiles; ++j) {
-      const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
-      float* at = target + Fragments::place(0, 0, j, 0);
-      if (is_first) {
-        ptx::st_global_v4(at, of);
-      } else {
-        ptx::red_add_v4(at, of);
+      for (int j = 0; j < column_tiles; ++j) {
+        const float of[4] = {sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]};
+        put_at(target + Fragments::place(0, 0, j, 0), of);
       }
+    };
+    if (is_first) {
+      put([](float* at, const float(&of)[4]) { ptx::st_global_v4(at, of); });
+    } else {
+      put([](float* at, const float(&of)[4]) { ptx::red_add_v4(at, of); });
     }
-    Cta::tell(cta.added(turn_ring.slot));
-    turn_ring.advance();
+    if constexpr (Chunk == Base::query_chunks - 1) {
+      Cta::tell(cta.added(turn_ring.slot));
+      turn_ring.advance();
+    }
   }
 
   // Where a lane's p lie, four registers at a time.
@@ -98,7 +123,9 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void sweep() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
-    make_scores();
+    Scores first;
+    start_next(first);
+    await_next(first);
     while (!cta.is_last(step)) {
       visit<false>(step);
       step = cta.step_behind(step);
@@ -106,10 +133,11 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     visit<true>(step);
   }
 
-  __device__ void make_scores() {
+  __device__ void start_next(Scores& next) {
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-    Scores next;
     Base::start_scores(next, no_operand, q_ring.slot, 0);
+  }
+  __device__ void await_next(Scores& next) {
     Base::take_lse(lse_log2, 0);
     Base::template await<0>(next);
 #pragma unroll
@@ -130,16 +158,21 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     }
     QueryParts query_sums;
     if constexpr (wants_ds) ptx::mbarrier_wait(cta.pairs_full(), parity);
-    if constexpr (wants_q) Base::start_query_sums(query_sums);
+    if constexpr (wants_q) Base::template start_query_sums<0>(query_sums);
     Base::template await<wants_q>(sums_v);
     Cta::tell(cta.dout_empty(dout_ring.slot));
     dout_ring.advance();
+    Scores next;
+    const auto start = [&] {
+      if constexpr (!Last) start_next(next);
+    };
     if constexpr (wants_q) {
-      Base::template await<0>(query_sums);
-      Base::add(query_sums, step);
+      Base::add_query_sums(query_sums, step, start);
+    } else {
+      start();
     }
     parity ^= 1;
-    if constexpr (!Last) make_scores();
+    if constexpr (!Last) await_next(next);
   }
 
   // Takes p, and gives the other consumer that, or where slopes are changed its product with them.
@@ -183,6 +216,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   using typename Base::Step;
 
   float sums_k[Base::dim / 2];
+  Scores gradients;  // of p of the next tile, under way
 
   using Base::Base;
 
@@ -197,15 +231,31 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   __device__ void sweep() {
     ptx::mbarrier_wait(cta.values_full(), 0);
     if constexpr (wants_q) ptx::mbarrier_wait(cta.keys_full(), 0);
-    for (Step step = cta.first_step();; step = cta.step_behind(step)) {
-      visit(step);
-      if (cta.is_last(step)) break;
+    Step step = cta.first_step();
+    start_next();
+    while (!cta.is_last(step)) {
+      visit<false>(step);
+      step = cta.step_behind(step);
+    }
+    visit<true>(step);
+  }
+
+  // Gradients of p of the next tile.
+  __device__ void start_next() {
+    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
+    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
+    if constexpr (wants_ds) {
+      typename Base::RowsOfLane minus_delta;
+      Base::take_minus_delta(minus_delta, 0);
+      Base::spread(gradients, minus_delta);
+      Base::start_gradients(gradients, no_operand, 0, [](int) {});
     }
   }
 
+  // Of a tile whose gradients of p are under way. Ends with those of the next one so, unless it is
+  // the last.
+  template <bool Last>
   __device__ void visit(const Step& step) {
-    ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
-    ptx::mbarrier_wait(cta.dout_full(dout_ring.slot), dout_ring.parity);
     LeftOperand left_ds;
     if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
     Cta::tell(cta.dout_empty(dout_ring.slot));
@@ -215,24 +265,24 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     if constexpr (wants_q) {
       // Of its own other warps.
       ptx::mbarrier_wait(cta.pairs_full(), parity);
-      Base::start_query_sums(query_sums);
+      Base::template start_query_sums<0>(query_sums);
     }
     Base::template await<wants_q>(sums_k);
     Cta::tell(cta.q_empty(q_ring.slot));
     q_ring.advance();
+    const auto start = [&] {
+      if constexpr (!Last) start_next();
+    };
     if constexpr (wants_q) {
-      Base::template await<0>(query_sums);
-      Base::add(query_sums, step);
+      Base::add_query_sums(query_sums, step, start);
+    } else {
+      start();
     }
     parity ^= 1;
   }
 
   __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
-    typename Base::RowsOfLane minus_delta;
-    Base::take_minus_delta(minus_delta, 0);
-    Scores gradients, scores;
-    Base::spread(gradients, minus_delta);
-    Base::start_gradients(gradients, no_operand, 0, [](int) {});
+    Scores scores;
     ptx::mbarrier_wait(cta.weights_full(), parity);
     take(scores);
     Base::look_for_seen(scores);

@@ -135,6 +135,17 @@ class GradientCall:
         return self.forward.kind == "packed"
 
     @property
+    def equal_addends(self) -> int:
+        """Of how many addends, all equal, gradients are sums; 0 if they differ."""
+        rows, heads = -3, -2
+        if self.forward.options.get("layout") == "bhsd":
+            rows, heads = heads, rows
+        if self.forward.options.get("softmax_scale") != 0 or self.dout.strides[rows] != 0:
+            return 0
+        group = self.dout.shape[heads] // self.forward.arrays["k"].shape[heads]
+        return self.dout.shape[rows] * group
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of the gradients that the call gives, in order."""
         return (*ROWS, *self._captures) if self.wrt is None else self.wrt

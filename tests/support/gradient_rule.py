@@ -3,7 +3,8 @@
 The error of a gradient g is allowed to be, with maxima over one sequence (short sequences have
 large gradients: what they allow would hide errors in those of long ones),
 
-    2 max|naive - g| + 4 ulp(max|g|) + (4 + 2 max|lse|) ulp'(max S) + errors of scores
+    2 max|naive - g| + 4 ulp(max|g|) + (4 + 2 max|lse|) ulp'(max S)
+        + n/3 ulp'(max S), of n equal addends + errors of scores
 
 - *Twice the naive error*, the house rule: P, dX, the output and the result rounded to the inputs'
   dtype, as separate kernels would have it. Another order of sums rounds the same numbers.
@@ -14,6 +15,10 @@ large gradients: what they allow would hide errors in those of long ones),
   large is too: an error of some |lse| ulp' in proportion to P, which the naive formula, that
   divides by its own sum, need not have. And dP - D loses an ulp' or so of |dP| + |D|, which is
   everything where a query sees a single key.
+- *Equal addends*, where all scores are 0 and all rows of dout are one: what an addition rounds off
+  is then the same as long as the sum's exponent is. Of n additions half come with the last
+  exponent, half an ulp off at most, a quarter with the one before, whose ulp is half of that, and
+  so on: n/3 ulp'(max S). Naive sums of few parts each show less of it.
 - *Errors of scores*, see `GradientCall.score_errors`: each pair's P and dT are off by as much of
   themselves as its score is off, the slope besides by what that is; summed up as if nothing
   cancelled. For in float64 the naive result has the reference's own errors, and shows none of them.
@@ -28,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from cupy_flash.host.passes import compute_dtype
 from cupy_flash.reference.dense import max_error
 from cupy_flash.reference.gradients import gradient_bound
 from support.gradient_calls import WHOLE, GradientCall
@@ -70,7 +76,9 @@ def allowed_error(call: GradientCall, name: str, at: Any, lse: Any) -> float:
     )
     # The output and the log-sum-exp are given, so nothing that a sink's gradient is made of is off.
     off = 0.0 if name == "sinks" else float(truth.score_errors[name][at].max(initial=0))
-    return bound + off
+    size = np.asarray(truth.sizes[name][at]).max(initial=0)
+    ulp = np.spacing(size.astype(compute_dtype(np.dtype(DTYPES[call.forward.dtype]))))
+    return bound + off + call.equal_addends / 3 * float(ulp)
 
 
 def _check_part(call: GradientCall, name: str, gradient: np.ndarray, at: Any, lse: Any) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import recorded
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.mods.keywords import ARRAYS
@@ -201,11 +200,11 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     """Out and lse, kept with what they are of."""
     ctx.set_materialize_grads(False)
     ctx.call = call
+    found = None
     # Modified calls, which take longer anyway, look at all arrays twice.
-    if call.modifications or call.names != ROWS or not is_torch_on_gpu(*inputs, *call.lengths):
-        results, ctx.recorded = call.run(_without_graph(inputs)), None
-    else:
-        results, ctx.recorded = recorded.run(call.arguments(inputs), call.options)
+    if not call.modifications and call.names == ROWS:
+        found = recorded.run(call.arguments(inputs), call.options)
+    results, ctx.recorded = found or (call.run(_without_graph(inputs)), None)
     ctx.save_for_backward(*inputs, *results)
     return results
 

@@ -40,7 +40,7 @@ def normalize(name: str, array: Any) -> Any:
     TypeError
         For anything else.
     """
-    if is_torch_on_gpu(array):
+    if array is not None and is_torch_on_gpu(array):
         if streams := torch_streams(name, array):
             order(*streams)
         return array

@@ -7,9 +7,9 @@ of it in 1 us.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,22 @@ def tensor_types() -> tuple[Any, ...]:
     return () if sys.modules.get("torch") is None else _plain_types()
 
 
-def new_tensor(like: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """A C-contiguous tensor beside another, of torch's memory and on its current stream."""
-    other = _torch_dtypes()[dtype.num]
-    # With strides torch takes 0.8 us less than without, and 1.3 us less where no dtype is named.
-    if other is like.dtype:
-        return like.new_empty_strided(shape, _strides(shape))
-    return like.new_empty_strided(shape, _strides(shape), dtype=other)
+def tensor_maker(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Callable[[], Any]:
+    """What makes C-contiguous tensors of torch's memory on its current stream.
+
+    Parameters
+    ----------
+    shape, dtype
+        Of the tensors.
+    device
+        As torch knows it; a number is a GPU's.
+    """
+    import torch
+
+    # Like one element that stands for all: a shape and strides as arguments take 2 us more.
+    one = torch.empty((), dtype=_torch_dtypes()[dtype.num], device=device)
+    contiguous = torch.contiguous_format
+    return functools.partial(torch.empty_like, one.expand(shape), memory_format=contiguous)
 
 
 def two_streams(tensor: Any) -> tuple[int, int] | None:
@@ -99,12 +108,6 @@ def tensor_as_cupy(tensor: Any) -> Any:
     memory = cuda.UnownedMemory(tensor.data_ptr(), size, tensor, tensor.get_device())
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
     return _cupy().ndarray(tuple(tensor.shape), dtype, cuda.MemoryPointer(memory, 0), strides)
-
-
-@functools.lru_cache(4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a C-contiguous tensor, in elements."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @functools.cache

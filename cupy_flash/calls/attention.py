@@ -21,7 +21,7 @@ from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.calls.results import Maker, maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_maps import MapKey
@@ -52,9 +52,7 @@ class Call:
     Attributes
     ----------
     out, lse
-        Shape and dtype of the results; lse is None where it is not asked for.
-    of_torch
-        Whether results are tensors.
+        What makes the results; lse is None where it is not asked for.
     apart
         Of all arrays of the call.
     counters, scratch
@@ -79,9 +77,8 @@ class Call:
         Calls of its gradients, see `recorded.py`.
     """
 
-    out: ResultSpec
-    lse: ResultSpec | None
-    of_torch: bool
+    out: Maker
+    lse: Maker | None
     apart: OverlapCheck
     counters: int
     scratch: int
@@ -104,14 +101,13 @@ class Call:
             require_length("cache_seqlens", keys, self.limits)
         if self.apart.pairs:
             self.apart.check(addresses)
-        like = arguments.q if self.qkv_step is None else arguments.qkv
         out, lse, lse_at = arguments.out, None, 0
         if out is None:
-            out, out_at = empty(like, self.out, of_torch=self.of_torch)
+            out, out_at = self.out()
         else:
             out_at = addresses[self.out_index]
         if self.lse is not None:
-            lse, lse_at = empty(like, self.lse, of_torch=self.of_torch)
+            lse, lse_at = self.lse()
         if not self.launches and self.append is None and not self.is_cleared:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
@@ -219,9 +215,10 @@ def prepare(
         fixed["block_map"] = ready.map.fields
         sources |= {"block_map.memory": _MAP}
     return Call(
-        out=((*q.shape[:-1], problem.head_dim_v), q.dtype),
-        lse=(problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None,
-        of_torch=of_torch,
+        out=maker(((*q.shape[:-1], problem.head_dim_v), q.dtype), of_torch=of_torch),
+        lse=maker((problem.lse_shape, np.dtype(problem.lse_dtype)), of_torch=of_torch)
+        if options.return_lse
+        else None,
         apart=apart,
         counters=plan.schedule.counters,
         scratch=scratch,

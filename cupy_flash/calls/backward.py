@@ -17,7 +17,7 @@ from cupy_flash.calls.gradients import (
 )
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.calls.results import Maker, maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.environment import cupy_module
@@ -43,12 +43,10 @@ class Call:
     Attributes
     ----------
     results
-        Shape and dtype of each gradient, in order.
+        What makes each gradient, in order.
     places
         Of the arrays among the call's that gradients may be written to; None where there is no such
         argument.
-    of_torch
-        Whether results are tensors.
     apart
         Of all arrays of the call.
     scratch
@@ -57,19 +55,17 @@ class Call:
         Where in it parts begin that kernels are given an address of.
     launches
         None where there is no query.
-    is_cleared
-        Whether results are zeros first: rows of no sequence have no kernel, nor have keys without
-        queries.
+    are_cleared
+        Which results are zeros first: those that no kernel writes all of.
     """
 
-    results: tuple[ResultSpec, ...]
+    results: tuple[Maker, ...]
     places: tuple[int | None, ...]
-    of_torch: bool
     apart: OverlapCheck
     scratch: int
     parts: tuple[int, ...]
     launches: Launches
-    is_cleared: bool
+    are_cleared: tuple[bool, ...]
 
     def run(
         self, arguments: GradientArguments, addresses: tuple[int, ...], *_: Any
@@ -78,15 +74,17 @@ class Call:
         self.apart.check(addresses)
         found: list[Any] = []
         values = addresses
-        for place, spec in zip(self.places, self.results, strict=True):
+        for place, make, is_cleared in zip(
+            self.places, self.results, self.are_cleared, strict=True
+        ):
             array = None if place is None else arguments[place]
             if place is None or array is None:
-                array, at = empty(arguments.q, spec, of_torch=self.of_torch)
+                array, at = make()
             else:
                 at = addresses[place]
             found.append(array)
             values += (at,)
-            if self.is_cleared:
+            if is_cleared:
                 as_cupy(array).fill(0)
         memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
         scratch = 0 if memory is None else memory.ptr
@@ -146,9 +144,10 @@ def prepare(
     results = tuple(_RESULT + name for name in options.wrt)
     names, maps = (*fields, *results, _WORKSPACE, *parts), plan.schedule.tensor_maps
     return Call(
-        results=tuple(result_spec(arguments, options, name) for name in options.wrt),
+        results=tuple(
+            maker(result_spec(arguments, options, name), of_torch=of_torch) for name in options.wrt
+        ),
         places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
-        of_torch=of_torch,
         apart=apart,
         scratch=plan.workspace,
         parts=tuple(parts.values()),
@@ -157,7 +156,10 @@ def prepare(
             PackedStruct(params_dtype(problem), fixed, sources, names),
             TensorMaps(maps, names) if maps else None,
         ),
-        is_cleared=problem.is_empty or not problem.layout.is_equal,
+        are_cleared=tuple(
+            problem.is_empty or (name not in ROWS and not problem.layout.is_equal)
+            for name in options.wrt
+        ),
     )
 
 

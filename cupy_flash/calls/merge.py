@@ -8,7 +8,7 @@ from typing import Any
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import is_aligned, readable_in_place
 from cupy_flash.calls.partials import Partials, spec_of_call
-from cupy_flash.calls.results import ResultSpec, empty
+from cupy_flash.calls.results import Maker, maker
 from cupy_flash.gpu import combine
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.device import Device
@@ -21,19 +21,18 @@ _NAMES = (*Partials._fields, "result", "lse")
 class Call:
     """What does not change about a merge while its key stays the same."""
 
-    out: ResultSpec
-    lse: ResultSpec
+    out: Maker
+    lse: Maker
     apart: OverlapCheck
     kernel: combine.Combine
 
     def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
         """Enqueue the merge of arrays at these addresses; out and lse."""
         self.apart.check(addresses)
-        like, out = partials.out_partial, partials.out
-        at = addresses[2]
+        out, at = partials.out, addresses[2]
         if out is None:
-            out, at = empty(like, self.out, of_torch=False)
-        lse, lse_at = empty(like, self.lse, of_torch=False)
+            out, at = self.out()
+        lse, lse_at = self.lse()
         self.kernel.run((*addresses, at, lse_at))
         return out, lse
 
@@ -53,8 +52,8 @@ def prepare(partials: Partials, device: Device) -> Call:
     spec = spec_of_call(*partials)
     out_partial, lse_partial = partials.out_partial, partials.lse_partial
     return Call(
-        out=(out_partial.shape[1:], out_partial.dtype),
-        lse=(lse_partial.shape[1:], lse_partial.dtype),
+        out=maker((out_partial.shape[1:], out_partial.dtype), of_torch=False),
+        lse=maker((lse_partial.shape[1:], lse_partial.dtype), of_torch=False),
         apart=OverlapCheck(partials._fields, partials, ("out",)),
         kernel=combine.prepare(spec, device, _NAMES),
     )

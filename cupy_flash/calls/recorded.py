@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.kinds import torch_streams
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_types
 from cupy_flash.calls import attention, on_gpu
 from cupy_flash.calls.arguments import Arguments, require_given
 from cupy_flash.calls.gradients import GradientArguments
@@ -37,16 +37,21 @@ class Recorded(NamedTuple):
     addresses: tuple[int, ...]
 
 
-def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Recorded | None]:
+def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Recorded | None] | None:
     """Attention of tensors on a GPU with plain options: out and lse, and the record of the call.
 
-    There is none where kernels read a copy of an array.
+    There is none where kernels read a copy of an array, and nothing at all unless all arrays are
+    plain tensors on a GPU.
     """
-    require_given(arguments, options.kind)
+    found = _find_known(arguments, options)
+    if found is None:
+        if not is_torch_on_gpu(*arguments.of_kind(options.kind)):
+            return None
+        require_given(arguments, options.kind)
     streams = torch_streams("q", arguments.q)
     if streams is not None:
         order(*streams)
-    call, readable, addresses = on_gpu.find(arguments, options)
+    call, readable, addresses = found or on_gpu.find(arguments, options)
     out, lse = call.run(readable, addresses, 0, NO_FUNCTIONS)
     if streams is not None:
         order(*reversed(streams))
@@ -54,6 +59,20 @@ def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Record
         return (as_tensor(out), as_tensor(lse)), None
     at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
     return (out, lse), Recorded(call, options, at)
+
+
+def _find_known(arguments: Arguments, options: Options) -> Any:
+    """What `on_gpu.find` gives, where a call like it was made; of no tensor all is asked again."""
+    if not arguments.q.is_cuda:
+        return None
+    plain = tensor_types()
+    for array in arguments.of_kind(options.kind):
+        if array is not None and array.__class__ not in plain:
+            return None
+    try:
+        return on_gpu.find(arguments, options, only_known=True)
+    except (RuntimeError, ImportError):  # of tensors without strides or memory; without CuPy
+        return None
 
 
 def gradients(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.arrays.kinds import to_torch
-from cupy_flash.arrays.torch_arrays import new_tensor, tensor_types
+from cupy_flash.arrays.torch_arrays import tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
 # A shape and a dtype.
 ResultSpec = tuple[tuple[int, ...], np.dtype]
+# Makes a new array and says its address.
+Maker = Callable[[], tuple[Any, int]]
 
 
 def is_tensor(array: Any) -> bool:
@@ -24,11 +27,22 @@ def as_tensor(array: Any) -> Any:
     return array if is_tensor(array) else to_torch(array)
 
 
-def empty(like: Any, spec: ResultSpec, *, of_torch: bool) -> tuple[Any, int]:
-    """A new array on the current device and its address: a tensor beside a tensor, else CuPy's."""
+def maker(spec: ResultSpec, *, of_torch: bool) -> Maker:
+    """What makes C-contiguous arrays on the current device: tensors, else CuPy's."""
     shape, dtype = spec
-    if of_torch:
-        tensor = new_tensor(like, shape, dtype)
+    cupy = cupy_module()
+    if not of_torch:
+        ndarray = cupy.ndarray
+
+        def new_array() -> tuple[Any, int]:
+            array = ndarray(shape, dtype)
+            return array, array.data.ptr
+
+        return new_array
+    make = tensor_maker(shape, dtype, cupy.cuda.runtime.getDevice())
+
+    def new_tensor() -> tuple[Any, int]:
+        tensor = make()
         return tensor, tensor.data_ptr()
-    array = cupy_module().ndarray(shape, dtype)
-    return array, array.data.ptr
+
+    return new_tensor

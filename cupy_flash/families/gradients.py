@@ -37,8 +37,18 @@ def row_lanes(problem: Problem) -> int:
 
 def blocks_of(problem: Problem, keys: int, queries: int) -> tuple[int, int]:
     """Thread blocks of tiles of so many keys, and of so many queries."""
-    of_keys = ceil_div(problem.seqlen_k, keys) * problem.batch * problem.heads_kv
-    return of_keys, ceil_div(problem.seqlen_q, queries) * problem.batch * problem.heads_q
+    p, layout = problem, problem.layout
+    of_keys = (
+        layout.total_k // keys + p.batch
+        if layout.packed_k
+        else ceil_div(p.seqlen_k, keys) * p.batch
+    )
+    of_queries = (
+        layout.total_q // queries + p.batch
+        if layout.packed_q
+        else ceil_div(p.seqlen_q, queries) * p.batch
+    )
+    return of_keys * p.heads_kv, of_queries * p.heads_q
 
 
 def why_not_grid(problem: Problem, keys: int, queries: int) -> str | None:
@@ -160,5 +170,5 @@ def config(
         "row_lanes": row_lanes(problem),
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
-        "clears_queries": last_writes and problem.gradient.wants("q") and problem.layout.is_equal,
+        "clears_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

@@ -44,6 +44,8 @@ _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8
 # Besides those of slots.
 _OTHER_BARRIERS = 11
+# Which keys a block owns, and which queries stream by.
+_PLACE_BYTES = 96
 # Of a query row: its log-sum-exp and delta.
 _TERMS_BYTES = 8
 # Tiles of ds that consumers exchange: while one is written, products still read the other.
@@ -172,7 +174,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         slots = tile.q_stages + tile.dout_stages
         # A slot is full or empty, of sequences it has arrived before.
         barriers = (2 if problem.layout.is_equal else 3) * slots + _OTHER_BARRIERS
-        return total + barriers * _BARRIER_BYTES
+        return total + barriers * _BARRIER_BYTES + _PLACE_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
         """Of a block of the main kernel: two consumers', and the helpers'."""

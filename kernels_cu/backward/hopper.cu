@@ -23,12 +23,16 @@
 template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const GradientWork work = find_gradient_work<Config::Bc, true>(
-      p.seqlen_k, p.batch, p.heads_kv, p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
+  const GradientWork work = find_gradient_work<Config, Config::Bc, true, true>(p, blockIdx.x);
+  const Sequence at = sequence_of_turns<Config>(p, work);
   if (work.begin >= at.seqlen_k) return;
-  const HopperGradientCta<Config> cta(p, maps, ptx::shared_address(shared_memory), work, at);
+  using Cta = HopperGradientCta<Config>;
+  using Place = HopperGradientPlace<Config>;
+  const Place own(p, work, at);
+  Place* const shared_place = reinterpret_cast<Place*>(shared_memory + Cta::place_offset);
+  const Cta cta(p, maps, ptx::shared_address(shared_memory), Place::is_shared ? *shared_place : own);
   if (threadIdx.x == 0) {
+    if (Place::is_shared) *shared_place = own;
     cta.init_barriers();
     ptx::prefetch_tensormap(&maps.q);
     ptx::prefetch_tensormap(&maps.k);

@@ -185,8 +185,7 @@ struct ImageMaker {
 
   __device__ void of_queries(const GradientParams& p, int block) const {
     constexpr int Br = Config::Br;
-    const GradientWork work =
-        find_gradient_work<Br, false>(p.seqlen_q, p.batch, p.heads_q, p.section_heads, block);
+    const GradientWork work = find_gradient_work<Config, Br, false, false>(p, block);
     const Sequence at = sequence_of<Config>(p, work.batch);
     if (work.begin >= at.seqlen_q) return;
     using Image = typename Images::OfQueries;
@@ -217,9 +216,7 @@ struct ImageMaker {
 
   __device__ void of_keys(const GradientParams& p, int block) const {
     constexpr int Bc = Config::Bc;
-    const GradientWork work =
-        find_gradient_work<Bc, false>(p.seqlen_k, p.batch, p.heads_kv,
-                                      p.section_heads / (p.heads_q / p.heads_kv), block);
+    const GradientWork work = find_gradient_work<Config, Bc, true, false>(p, block);
     const Sequence at = sequence_of<Config>(p, work.batch);
     if (work.begin >= at.seqlen_k) return;
     using Image = typename Images::OfKeys;
@@ -243,7 +240,7 @@ template <class Config>
 __device__ void make_tile_images(const GradientParams& p) {
   using Maker = ImageMaker<Config>;
   __shared__ typename Maker::Shared shared;
-  const int of_queries = ceil_div(p.seqlen_q, Config::Br) * p.batch * p.heads_q;
+  const int of_queries = GradientRows<false>(p).template blocks<Config::Br>(p.batch);
   const int block = blockIdx.x;
   if (block < of_queries) {
     Maker{shared}.of_queries(p, block);

@@ -773,10 +773,8 @@ template <class Config>
 __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // The first keys of a causal mask are seen by most queries.
-  const GradientWork work =
-      find_gradient_work<Config::Bc, false>(p.seqlen_k, p.batch, p.heads_kv,
-                                            p.section_heads / (p.heads_q / p.heads_kv), blockIdx.x);
-  const Sequence at = sequence_of<Config>(p, work.batch);
+  const GradientWork work = find_gradient_work<Config, Config::Bc, true, false>(p, blockIdx.x);
+  const Sequence at = sequence_of_turns<Config>(p, work);
   if (work.begin >= at.seqlen_k) return;
   MmaGradients<Config>(p, work, at, shared_memory).run();
 }

@@ -174,8 +174,7 @@ struct QueryGradientTile {
   };
 
   __device__ static void write(const GradientParams& p, Shared& shared) {
-    const GradientWork work = find_gradient_work<Br, false>(p.seqlen_q, p.batch, p.heads_q,
-                                                            p.section_heads, blockIdx.x);
+    const GradientWork work = find_gradient_work<Config, Br, false, false>(p, blockIdx.x);
     const Sequence at = sequence_of<Config>(p, work.batch);
     if (work.begin >= at.seqlen_q) return;
     const QuerySums<Config> all(p);

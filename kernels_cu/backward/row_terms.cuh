@@ -1,8 +1,10 @@
-// The first kernel of a backward pass: what each query row brings to the gradients of its scores.
+// The first kernel of a backward pass: what each query row brings to the gradients of its scores;
+// and what the others take for done.
 #pragma once
 
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
+#include "backward/unseen_rows.cuh"
 #include "tile/access.cuh"
 #include "grid/schedule.cuh"
 
@@ -24,6 +26,7 @@ struct RowTermsOf {
         sums.counters[i] = 0;
       }
     }
+    UnseenRows<Config>::clear(p);
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const int64 rows = p.heads_q * (is_packed ? int64(p.total_q) : int64(p.batch) * p.seqlen_q);
     const int64 number = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
@@ -37,7 +40,6 @@ struct RowTermsOf {
     const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
                           p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride);
     if (number >= rows) return;
-    if constexpr (Config::clears_queries) clear_unseeing(p, batch, head_q, row);
     if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
     T delta = sum;
@@ -47,19 +49,6 @@ struct RowTermsOf {
   }
 
  private:
-  // dq of a row without keys, whose tile may be visited by nobody. Of sequences all is 0 before.
-  __device__ static void clear_unseeing(const GradientParams& p, int batch, int head, int row) {
-    using Gradient = typename Config::Gradient;
-    const Mask<Config> mask(p, batch);
-    if (mask.visible_begin(row) < mask.visible_end(row)) return;
-    constexpr int elements = 16 / int(sizeof(Gradient));
-    Gradient* target = p.dq.head<Gradient>(batch, head) + row * p.dq.row_stride;
-    for (int column = threadIdx.x % lanes * elements; column < Config::head_dim;
-         column += lanes * elements) {
-      store_chunk<Gradient, Config::out_alignment>(target + column, {}, Config::head_dim - column);
-    }
-  }
-
   __device__ static T product(const Element* out, const Element* dout) {
     T sum = 0;
 #pragma unroll

@@ -209,10 +209,8 @@ template <class Config, bool OfKeys>
 __device__ void simt_gradients(const GradientParams& p) {
   using Kernel = SimtGradients<Config, OfKeys>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  const int heads = OfKeys ? p.heads_kv : p.heads_q;
-  const int section = OfKeys ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads;
-  const GradientWork work = find_gradient_work<Kernel::rows, !OfKeys>(
-      OfKeys ? p.seqlen_k : p.seqlen_q, p.batch, heads, section, blockIdx.x);
+  const GradientWork work =
+      find_gradient_work<Config, Kernel::rows, OfKeys, !OfKeys>(p, blockIdx.x);
   const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= (OfKeys ? at.seqlen_k : at.seqlen_q)) return;
   Kernel(p, work, at, *reinterpret_cast<typename Kernel::Shared*>(shared_memory)).run();

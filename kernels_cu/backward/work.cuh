@@ -2,26 +2,72 @@
 #pragma once
 
 #include "backward/params.cuh"
+#include "backward/places.cuh"
 #include "grid/schedule.cuh"
 
 struct GradientWork {
   int begin;  // first row of the tile
   int batch;
   int head;   // of the gradient's rows
+  int most;   // rows that the sequence's tiles have room for
 };
 
-// Heads are taken in sections, few enough that what their tiles read stays in L2 together; within a
-// section tiles go from the first to the last, or back, so that the longest of a causal mask come
-// first.
-template <int Rows, bool FromLast>
-__device__ GradientWork find_gradient_work(int rows, int batch, int heads, int section_heads,
-                                           int block) {
-  const int tiles = ceil_div(rows, Rows);
+// Of sequences of keys, or of queries.
+template <bool OfKeys>
+struct GradientRows {
+  int heads;
+  int section_heads;
+  int longest;
+  int total;          // of packed ones
+  const int* starts;  // or null
+
+  __device__ explicit GradientRows(const GradientParams& p)
+      : heads(OfKeys ? p.heads_kv : p.heads_q),
+        section_heads(OfKeys ? p.section_heads / (p.heads_q / p.heads_kv) : p.section_heads),
+        longest(OfKeys ? p.seqlen_k : p.seqlen_q),
+        total(OfKeys ? p.total_k : p.total_q),
+        starts(OfKeys ? p.cu_seqlens_k : p.cu_seqlens_q) {}
+
+  // As gradients.py has them.
+  template <int Rows>
+  __device__ int blocks(int batch) const {
+    return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch : total / Rows + batch);
+  }
+};
+
+// Heads are taken in sections, few enough that what their tiles read stays in L2 together: those of
+// sequences that are shorter than the longest in larger ones. Within a section tiles go from the
+// first to the last, or back, so that the longest of a causal mask come first.
+template <class Config, int Rows, bool OfKeys, bool FromLast>
+__device__ GradientWork find_gradient_work(const GradientParams& p, int block) {
+  const GradientRows<OfKeys> of(p);
+  const int longest = ceil_div(of.longest, Rows);
+  int tiles = longest, heads = p.batch * of.heads, section_heads = of.section_heads;
+  PackedPlaces places = {};
+  const bool is_packed = Config::sequences && of.starts != nullptr;
+  if (is_packed) {
+    places = find_places<Rows>(of.starts, p.batch, of.total, block / of.heads);
+    tiles = places.end - places.begin;
+    heads = of.heads;
+    section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
+    block -= places.begin * heads;
+  }
   const int section = block / (section_heads * tiles);
   const int first_head = section * section_heads;
-  const int heads_here = min(section_heads, batch * heads - first_head);
+  const int heads_here = min(section_heads, heads - first_head);
   const int place = block - first_head * tiles;
   const int tile = place / heads_here;
-  const int batch_head = first_head + place % heads_here;
-  return {(FromLast ? tiles - 1 - tile : tile) * Rows, batch_head / heads, batch_head % heads};
+  const int head = first_head + place % heads_here;
+  return {(FromLast ? tiles - 1 - tile : tile) * Rows,
+          is_packed ? places.sequence : head / of.heads, head % of.heads,
+          is_packed ? tiles * Rows : of.longest};
+}
+
+// Where the sequence lies whose blocks add to tiles of queries in turns, all of which have to be
+// there: of sequences that overlap, which is an error of the caller's, keys without a tile are left.
+template <class Config>
+__device__ Sequence sequence_of_turns(const GradientParams& p, const GradientWork& work) {
+  Sequence at = sequence_of<Config>(p, work.batch);
+  if (Config::sequences) at.seqlen_k = min(at.seqlen_k, work.most);
+  return at;
 }

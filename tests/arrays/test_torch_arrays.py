@@ -52,10 +52,12 @@ class Tensor:
     def get_device(self) -> int:
         return 0
 
-    def new_empty_strided(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: Any = None
-    ) -> Tensor:
-        return Tensor(self._gpu, shape, dtype or self.dtype, strides=strides)
+    def expand(self, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(self._gpu, shape, self.dtype, strides=(0,) * len(shape))
+
+    def new(self, memory_format: str) -> Tensor:
+        assert memory_format == "contiguous"
+        return Tensor(self._gpu, self.shape, self.dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0)
@@ -73,6 +75,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
+        contiguous_format="contiguous",
+        empty=lambda shape, dtype, device: Tensor(fake, shape, dtype),
+        empty_like=Tensor.new,
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
@@ -209,10 +214,11 @@ def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu)
 
 
 @pytest.mark.parametrize("name", ["float16", "float32"])
-def test_torch_makes_new_tensors_contiguous_beside_one_that_is_not(name):
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 1, 1, 1), (2, 0, 1, 3)])
+def test_torch_makes_contiguous_tensors(name, shape):
     torch = pytest.importorskip("torch")
-    like = torch.zeros((2, 3, 5, 4), dtype=torch.float16).transpose(1, 2)
-    new = torch_arrays.new_tensor(like, (2, 5, 3, 4), np.dtype(name))
-    assert (tuple(new.shape), new.dtype) == ((2, 5, 3, 4), getattr(torch, name))
-    assert new.is_contiguous()
-    assert new.device == like.device
+    make = torch_arrays.tensor_maker(shape, np.dtype(name), "cpu")
+    new, other = make(), make()
+    assert (tuple(new.shape), new.dtype) == (shape, getattr(torch, name))
+    assert new.stride() == torch.empty(shape).stride()
+    assert new.numel() == 0 or new.data_ptr() != other.data_ptr()

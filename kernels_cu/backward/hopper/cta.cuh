@@ -57,6 +57,26 @@ struct WarpgroupFragments {
   }
 };
 
+// Which keys a block owns, and which queries stream by. Head dims of 256 leave it no registers, and it
+// lies in shared memory: 468 in place of 451 TFLOP/s at 16384. Elsewhere that takes longer than to
+// spill some: 338 in place of 370 at 192, and of packed sequences at 128 509 in place of 536.
+template <class Config>
+struct HopperGradientPlace {
+  static constexpr bool is_shared = Config::padded_dim + Config::padded_dim_v == 512;
+
+  GradientWork work;
+  Sequence at;
+  Mask<Config> mask;
+  TurnOrder<Config::Br, Config::Bc, Config> order;
+
+  __device__ HopperGradientPlace(const GradientParams& p, const GradientWork& work,
+                                 const Sequence& at)
+      : work(work),
+        at(at),
+        mask(mask_of<Config>(p, at, work.batch)),
+        order(mask, work.begin, at.seqlen_q) {}
+};
+
 template <class Config>
 struct HopperGradientCta {
   using Element = typename Config::Element;
@@ -82,7 +102,7 @@ struct HopperGradientCta {
   static_assert(KeyTile::line_bytes == 128 && ValueTile::line_bytes == 128, "slabs of 64 columns");
 
   // Shared memory: k, v, the rings of q and dout, ds, the sums of dq or p that consumers exchange,
-  // row terms and barriers.
+  // row terms, barriers and the block's place.
   static constexpr int value_offset = KeyTile::bytes;
   static constexpr int query_offset = value_offset + ValueTile::bytes;
   static constexpr int dout_offset = query_offset + Config::q_stages * QueryTile::bytes;
@@ -102,7 +122,9 @@ struct HopperGradientCta {
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
       ring_barriers + other_barriers + (Config::sequences ? arrived_barriers : 0);
-  static_assert(barrier_offset + barriers * 8 == Config::shared_memory, "as the host planned");
+  static constexpr int place_offset = barrier_offset + barriers * 8, place_bytes = 96;
+  static_assert(sizeof(HopperGradientPlace<Config>) <= place_bytes, "room for it");
+  static_assert(place_offset + place_bytes == Config::shared_memory, "as the host planned");
 
   // Whether queries see other keys than their sequence's.
   static constexpr bool is_bounded = Config::causal || Config::modified;
@@ -110,20 +132,20 @@ struct HopperGradientCta {
   const GradientParams& p;
   const GradientMaps& maps;
   const unsigned shared;
-  const GradientWork work;
-  const Sequence at;
-  const Mask<Config> mask;
-  const TurnOrder<Br, Bc, Config> order;
+  const GradientWork& work;
+  const Sequence& at;
+  const Mask<Config>& mask;
+  const TurnOrder<Br, Bc, Config>& order;
 
   __device__ HopperGradientCta(const GradientParams& p, const GradientMaps& maps, unsigned shared,
-                               const GradientWork& work, const Sequence& at)
+                               const HopperGradientPlace<Config>& place)
       : p(p),
         maps(maps),
         shared(shared),
-        work(work),
-        at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        order(mask, work.begin, at.seqlen_q) {}
+        work(place.work),
+        at(place.at),
+        mask(place.mask),
+        order(place.order) {}
 
   // ---- The stream: of each query head of the group, tiles from the first to the last.
 

@@ -1,0 +1,71 @@
+"""Which places tiles of packed sequences have: `places.cuh` run on the host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.contract import KERNEL_DIR
+
+# As in `host_kernels/places.cpp`.
+ROWS = 24
+FOLDER = Path(__file__).resolve().parent / "host_kernels"
+COMPILER = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What prints whose places are whose."""
+    program = tmp_path_factory.mktemp("host") / "places"
+    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
+    source = str(FOLDER / "places.cpp")
+    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
+    return program
+
+
+def places_of(batches: list[tuple[int, np.ndarray]], program: Path) -> list[np.ndarray]:
+    """Of each total and starts: a row of sequence, begin and end for each place."""
+    lines = "".join(f"{len(s) - 1} {total} {' '.join(map(str, s))}\n" for total, s in batches)
+    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
+    found = [np.array(line.split(), int).reshape(-1, 3) for line in done.stdout.splitlines()]
+    assert len(found) == len(batches)
+    return found
+
+
+def test_the_tiles_of_each_sequence_have_places_and_few_are_empty(program: Path) -> None:
+    rng = np.random.default_rng(5)
+    batches = []
+    for _ in range(500):
+        lengths = rng.integers(0, rng.choice([2, 30, 300]), rng.integers(1, 12))
+        starts = rng.integers(0, 50) + np.concatenate([[0], np.cumsum(lengths)])
+        batches.append((int(starts[-1] + rng.integers(0, 50)), starts))
+    for (total, starts), places in zip(batches, places_of(batches, program), strict=True):
+        own = np.bincount(places[:, 0], minlength=len(starts) - 1)
+        tiles = -(-np.diff(starts) // ROWS)
+        assert (own >= tiles).all(), starts
+        # Rows of none are at the first and at the last.
+        assert (own - tiles)[1:-1].max(initial=0) <= 1, starts
+        assert len(places) == total // ROWS + len(tiles)
+
+
+def test_whatever_the_starts_are_a_place_is_one_sequences_and_all_agree_on_it(
+    program: Path,
+) -> None:
+    rng = np.random.default_rng(6)
+    batches = []
+    for _ in range(500):
+        starts = rng.integers(-100, 500, rng.integers(2, 12))
+        starts[rng.integers(len(starts))] = rng.choice([-(2**31), 2**31 - 1, 7])
+        batches.append((int(rng.integers(1, 400)), starts))
+    for (_, starts), places in zip(batches, places_of(batches, program), strict=True):
+        for place, (sequence, begin, end) in enumerate(places.tolist()):
+            assert begin <= place < end, starts
+            assert (places[begin:end] == (sequence, begin, end)).all(), starts
+            assert (places[:, 0] == sequence).sum() == end - begin, starts

@@ -14,13 +14,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from cupy_flash.gpu.environment import gpu_unavailable
+from cupy_flash.gpu.environment import current_device, gpu_unavailable
+from cupy_flash.planning.planner import Plan, make_plan
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
 from ..cases.mods import Mods
 from ..measure import memory
 from ..measure.timing import Timed
+from ..records import environment
 from .contract import Prepared, Provider
 
 _REFUSAL = "kernel not used because"
@@ -381,7 +383,43 @@ class Eager(TorchProvider):
         return Attention(attend) if is_plain else _with_repeated_heads(case, attend, k, v)
 
 
+class OfTensors(TorchProvider):
+    """The library as torch's users call it: `cupy_flash.torch`, tensors in and out."""
+
+    name = "cupy_flash-torch"
+    ours = True
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        if not case.is_dense or case.mods:
+            return "it stands beside torch's own call: equal lengths, no modifications"
+        try:
+            self._plan(case)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def _plan(case: Case) -> Plan:
+        return make_plan(case.problem(), current_device())
+
+    def scratch_bytes(self, case: Case) -> int:
+        return self._plan(case).workspace
+
+    def attention(self, inputs: Inputs, q: Any, k: Any, v: Any) -> Attention:
+        module = importlib.import_module("cupy_flash.torch")
+        arguments = {**inputs.case.arguments, "layout": "bhsd"}
+        return Attention(functools.partial(module.flash_attention, **arguments))
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        plan = self._plan(inputs.case)
+        digest = environment.digest_of(plan.family, inputs.case.direction)
+        return dataclasses.replace(super().prepare(inputs), plan=plan, kernel_digest=digest)
+
+
 ALL: tuple[Provider, ...] = (
+    OfTensors(),
     ScaledDotProduct("torch-flash", "FLASH_ATTENTION"),
     ScaledDotProduct("torch-cudnn", "CUDNN_ATTENTION"),
     ScaledDotProduct("torch-efficient", "EFFICIENT_ATTENTION"),

@@ -289,3 +289,20 @@ def test_gradients_are_timed_in_graphs_and_checked(
     assert {row["check"] for row in ours} == {"passed"}
     assert {row["timed_by"] for row in ours} == {"graph"}
     assert all(row["timed_by"] == "graph" for row in torchs if row["reason"] is None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", [(), ("--backward",)], ids=["forward", "backward"])
+def test_calls_of_tensors_are_timed_beside_torchs_own(
+    tmp_path: Path, direction: tuple[str, ...]
+) -> None:
+    pytest.importorskip("torch")
+    _, data = recorded(
+        *(tmp_path, *direction, "--batch", "1", "--seqlen-q", "113", "--heads", "2"),
+        *("--head-dim", "64", "--repeats", "3", "--causal", "no,yes", "--host-time"),
+        *("--provider", "cupy_flash-torch,torch-flash"),
+    )
+    ours, torchs = (data["rows"][start::2] for start in range(2))
+
+    assert [row["check"] for row in ours] == ["passed"] * 2
+    assert all(row["host_us"] > 0 for row in (*ours, *torchs))

@@ -224,6 +224,30 @@ def test_of_grouped_heads_repeated_ones_are_summed_up(torch: FakeTorch, takes_gr
     assert passes(inputs, prepared)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_our_own_functions_of_tensors_are_called_as_torchs_are(
+    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    def flash_attention(
+        *tensors: Any, causal: bool, q_offset: int, softmax_scale: float | None, layout: str
+    ) -> Output:
+        assert (q_offset, layout) == (0, "bhsd")
+        options = {"is_causal": causal, "scale": softmax_scale}
+        return Output(tensors, options, torch.stream)
+
+    ours = SimpleNamespace(flash_attention=flash_attention)
+    monkeypatch.setitem(sys.modules, "cupy_flash.torch", ours)
+    inputs = inputs_of(layout=layout, causal=True, q_offset=0)
+    of_tensors = provider("cupy_flash-torch")
+    prepared = of_tensors.prepare(inputs)
+
+    assert of_tensors.ours
+    assert of_tensors.why_not(inputs.case) is None
+    assert prepared.plan is not None
+    assert prepared.kernel_digest is not None
+    assert passes(inputs, prepared)
+
+
 def test_a_replay_goes_backward_on_the_stream_that_it_went_forward_on(torch: FakeTorch) -> None:
     cudnn = provider("torch-cudnn")
     prepared = cudnn.prepare(inputs_of())
@@ -251,6 +275,7 @@ def test_what_cannot_be_captured_is_timed_by_calls(torch: FakeTorch) -> None:
     [
         ("torch-flash", {"causal": True}, "aligned top-left"),
         ("torch-cudnn", {"kind": "varlen", "seqlen_q": 203}, "takes no packed sequences"),
+        ("cupy_flash-torch", {"kind": "varlen", "seqlen_q": 203}, "beside torch's own call"),
         ("torch-flex", {}, "cannot be repeated"),
     ],
 )

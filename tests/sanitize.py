@@ -337,12 +337,19 @@ def call_modified(case: ModifiedCall, family: str | None) -> str | None:
 
 
 def backward_calls() -> Iterator[tuple[GradientCall, str]]:
-    """Gradients in each family, drawn as the tests draw them."""
+    """Gradients in each family, drawn as the tests draw them; and of rows that `hopper` takes."""
     for number, (family, kind, dtype) in enumerate(
         itertools.product(FAMILIES["backward"], GRADIENT_KINDS, DTYPES)
     ):
         rng = np.random.default_rng(number)
         yield random_gradient_call(rng, dtype, kind, longest=(150, 200)), family
+    for number, (head_dim, kind) in enumerate(
+        itertools.product((40, 64, 128, 192, 256), GRADIENT_KINDS)
+    ):
+        rng = np.random.default_rng(number)
+        dtype = ("float16", "bfloat16")[number % 2]
+        call = random_gradient_call(rng, dtype, kind, head_dims=(head_dim,), longest=(150, 200))
+        yield call, "hopper"
 
 
 def call_backward(case: GradientCall, family: str | None) -> str | None:

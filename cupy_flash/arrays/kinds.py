@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, to_jax
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_types, two_streams
+from cupy_flash.arrays.torch_arrays import (
+    is_torch_on_gpu,
+    on_stream_of,
+    order,
+    tensor_types,
+    two_streams,
+)
 from cupy_flash.errors import needs_cupy
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -41,7 +48,11 @@ def normalize(name: str, array: Any) -> Any:
         For anything else.
     """
     if array is not None and is_torch_on_gpu(array):
-        if streams := torch_streams(name, array):
+        try:
+            streams = two_streams(array)
+        except ImportError as error:
+            raise needs_cupy(name) from error
+        if streams:
             order(*streams)
         return array
     if isinstance(array, np.ma.MaskedArray):
@@ -77,10 +88,10 @@ def read(name: str, array: Any) -> Any:
     return as_cupy(normalize(name, array))
 
 
-def torch_streams(name: str, tensor: Any) -> tuple[int, int] | None:
-    """`two_streams`, which CuPy has to be there for."""
+def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:
+    """`on_stream_of`, which CuPy has to be there for."""
     try:
-        return two_streams(tensor)
+        return on_stream_of(tensor)
     except ImportError as error:
         raise needs_cupy(name) from error
 

@@ -6,11 +6,14 @@ of it in 1 us.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,6 +79,36 @@ def two_streams(tensor: Any) -> tuple[int, int] | None:
     if ours == theirs or device != cuda.runtime.getDevice():
         return None
     return theirs, ours
+
+
+class _OfTorch(NamedTuple):
+    """A stream as CuPy takes those of others."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def on_stream_of(tensor: Any) -> AbstractContextManager[Any]:
+    """Where CuPy's current stream is torch's, for calls of nothing but tensors.
+
+    Then they are part of what torch captures in a graph, and autograd, in a thread of its own, has
+    them on the stream that its forward calls were on.
+    """
+    streams = two_streams(tensor)
+    if streams is None:
+        return _AS_IT_IS
+    cuda = _cuda()
+    theirs, _ = streams
+    if hasattr(cuda.Stream, "from_external"):
+        stream: AbstractContextManager[Any] = cuda.Stream.from_external(_OfTorch(theirs))
+    else:  # CuPy 13
+        stream = cuda.ExternalStream(theirs, tensor.get_device())
+    return stream
 
 
 def order(first: int, second: int) -> None:
@@ -146,7 +179,8 @@ def _dtypes() -> dict[Any, np.dtype]:
 @functools.cache
 def _torch_dtypes() -> dict[int, Any]:
     # By number, as hashing a dtype takes a microsecond.
-    return {dtype.num: other for other, dtype in _dtypes().items()}
+    found = {dtype.num: other for other, dtype in _dtypes().items()}
+    return found | {np.dtype(np.uint8).num: importlib.import_module("torch").uint8}
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import Maker, maker
+from cupy_flash.calls.results import Maker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_maps import MapKey
@@ -55,8 +55,10 @@ class Call:
         What makes the results; lse is None where it is not asked for.
     apart
         Of all arrays of the call.
-    counters, scratch
-        Words, and bytes: of the plan's workspace, and behind it the rotated queries.
+    counters
+        Words.
+    scratch
+        What makes memory for the plan's workspace, and behind it the rotated queries.
     launches
         Of attention; none where there is nothing to compute.
     out_index
@@ -81,7 +83,7 @@ class Call:
     lse: Maker | None
     apart: OverlapCheck
     counters: int
-    scratch: int
+    scratch: Maker | None
     launches: Launches | None
     out_index: int
     qkv_step: int | None
@@ -112,8 +114,7 @@ class Call:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
         # Named until the launches are made: then the pool may hand it on, to what runs later.
-        memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
-        scratch = 0 if memory is None else memory.ptr
+        _memory, scratch = self.scratch() if self.scratch else (None, 0)
         # As `names` in `prepare`; a sum, as a tuple with a star in it takes twice the time.
         values = addresses + (  # noqa: RUF005
             out_at,
@@ -221,7 +222,7 @@ def prepare(
         else None,
         apart=apart,
         counters=plan.schedule.counters,
-        scratch=scratch,
+        scratch=memory_maker(scratch, of_torch=of_torch),
         launches=None
         if has_no_keys
         else Launches(

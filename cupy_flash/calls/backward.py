@@ -17,7 +17,7 @@ from cupy_flash.calls.gradients import (
 )
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import Maker, maker
+from cupy_flash.calls.results import Maker, maker, memory_maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.environment import cupy_module
@@ -50,7 +50,7 @@ class Call:
     apart
         Of all arrays of the call.
     scratch
-        Bytes of the plan's workspace.
+        What makes memory for the plan's workspace.
     parts
         Where in it parts begin that kernels are given an address of.
     launches
@@ -62,7 +62,7 @@ class Call:
     results: tuple[Maker, ...]
     places: tuple[int | None, ...]
     apart: OverlapCheck
-    scratch: int
+    scratch: Maker | None
     parts: tuple[int, ...]
     launches: Launches
     are_cleared: tuple[bool, ...]
@@ -86,8 +86,8 @@ class Call:
             values += (at,)
             if is_cleared:
                 as_cupy(array).fill(0)
-        memory = cupy_module().cuda.alloc(self.scratch) if self.scratch else None
-        scratch = 0 if memory is None else memory.ptr
+        # Named until the launches are made, as in forward calls.
+        _memory, scratch = self.scratch() if self.scratch else (None, 0)
         values += (scratch, *[scratch + part for part in self.parts])
         if self.launches:
             self.launches.run(values)
@@ -149,7 +149,7 @@ def prepare(
         ),
         places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
         apart=apart,
-        scratch=plan.workspace,
+        scratch=memory_maker(plan.workspace, of_torch=of_torch),
         parts=tuple(parts.values()),
         launches=Launches(
             plan,

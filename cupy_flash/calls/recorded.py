@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_flash.arrays.kinds import torch_streams
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order, tensor_types
+from cupy_flash.arrays.kinds import on_torch_stream
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, tensor_types
 from cupy_flash.calls import attention, on_gpu
 from cupy_flash.calls.arguments import Arguments, require_given
 from cupy_flash.calls.gradients import GradientArguments
@@ -48,15 +48,11 @@ def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Record
         if not is_torch_on_gpu(*arguments.of_kind(options.kind)):
             return None
         require_given(arguments, options.kind)
-    streams = torch_streams("q", arguments.q)
-    if streams is not None:
-        order(*streams)
-    call, readable, addresses = found or on_gpu.find(arguments, options)
-    out, lse = call.run(readable, addresses, 0, NO_FUNCTIONS)
-    if streams is not None:
-        order(*reversed(streams))
-    if readable is not arguments:
-        return (as_tensor(out), as_tensor(lse)), None
+    with on_torch_stream("q", arguments.q):
+        call, readable, addresses = found or on_gpu.find(arguments, options)
+        out, lse = call.run(readable, addresses, 0, NO_FUNCTIONS)
+        if readable is not arguments:
+            return (as_tensor(out), as_tensor(lse)), None
     at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
     return (out, lse), Recorded(call, options, at)
 
@@ -91,18 +87,14 @@ def gradients(
         return None
     calls, key, readable = recorded.call.pull_backs, (wrt, facts), arguments
     call = calls.get(key)
-    if call is None:
-        options = recorded.options.with_gradients(wrt)
-        call, readable, addresses = on_gpu.find(arguments, options)
-        if readable is arguments:
-            calls[key] = call
-    else:
-        of_lengths = [0 if array is None else array.data_ptr() for array in lengths]
-        addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *of_lengths)
-    streams = torch_streams("q", q)
-    if streams is not None:
-        order(*streams)
-    results: tuple[Any, ...] = call.run(readable, addresses)
-    if streams is not None:
-        order(*reversed(streams))
-    return results if readable is arguments else tuple(map(as_tensor, results))
+    with on_torch_stream("q", q):
+        if call is None:
+            options = recorded.options.with_gradients(wrt)
+            call, readable, addresses = on_gpu.find(arguments, options)
+            if readable is arguments:
+                calls[key] = call
+        else:
+            of_lengths = [0 if array is None else array.data_ptr() for array in lengths]
+            addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *of_lengths)
+        results: tuple[Any, ...] = call.run(readable, addresses)
+        return results if readable is arguments else tuple(map(as_tensor, results))

@@ -27,6 +27,24 @@ def as_tensor(array: Any) -> Any:
     return array if is_tensor(array) else to_torch(array)
 
 
+def memory_maker(size: int, *, of_torch: bool) -> Maker | None:
+    """What makes workspaces of so many bytes, of torch's memory or CuPy's; None of none.
+
+    Torch keeps the memory of its graphs apart, and so no pool of CuPy's has to.
+    """
+    if size == 0:
+        return None
+    if of_torch:
+        return maker(((size,), np.dtype(np.uint8)), of_torch=True)
+    alloc = cupy_module().cuda.alloc
+
+    def new_memory() -> tuple[Any, int]:
+        memory = alloc(size)
+        return memory, memory.ptr
+
+    return new_memory
+
+
 def maker(spec: ResultSpec, *, of_torch: bool) -> Maker:
     """What makes C-contiguous arrays on the current device: tensors, else CuPy's."""
     shape, dtype = spec

@@ -13,7 +13,7 @@ from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import as_cupy, is_readable_in_place
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
@@ -181,14 +181,10 @@ def _of_torch(
     """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
     require_given(arguments, options.kind)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
-    streams = kinds.torch_streams(name, like)
-    if streams is not None:
-        order(*streams)
-    result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
-    if streams is not None:
-        order(*reversed(streams))
-    result = as_tensor(result)
-    return (result, as_tensor(lse)) if options.return_lse else result
+    with kinds.on_torch_stream(name, like):
+        result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
+        result = as_tensor(result)
+        return (result, as_tensor(lse)) if options.return_lse else result
 
 
 def _of_jax(arguments: Arguments, options: Options) -> Any | None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import (
     no_array,
+    on_torch_stream,
     read,
     require_mutable,
-    torch_streams,
     way_back,
 )
 from cupy_flash.arrays.strided import (
@@ -23,7 +23,7 @@ from cupy_flash.arrays.strided import (
     require_shape,
     to_bshd,
 )
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, order
+from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import check_qkv, modified, normalized
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
@@ -116,13 +116,9 @@ def _of_torch(
     for name in _REQUIRED:
         if getattr(arguments, name) is None:
             raise no_array(name, None)
-    streams = torch_streams("q", arguments.q)
-    if streams is not None:
-        order(*streams)
-    results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
-    if streams is not None:
-        order(*reversed(streams))
-    return tuple([as_tensor(result) for result in results])
+    with on_torch_stream("q", arguments.q):
+        results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
+        return tuple([as_tensor(result) for result in results])
 
 
 def gradient_of_qkv(

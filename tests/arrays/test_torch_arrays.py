@@ -17,6 +17,8 @@ from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
 OURS, THEIRS = 0xA0, 0xB0
+# So many keys for a row that they are split.
+LENGTHS = {"q": 1, "k": 8192, "v": 8192}
 
 
 class Tensor:
@@ -81,7 +83,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
-        **{name: name for name in DTYPES},
+        **{name: name for name in (*DTYPES, "uint8")},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
@@ -127,20 +129,40 @@ def test_an_out_of_torch_is_written_and_returned(gpu):
         flash_attention(**tensors, out=over)
 
 
-def test_on_one_stream_nothing_is_ordered(gpu):
+@pytest.mark.parametrize("ours", [OURS, THEIRS])
+def test_a_call_of_tensors_is_enqueued_on_torchs_stream(gpu, ours):
+    gpu.stream, gpu.theirs = ours, THEIRS
     flash_attention(**qkv(gpu))
-    gpu.stream = gpu.theirs = OURS
-    flash_attention(**qkv(gpu))
-    assert gpu.order == []
-
-
-def test_a_call_waits_for_torchs_stream_and_torchs_stream_for_the_call(gpu):
-    gpu.stream, gpu.theirs = OURS, THEIRS
-    flash_attention(**qkv(gpu))
-    assert gpu.order == [(OURS, THEIRS), (THEIRS, OURS)]
-    gpu.order.clear()
     flash_attention(**qkv(gpu), out=Tensor(gpu, (2, 113, 6, 72), "float16"), return_lse=True)
-    assert gpu.order == [(OURS, THEIRS), (THEIRS, OURS)]
+    assert gpu.streams == [THEIRS] * 2
+    assert gpu.order == []
+    assert gpu.stream == ours
+
+
+def test_the_workspace_of_a_call_of_tensors_is_torchs_memory(gpu):
+    made = []
+    tensors = {name: Tensor(gpu, (1, n, 1, 64), "float16") for name, n in LENGTHS.items()}
+    new = sys.modules["torch"].empty_like
+
+    def empty_like(tensor: Tensor, memory_format: str) -> Tensor:
+        made.append(new(tensor, memory_format))
+        return made[-1]
+
+    sys.modules["torch"].empty_like = empty_like
+    flash_attention(**tensors, family="mma")
+    workspace = made[-1]
+    assert workspace.dtype == "uint8"
+    assert gpu.launches[0][1]["workspace"] == workspace.data_ptr()
+    assert gpu.allocations == []
+
+
+def test_tensors_beside_arrays_of_cupy_are_ordered_with_their_stream(gpu):
+    gpu.stream, gpu.theirs = OURS, THEIRS
+    tensors = qkv(gpu)
+    flash_attention(**tensors | {"k": gpu.array(*tensors["k"].shape)})
+    assert gpu.streams == [OURS]
+    assert set(gpu.order[:-1]) == {(OURS, THEIRS)}
+    assert gpu.order[-1] == (THEIRS, OURS)
 
 
 def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -151,12 +151,15 @@ class FakeGpu:
         Titles of the units that kernels were asked for.
     stream
         The current one.
+    streams
+        What each launch was enqueued on.
     order
         Which stream was to wait, and for which.
     """
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, Any]] = []
+        self.streams: list[int] = []
         self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
@@ -195,6 +198,7 @@ class FakeGpu:
     def _kernel(self, entry: str, is_of_maps: bool) -> Any:
         def launch(grid: Any, block: Any, arguments: Any, shared_memory: int = 0) -> None:
             assert min(*grid, *block) > 0
+            self.streams.append(self.stream)
             *maps, memory = arguments
             if is_of_maps:
                 self.launches.append((entry, bytes(memory)))
@@ -210,6 +214,18 @@ class _Stream(contextlib.nullcontext[None]):
     """One that what is built on it is not told from the current one."""
 
     ptr = 0x57
+
+    def __init__(self, non_blocking: bool = True) -> None:
+        super().__init__()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def from_external(other: Any) -> Iterator[None]:
+        """Another library's, which is the current one meanwhile."""
+        gpu = sys.modules["cupy"].gpu
+        before, (_, gpu.stream) = gpu.stream, other.__cuda_stream__()
+        yield
+        gpu.stream = before
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -227,11 +243,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         alloc=gpu.alloc,
         get_current_stream=lambda device=0: SimpleNamespace(ptr=gpu.stream),
         Event=lambda disable_timing: SimpleNamespace(ptr=0xE0),
-        Stream=lambda non_blocking: _Stream(),
+        Stream=_Stream,
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
         MemoryPointer=lambda memory, offset: memory,
     )
-    fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda)
+    fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda, gpu=gpu)
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)

@@ -12,7 +12,7 @@ mask_mod is among its arguments: those break the graph in two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -212,10 +212,13 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
 def _pull_back_saved(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    needed = ctx.needs_input_grad[1:]
-    results, gradients = (out, lse), (dout, dlse)
-    return None, *_pull_back(ctx.call, tuple(inputs), results, gradients, needed, ctx.recorded)
+    saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+    found: Sequence[Tensor | None] | None = None
+    if ctx.recorded is not None:
+        found = recorded.gradients(ctx.recorded, saved, dout, dlse, needed)
+    if found is None:
+        found = _pull_back(ctx.call, saved[:-2], saved[-2:], (dout, dlse), needed)
+    return None, *found
 
 
 # A second derivative of it is an error.
@@ -228,8 +231,7 @@ def _pull_back(
     results: tuple[Tensor, Tensor],
     gradients: tuple[Tensor | None, Tensor | None],
     needed: tuple[bool, ...],
-    of_call: recorded.Recorded | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Sequence[Tensor | None]:
     """A gradient for each input, None where none is needed."""
     dout, dlse = gradients
     if dout is None and dlse is None:
@@ -240,16 +242,9 @@ def _pull_back(
     wrt = call.names
     if not all(needed):
         wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
-    new = None
-    if of_call is not None:
-        arguments = call.gradient_arguments(inputs, results, (dout, dlse))
-        new = recorded.gradients(of_call, arguments, wrt)
-    if new is None:
-        new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
-    if len(new) == len(inputs):
-        return new
+    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
     found = dict(zip(wrt, new, strict=True))
-    return tuple([found.get(name) for name in call.names])
+    return [found.get(name) for name in call.names]
 
 
 def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

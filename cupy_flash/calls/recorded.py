@@ -17,6 +17,7 @@ from cupy_flash.calls.modifiers import NO_FUNCTIONS
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import as_tensor
 from cupy_flash.gpu.environment import cupy_module
+from cupy_flash.problem.gradient import ROWS
 
 
 class Recorded(NamedTuple):
@@ -30,11 +31,15 @@ class Recorded(NamedTuple):
         The call's, plain.
     addresses
         Of q, k, v, out and lse.
+    lengths, lengths_at
+        cu_seqlens_q, cu_seqlens_k and seqused_k, and where they lie.
     """
 
     call: attention.Call
     options: Options
     addresses: tuple[int, ...]
+    lengths: tuple[Any, ...] = (None, None, None)
+    lengths_at: tuple[int, ...] = (0, 0, 0)
 
 
 def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Recorded | None] | None:
@@ -54,7 +59,11 @@ def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Record
         if readable is not arguments:
             return (as_tensor(out), as_tensor(lse)), None
     at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
-    return (out, lse), Recorded(call, options, at)
+    if arguments.cu_seqlens_q is None:
+        return (out, lse), Recorded(call, options, at)
+    lengths = (arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.seqused_k)
+    lengths_at = tuple([0 if array is None else array.data_ptr() for array in lengths])
+    return (out, lse), Recorded(call, options, at, lengths, lengths_at)
 
 
 def _find_known(arguments: Arguments, options: Options) -> Any:
@@ -72,12 +81,30 @@ def _find_known(arguments: Arguments, options: Options) -> Any:
 
 
 def gradients(
-    recorded: Recorded, arguments: GradientArguments, wrt: tuple[str, ...]
-) -> tuple[Any, ...] | None:
-    """Those that `wrt` names; None where arrays are not the recorded ones, or no plain tensors."""
-    q, k, v, out, dout, lse, dlse, _, _, _, *lengths = arguments
+    recorded: Recorded, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: tuple[bool, ...]
+) -> list[Any] | None:
+    """Gradients of q, k and v.
+
+    Parameters
+    ----------
+    recorded
+        The call.
+    saved
+        q, k, v, out and lse.
+    dout, dlse
+        None where nothing depends on it.
+    needed
+        Which gradients are.
+
+    Returns
+    -------
+    list of Tensor or None
+        None where no gradient is needed. No list where the arrays are not the recorded ones, or
+        no plain tensors on the current device.
+    """
+    q, k, v, out, lse = saved
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    if at != recorded.addresses or not is_torch_on_gpu(dout, dlse):
+    if at != recorded.addresses or dout is None or not is_torch_on_gpu(dout, dlse):
         return None
     cupy = cupy_module()
     found = on_gpu.facts_of((dout, dlse), cupy.ndarray)
@@ -85,16 +112,26 @@ def gradients(
     facts, (dout_at, dlse_at) = found
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
-    calls, key, readable = recorded.call.pull_backs, (wrt, facts), arguments
+    calls, key = recorded.call.pull_backs, (needed, facts)
     call = calls.get(key)
     with on_torch_stream("q", q):
-        if call is None:
+        if call is not None:
+            addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *recorded.lengths_at)
+            results = call.run(_NONE_GIVEN, addresses)
+        else:
+            given = (None, None, None, *recorded.lengths)
+            arguments = GradientArguments(q, k, v, out, dout, lse, dlse, *given)
+            wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
             options = recorded.options.with_gradients(wrt)
             call, readable, addresses = on_gpu.find(arguments, options)
+            results = call.run(readable, addresses)
             if readable is arguments:
                 calls[key] = call
-        else:
-            of_lengths = [0 if array is None else array.data_ptr() for array in lengths]
-            addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *of_lengths)
-        results: tuple[Any, ...] = call.run(readable, addresses)
-        return results if readable is arguments else tuple(map(as_tensor, results))
+            else:
+                results = map(as_tensor, results)
+    new = iter(results)
+    return [next(new) if wanted else None for wanted in needed]
+
+
+# The arguments of a call whose gradients are new arrays.
+_NONE_GIVEN = GradientArguments(*[None] * len(GradientArguments._fields))

@@ -17,6 +17,7 @@ _WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
 # Types of numbers that cannot change.
 _PLAIN = (type(None), float, int)
+_NO_LENGTHS = (None, None, None)
 
 
 class DifferentiableCall(NamedTuple):
@@ -29,14 +30,14 @@ class DifferentiableCall(NamedTuple):
     options
         Of the call, which gives lse as well; plain.
     lengths
-        cu_seqlens_q and cu_seqlens_k, which packed sequences have.
+        cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k of packed sequences.
     modifications
         But for those among the inputs.
     """
 
     names: tuple[str, ...]
     options: Options
-    lengths: tuple[Any, Any]
+    lengths: tuple[Any, Any, Any]
     modifications: Mapping[str, Any]
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
@@ -90,7 +91,7 @@ def dense_call(
     if not modifications and softmax_scale.__class__ in _PLAIN and q_offset.__class__ in _PLAIN:
         return _plain_call(causal, softmax_scale, q_offset, layout), ()
     options = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
-    return _call(options, (None, None), modifications)
+    return _call(options, _NO_LENGTHS, modifications)
 
 
 @functools.lru_cache(typed=True)
@@ -98,7 +99,7 @@ def _plain_call(*options: Any) -> DifferentiableCall:
     """The call of q, k and v with these options."""
     causal, softmax_scale, q_offset, layout = options
     made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
-    return DifferentiableCall(ROWS, plain_options(made), (None, None), {})
+    return DifferentiableCall(ROWS, plain_options(made), _NO_LENGTHS, {})
 
 
 def varlen_call(
@@ -106,6 +107,7 @@ def varlen_call(
     cu_seqlens_k: Any,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    seqused_k: Any,
     causal: bool,
     softmax_scale: float | None,
     modifications: Mapping[str, Any],
@@ -116,11 +118,11 @@ def varlen_call(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
     )
-    return _call(options, (cu_seqlens_q, cu_seqlens_k), modifications)
+    return _call(options, (cu_seqlens_q, cu_seqlens_k, seqused_k), modifications)
 
 
 def _call(
-    options: Options, lengths: tuple[Any, Any], modifications: Mapping[str, Any]
+    options: Options, lengths: tuple[Any, Any, Any], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     options = plain_options(options)
     given = {n: modifications[n] for n in _WITH_GRADIENT if modifications.get(n) is not None}

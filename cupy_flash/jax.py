@@ -70,6 +70,7 @@ def flash_attention_varlen(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    seqused_k: Any = None,
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
@@ -78,7 +79,7 @@ def flash_attention_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    return_lse, **modifications
+    seqused_k, return_lse, **modifications
         As of `cupy_flash.flash_attention_varlen`.
 
     Returns
@@ -92,7 +93,7 @@ def flash_attention_varlen(
         As `flash_attention`.
     """
     call, others = varlen_call(
-        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
         *(causal, softmax_scale, modifications),
     )
     out, lse = _differentiable(call, (q, k, v, *others))

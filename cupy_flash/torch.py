@@ -12,7 +12,7 @@ mask_mod is among its arguments: those break the graph in two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -120,6 +120,7 @@ def flash_attention_varlen(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None,
     return_lse: bool = False,
     **modifications: Unpack[Modifications],
 ) -> Any:
@@ -128,7 +129,7 @@ def flash_attention_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    return_lse, **modifications
+    seqused_k, return_lse, **modifications
         As of `cupy_flash.flash_attention_varlen`.
 
     Returns
@@ -141,7 +142,8 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         As `flash_attention`.
     """
-    lengths, run = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), _run
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    run = _run
     if torch.compiler.is_compiling():
         if not _has_functions(modifications):
             plain = _plain(modifications)
@@ -156,11 +158,27 @@ def flash_attention_varlen(
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     if torch.is_grad_enabled():
+        if call.modifications:
+            _require_constants(call.modifications)
         for tensor in inputs:
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
                 return function.apply(call, *inputs)
     return call.run(_without_graph(inputs), return_lse=return_lse)
+
+
+def _require_constants(modifications: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tensor whose gradient would be lost."""
+    arrays = {name: modifications[name] for name in _ARRAYS if name in modifications}
+    for name in ("score_mod", "mask_mod"):
+        for of, value in getattr(modifications.get(name), "captures", {}).items():
+            arrays[f"{of!r}, which {name} captures,"] = value
+    for name, value in arrays.items():
+        if getattr(value, "requires_grad", False):
+            raise ValueError(
+                f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
+                "sinks, and cupy_flash.flash_attention_backward what a ScoreMod captures"
+            )
 
 
 # Only where it is called for, as it costs each call 5 us.
@@ -261,7 +279,10 @@ _WITH_GRADIENT = ("bias", "sinks")
 _ARRAYS = tuple(name for name in ARRAYS if name not in _WITH_GRADIENT)
 _NUMBERS = ("window_size", "softcap")
 _OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
-_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k"
+_LENGTHS = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
+    "Tensor? seqused_k"
+)
 
 
 def _plain(modifications: Any) -> tuple[Any, ...]:

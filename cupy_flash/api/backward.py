@@ -213,7 +213,8 @@ def flash_attention_varlen_backward(
         Gradient of the output.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
     seqused_k, backend, **modifications
-        As of the `flash_attention_varlen` call whose gradients these are.
+        As of the `flash_attention_varlen` call whose gradients these are. A key is of one sequence:
+        seqused_k is at most what cu_seqlens_k says.
     out : array, shape (total_q, heads_q, head_dim_v)
         What the call returned.
     lse, dlse : array, shape (heads_q, total_q)
@@ -234,7 +235,8 @@ def flash_attention_varlen_backward(
     Notes
     -----
     As of `flash_attention_varlen`: what stands in arrays on a GPU is not checked, and leads no
-    kernel outside of the arrays.
+    kernel outside of the arrays. Where cu_seqlens decrease, or seqused_k is more than they say, a
+    row is still of one sequence at most.
     """
     options = Options(
         "packed",

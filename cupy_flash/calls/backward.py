@@ -20,6 +20,7 @@ from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import Maker, maker, memory_maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
+from cupy_flash.gpu.counters import shared
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
@@ -51,6 +52,8 @@ class Call:
         Of all arrays of the call.
     scratch
         What makes memory for the plan's workspace.
+    of_torch
+        Whether that is torch's, which knows what its streams still run.
     parts
         Where in it parts begin that kernels are given an address of.
     launches
@@ -63,6 +66,7 @@ class Call:
     places: tuple[int | None, ...]
     apart: OverlapCheck
     scratch: Maker | None
+    of_torch: bool
     parts: tuple[int, ...]
     launches: Launches
     are_cleared: tuple[bool, ...]
@@ -86,11 +90,14 @@ class Call:
             values += (at,)
             if is_cleared:
                 as_cupy(array).fill(0)
+        stream = None if self.of_torch else shared(0)
         # Named until the launches are made, as in forward calls.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         values += (scratch, *[scratch + part for part in self.parts])
         if self.launches:
             self.launches.run(values)
+        if stream is not None:
+            stream.launched()
         return tuple(found)
 
 
@@ -150,6 +157,7 @@ def prepare(
         places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
         apart=apart,
         scratch=memory_maker(plan.workspace, of_torch=of_torch),
+        of_torch=of_torch,
         parts=tuple(parts.values()),
         launches=Launches(
             plan,

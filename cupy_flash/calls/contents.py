@@ -100,7 +100,7 @@ def _check_packed(arguments: Arguments, options: Options, problem: Problem) -> N
     if arguments.block_table is None and arguments.cu_seqlens_q.nbytes <= _MAX_KNOWN_BYTES:
         contents = (None if x is None else x.tobytes() for x in integers)
         limits = options.max_seqlen_q, options.max_seqlen_k, layout.total_q, layout.total_k
-        key = (*contents, *limits)
+        key = (*contents, *limits, options.wrt is None)
         if key in _known:
             return
     _check_places(arguments, options, problem)
@@ -122,6 +122,8 @@ def _check_places(arguments: Arguments, options: Options, problem: Problem) -> N
         if k_lengths.size and k_lengths.min() < 0:
             b = int(k_lengths.argmin())
             raise ValueError(f"seqused_k[{b}] is {k_lengths[b]}; expected at least 0")
+        if options.wrt is not None:
+            _check_own_keys(arguments)
     _check_most(name, k_lengths, options.max_seqlen_k or 0, "max_seqlen_k")
     if layout.packed_k:
         left = layout.total_k - arguments.cu_seqlens_k[:-1].astype(np.int64)
@@ -132,6 +134,16 @@ def _check_places(arguments: Arguments, options: Options, problem: Problem) -> N
             )
     else:
         _check_pages(arguments.block_table, name, k_lengths, problem)
+
+
+def _check_own_keys(arguments: Arguments) -> None:
+    """Raise ValueError for a sequence with keys of the next one, whose gradients have two sums."""
+    own = np.diff(arguments.cu_seqlens_k.astype(np.int64))
+    for b in np.flatnonzero(arguments.seqused_k > own)[:1]:
+        raise ValueError(
+            f"seqused_k gives sequence {b} {arguments.seqused_k[b]} keys; expected at most "
+            f"{own[b]}, as cu_seqlens_k says: keys of several sequences have no gradients"
+        )
 
 
 def _check_cached(arguments: Arguments, lengths: np.ndarray, problem: Problem) -> None:

@@ -29,8 +29,8 @@ class Recorded(NamedTuple):
         With what was prepared for its gradients.
     options
         The call's, plain.
-    addresses
-        Of q, k, v, out and lse.
+    addresses, strides
+        Of q, k, v, out and lse, and of the first three.
     lengths, lengths_at
         cu_seqlens_q, cu_seqlens_k and seqused_k, and where they lie.
     """
@@ -38,6 +38,7 @@ class Recorded(NamedTuple):
     call: attention.Call
     options: Options
     addresses: tuple[int, ...]
+    strides: tuple[Any, ...]
     lengths: tuple[Any, ...] = (None, None, None)
     lengths_at: tuple[int, ...] = (0, 0, 0)
 
@@ -59,11 +60,12 @@ def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Record
         if readable is not arguments:
             return (as_tensor(out), as_tensor(lse)), None
     at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
+    strides = (arguments.q.stride(), arguments.k.stride(), arguments.v.stride())
     if arguments.cu_seqlens_q is None:
-        return (out, lse), Recorded(call, options, at)
+        return (out, lse), Recorded(call, options, at, strides)
     lengths = (arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.seqused_k)
     lengths_at = tuple([0 if array is None else array.data_ptr() for array in lengths])
-    return (out, lse), Recorded(call, options, at, lengths, lengths_at)
+    return (out, lse), Recorded(call, options, at, strides, lengths, lengths_at)
 
 
 def _find_known(arguments: Arguments, options: Options) -> Any:
@@ -105,6 +107,9 @@ def gradients(
     q, k, v, out, lse = saved
     at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     if at != recorded.addresses or dout is None or not is_torch_on_gpu(dout, dlse):
+        return None
+    # What was kept elsewhere meanwhile may come back to the same place, but without gaps.
+    if (q.stride(), k.stride(), v.stride()) != recorded.strides:
         return None
     cupy = cupy_module()
     found = on_gpu.facts_of((dout, dlse), cupy.ndarray)

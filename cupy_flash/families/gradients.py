@@ -129,10 +129,10 @@ class QuerySums:
 
     def workspace(self, problem: Problem) -> int:
         """Bytes of row terms, counters and sums."""
-        counters = problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
         terms = _query_rows(problem) * 2 * ITEMSIZE[problem.lse_dtype]
-        sums = self.places(problem) * self.Br * self.columns * _WORD
-        return round_up(terms, _PART_BYTES) + round_up(counters * _WORD, _PART_BYTES) + sums
+        places = self.places(problem)
+        sums = places * self.Br * self.columns * _WORD
+        return round_up(terms, _PART_BYTES) + round_up(places * _WORD, _PART_BYTES) + sums
 
     def places(self, problem: Problem) -> int:
         """Tiles that there is room for."""
@@ -148,7 +148,12 @@ def _query_rows(problem: Problem) -> int:
 
 
 def _terms_blocks(problem: Problem) -> int:
-    return max(1, ceil_div(_query_rows(problem) * row_lanes(problem), _TERMS_THREADS))
+    """Of the kernel of row terms, which also clears rows of keys that are of no sequence."""
+    layout, threads = problem.layout, _query_rows(problem) * row_lanes(problem)
+    if not layout.is_equal:
+        keys = layout.total_k if layout.packed_k else problem.batch * problem.seqlen_k
+        threads = max(threads, keys)
+    return max(1, ceil_div(threads, _TERMS_THREADS))
 
 
 def config(

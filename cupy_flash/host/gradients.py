@@ -31,7 +31,7 @@ from cupy_flash.host.passes import (
     Scratch,
     compute_dtype,
 )
-from cupy_flash.host.sequence_places import Keys, Queries, find_packed_keys, find_queries
+from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.modified import Modified
@@ -225,7 +225,7 @@ def varlen_backward(
             is_shared=is_shared,
         )
         works.append(work)
-    _run(works, tile, 1 if _share_keys(sequences) else threads)
+    _run(works, tile, threads)
     _write(results, totals)
 
 
@@ -248,12 +248,6 @@ class _Run(NamedTuple):
     def values(self, x: Array) -> Array:
         """Those of an array (heads, total), as (sequences, heads, seqlen)."""
         return x[:, self.span].reshape(len(x), self.sequences, self.seqlen).swapaxes(0, 1)
-
-
-def _share_keys(sequences: list[tuple[Queries, Keys]]) -> bool:
-    """Whether a key belongs to several sequences, as where seqused_k says so."""
-    spans = sorted((keys.first, keys.first + keys.seqlen) for _, keys in sequences if keys.seqlen)
-    return any(end > first for (_, end), (first, _) in itertools.pairwise(spans))
 
 
 def _totals(

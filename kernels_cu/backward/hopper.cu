@@ -24,7 +24,7 @@ template <class Config>
 __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const GradientWork work = find_gradient_work<Config, Config::Bc, true, true>(p, blockIdx.x);
-  const Sequence at = sequence_of_turns<Config>(p, work);
+  const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;
   using Cta = HopperGradientCta<Config>;
   using Place = HopperGradientPlace<Config>;

@@ -50,26 +50,27 @@ struct TileImages {
   static constexpr int64 sums_of_tile =
       Config::wants_q ? int64(Config::Br) * Config::padded_dim : 0;
 
-  // Behind all else in the workspace. Numbered as sums of dq are, and tiles of keys likewise.
+  // Behind the sums in the workspace, where others may lie once they were read. They have the places
+  // of sums of dq, and tiles of keys their own likewise.
   __device__ static char* of_queries(const GradientParams& p, const Sequence& at, int batch,
                                      int head, int tile) {
     const QuerySums<Config> sums(p);
-    return begin(p, sums) + sums.place(p, at, batch, head, tile) * OfQueries::bytes;
+    return begin(p, sums) + int64(sums.place(p, at, batch, head, tile)) * OfQueries::bytes;
   }
   __device__ static char* of_keys(const GradientParams& p, const Sequence& at, int batch, int head,
                                   int tile) {
     const QuerySums<Config> sums(p);
     int64 place = (int64(batch) * p.heads_kv + head) * ceil_div(p.seqlen_k, Config::Bc) + tile;
     if (Config::sequences && p.cu_seqlens_k != nullptr) {
-      place = int64(head) * (p.total_k / Config::Bc + p.batch) + at.k_first / Config::Bc + batch +
-              tile;
+      place = int64(head) * count_places<Config::Bc>(p.total_k, p.batch) +
+              first_place<Config::Bc>(at.k_first, batch) + tile;
     }
-    return begin(p, sums) + sums.places(p) * OfQueries::bytes + place * OfKeys::bytes;
+    return begin(p, sums) + sums.count * int64(OfQueries::bytes) + place * OfKeys::bytes;
   }
 
  private:
   __device__ static char* begin(const GradientParams& p, const QuerySums<Config>& sums) {
-    return reinterpret_cast<char*>(sums.first_sums() + sums.places(p) * sums_of_tile);
+    return reinterpret_cast<char*>(sums.first_sums() + sums.count * sums_of_tile);
   }
 };
 

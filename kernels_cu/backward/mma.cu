@@ -140,7 +140,7 @@ struct MmaGradients {
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
-  int passing = -1;          // number of the tile of sums whose turn is to be passed on
+  int passing = -1;          // place of the sums whose turn is to be passed on
 
   __device__ MmaGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
                             unsigned char* memory)
@@ -311,7 +311,7 @@ struct MmaGradients {
     if constexpr (wants_q) {
       if (threadIdx.x == 0) {
         const QuerySums<Config> sums(p);
-        found = look_at_turn(sums.counters + sums.number(p, work.batch, head, tile));
+        found = look_at_turn(sums.counter(p, at, work.batch, head, tile));
       }
     }
     make_pairs<true>(stage, head, tile, side() * columns, is_masked);
@@ -321,13 +321,13 @@ struct MmaGradients {
     }
     if constexpr (wants_q) {
       const QuerySums<Config> sums(p);
-      const int number = sums.number(p, work.batch, head, tile);
+      const int place = sums.place(p, at, work.batch, head, tile);
       const int turn = turn_of(tile);
-      if (threadIdx.x == 0) await_turn(sums.counters + number, turn, found);
+      if (threadIdx.x == 0) await_turn(sums.counters + place, turn, found);
       __syncthreads();
       add_others(stage);
       add_query_gradients(stage, head, tile, turn);
-      passing = number;
+      passing = place;
     } else if constexpr (side_warps > 1) {
       __syncthreads();
       add_others(stage);
@@ -774,7 +774,7 @@ __device__ void mma_gradients(const GradientParams& p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // The first keys of a causal mask are seen by most queries.
   const GradientWork work = find_gradient_work<Config, Config::Bc, true, false>(p, blockIdx.x);
-  const Sequence at = sequence_of_turns<Config>(p, work);
+  const Sequence at = sequence_of<Config>(p, work.batch);
   if (work.begin >= at.seqlen_k) return;
   MmaGradients<Config>(p, work, at, shared_memory).run();
 }

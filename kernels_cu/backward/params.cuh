@@ -3,6 +3,7 @@
 #pragma once
 
 #include "params.cuh"
+#include "backward/places.cuh"
 #include "score/mask.cuh"
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
@@ -74,11 +75,23 @@ struct GradientType<Config, Input, false> {
   using type = typename Config::Gradient;
 };
 
-// Where a block's sequence lies.
+// Where a sequence lies. Of packed ones no row is of two, though cu_seqlens or seqused_k say so: its
+// gradient would be written twice.
 template <class Config>
 __device__ Sequence sequence_of(const Params& p, int batch) {
   if constexpr (Config::sequences) {
-    return find_sequence<0>(p, batch);
+    Sequence found = find_sequence<0>(p, batch);
+    if (p.cu_seqlens_q != nullptr) {
+      const PackedPart own = rows_of_sequence(p.cu_seqlens_q, p.batch, p.total_q, batch);
+      found.q_first = own.begin;
+      found.seqlen_q = clamp(own.end - own.begin, 0, found.seqlen_q);
+    }
+    if (p.cu_seqlens_k != nullptr) {
+      const PackedPart own = rows_of_sequence(p.cu_seqlens_k, p.batch, p.total_k, batch);
+      found.k_first = own.begin;
+      found.seqlen_k = clamp(own.end - own.begin, 0, found.seqlen_k);
+    }
+    return found;
   } else {
     return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
   }

@@ -101,27 +101,24 @@ struct TurnOfWarp {
 
 #endif  // __CUDA_ARCH__ >= 800
 
-// What lies in the workspace behind the terms of rows: a counter of turns for each tile of the
-// longest sequence there may be, which the kernel of row terms clears, and the sums. As
-// gradients.py counts them.
-//
-// Sums of packed sequences lie as close as those, in tiles that begin where the ones before have
-// ended at the latest. Counters do not: where the caller's array makes sequences overlap, sums of
-// no meaning are added up, but nobody waits for a turn that was passed on to somebody else.
+// What lies in the workspace behind the terms of rows: of each tile a counter of turns, which the
+// kernel of row terms clears, and the sums. Tiles of packed sequences have places of their own, see
+// places.cuh. As gradients.py counts them.
 template <class Config>
 struct QuerySums {
   static constexpr int Br = Config::sums_Br;
   static constexpr int64 unit = 512;
-  int tiles;    // of a head of a sequence
-  int counted;  // tiles of all
+  int tiles;  // places of a head, where sequences are packed of all of them, else of one
+  int count;  // of all
   int* counters;
 
   // Found anew at each use, so that none of it takes registers between them.
   __device__ explicit QuerySums(const GradientParams& p)
-      : tiles(ceil_div(ptx::opaque(p.seqlen_q), Br)) {
+      : tiles(is_packed(p) ? count_places<Br>(p.total_q, p.batch)
+                           : ceil_div(ptx::opaque(p.seqlen_q), Br)) {
     const int64 rows = int64(p.heads_q) * (is_packed(p) ? int64(p.total_q)
                                                         : int64(p.batch) * ptx::opaque(p.seqlen_q));
-    counted = p.batch * p.heads_q * tiles;
+    count = (is_packed(p) ? 1 : p.batch) * p.heads_q * tiles;
     counters = reinterpret_cast<int*>(static_cast<char*>(p.workspace) +
                                       whole(rows * int64(sizeof(*row_terms<Config>(p)))));
   }
@@ -130,30 +127,26 @@ struct QuerySums {
     return Config::sequences && p.cu_seqlens_q != nullptr;
   }
 
-  // Of a tile of a sequence's head, its number among the counters.
-  __device__ int number(const GradientParams& p, int batch, int head, int tile) const {
-    return (batch * p.heads_q + head) * tiles + tile;
+  // Of a tile of a sequence's head, its place among what is kept of each.
+  __device__ int place(const GradientParams& p, const Sequence& at, int batch, int head,
+                       int tile) const {
+    if (!is_packed(p)) return (batch * p.heads_q + head) * tiles + tile;
+    return head * tiles + first_place<Br>(at.q_first, batch) + tile;
   }
-
-  // Its place among what is kept of each tile, and how many places there are.
-  __device__ int64 place(const GradientParams& p, const Sequence& at, int batch, int head,
-                         int tile) const {
-    if (!is_packed(p)) return number(p, batch, head, tile);
-    return int64(head) * (p.total_q / Br + p.batch) + at.q_first / Br + batch + tile;
-  }
-  __device__ int64 places(const GradientParams& p) const {
-    return is_packed(p) ? int64(p.heads_q) * (p.total_q / Br + p.batch) : counted;
+  __device__ int* counter(const GradientParams& p, const Sequence& at, int batch, int head,
+                          int tile) const {
+    return counters + place(p, at, batch, head, tile);
   }
 
   // Its sums, of so many floats for each tile.
   template <int64 floats>
   __device__ float* sums(const GradientParams& p, const Sequence& at, int batch, int head,
                          int tile) const {
-    return first_sums() + place(p, at, batch, head, tile) * floats;
+    return first_sums() + int64(place(p, at, batch, head, tile)) * floats;
   }
   __device__ float* first_sums() const {
     return reinterpret_cast<float*>(reinterpret_cast<char*>(counters) +
-                                    whole(counted * int64(sizeof(int))));
+                                    whole(count * int64(sizeof(int))));
   }
 
  private:
@@ -180,7 +173,7 @@ struct QueryGradientTile {
     const QuerySums<Config> all(p);
     const int tile = work.begin / Br;
     // Nobody has added to a tile that sees no key.
-    const bool is_written = all.counters[all.number(p, work.batch, work.head, tile)] != 0;
+    const bool is_written = *all.counter(p, at, work.batch, work.head, tile) != 0;
     const float* sums =
         all.template sums<Fragments::floats>(p, at, work.batch, work.head, tile);
     const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;

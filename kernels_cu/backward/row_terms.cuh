@@ -22,7 +22,7 @@ struct RowTermsOf {
     if constexpr (Config::sums_Br > 0) {
       const QuerySums<Config> sums(p);
       const int64 step = int64(gridDim.x) * blockDim.x;
-      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.counted; i += step) {
+      for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < sums.count; i += step) {
         sums.counters[i] = 0;
       }
     }

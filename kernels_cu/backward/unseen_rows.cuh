@@ -63,7 +63,7 @@ struct UnseenRows {
 
   __device__ static bool is_unseeing(const GradientParams& p, int batch, int row) {
     if (Config::sequences && p.cu_seqlens_q != nullptr) {
-      batch = sequence_with(p.cu_seqlens_q, p.batch, row);
+      batch = rows_around(p.cu_seqlens_q, p.batch, p.total_q, row).sequence;
     }
     const Sequence at = sequence_of<Config>(p, batch);
     row -= at.q_first;
@@ -72,18 +72,10 @@ struct UnseenRows {
   }
 
   __device__ static bool is_key_of_none(const GradientParams& p, int batch, int row) {
-    if (p.cu_seqlens_k != nullptr) batch = sequence_with(p.cu_seqlens_k, p.batch, row);
+    if (p.cu_seqlens_k != nullptr) {
+      batch = rows_around(p.cu_seqlens_k, p.batch, p.total_k, row).sequence;
+    }
     const Sequence at = sequence_of<Config>(p, batch);
     return row < at.k_first || row - at.k_first >= at.seqlen_k;
-  }
-
-  // The last that begins at a row or before it.
-  __device__ static int sequence_with(const int* starts, int batch, int row) {
-    int sequence = 0;
-    for (int behind = batch; behind - sequence > 1;) {
-      const int middle = sequence + (behind - sequence) / 2;
-      (starts[middle] <= row ? sequence : behind) = middle;
-    }
-    return sequence;
   }
 };

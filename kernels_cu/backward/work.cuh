@@ -9,7 +9,6 @@ struct GradientWork {
   int begin;  // first row of the tile
   int batch;
   int head;   // of the gradient's rows
-  int most;   // rows that the sequence's tiles have room for
 };
 
 // Of sequences of keys, or of queries.
@@ -31,7 +30,8 @@ struct GradientRows {
   // As gradients.py has them.
   template <int Rows>
   __device__ int blocks(int batch) const {
-    return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch : total / Rows + batch);
+    return heads * (starts == nullptr ? ceil_div(longest, Rows) * batch
+                                      : count_places<Rows>(total, batch));
   }
 };
 
@@ -43,10 +43,10 @@ __device__ GradientWork find_gradient_work(const GradientParams& p, int block) {
   const GradientRows<OfKeys> of(p);
   const int longest = ceil_div(of.longest, Rows);
   int tiles = longest, heads = p.batch * of.heads, section_heads = of.section_heads;
-  PackedPlaces places = {};
+  PackedPart places = {};
   const bool is_packed = Config::sequences && of.starts != nullptr;
   if (is_packed) {
-    places = find_places<Rows>(of.starts, p.batch, of.total, block / of.heads);
+    places = places_around<Rows>(of.starts, p.batch, of.total, block / of.heads);
     tiles = places.end - places.begin;
     heads = of.heads;
     section_heads = int(min(int64(heads), int64(section_heads) * max(1, longest / tiles)));
@@ -59,15 +59,5 @@ __device__ GradientWork find_gradient_work(const GradientParams& p, int block) {
   const int tile = place / heads_here;
   const int head = first_head + place % heads_here;
   return {(FromLast ? tiles - 1 - tile : tile) * Rows,
-          is_packed ? places.sequence : head / of.heads, head % of.heads,
-          is_packed ? tiles * Rows : of.longest};
-}
-
-// Where the sequence lies whose blocks add to tiles of queries in turns, all of which have to be
-// there: of sequences that overlap, which is an error of the caller's, keys without a tile are left.
-template <class Config>
-__device__ Sequence sequence_of_turns(const GradientParams& p, const GradientWork& work) {
-  Sequence at = sequence_of<Config>(p, work.batch);
-  if (Config::sequences) at.seqlen_k = min(at.seqlen_k, work.most);
-  return at;
+          is_packed ? places.sequence : head / of.heads, head % of.heads};
 }

@@ -17,6 +17,8 @@ from cupy_flash import (
     flash_attention_backward,
     flash_attention_qkvpacked,
     flash_attention_qkvpacked_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
     flash_attention_vjp,
     plan_backward,
 )
@@ -133,6 +135,17 @@ def test_what_is_wrong_is_refused(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     assert_refused(error, message, good() | change)
+
+
+def test_keys_of_two_sequences_have_no_gradients(rng: Any) -> None:
+    q, k, v, dout = (rng.standard_normal((30, 2, 8)).astype(np.float32) for _ in range(4))
+    starts = np.array([0, 10, 30], np.int32)
+    lengths = (starts, starts, 20, 20)
+    # Those that forward attends to as well have no place of their own.
+    options: dict[str, Any] = {"seqused_k": np.array([11, 20], np.int32), "backend": "cpu"}
+    out, lse = flash_attention_varlen(q, k, v, *lengths, return_lse=True, **options)
+    with pytest.raises(ValueError, match="sequence 0 11 keys; expected at most 10, as cu_seqlens"):
+        flash_attention_varlen_backward(dout, q, k, v, out, lse, *lengths, **options)
 
 
 def test_a_gradient_overlaps_nothing_and_can_be_written() -> None:

@@ -77,9 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
-        contiguous_format="contiguous",
-        empty=lambda shape, dtype, device: Tensor(fake, shape, dtype),
-        empty_like=Tensor.new,
+        empty_strided=lambda shape, strides, dtype, device: Tensor(fake, shape, dtype),
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
@@ -142,13 +140,13 @@ def test_a_call_of_tensors_is_enqueued_on_torchs_stream(gpu, ours):
 def test_the_workspace_of_a_call_of_tensors_is_torchs_memory(gpu):
     made = []
     tensors = {name: Tensor(gpu, (1, n, 1, 64), "float16") for name, n in LENGTHS.items()}
-    new = sys.modules["torch"].empty_like
+    new = sys.modules["torch"].empty_strided
 
-    def empty_like(tensor: Tensor, memory_format: str) -> Tensor:
-        made.append(new(tensor, memory_format))
+    def empty_strided(*arguments: Any, **options: Any) -> Tensor:
+        made.append(new(*arguments, **options))
         return made[-1]
 
-    sys.modules["torch"].empty_like = empty_like
+    sys.modules["torch"].empty_strided = empty_strided
     flash_attention(**tensors, family="mma")
     workspace = made[-1]
     assert workspace.dtype == "uint8"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cupy_flash
+from cupy_flash.calls import on_gpu
 
 torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
@@ -92,6 +93,41 @@ def test_a_gradient_without_strides_is_read(device: str) -> None:
     for x, y in zip(got, expected, strict=True):
         # Sums of at most 36 products of order 1, in float64.
         np.testing.assert_allclose(x.cpu(), y.cpu(), rtol=0, atol=36 * 2**-50)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_used_keys_of_packed_sequences_alone_have_gradients(device: str) -> None:
+    q, k, v = tensors(device, (9, 4, 5), (11, 2, 5), (11, 2, 5))
+    ends_q, ends_k, used = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 4, 9], [0, 3, 11], [2, 8])
+    )
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return ct.flash_attention_varlen(q, k, v, ends_q, ends_k, 5, 8, seqused_k=used)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+    (dk,) = torch.autograd.grad(attention(q, k, v).sum(), (k,))
+    assert dk[1].any()
+    assert not dk[2].any()
+
+
+def test_what_would_have_no_gradient_is_refused() -> None:
+    q, k, v = qkv("cpu")
+    (slopes,) = tensors("cpu", (4,))
+    with pytest.raises(ValueError, match="alibi_slopes requires a gradient; pass it detached"):
+        ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes)
+    ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
+
+
+@pytest.mark.gpu
+def test_a_capture_on_the_gpu_that_would_have_no_gradient_is_refused() -> None:
+    q, k, v = qkv("cuda")
+    (gain,) = tensors("cuda", (4,))
+    mod = cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
+    with pytest.raises(ValueError, match="'gain', which score_mod captures, requires a gradient"):
+        ct.flash_attention(q, k, v, score_mod=mod)
+    with torch.no_grad():
+        ct.flash_attention(q, k, v, score_mod=mod)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -181,23 +217,29 @@ def test_a_graph_holds_a_call_and_its_gradients() -> None:
 # torch's compiler uses what torch has given up.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_graphs_of_the_compiler_hold_the_operator(mode: str | None) -> None:
+def test_graphs_of_the_compiler_hold_the_operator(
+    mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = qkv("cuda", torch.float32)
+    dout = torch.randn(2, 7, 4, 3, device="cuda")
 
     def attention(q: Any, k: Any, v: Any) -> Any:
         return ct.flash_attention(q * 1.5, k, v, causal=True) + 1
 
-    eager = attention(*inputs)
-    dout = torch.randn_like(eager)
-    expected = torch.autograd.grad(eager, inputs, dout)
+    # All that a call keeps for others like it is made by the compiled ones.
+    monkeypatch.setattr(on_gpu, "_calls", {})
     function = torch.compile(attention, fullgraph=True, mode=mode)
+    results = []
     # With less overhead the second call is captured in a CUDA graph, and the third replays it.
     for _ in range(3):
-        compiled = function(*inputs)
-        np.testing.assert_array_equal(compiled.detach().cpu(), eager.detach().cpu())
-        found = torch.autograd.grad(compiled, inputs, dout)
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x.cpu(), y.cpu())
+        out = function(*inputs)
+        gradients = torch.autograd.grad(out, inputs, dout)
+        results.append([x.detach().cpu().numpy() for x in (out, *gradients)])
+    out = attention(*inputs)
+    eager = [out, *torch.autograd.grad(out, inputs, dout)]
+    for found in results:
+        for x, y in zip(found, eager, strict=True):
+            np.testing.assert_array_equal(x, y.detach().cpu().numpy())
 
 
 @pytest.mark.gpu
@@ -210,6 +252,6 @@ def test_operators_are_as_torch_wants_them(kind: str) -> None:
     else:
         ends = torch.tensor([0, 4, 9], dtype=torch.int32, device="cuda")
         rows = tensors("cuda", (9, 4, 5), (9, 2, 5), (9, 2, 5))
-        given = (*rows, *modifications, ends, ends, 5, 5, True, None)
+        given = (*rows, *modifications, ends, ends, 5, 5, None, True, None)
         operator = torch.ops.cupy_flash.attention_varlen
     torch.library.opcheck(operator, given)

@@ -29,6 +29,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 128, 0, {}),
     ("hopper", "sm_90", "float16", 128, 24, {"window_size": (99, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 256, 0, {"causal": True}),
+    *(("hopper", "sm_90", "bfloat16", dim, 0, {"seqlens_k": [99]}) for dim in (64, 128, 192, 256)),
     ("mma", "sm_80", "bfloat16", 128, 0, {"causal": True}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     ("mma", "sm_89", "float32", 128, 0, {}),

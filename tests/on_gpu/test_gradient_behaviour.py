@@ -8,40 +8,77 @@ import numpy as np
 import pytest
 from support.gpu_support import DTYPES, bits, require_free_memory
 
-from cupy_flash import UnsupportedError, flash_attention, flash_attention_backward
+from cupy_flash import (
+    UnsupportedError,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+)
 from cupy_flash.families import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES_OF_DTYPES = [(family, dtype) for family in FAMILIES["backward"] for dtype in DTYPES]
-of_families = pytest.mark.parametrize(("family", "dtype"), FAMILIES_OF_DTYPES)
+KINDS = ("equal", "padded", "packed")
+# Each dtype; and of the two that add in turns the ways that widths and lengths take.
+CALLS = [(family, dtype, "equal", 64) for family in FAMILIES["backward"] for dtype in DTYPES]
+CALLS += [
+    (family, dtype, kind, head_dim)
+    for family, dtypes in (("hopper", ("bfloat16",)), ("mma", ("float16", "float32")))
+    for dtype in dtypes
+    for kind in KINDS
+    for head_dim in (64, 128, 192, 256)
+    if (kind, head_dim) != ("equal", 64)
+]
+of_calls = pytest.mark.parametrize(("family", "dtype", "kind", "head_dim"), CALLS)
 
 
 class Pass:
     """A causal call of grouped heads with its gradients, on the GPU."""
 
     def __init__(
-        self, family: str, dtype: str, *, seqlen: int = 333, heads: int = 6, head_dim: int = 64
+        self,
+        family: str,
+        dtype: str,
+        kind: str = "equal",
+        head_dim: int = 64,
+        *,
+        seqlen: int = 333,
+        heads: int = 6,
     ) -> None:
         import cupy
 
         rng = np.random.default_rng(3)
+        rows = (2 * seqlen,) if kind == "packed" else (2, seqlen)
         shapes = {"q": heads, "k": heads // 2, "v": heads // 2, "dout": heads}
         self.family = family
         self.arrays = {
-            name: cupy.asarray(rng.standard_normal((2, seqlen, n, head_dim)).astype(DTYPES[dtype]))
+            name: cupy.asarray(rng.standard_normal((*rows, n, head_dim)).astype(DTYPES[dtype]))
             for name, n in shapes.items()
         }
+        self._lengths: tuple[Any, ...] = ()
+        self._options: dict[str, Any] = {"causal": True}
+        self._functions: tuple[Any, ...] = (flash_attention, flash_attention_backward)
+        if kind == "padded":
+            lengths = np.array([seqlen - 50, seqlen // 2], np.int32)
+            self._options["seqlens_k"] = cupy.asarray(lengths)
+        elif kind == "packed":
+            # One of a few rows, one of none, and rows of none behind the last.
+            starts = np.array([0, 5, seqlen, seqlen, 2 * seqlen - 9], np.int32)
+            self._lengths = (cupy.asarray(starts), cupy.asarray(starts), seqlen, seqlen)
+            self._functions = (flash_attention_varlen, flash_attention_varlen_backward)
 
     def run(self, **options: Any) -> tuple[Any, ...]:
         """dq, dk and dv; skips the test where the family does not serve the call."""
-        q, k, v = (self.arrays[name] for name in "qkv")
-        out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
-        options |= {"causal": True, "family": self.family}
+        dout, q, k, v = (self.arrays[name] for name in ("dout", *"qkv"))
+        forward, backward = self._functions
+        out, lse = forward(q, k, v, *self._lengths, return_lse=True, **self._options)
+        options |= self._options | {"family": self.family}
         try:
-            return flash_attention_backward(self.arrays["dout"], q, k, v, out, lse, **options)
+            found: tuple[Any, ...] = backward(dout, q, k, v, out, lse, *self._lengths, **options)
         except UnsupportedError as error:
             pytest.skip(str(error))
+        return found
 
 
 def bits_of(gradients: tuple[Any, ...]) -> list[np.ndarray]:
@@ -53,12 +90,14 @@ def assert_equal_bits(found: tuple[Any, ...], expected: list[np.ndarray]) -> Non
         np.testing.assert_array_equal(gradient, of_first)
 
 
-@of_families
-def test_a_thousand_passes_give_the_same_bits(family: str, dtype: str) -> None:
+@of_calls
+def test_a_thousand_passes_give_the_same_bits(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
     import cupy
 
     # Each head has several tiles of keys, whose blocks run at once.
-    call = Pass(family, dtype, seqlen=777, heads=8)
+    call = Pass(family, dtype, kind, head_dim, seqlen=777, heads=8)
     first = [gradient.copy() for gradient in call.run()]
     unequal = cupy.zeros((), np.int64)
     for _ in range(1000):
@@ -67,11 +106,13 @@ def test_a_thousand_passes_give_the_same_bits(family: str, dtype: str) -> None:
     assert int(unequal) == 0
 
 
-@of_families
-def test_what_the_memory_held_before_does_not_matter(family: str, dtype: str) -> None:
+@of_calls
+def test_what_the_memory_held_before_does_not_matter(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
     import cupy
 
-    call = Pass(family, dtype)
+    call = Pass(family, dtype, kind, head_dim)
     expected = bits_of(call.run())
     for value in (np.nan, np.inf, 1.0):
         # The pool hands this memory on, for workspaces and results.
@@ -81,11 +122,13 @@ def test_what_the_memory_held_before_does_not_matter(family: str, dtype: str) ->
         assert_equal_bits(call.run(), expected)
 
 
-@of_families
-def test_a_captured_pass_replays_on_new_contents(family: str, dtype: str) -> None:
+@of_calls
+def test_a_captured_pass_replays_on_new_contents(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
     import cupy
 
-    call = Pass(family, dtype)
+    call = Pass(family, dtype, kind, head_dim)
     values = {name: array.copy() for name, array in call.arrays.items()}
     expected = bits_of(call.run())
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -105,12 +148,30 @@ def test_a_captured_pass_replays_on_new_contents(family: str, dtype: str) -> Non
             assert_equal_bits(gradients, expected)
 
 
-@of_families
+@of_calls
+def test_passes_on_streams_that_run_at_once_do_not_disturb_each_other(
+    family: str, dtype: str, kind: str, head_dim: int
+) -> None:
+    import cupy
+
+    call = Pass(family, dtype, kind, head_dim)
+    expected = bits_of(call.run())
+    cupy.cuda.Device().synchronize()
+    found = []
+    for _ in range(12):
+        # Gone while its kernels run: the next one may have its handle, and the pool's memory of it.
+        with cupy.cuda.Stream(non_blocking=True):
+            found += [call.run() for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    for gradients in found:
+        assert_equal_bits(gradients, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES["backward"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_arrays_of_more_than_2_to_the_31_elements_are_right(family: str, dtype: str) -> None:
     import cupy
 
-    if dtype not in ("float16", "float32"):
-        pytest.skip("as float16 and float32")
     batch, seqlen, heads, dim = 2050, 128, 128, 64
     assert batch * seqlen * heads * dim > 2**31
     size = DTYPES[dtype].itemsize

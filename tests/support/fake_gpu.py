@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import jax_arrays, torch_arrays
-from cupy_flash.calls import attention, on_gpu, on_host, results
+from cupy_flash.calls import attention, backward, on_gpu, on_host, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.modifiers import Functions
 from cupy_flash.calls.options import Options
@@ -258,7 +258,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch_arrays, "_of_thread", torch_arrays._OfThread())
     monkeypatch.setattr(on_gpu, "_calls", {})
     monkeypatch.setattr(on_gpu, "device_for_id", lambda _: device_for_arch("sm_90"))
-    monkeypatch.setattr(attention, "shared", gpu.shared)
+    for module in (attention, backward):
+        monkeypatch.setattr(module, "shared", gpu.shared)
     monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
     for module in (launch, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)

@@ -169,7 +169,7 @@ struct HopperGradientAdder {
  private:
   __device__ void add(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
+    int* counter = all.counter(cta.p, cta.at, cta.work.batch, step.head, step.tile);
     float* target =
         all.template sums<Fragments::floats>(cta.p, cta.at, cta.work.batch, step.head, step.tile);
     const int turn = cta.order.turn_of(step.tile);

@@ -334,7 +334,7 @@ struct HopperTurnKeeper {
  private:
   __device__ void keep(const Step& step) {
     const QuerySums<Config> all(cta.p);
-    int* counter = all.counters + all.number(cta.p, cta.work.batch, step.head, step.tile);
+    int* counter = all.counter(cta.p, cta.at, cta.work.batch, step.head, step.tile);
     const int turn = cta.order.turn_of(step.tile);
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }

@@ -1,6 +1,7 @@
-// Prints what `places.cuh` says of places. Of each batch, standard input has one line of numbers:
-// batch, total, and the batch + 1 starts. The answer is a line with three numbers for each place:
-// the sequence, and the first of its places and the one behind the last.
+// Prints what `places.cuh` says of packed sequences. Of each batch, standard input has one line of
+// numbers: batch, total, and the batch + 1 starts. The answers are three lines, of three numbers
+// each for a place, a row, and a sequence: whose it is, and the first of its places, or rows, and
+// the one behind the last.
 #include <cstdio>
 
 #include "cuda_on_host.h"
@@ -9,15 +10,23 @@
 
 constexpr int Rows = 24;
 
+void print(const PackedPart& part) {
+  std::printf("%d %d %d ", part.sequence, part.begin, part.end);
+}
+
 int main() {
   int batch;
   while (std::scanf("%d", &batch) == 1) {
     const int total = read(1)[0];
     const std::vector<int> starts = read(batch + 1);
-    for (int place = 0; place < total / Rows + batch; ++place) {
-      const PackedPlaces found = find_places<Rows>(starts.data(), batch, total, place);
-      std::printf("%d %d %d ", found.sequence, found.begin, found.end);
+    const int* const from = starts.data();
+    for (int place = 0; place < count_places<Rows>(total, batch); ++place) {
+      print(places_around<Rows>(from, batch, total, place));
     }
+    std::printf("\n");
+    for (int row = 0; row < total; ++row) print(rows_around(from, batch, total, row));
+    std::printf("\n");
+    for (int i = 0; i < batch; ++i) print(rows_of_sequence(from, batch, total, i));
     std::printf("\n");
   }
 }

@@ -13,7 +13,7 @@ from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.problem.gradient import ROWS
 
 # Modifications with a gradient of their own.
-_WITH_GRADIENT = ("bias", "sinks")
+WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
 # Types of numbers that cannot change.
 _PLAIN = (type(None), float, int)
@@ -125,6 +125,6 @@ def _call(
     options: Options, lengths: tuple[Any, Any, Any], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     options = plain_options(options)
-    given = {n: modifications[n] for n in _WITH_GRADIENT if modifications.get(n) is not None}
-    others = {n: value for n, value in modifications.items() if n not in _WITH_GRADIENT}
+    given = {n: modifications[n] for n in WITH_GRADIENT if modifications.get(n) is not None}
+    others = {n: value for n, value in modifications.items() if n not in WITH_GRADIENT}
     return DifferentiableCall((*ROWS, *given), options, lengths, others), tuple(given.values())

@@ -9,11 +9,17 @@ v, bias and sinks. A call runs when it is made: within `jax.jit` there is no arr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.differentiable import (
+    WITH_GRADIENT,
+    DifferentiableCall,
+    dense_call,
+    varlen_call,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,6 +60,7 @@ def flash_attention(
     ValueError, UnsupportedError, CompileError
         As `cupy_flash.flash_attention` and `cupy_flash.flash_attention_backward`.
     """
+    _require_constants({"softmax_scale": softmax_scale, "q_offset": q_offset}, modifications)
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
     out, lse = _differentiable(call, (q, k, v, *others))
     return (out, lse) if return_lse else out
@@ -92,6 +99,8 @@ def flash_attention_varlen(
     TypeError, ValueError, UnsupportedError, CompileError
         As `flash_attention`.
     """
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    _require_constants({"softmax_scale": softmax_scale, **lengths}, modifications)
     call, others = varlen_call(
         *(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k),
         *(causal, softmax_scale, modifications),
@@ -100,11 +109,32 @@ def flash_attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, Any]) -> None:
+    """Raise TypeError for what JAX would find no gradient of, or no array in."""
+    others = {name: value for name, value in modifications.items() if name not in WITH_GRADIENT}
+    for name, value in {**values, **others}.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                f"{name} is traced by JAX; pass a value: gradients reach q, k, v, bias and sinks"
+            )
+
+
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    for name, array in zip(call.names, inputs, strict=True):
+        if isinstance(array, jax.core.Tracer):
+            raise TypeError(
+                f"{name} is traced by jax.jit, vmap or the like; call attention outside of them, "
+                "where it has arrays"
+            )
+    results: tuple[Any, Any] = call.run(inputs)
+    return results
+
+
 def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    attention = jax.custom_vjp(lambda *inputs: call.run(inputs))
+    attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
 
     def forward(*inputs: Any) -> tuple[Any, Any]:
-        results: tuple[Any, Any] = call.run(inputs)
+        results = _run(call, inputs)
         return results, (inputs, results)
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:

@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cupy_flash.arrays.strided import LAYOUTS, kind_of
 from cupy_flash.calls import recorded
-from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
+from cupy_flash.calls.arguments import check_qkv
+from cupy_flash.differentiable import (
+    WITH_GRADIENT,
+    DifferentiableCall,
+    dense_call,
+    varlen_call,
+)
 from cupy_flash.mods.keywords import ARRAYS
 from cupy_flash.problem.gradient import ROWS
 
@@ -62,15 +69,22 @@ def flash_attention(
         As `cupy_flash.flash_attention` and, in the backward pass,
         `cupy_flash.flash_attention_backward`.
     """
-    run = _run
     if torch.compiler.is_compiling():
-        if not _has_functions(modifications):
+        if _fits_operator((q, k, v), (q_offset,), causal, softmax_scale, layout, modifications):
             plain, numbers = _plain(modifications), (causal, softmax_scale, q_offset, layout)
             out, lse = torch.ops.cupy_flash.attention(q, k, v, *plain, *numbers)
             return (out, lse) if return_lse else out
-        run = _run_outside_graph
+        return _outside_graph(
+            *(flash_attention, q, k, v),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            q_offset=q_offset,
+            layout=layout,
+            return_lse=return_lse,
+            **modifications,
+        )
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
-    return run(call, (q, k, v, *others), return_lse)
+    return _run(call, (q, k, v, *others), return_lse, softmax_scale)
 
 
 def flash_attention_qkvpacked(
@@ -99,6 +113,10 @@ def flash_attention_qkvpacked(
     TypeError, ValueError, UnsupportedError, CompileError
         As `flash_attention`.
     """
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv is {kind_of(qkv)}; expected a tensor")
+    layout = modifications.pop("layout", "bshd")  # type: ignore[typeddict-item]
+    check_qkv(qkv, layout)
     return flash_attention(
         *qkv.unbind(2),
         causal=causal,
@@ -143,23 +161,37 @@ def flash_attention_varlen(
         As `flash_attention`.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
-    run = _run
     if torch.compiler.is_compiling():
-        if not _has_functions(modifications):
+        tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        given = {"seqused_k": seqused_k, **modifications}
+        if _fits_operator(tensors, most, causal, softmax_scale, "bshd", given):
             plain = _plain(modifications)
             out, lse = torch.ops.cupy_flash.attention_varlen(
                 *(q, k, v, *plain, *lengths, causal, softmax_scale)
             )
             return (out, lse) if return_lse else out
-        run = _run_outside_graph
+        return _outside_graph(
+            *(flash_attention_varlen, q, k, v, *lengths[:4]),
+            causal=causal,
+            softmax_scale=softmax_scale,
+            seqused_k=seqused_k,
+            return_lse=return_lse,
+            **modifications,
+        )
     call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
-    return run(call, (q, k, v, *others), return_lse)
+    return _run(call, (q, k, v, *others), return_lse, softmax_scale)
 
 
-def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
+def _run(
+    call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool, softmax_scale: Any
+) -> Any:
+    for tensor in inputs:
+        # Told so in half the time; of parameters and the like it is asked again.
+        if tensor.__class__ is not Tensor:
+            _require_tensors(call.names, inputs)
     if torch.is_grad_enabled():
-        if call.modifications:
-            _require_constants(call.modifications)
+        if call.modifications or softmax_scale.__class__ is Tensor:
+            _require_constants({"softmax_scale": softmax_scale, **call.modifications})
         for tensor in inputs:
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
@@ -167,13 +199,19 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) ->
     return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
-def _require_constants(modifications: Mapping[str, Any]) -> None:
+def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
+    for name, tensor in zip(names, inputs, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
+
+
+def _require_constants(others: Mapping[str, Any]) -> None:
     """Raise ValueError for a tensor whose gradient would be lost."""
-    arrays = {name: modifications[name] for name in _ARRAYS if name in modifications}
+    values = dict(others)
     for name in ("score_mod", "mask_mod"):
-        for of, value in getattr(modifications.get(name), "captures", {}).items():
-            arrays[f"{of!r}, which {name} captures,"] = value
-    for name, value in arrays.items():
+        for of, value in getattr(others.get(name), "captures", {}).items():
+            values[f"{of!r}, which {name} captures,"] = value
+    for name, value in values.items():
         if getattr(value, "requires_grad", False):
             raise ValueError(
                 f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
@@ -181,8 +219,12 @@ def _require_constants(modifications: Mapping[str, Any]) -> None:
             )
 
 
-# Only where it is called for, as it costs each call 5 us.
-_run_outside_graph = torch.compiler.disable(_run)
+def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return function(*arguments, **options)
+
+
+# Calls of public functions that break a graph in two.
+_outside_graph = torch.compiler.disable(_call_of)
 
 
 # What `Function.apply` does besides, for functorch's transforms, takes 2.5 us. Of their tensors no
@@ -270,14 +312,11 @@ def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return inputs if inputs[0].is_cuda else tuple([tensor.detach() for tensor in inputs])
 
 
-def _has_functions(modifications: Any) -> bool:
-    return any(modifications.get(name) is not None for name in ("score_mod", "mask_mod"))
-
-
 # What operators are given of modifications, in order: what has gradients, other arrays, numbers.
-_WITH_GRADIENT = ("bias", "sinks")
-_ARRAYS = tuple(name for name in ARRAYS if name not in _WITH_GRADIENT)
+_ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
 _NUMBERS = ("window_size", "softcap")
+# Tensors that have no gradient.
+_CONSTANTS = (*_ARRAYS, "seqused_k")
 _OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
 _LENGTHS = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
@@ -289,14 +328,45 @@ def _plain(modifications: Any) -> tuple[Any, ...]:
     """Modifications as operators take them; a window's bound of -1 is none."""
     window = [-1 if x is None else x for x in modifications.get("window_size") or (None, None)]
     arrays = [modifications.get(name) for name in _ARRAYS]
-    of_gradient = [modifications.get(name) for name in _WITH_GRADIENT]
+    of_gradient = [modifications.get(name) for name in WITH_GRADIENT]
     return *of_gradient, arrays, window, modifications.get("softcap")
+
+
+def _fits_operator(
+    tensors: tuple[Any, ...],
+    integers: tuple[Any, ...],
+    causal: Any,
+    softmax_scale: Any,
+    layout: Any,
+    others: Mapping[str, Any],
+) -> bool:
+    """Whether an operator takes arguments as they are.
+
+    With others a call is made outside of the graph, and says what is amiss with them.
+    """
+    given = {name: value for name, value in others.items() if value is not None}
+    arrays = [value for name, value in given.items() if name not in _NUMBERS]
+    window = given.get("window_size", ())
+    return (
+        all(isinstance(x, Tensor) for x in (*tensors, *arrays))
+        and not any(x.requires_grad for n, x in given.items() if n in _CONSTANTS)
+        and set(given) <= {*WITH_GRADIENT, *_CONSTANTS, *_NUMBERS}
+        and isinstance(causal, bool)
+        and isinstance(layout, str)
+        and layout in LAYOUTS
+        and isinstance(window, (tuple, list))
+        and len(window) in (0, 2)
+        and all(x is None or isinstance(x, int) for x in (*integers, *window))
+        and all(
+            x is None or isinstance(x, (int, float)) for x in (softmax_scale, given.get("softcap"))
+        )
+    )
 
 
 def _options(modifications: tuple[Any, ...]) -> dict[str, Any]:
     """`_plain` undone."""
     bias, sinks, arrays, window, softcap = modifications
-    names = (*_WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
+    names = (*WITH_GRADIENT, *_ARRAYS, *_NUMBERS)
     return dict(zip(names, (bias, sinks, *arrays, tuple(window), softcap), strict=True))
 
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from cupy_flash.api.backward import flash_attention_backward
 from cupy_flash.api.dense import flash_attention
+from cupy_flash.calls.gradients import require_grad_dtype
+from cupy_flash.calls.run_backward import wanted
+from cupy_flash.mods.keywords import require_known
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,6 +65,10 @@ def flash_attention_vjp(
     >>> dv[0, :, 0, 0].round(3)
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
+    for name in modifications:
+        require_known(name)
+    wrt = wanted(wrt, modifications)
+    require_grad_dtype(grad_dtype)
     options: dict[str, Any] = {
         "causal": causal,
         "softmax_scale": softmax_scale,

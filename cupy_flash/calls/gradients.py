@@ -76,6 +76,14 @@ WRITTEN = ("dq", "dk", "dv")
 _OTHERS = ("dout", "out")
 
 
+def require_grad_dtype(grad_dtype: Any) -> None:
+    """Raise ValueError for a dtype that gradients are not computed in."""
+    if grad_dtype is not None and not (isinstance(grad_dtype, str) and grad_dtype == "float32"):
+        raise ValueError(
+            f"grad_dtype is {grad_dtype!r}; expected 'float32', or None for the inputs' dtypes"
+        )
+
+
 def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
     """The backward problem that NumPy or CuPy arrays pose.
 
@@ -85,6 +93,7 @@ def gradient_problem(arguments: GradientArguments, options: Options) -> Problem:
         For what no kernel computes; the message names the argument.
     """
     assert options.wrt is not None
+    require_grad_dtype(options.grad_dtype)
     for name in _OTHERS:
         array = getattr(arguments, name)
         require_float(name, array)

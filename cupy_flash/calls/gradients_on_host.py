@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from cupy_flash.arrays.overlap import require_apart
-from cupy_flash.arrays.strided import to_bshd
+from cupy_flash.arrays.strided import readable_in_place, to_bshd
 from cupy_flash.calls import on_gpu
 from cupy_flash.calls.arguments import sizes_of
 from cupy_flash.calls.backends import require_cpu_family
@@ -40,6 +40,7 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of NumPy arrays, in the order of `Options.wrt`."""
     assert options.wrt is not None
+    arguments = arguments._replace(out=readable_in_place(arguments.out))
     problem = gradient_problem(arguments, options)
     check_contents(arguments.forward, options, problem, 0)
     for name in WRITTEN:

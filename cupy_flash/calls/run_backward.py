@@ -27,7 +27,12 @@ from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import check_qkv, modified, normalized
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
-from cupy_flash.calls.gradients import WRITTEN, GradientArguments, gradient_problem
+from cupy_flash.calls.gradients import (
+    WRITTEN,
+    GradientArguments,
+    gradient_problem,
+    require_grad_dtype,
+)
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.results import as_tensor
@@ -50,7 +55,7 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     ValueError
         For none, a name twice, or of no input that has a gradient.
     """
-    if wrt == ROWS or (wrt is None and not modifications):
+    if wrt is None and not modifications:
         return ROWS
     differentiable = getattr(modifications.get("score_mod"), "differentiable", ())
     captures = tuple(OF_MOD + name for name in differentiable)
@@ -59,6 +64,8 @@ def wanted(wrt: Sequence[str] | None, modifications: Mapping[str, Any]) -> tuple
     if isinstance(wrt, str) or not isinstance(wrt, Sequence):
         raise TypeError(f"wrt is {wrt!r}; expected a sequence of names, as ('q', 'k')")
     names = tuple(wrt)
+    if names == ROWS:
+        return ROWS
     others = [name for name in ("bias", "sinks") if modifications.get(name) is not None]
     known = (*ROWS, *others, *captures)
     for name in names:
@@ -135,6 +142,7 @@ def gradient_of_qkv(
     convert = way_back("qkv", qkv)
     packed = read("qkv", qkv)
     check_qkv(packed, options.layout)
+    require_grad_dtype(options.grad_dtype)
     if dqkv is None:
         dtype = options.grad_dtype or packed.dtype
         written = array_module(packed).empty(packed.shape, dtype)

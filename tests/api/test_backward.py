@@ -83,6 +83,26 @@ def test_gradients_come_in_the_order_of_wrt_and_captures_behind_q_k_and_v(rng: A
     assert [x.tobytes() for x in some] == [dgain.tobytes(), dk.tobytes()]
 
 
+def test_a_pullback_is_made_of_what_a_backward_call_takes() -> None:
+    q = np.ones((1, 4, 2, 8), np.float32)
+    with pytest.raises(ValueError, match="wrt names 'bias'"):
+        flash_attention_vjp(q, q, q, wrt=("bias",))
+    with pytest.raises(ValueError, match="grad_dtype is 'x'"):
+        flash_attention_vjp(q, q, q, grad_dtype="x")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        flash_attention_vjp(q, q, q, out=q.copy())  # type: ignore[call-arg]
+
+
+def test_an_output_may_lie_anyhow(rng: Any) -> None:
+    q, k, v, dout = arrays(rng)
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
+    expected = flash_attention_backward(dout, q, k, v, out, lse, backend="cpu")
+    anyhow = np.asfortranarray(out)
+    found = flash_attention_backward(dout, q, k, v, anyhow, lse, backend="cpu")
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_another_librarys_arrays_come_back_as_its_own(rng: Any) -> None:
     q, k, v, dout = arrays(rng)
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
@@ -122,6 +142,9 @@ def test_the_plan_names_the_cpu_and_its_memory() -> None:
     [
         ({"wrt": "q"}, TypeError, "wrt is 'q'; expected a sequence"),
         ({"wrt": ("q", "q")}, ValueError, "each once"),
+        ({"wrt": np.array(["q", "k", "v"])}, TypeError, "expected a sequence of names"),
+        ({"grad_dtype": "fp32"}, ValueError, "grad_dtype is 'fp32'; expected 'float32', or None"),
+        ({"grad_dtype": "float16"}, ValueError, "grad_dtype is 'float16'; expected 'float32'"),
         ({"wrt": ("bias",)}, ValueError, "wrt names 'bias'; expected some of q, k, v"),
         ({"wrt": ("k",)}, ValueError, "dq is given, but wrt does not name 'q'"),
         ({"family": "mma"}, ValueError, "family 'mma' is a GPU kernel"),

@@ -68,3 +68,19 @@ def test_packed_sequences_are_differentiable(device: Any) -> None:
             expected,
             inputs,
         )
+
+
+def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
+    q = jax.numpy.ones((1, 4, 2, 8))
+
+    def of_scale(scale: float) -> Any:
+        return cj.flash_attention(q, q, q, softmax_scale=scale).sum()
+
+    with pytest.raises(TypeError, match="softmax_scale is traced by JAX; pass a value"):
+        jax.grad(of_scale)(0.5)
+    slopes = jax.numpy.ones(2)
+    with pytest.raises(TypeError, match="alibi_slopes is traced by JAX"):
+        jax.grad(lambda slopes: cj.flash_attention(q, q, q, alibi_slopes=slopes).sum())(slopes)
+    for transform in (jax.jit, jax.vmap):
+        with pytest.raises(TypeError, match=r"q is traced by jax.jit, vmap or the like"):
+            transform(lambda q: cj.flash_attention(q, q, q))(q[None])

@@ -119,6 +119,65 @@ def test_what_would_have_no_gradient_is_refused() -> None:
     ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": None}, TypeError, "q is a NoneType; expected a tensor"),
+        ({"sinks": np.zeros(4)}, TypeError, "sinks is a ndarray; expected a tensor"),
+        ({"windw_size": (2, 0)}, TypeError, "unexpected keyword argument 'windw_size'"),
+        ({"causal": 1}, TypeError, "causal is 1; expected True or False"),
+        ({"layout": "bsdh"}, ValueError, "layout is 'bsdh'"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+# torch's compiler uses what torch has given up.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_wrong_is_told_in_graphs_as_well(
+    compiled: bool, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = dict(zip("qkv", qkv("cpu"), strict=True)) | change
+
+    def call() -> Any:
+        return ct.flash_attention(**arguments)
+
+    function = torch.compile(call, backend="eager") if compiled else call
+    with pytest.raises(error, match=message):
+        function()
+
+
+# torch's compiler uses what torch has given up.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_mod": cupy_flash.ScoreMod(lambda score: score * 2)},
+        {"softmax_scale": np.float32(0.3)},
+        {"seqlens_k": [4, 9]},
+    ],
+    ids=str,
+)
+def test_calls_that_no_operator_takes_break_the_graph(options: dict[str, Any]) -> None:
+    inputs = [x.detach() for x in qkv("cpu")]
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return ct.flash_attention(q * 2, k, v, **options) + 1
+
+    compiled = torch.compile(call, backend="eager")
+    expected = call(*inputs)
+    for _ in range(3):
+        assert torch.equal(compiled(*inputs), expected)
+
+
+def test_an_array_of_queries_keys_and_values_is_checked() -> None:
+    (packed,) = tensors("cpu", (2, 6, 3, 2, 4))
+    with pytest.raises(ValueError, match="layout is 'bhsd'; packed arrays are 'bshd'"):
+        ct.flash_attention_qkvpacked(packed, layout="bhsd")
+    with pytest.raises(ValueError, match="qkv has shape"):
+        ct.flash_attention_qkvpacked(packed[:, :, 0])
+    with pytest.raises(TypeError, match="qkv is a ndarray; expected a tensor"):
+        ct.flash_attention_qkvpacked(packed.detach().numpy())
+
+
 @pytest.mark.gpu
 def test_a_capture_on_the_gpu_that_would_have_no_gradient_is_refused() -> None:
     q, k, v = qkv("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.wrong_numbers import VARLEN_CALLS, wrong_varlen
@@ -127,4 +128,5 @@ def test_whatever_lengths_there_are_each_row_is_of_one_sequence_and_is_written(
         off = abs(given[f"d{name}"].get().astype(np.float64) - exact)
         # P, dS and the result are rounded once each; sums of 64 and, of float32, of all keys.
         allowed = 4 * ROUNDING[dtype] * size + 2.0**-24 * 64 * size
-        assert (off <= allowed + np.finfo(arguments[name].dtype).smallest_subnormal).all(), name
+        least = float(ml_dtypes.finfo(arguments[name].dtype).smallest_subnormal)
+        assert (off <= allowed + least).all(), name

@@ -207,15 +207,11 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
 
 def _require_constants(others: Mapping[str, Any]) -> None:
     """Raise ValueError for a tensor whose gradient would be lost."""
-    values = dict(others)
-    for name in ("score_mod", "mask_mod"):
-        for of, value in getattr(others.get(name), "captures", {}).items():
-            values[f"{of!r}, which {name} captures,"] = value
-    for name, value in values.items():
+    for name, value in others.items():
         if getattr(value, "requires_grad", False):
             raise ValueError(
                 f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
-                "sinks, and cupy_flash.flash_attention_backward what a ScoreMod captures"
+                "sinks"
             )
 
 

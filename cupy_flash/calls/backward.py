@@ -58,7 +58,7 @@ class Call:
         Where in it parts begin that kernels are given an address of.
     launches
         None where there is no query.
-    are_cleared
+    cleared
         Which results are zeros first: those that no kernel writes all of.
     """
 
@@ -69,36 +69,39 @@ class Call:
     of_torch: bool
     parts: tuple[int, ...]
     launches: Launches
-    are_cleared: tuple[bool, ...]
+    cleared: tuple[int, ...]
 
     def run(
         self, arguments: GradientArguments, addresses: tuple[int, ...], *_: Any
     ) -> tuple[Any, ...]:
         """Enqueue the launches for arrays at these addresses; the gradients."""
         self.apart.check(addresses)
-        found: list[Any] = []
-        values = addresses
-        for place, make, is_cleared in zip(
-            self.places, self.results, self.are_cleared, strict=True
-        ):
+        found = []
+        for place, make in zip(self.places, self.results, strict=True):
             array = None if place is None else arguments[place]
             if place is None or array is None:
-                array, at = make()
+                found.append(make())
             else:
-                at = addresses[place]
-            found.append(array)
-            values += (at,)
-            if is_cleared:
-                as_cupy(array).fill(0)
+                found.append((array, addresses[place]))
+        return self._launch(addresses, found)
+
+    def run_for_new(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        """`run` where none of the gradients is given an array."""
+        return self._launch(addresses, [make() for make in self.results])
+
+    def _launch(self, addresses: tuple[int, ...], found: list[tuple[Any, int]]) -> tuple[Any, ...]:
+        arrays, places = zip(*found, strict=True)
+        for index in self.cleared:
+            as_cupy(arrays[index]).fill(0)
         stream = None if self.of_torch else shared(0)
         # Named until the launches are made, as in forward calls.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
-        values += (scratch, *[scratch + part for part in self.parts])
         if self.launches:
-            self.launches.run(values)
+            parts = [scratch + part for part in self.parts]
+            self.launches.run((*addresses, *places, scratch, *parts))
         if stream is not None:
             stream.launched()
-        return tuple(found)
+        return arrays
 
 
 def readable(arguments: GradientArguments, options: Options) -> GradientArguments:
@@ -164,9 +167,10 @@ def prepare(
             PackedStruct(params_dtype(problem), fixed, sources, names),
             TensorMaps(maps, names) if maps else None,
         ),
-        are_cleared=tuple(
-            problem.is_empty or (name not in ROWS and not problem.layout.is_equal)
-            for name in options.wrt
+        cleared=tuple(
+            index
+            for index, name in enumerate(options.wrt)
+            if problem.is_empty or (name not in ROWS and not problem.layout.is_equal)
         ),
     )
 

@@ -122,7 +122,7 @@ def gradients(
     with on_torch_stream("q", q):
         if call is not None:
             addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *recorded.lengths_at)
-            results = call.run(_NONE_GIVEN, addresses)
+            results = call.run_for_new(addresses)
         else:
             given = (None, None, None, *recorded.lengths)
             arguments = GradientArguments(q, k, v, out, dout, lse, dlse, *given)
@@ -136,7 +136,3 @@ def gradients(
                 results = map(as_tensor, results)
     new = iter(results)
     return [next(new) if wanted else None for wanted in needed]
-
-
-# The arguments of a call whose gradients are new arrays.
-_NONE_GIVEN = GradientArguments(*[None] * len(GradientArguments._fields))

@@ -57,7 +57,7 @@ def maker(spec: ResultSpec, *, of_torch: bool) -> Maker:
             return array, array.data.ptr
 
         return new_array
-    make = tensor_maker(shape, dtype, cupy.cuda.runtime.getDevice())
+    make = tensor_maker(shape, dtype)
 
     def new_tensor() -> tuple[Any, int]:
         tensor = make()

@@ -57,6 +57,9 @@ class Tensor:
     def expand(self, shape: tuple[int, ...]) -> Tensor:
         return Tensor(self._gpu, shape, self.dtype, strides=(0,) * len(shape))
 
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(self._gpu, self.shape, dtype)
+
     def new(self, memory_format: str) -> Tensor:
         assert memory_format == "contiguous"
         return Tensor(self._gpu, self.shape, self.dtype)
@@ -77,13 +80,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
-        empty_strided=lambda shape, strides, dtype, device: Tensor(fake, shape, dtype),
+        contiguous_format="contiguous",
+        empty_like=Tensor.new,
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
         **{name: name for name in (*DTYPES, "uint8")},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(torch_arrays, "_one_of_cupy", lambda itemsize: Tensor(fake, (), None))
     for name in ("_dtypes", "_plain_types", "_torch_dtypes", "_torch_stream"):
         monkeypatch.setattr(torch_arrays, name, getattr(torch_arrays, name).__wrapped__)
     return fake
@@ -140,13 +145,13 @@ def test_a_call_of_tensors_is_enqueued_on_torchs_stream(gpu, ours):
 def test_the_workspace_of_a_call_of_tensors_is_torchs_memory(gpu):
     made = []
     tensors = {name: Tensor(gpu, (1, n, 1, 64), "float16") for name, n in LENGTHS.items()}
-    new = sys.modules["torch"].empty_strided
+    new = sys.modules["torch"].empty_like
 
-    def empty_strided(*arguments: Any, **options: Any) -> Tensor:
-        made.append(new(*arguments, **options))
+    def empty_like(tensor: Tensor, memory_format: str) -> Tensor:
+        made.append(new(tensor, memory_format))
         return made[-1]
 
-    sys.modules["torch"].empty_strided = empty_strided
+    sys.modules["torch"].empty_like = empty_like
     flash_attention(**tensors, family="mma")
     workspace = made[-1]
     assert workspace.dtype == "uint8"
@@ -235,9 +240,13 @@ def test_rotary_tables_of_torch_whose_rows_lie_apart_differently_are_copied(gpu)
 
 @pytest.mark.parametrize("name", ["float16", "float32"])
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 1, 1, 1), (2, 0, 1, 3)])
-def test_torch_makes_contiguous_tensors(name, shape):
+def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
     torch = pytest.importorskip("torch")
-    make = torch_arrays.tensor_maker(shape, np.dtype(name), "cpu")
+    integers = {2: torch.int16, 4: torch.int32}
+    monkeypatch.setattr(
+        torch_arrays, "_one_of_cupy", lambda itemsize: torch.zeros((), dtype=integers[itemsize])
+    )
+    make = torch_arrays.tensor_maker(shape, np.dtype(name))
     new, other = make(), make()
     assert (tuple(new.shape), new.dtype) == (shape, getattr(torch, name))
     assert new.stride() == torch.empty(shape).stride()

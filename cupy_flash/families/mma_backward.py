@@ -35,7 +35,8 @@ _OTHER_REGISTERS = 40
 # Rows of dq that a warp sums up, where there are as many.
 _SUM_ROWS = 32
 # Tiles of keys of a head that are at work at once, each 1.5 steps behind the one before: at most so
-# many, and one for so many tiles of queries.
+# many, and one for so many tiles of queries. Half as many of a causal mask, where a block has half
+# the steps to make up for what it has waited.
 _MOST_AT_ONCE = 16
 _STEPS_OF_ONE = 2
 
@@ -292,8 +293,12 @@ def _section(problem: Problem, device: Device, tile: MmaBackwardTile, slots: int
     in_l2 = device.l2_cache // 2 // max(1, group * problem.seqlen_q * row_bytes)
     steps = group * ceil_div(problem.seqlen_q, tile.Br)
     at_once = min(_MOST_AT_ONCE, max(1, steps // _STEPS_OF_ONE))
-    enough = ceil_div(slots, at_once)
-    return group * max(1, min(max(in_l2, enough), problem.batch * problem.heads_kv))
+    if problem.causal:
+        at_once = max(1, at_once // 2)
+    groups = max(1, problem.batch * problem.heads_kv)
+    section = max(1, min(max(in_l2, ceil_div(slots, at_once)), groups))
+    # All of one size, as a last one of few heads would leave most of the GPU without work.
+    return group * ceil_div(groups, ceil_div(groups, section))
 
 
 def _preferred_tiles(problem: Problem) -> tuple[MmaBackwardTile, ...]:

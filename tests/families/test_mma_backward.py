@@ -117,3 +117,13 @@ def test_a_tile_of_float32_takes_the_shared_memory_of_its_images_and_of_pairs() 
     assert mma.shared_memory(problem("bfloat16"), TILE) == 128 * 256 + 128 * 32 * 2 + 2 * (
         32 * (256 + 8)
     )
+
+
+def test_sections_are_of_one_size_and_larger_where_blocks_have_fewer_steps() -> None:
+    def section(causal: bool) -> int:
+        one = problem("bfloat16", 256, batch=8, heads_q=8, heads_kv=8, seqlen_q=2048, seqlen_k=2048)
+        one = dataclasses.replace(one, causal=causal)
+        return mma.schedule(one, h200, mma.default_tile(one, h200)).section_heads
+
+    # 64 heads: 16 blocks of each at once on 132 SMs take 9 of them, but then there is one left.
+    assert (section(causal=False), section(causal=True)) == (8, 16)

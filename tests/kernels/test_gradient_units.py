@@ -23,13 +23,17 @@ TABLE = ScoreMod(
 )
 BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
+LENGTHS = np.array([99], np.int32)
 # Family, architecture, dtype, head_dim, bytes that may be spilled, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 64, 0, {"causal": True}),
     ("hopper", "sm_90", "bfloat16", 128, 0, {}),
     ("hopper", "sm_90", "float16", 128, 24, {"window_size": (99, 0), "softcap": 30.0}),
     ("hopper", "sm_90", "bfloat16", 256, 0, {"causal": True}),
-    *(("hopper", "sm_90", "bfloat16", dim, 0, {"seqlens_k": [99]}) for dim in (64, 128, 192, 256)),
+    ("hopper", "sm_90", "bfloat16", 64, 52, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 256, 80, {"seqlens_k": LENGTHS}),
     ("mma", "sm_80", "bfloat16", 128, 0, {"causal": True}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     ("mma", "sm_89", "float32", 128, 0, {}),

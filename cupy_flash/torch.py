@@ -162,9 +162,9 @@ def flash_attention_varlen(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
     if torch.compiler.is_compiling():
+        used = () if seqused_k is None else (seqused_k,)
         tensors, most = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        given = {"seqused_k": seqused_k, **modifications}
-        if _fits_operator(tensors, most, causal, softmax_scale, "bshd", given):
+        if _fits_operator((*tensors, *used), most, causal, softmax_scale, "bshd", modifications):
             plain = _plain(modifications)
             out, lse = torch.ops.cupy_flash.attention_varlen(
                 *(q, k, v, *plain, *lengths, causal, softmax_scale)
@@ -311,8 +311,6 @@ def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 # What operators are given of modifications, in order: what has gradients, other arrays, numbers.
 _ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
 _NUMBERS = ("window_size", "softcap")
-# Tensors that have no gradient.
-_CONSTANTS = (*_ARRAYS, "seqused_k")
 _OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
 _LENGTHS = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
@@ -334,19 +332,19 @@ def _fits_operator(
     causal: Any,
     softmax_scale: Any,
     layout: Any,
-    others: Mapping[str, Any],
+    modifications: Mapping[str, Any],
 ) -> bool:
     """Whether an operator takes arguments as they are.
 
     With others a call is made outside of the graph, and says what is amiss with them.
     """
-    given = {name: value for name, value in others.items() if value is not None}
+    given = {name: value for name, value in modifications.items() if value is not None}
     arrays = [value for name, value in given.items() if name not in _NUMBERS]
     window = given.get("window_size", ())
     return (
         all(isinstance(x, Tensor) for x in (*tensors, *arrays))
-        and not any(x.requires_grad for n, x in given.items() if n in _CONSTANTS)
-        and set(given) <= {*WITH_GRADIENT, *_CONSTANTS, *_NUMBERS}
+        and not any(x.requires_grad for n, x in given.items() if n in _ARRAYS)
+        and set(given) <= {*WITH_GRADIENT, *_ARRAYS, *_NUMBERS}
         and isinstance(causal, bool)
         and isinstance(layout, str)
         and layout in LAYOUTS

@@ -125,6 +125,7 @@ def test_what_would_have_no_gradient_is_refused() -> None:
         ({"q": None}, TypeError, "q is a NoneType; expected a tensor"),
         ({"sinks": np.zeros(4)}, TypeError, "sinks is a ndarray; expected a tensor"),
         ({"windw_size": (2, 0)}, TypeError, "unexpected keyword argument 'windw_size'"),
+        ({"seqused_k": torch.ones(2)}, TypeError, "unexpected keyword argument 'seqused_k'"),
         ({"causal": 1}, TypeError, "causal is 1; expected True or False"),
         ({"layout": "bsdh"}, ValueError, "layout is 'bsdh'"),
     ],

@@ -33,16 +33,23 @@ class DifferentiableCall(NamedTuple):
         cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k of packed sequences.
     modifications
         But for those among the inputs.
+    without_lse
+        Options of the call that gives out alone.
+    others
+        Of a call without modifications the arrays behind q, k and v, as `Arguments.of_kind` has
+        them; None of another.
     """
 
     names: tuple[str, ...]
     options: Options
     lengths: tuple[Any, Any, Any]
     modifications: Mapping[str, Any]
+    without_lse: Options
+    others: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Attention: out and lse, or out alone."""
-        options = self.options if return_lse else self.options.with_lse(False)
+        options = self.options if return_lse else self.without_lse
         modifications = self._modifications(inputs)
         return run.attention(self.arguments(inputs), options, "auto", 0, modifications)
 
@@ -99,7 +106,7 @@ def _plain_call(*options: Any) -> DifferentiableCall:
     """The call of q, k and v with these options."""
     causal, softmax_scale, q_offset, layout = options
     made = Options("equal", causal, softmax_scale, True, None, None, q_offset, layout)
-    return DifferentiableCall(ROWS, plain_options(made), _NO_LENGTHS, {})
+    return _call(made, _NO_LENGTHS, {})[0]
 
 
 def varlen_call(
@@ -127,4 +134,10 @@ def _call(
     options = plain_options(options)
     given = {n: modifications[n] for n in WITH_GRADIENT if modifications.get(n) is not None}
     others = {n: value for n, value in modifications.items() if n not in WITH_GRADIENT}
-    return DifferentiableCall((*ROWS, *given), options, lengths, others), tuple(given.values())
+    plain = None
+    if not modifications:
+        arrays = Arguments(None, None, None, None, None, None, *lengths)
+        plain = arrays.of_kind(options.kind)[_ROWS:]
+    names, without_lse = (*ROWS, *given), options.with_lse(False)
+    call = DifferentiableCall(names, options, lengths, others, without_lse, plain)
+    return call, tuple(given.values())

@@ -29,7 +29,6 @@ from cupy_flash.differentiable import (
     varlen_call,
 )
 from cupy_flash.mods.keywords import ARRAYS
-from cupy_flash.problem.gradient import ROWS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -196,6 +195,12 @@ def _run(
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
                 return function.apply(call, *inputs)
+    if call.others is not None:
+        options = call.options if return_lse else call.without_lse
+        found = recorded.run(inputs + call.others, options)
+        if found is not None:
+            results, _ = found
+            return results if return_lse else results[0]
     return call.run(_without_graph(inputs), return_lse=return_lse)
 
 
@@ -233,7 +238,8 @@ class _Attention(_Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
-        return _saved(ctx, call, inputs)[0]
+        out, _ = _saved(ctx, call, inputs)
+        return out
 
     @staticmethod
     def backward(
@@ -249,18 +255,19 @@ class _AttentionAndLse(_Attention):
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         return _saved(ctx, call, inputs)
 
 
 def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
     """Out and lse, kept with what they are of."""
-    ctx.set_materialize_grads(False)
-    ctx.call = call
-    found = None
-    # Modified calls, which take longer anyway, look at all arrays twice.
-    if not call.modifications and call.names == ROWS:
-        found = recorded.run(call.arguments(inputs), call.options)
-    results, ctx.recorded = found or (call.run(_without_graph(inputs)), None)
+    # Of modified calls, which take longer anyway, there is no record.
+    others = call.others
+    if others is None or not (found := recorded.run(inputs + others, call.options)):
+        results, ctx.of = call.run(_without_graph(inputs)), (call, None)
+    else:
+        results, of_call = found
+        ctx.of = call, recorded.record(of_call, results, others)
     ctx.save_for_backward(*inputs, *results)
     return results
 
@@ -269,11 +276,12 @@ def _pull_back_saved(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+    call, of_call = ctx.of
     found: Sequence[Tensor | None] | None = None
-    if ctx.recorded is not None:
-        found = recorded.gradients(ctx.recorded, saved, dout, dlse, needed)
+    if of_call is not None:
+        found = recorded.gradients(of_call, saved, dout, dlse, needed)
     if found is None:
-        found = _pull_back(ctx.call, saved[:-2], saved[-2:], (dout, dlse), needed)
+        found = _pull_back(call, saved[:-2], saved[-2:], (dout, dlse), needed)
     return None, *found
 
 

@@ -38,10 +38,9 @@ class JaxMemory:
     def __init__(self, array: Any, device: Any) -> None:
         address = array.unsafe_buffer_pointer()
         self.array, self.device, self.address = array, device, address
-        # dtype.num, as hashing a dtype takes a microsecond.
         self.facts = (
             array.shape,
-            array.dtype.num,
+            array.dtype,
             device.local_hardware_id,
             address & (MAX_ALIGNMENT - 1),
         )

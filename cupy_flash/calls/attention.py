@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,18 +52,18 @@ class Call:
 
     Attributes
     ----------
-    out, lse
-        What makes the results; lse is None where it is not asked for.
+    new
+        What makes out, unless it is given, and lse, where it is asked for.
     apart
         Of all arrays of the call.
     counters
         Words.
     scratch
         What makes memory for the plan's workspace, and behind it the rotated queries.
-    launches
-        Of attention; none where there is nothing to compute.
     out_index
         Of `out` among the addresses.
+    launches
+        Of attention; none where there is nothing to compute.
     qkv_step
         Bytes between the parts of qkv; None where they are arrays of their own.
     is_cleared
@@ -79,13 +80,12 @@ class Call:
         Calls of its gradients, see `recorded.py`.
     """
 
-    out: Maker
-    lse: Maker | None
+    new: Maker
+    out_index: int
     apart: OverlapCheck
     counters: int
-    scratch: Maker | None
+    scratch: Callable[[], tuple[Any, int]] | None
     launches: Launches | None
-    out_index: int
     qkv_step: int | None
     is_cleared: bool = False
     rotated_at: int = 0
@@ -103,13 +103,9 @@ class Call:
             require_length("cache_seqlens", keys, self.limits)
         if self.apart.pairs:
             self.apart.check(addresses)
-        out, lse, lse_at = arguments.out, None, 0
+        (out, lse), (out_at, lse_at) = self.new()
         if out is None:
-            out, out_at = self.out()
-        else:
-            out_at = addresses[self.out_index]
-        if self.lse is not None:
-            lse, lse_at = self.lse()
+            out, out_at = arguments.out, addresses[self.out_index]
         if not self.launches and self.append is None and not self.is_cleared:
             return out, lse
         stream = shared(self.counters) if self.counters or self.scratch else None
@@ -215,11 +211,11 @@ def prepare(
         ready = map_of_mask(functions.mask_mod, block_map, current, arguments)
         fixed["block_map"] = ready.map.fields
         sources |= {"block_map.memory": _MAP}
+    out = None if arguments.out is not None else ((*q.shape[:-1], problem.head_dim_v), q.dtype)
+    lse = (problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None
     return Call(
-        out=maker(((*q.shape[:-1], problem.head_dim_v), q.dtype), of_torch=of_torch),
-        lse=maker((problem.lse_shape, np.dtype(problem.lse_dtype)), of_torch=of_torch)
-        if options.return_lse
-        else None,
+        new=maker((out, lse), of_torch=of_torch),
+        out_index=fields.index("out"),
         apart=apart,
         counters=plan.schedule.counters,
         scratch=memory_maker(scratch, of_torch=of_torch),
@@ -230,7 +226,6 @@ def prepare(
             PackedStruct(params_dtype(problem), fixed, sources, names),
             TensorMaps({sources.get(n, n): maps[n] for n in maps}, names) if maps else None,
         ),
-        out_index=fields.index("out"),
         qkv_step=qkv_step,
         is_cleared=has_no_keys and not problem.is_empty,
         rotated_at=rotated_at,

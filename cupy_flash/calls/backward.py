@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,10 @@ class Call:
 
     Attributes
     ----------
-    results
-        What makes each gradient, in order.
-    places
-        Of the arrays among the call's that gradients may be written to; None where there is no such
-        argument.
+    new
+        What makes the gradients that no array is given for, in order.
+    given
+        Of each array that is, where it stands among the gradients and among the call's arrays.
     apart
         Of all arrays of the call.
     scratch
@@ -62,38 +62,27 @@ class Call:
         Which results are zeros first: those that no kernel writes all of.
     """
 
-    results: tuple[Maker, ...]
-    places: tuple[int | None, ...]
+    new: Maker
+    given: tuple[tuple[int, int], ...]
     apart: OverlapCheck
-    scratch: Maker | None
+    scratch: Callable[[], tuple[Any, int]] | None
     of_torch: bool
     parts: tuple[int, ...]
     launches: Launches
     cleared: tuple[int, ...]
 
-    def run(
-        self, arguments: GradientArguments, addresses: tuple[int, ...], *_: Any
-    ) -> tuple[Any, ...]:
-        """Enqueue the launches for arrays at these addresses; the gradients."""
+    def run(self, arguments: Sequence[Any], addresses: tuple[int, ...], *_: Any) -> list[Any]:
+        """Enqueue the launches for arrays at these addresses; the gradients.
+
+        Of the arrays nothing is asked but for those that gradients are written to.
+        """
         self.apart.check(addresses)
-        found = []
-        for place, make in zip(self.places, self.results, strict=True):
-            array = None if place is None else arguments[place]
-            if place is None or array is None:
-                found.append(make())
-            else:
-                found.append((array, addresses[place]))
-        return self._launch(addresses, found)
-
-    def run_for_new(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
-        """`run` where none of the gradients is given an array."""
-        return self._launch(addresses, [make() for make in self.results])
-
-    def _launch(self, addresses: tuple[int, ...], found: list[tuple[Any, int]]) -> tuple[Any, ...]:
-        arrays, places = zip(*found, strict=True)
+        stream = None if self.of_torch else shared(0)
+        arrays, places = self.new()
+        for index, place in self.given:
+            arrays[index], places[index] = arguments[place], addresses[place]
         for index in self.cleared:
             as_cupy(arrays[index]).fill(0)
-        stream = None if self.of_torch else shared(0)
         # Named until the launches are made, as in forward calls.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
@@ -153,11 +142,18 @@ def prepare(
         sources |= {f"mods.{name}.data": name for name in captured}
     results = tuple(_RESULT + name for name in options.wrt)
     names, maps = (*fields, *results, _WORKSPACE, *parts), plan.schedule.tensor_maps
+    given = {
+        index: fields.index(f"d{name}")
+        for index, name in enumerate(options.wrt)
+        if name in ROWS and getattr(arguments, f"d{name}") is not None
+    }
+    new = [
+        None if index in given else result_spec(arguments, options, name)
+        for index, name in enumerate(options.wrt)
+    ]
     return Call(
-        results=tuple(
-            maker(result_spec(arguments, options, name), of_torch=of_torch) for name in options.wrt
-        ),
-        places=tuple(fields.index(f"d{name}") if name in ROWS else None for name in options.wrt),
+        new=maker(new, of_torch=of_torch),
+        given=tuple(given.items()),
         apart=apart,
         scratch=memory_maker(plan.workspace, of_torch=of_torch),
         of_torch=of_torch,

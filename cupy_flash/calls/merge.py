@@ -21,19 +21,17 @@ _NAMES = (*Partials._fields, "result", "lse")
 class Call:
     """What does not change about a merge while its key stays the same."""
 
-    out: Maker
-    lse: Maker
+    new: Maker
     apart: OverlapCheck
     kernel: combine.Combine
 
     def run(self, partials: Partials, addresses: tuple[int, ...], *_: Any) -> tuple[Any, Any]:
         """Enqueue the merge of arrays at these addresses; out and lse."""
         self.apart.check(addresses)
-        out, at = partials.out, addresses[2]
+        (out, lse), (out_at, lse_at) = self.new()
         if out is None:
-            out, at = self.out()
-        lse, lse_at = self.lse()
-        self.kernel.run((*addresses, at, lse_at))
+            out, out_at = partials.out, addresses[2]
+        self.kernel.run((*addresses, out_at, lse_at))
         return out, lse
 
 
@@ -51,9 +49,9 @@ def prepare(partials: Partials, device: Device) -> Call:
     """Check a merge of CuPy arrays like these, and compile and load its kernel."""
     spec = spec_of_call(*partials)
     out_partial, lse_partial = partials.out_partial, partials.lse_partial
+    out = None if partials.out is not None else (out_partial.shape[1:], out_partial.dtype)
     return Call(
-        out=maker((out_partial.shape[1:], out_partial.dtype), of_torch=False),
-        lse=maker((lse_partial.shape[1:], lse_partial.dtype), of_torch=False),
+        new=maker((out, (lse_partial.shape[1:], lse_partial.dtype)), of_torch=False),
         apart=OverlapCheck(partials._fields, partials, ("out",)),
         kernel=combine.prepare(spec, device, _NAMES),
     )

@@ -54,55 +54,73 @@ def run(
     out, lse
         lse is None where it is not asked for. Of a backward call, the gradients.
     """
-    found = find(arrays, options, only_cupy, functions, modifiers)
+    given = arrays if options is None else arrays.of_kind(options.kind)
+    found = look_up(given, options, modifiers, only_cupy)
     if found is None:
         return None
-    call, readable, addresses = found
-    return call.run(readable, addresses, keys, functions)
+    key, call, addresses = found
+    if call is None:
+        call, arrays, addresses = prepare(key, arrays, addresses, options, functions, modifiers)
+    return call.run(arrays, addresses, keys, functions)
 
 
-def find(
+def prepare(
+    key: tuple[Any, ...],
     arrays: Any,
+    addresses: tuple[int, ...],
     options: Options | None,
-    only_cupy: bool = False,
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
-    only_known: bool = False,
-) -> Any:
-    """The call that `run` makes, prepared: the arrays that it reads, and their addresses.
+) -> tuple[Any, Any, tuple[int, ...]]:
+    """Prepare the call of a key: with the arrays that it reads, and their addresses.
 
-    With `only_known`, None unless a call like it was made before.
+    Kept for the next one, unless it reads copies.
+    """
+    device_id = key[0]
+    require_device(device_id, arrays)
+    if options is not None and modifiers is not None:
+        options = options.with_modifiers(modifiers)
+    way = attention if options is None or options.wrt is None else backward
+    readable = merge.readable(arrays) if options is None else way.readable(arrays, options)
+    if any(a is not b for a, b in zip(readable, arrays, strict=True)):
+        given: Any = readable
+        found = look_up(given if options is None else given.of_kind(options.kind), options)
+        assert found is not None
+        key, call, addresses = found
+        if call is not None:
+            return call, readable, addresses
+        return prepare(key, readable, addresses, options, functions)
+    plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
+    if options is None:
+        call = merge.prepare(plain, device)
+    else:
+        of_torch = is_tensor(arrays.like)
+        call = way.prepare(plain, options, device, functions, of_torch=of_torch)
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call, arrays, addresses
+
+
+def look_up(
+    given: Iterable[Any],
+    options: Options | None,
+    modifiers: Modifiers | None = None,
+    only_cupy: bool = False,
+) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:
+    """The key of a call of these arrays, what was prepared for it if anything, and the addresses.
+
+    The key is the number of the current device, what `facts_of` finds in the arrays, and the rest.
+    With `only_cupy`, None if an array is of another library.
     """
     cupy = cupy_module()
-    given = arrays if options is None else arrays.of_kind(options.kind)
     found = facts_of(given, cupy.ndarray, only_cupy)
     if found is None:
         return None
     facts, addresses = found
-    device_id = cupy.cuda.runtime.getDevice()
     # Everything that the plan and the checks depend on.
-    key = (device_id, facts, options, modifiers, tuning.generation())
-    call = _calls.get(key)
-    if call is None:
-        if only_known:
-            return None
-        require_device(device_id, arrays)
-        if options is not None and modifiers is not None:
-            options = options.with_modifiers(modifiers)
-        way = attention if options is None or options.wrt is None else backward
-        readable = merge.readable(arrays) if options is None else way.readable(arrays, options)
-        if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-            return find(readable, options, False, functions)
-        plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-        if options is None:
-            call = merge.prepare(plain, device)
-        else:
-            of_torch = is_tensor(arrays.like)
-            call = way.prepare(plain, options, device, functions, of_torch=of_torch)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call, arrays, addresses
+    key = (cupy.cuda.runtime.getDevice(), facts, options, modifiers, tuning.generation())
+    return key, _calls.get(key), addresses
 
 
 def facts_of(
@@ -123,16 +141,14 @@ def facts_of(
             continue
         kind = array.__class__
         if kind is cupy_array:
-            data, dtype = array.data, array.dtype
+            data = array.data
             address = data.ptr
             addresses.append(address)
-            # dtype.num, as hashing a dtype takes a microsecond; it is that of both byte orders.
             facts.append(
                 (
                     array.shape,
                     array.strides,
-                    dtype.num,
-                    dtype.isnative,
+                    array.dtype,
                     data.device_id,
                     address & within,
                 )

@@ -1,23 +1,36 @@
-"""Calls of torch's tensors on a GPU that autograd records.
+"""Calls of torch's tensors on a GPU whose like was made before, and what autograd keeps of them.
 
 Their gradients depend on what the call has found out already, and on dout and dlse besides. To look
-at all arrays again would take 12 us, in a thread of autograd's, where Python runs at half its pace.
+at all arrays again would take 12 us, in a thread of autograd's, where Python runs at a third of its
+pace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from cupy_flash.arrays.kinds import on_torch_stream
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu, tensor_types
+from cupy_flash.arrays.torch_arrays import (
+    is_torch_on_gpu,
+    on_stream_of,
+    tensor_types,
+    two_streams,
+)
 from cupy_flash.calls import attention, on_gpu
-from cupy_flash.calls.arguments import Arguments, require_given
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.modifiers import NO_FUNCTIONS
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import as_tensor
 from cupy_flash.gpu.environment import cupy_module
 from cupy_flash.problem.gradient import ROWS
+
+# Calls without out and modifications read their arrays by nothing but the addresses.
+_NO_ARRAYS = Arguments()
+# From where on arrays of packed sequences are cu_seqlens_q, cu_seqlens_k and seqused_k.
+_LENGTHS = Arguments._fields.index("cu_seqlens_q")
+_NO_LENGTHS_AT = (0, 0, 0)
+_ALL_ROWS = (True,) * len(ROWS)
 
 
 class Recorded(NamedTuple):
@@ -29,57 +42,70 @@ class Recorded(NamedTuple):
         With what was prepared for its gradients.
     options
         The call's, plain.
-    addresses, strides
-        Of q, k, v, out and lse, and of the first three.
-    lengths, lengths_at
-        cu_seqlens_q, cu_seqlens_k and seqused_k, and where they lie.
+    facts, addresses
+        Of its arrays, see `on_gpu.facts_of`.
+    results_at
+        Where out and lse lie.
+    others
+        Its arrays behind q, k and v: out, and cu_seqlens and the like of packed sequences.
     """
 
     call: attention.Call
     options: Options
+    facts: tuple[Any, ...]
     addresses: tuple[int, ...]
-    strides: tuple[Any, ...]
-    lengths: tuple[Any, ...] = (None, None, None)
-    lengths_at: tuple[int, ...] = (0, 0, 0)
+    results_at: tuple[int, int]
+    others: tuple[Any, ...]
 
 
-def run(arguments: Arguments, options: Options) -> tuple[tuple[Any, Any], Recorded | None] | None:
-    """Attention of tensors on a GPU with plain options: out and lse, and the record of the call.
+def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
+    """Attention of tensors on a GPU, without modifications, where a call like it was made before.
 
-    There is none where kernels read a copy of an array, and nothing at all unless all arrays are
-    plain tensors on a GPU.
+    Parameters
+    ----------
+    arrays
+        Of the call, as `Arguments.of_kind` has them.
+    options
+        Plain.
+
+    Returns
+    -------
+    results, found
+        Out and lse, and what `record` takes. None where no call like it was made, or kernels read
+        a copy of an array.
     """
-    found = _find_known(arguments, options)
-    if found is None:
-        if not is_torch_on_gpu(*arguments.of_kind(options.kind)):
-            return None
-        require_given(arguments, options.kind)
-    with on_torch_stream("q", arguments.q):
-        call, readable, addresses = found or on_gpu.find(arguments, options)
-        out, lse = call.run(readable, addresses, 0, NO_FUNCTIONS)
-        if readable is not arguments:
-            return (as_tensor(out), as_tensor(lse)), None
-    at = (*addresses[:3], out.data_ptr(), lse.data_ptr())
-    strides = (arguments.q.stride(), arguments.k.stride(), arguments.v.stride())
-    if arguments.cu_seqlens_q is None:
-        return (out, lse), Recorded(call, options, at, strides)
-    lengths = (arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.seqused_k)
-    lengths_at = tuple([0 if array is None else array.data_ptr() for array in lengths])
-    return (out, lse), Recorded(call, options, at, strides, lengths, lengths_at)
-
-
-def _find_known(arguments: Arguments, options: Options) -> Any:
-    """What `on_gpu.find` gives, where a call like it was made; of no tensor all is asked again."""
-    if not arguments.q.is_cuda:
+    if not arrays[0].is_cuda:
         return None
     plain = tensor_types()
-    for array in arguments.of_kind(options.kind):
+    for array in arrays:
+        # Of others the memory may mean something else.
         if array is not None and array.__class__ not in plain:
             return None
     try:
-        return on_gpu.find(arguments, options, only_known=True)
+        found = on_gpu.look_up(arrays, options)
     except (RuntimeError, ImportError):  # of tensors without strides or memory; without CuPy
         return None
+    assert found is not None
+    _, call, addresses = found
+    if call is None:
+        return None
+    return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_FUNCTIONS), found
+
+
+def record(found: Any, results: tuple[Any, Any], others: tuple[Any, ...]) -> Recorded:
+    """The record of a call that `run` made, with its arrays behind q, k and v."""
+    key, call, addresses = found
+    out, lse = results
+    return Recorded(call, key[2], key[1], addresses, (out.data_ptr(), lse.data_ptr()), others)
+
+
+def _on_stream_of(tensor: Any, run: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns when it runs on torch's current stream."""
+    # A context that does nothing would take 0.3 us.
+    if two_streams(tensor) is None:
+        return run(*arguments)
+    with on_stream_of(tensor):
+        return run(*arguments)
 
 
 def gradients(
@@ -104,35 +130,66 @@ def gradients(
         None where no gradient is needed. No list where the arrays are not the recorded ones, or
         no plain tensors on the current device.
     """
+    call, _, facts, addresses, results_at, _ = recorded
     q, k, v, out, lse = saved
-    at = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    if at != recorded.addresses or dout is None or not is_torch_on_gpu(dout, dlse):
+    q_at, k_at, v_at, out_at, lse_at = (
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+        *(out.data_ptr(), lse.data_ptr()),
+    )
+    if dout is None or (out_at, lse_at) != results_at or (q_at, k_at, v_at) != addresses[:3]:
         return None
     # What was kept elsewhere meanwhile may come back to the same place, but without gaps.
-    if (q.stride(), k.stride(), v.stride()) != recorded.strides:
+    if q.stride() != facts[0][1] or k.stride() != facts[1][1] or v.stride() != facts[2][1]:
+        return None
+    plain = tensor_types()
+    if dout.__class__ not in plain or not (dlse is None or dlse.__class__ in plain):
         return None
     cupy = cupy_module()
-    found = on_gpu.facts_of((dout, dlse), cupy.ndarray)
+    try:
+        found = on_gpu.facts_of((dout, dlse), cupy.ndarray)
+    except RuntimeError:
+        return None
     assert found is not None
-    facts, (dout_at, dlse_at) = found
+    of_gradients, (dout_at, dlse_at) = found
     if dout.get_device() != cupy.cuda.runtime.getDevice():
         return None
-    calls, key = recorded.call.pull_backs, (needed, facts)
-    call = calls.get(key)
-    with on_torch_stream("q", q):
-        if call is not None:
-            addresses = (*at[:4], dout_at, at[4], dlse_at, 0, 0, 0, *recorded.lengths_at)
-            results = call.run_for_new(addresses)
-        else:
-            given = (None, None, None, *recorded.lengths)
-            arguments = GradientArguments(q, k, v, out, dout, lse, dlse, *given)
-            wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
-            options = recorded.options.with_gradients(wrt)
-            call, readable, addresses = on_gpu.find(arguments, options)
-            results = call.run(readable, addresses)
-            if readable is arguments:
-                calls[key] = call
-            else:
-                results = map(as_tensor, results)
-    new = iter(results)
-    return [next(new) if wanted else None for wanted in needed]
+    pull_back = call.pull_backs.get((needed, of_gradients))
+    if pull_back is None:
+        return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), needed)
+    lengths_at = addresses[_LENGTHS:] or _NO_LENGTHS_AT
+    at = (q_at, k_at, v_at, out_at, dout_at, lse_at, dlse_at, 0, 0, 0, *lengths_at)
+    new = _on_stream_of(q, pull_back.run, (), at)
+    return new if needed == _ALL_ROWS else _by_input(new, needed)
+
+
+def _prepare_and_run(
+    recorded: Recorded,
+    saved: tuple[Any, ...],
+    of_results: tuple[Any, Any],
+    needed: tuple[bool, ...],
+) -> list[Any] | None:
+    """`gradients` for the first time of many, or each time where kernels read copies."""
+    if not is_torch_on_gpu(*of_results):
+        return None
+    (q, k, v, out, lse), (dout, dlse) = saved, of_results
+    lengths = recorded.others[_LENGTHS - len(ROWS) :]
+    arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
+    wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
+    options = recorded.options.with_gradients(wrt)
+    found = on_gpu.look_up(arguments, options)
+    assert found is not None
+    key, call, addresses = found
+    readable = arguments
+    if call is None:
+        call, readable, addresses = on_gpu.prepare(key, arguments, addresses, options)
+    new = call.run(readable, addresses)
+    if readable is arguments:
+        found_facts = on_gpu.facts_of(of_results, cupy_module().ndarray)
+        assert found_facts is not None
+        recorded.call.pull_backs[needed, found_facts[0]] = call
+    return _by_input(map(as_tensor, new), needed)
+
+
+def _by_input(new: Iterable[Any], needed: tuple[bool, ...]) -> list[Any]:
+    left = iter(new)
+    return [next(left) if wanted else None for wanted in needed]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,12 @@ from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
+# Bytes that allocations are multiples of, and of all arrays that share one.
+_ALIGNMENT, _MOST_TOGETHER = 512, 1 << 20
 # A shape and a dtype.
 ResultSpec = tuple[tuple[int, ...], np.dtype]
-# Makes a new array and says its address.
-Maker = Callable[[], tuple[Any, int]]
+# Makes new arrays, None where none is asked for, and says their addresses, or 0.
+Maker = Callable[[], tuple[list[Any], list[int]]]
 
 
 def is_tensor(array: Any) -> bool:
@@ -27,7 +31,7 @@ def as_tensor(array: Any) -> Any:
     return array if is_tensor(array) else to_torch(array)
 
 
-def memory_maker(size: int, *, of_torch: bool) -> Maker | None:
+def memory_maker(size: int, *, of_torch: bool) -> Callable[[], tuple[Any, int]] | None:
     """What makes workspaces of so many bytes, of torch's memory or CuPy's; None of none.
 
     Torch keeps the memory of its graphs apart, and so no pool of CuPy's has to.
@@ -35,7 +39,13 @@ def memory_maker(size: int, *, of_torch: bool) -> Maker | None:
     if size == 0:
         return None
     if of_torch:
-        return maker(((size,), np.dtype(np.uint8)), of_torch=True)
+        make = tensor_maker((size,), np.dtype(np.uint8))
+
+        def new_bytes() -> tuple[Any, int]:
+            tensor = make()
+            return tensor, tensor.data_ptr()
+
+        return new_bytes
     alloc = cupy_module().cuda.alloc
 
     def new_memory() -> tuple[Any, int]:
@@ -45,22 +55,51 @@ def memory_maker(size: int, *, of_torch: bool) -> Maker | None:
     return new_memory
 
 
-def maker(spec: ResultSpec, *, of_torch: bool) -> Maker:
+def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
     """What makes C-contiguous arrays on the current device: tensors, else CuPy's."""
-    shape, dtype = spec
-    cupy = cupy_module()
-    if not of_torch:
-        ndarray = cupy.ndarray
+    wanted = [(index, *spec) for index, spec in enumerate(specs) if spec is not None]
+    none, nowhere = [None] * len(specs), [0] * len(specs)
+    # Loops, as in each call a comprehension would cost as much as a function.
+    if of_torch:
+        makers = [(index, tensor_maker(shape, dtype)) for index, shape, dtype in wanted]
 
-        def new_array() -> tuple[Any, int]:
-            array = ndarray(shape, dtype)
-            return array, array.data.ptr
+        def new_tensors() -> tuple[list[Any], list[int]]:
+            tensors: list[Any] = none.copy()
+            places = nowhere.copy()
+            for index, make in makers:
+                tensor = tensors[index] = make()
+                places[index] = tensor.data_ptr()
+            return tensors, places
 
-        return new_array
-    make = tensor_maker(shape, dtype)
+        return new_tensors
+    ndarray, alloc = cupy_module().ndarray, cupy_module().cuda.alloc
+    groups = _allocations(wanted)
 
-    def new_tensor() -> tuple[Any, int]:
-        tensor = make()
-        return tensor, tensor.data_ptr()
+    def new_arrays() -> tuple[list[Any], list[int]]:
+        arrays: list[Any] = none.copy()
+        places = nowhere.copy()
+        for size, parts in groups:
+            memory = alloc(size)
+            for offset, index, shape, dtype in parts:
+                place = memory + offset
+                arrays[index], places[index] = ndarray(shape, dtype, place), place.ptr
+        return arrays, places
 
-    return new_tensor
+    return new_arrays
+
+
+def _allocations(
+    wanted: Sequence[tuple[int, tuple[int, ...], np.dtype]],
+) -> list[tuple[int, list[tuple[int, int, tuple[int, ...], np.dtype]]]]:
+    """Bytes of each allocation, and what lies at which offsets in it.
+
+    Small arrays lie in one: there the host's time counts, of which an allocation takes 1 us, and
+    little memory is held by the last of them that is used.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    if sum(padded) > _MOST_TOGETHER:
+        return [(size, [(0, *one)]) for size, one in zip(sizes, wanted, strict=True)]
+    offsets = itertools.accumulate(padded, initial=0)
+    parts = [(offset, *one) for offset, one in zip(offsets, wanted, strict=False)]
+    return [(sum(padded), parts)] if wanted else []

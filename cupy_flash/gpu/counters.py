@@ -75,13 +75,14 @@ class _Queue(Shared):
         super().__init__()
         self.words = 0
         self._stream = stream
-        self._id = _stream_id(stream)
+        self._stream_id = _StreamId(stream)
+        self._id = self._stream_id()
         # CUDA takes one that was never recorded for one that has happened.
         self.event = _cuda().Event(disable_timing=True)
 
     def check_stream(self) -> None:
         """Have a new stream of the same handle wait for what the last one may still run."""
-        number = _stream_id(self._stream)
+        number = self._stream_id()
         if number != self._id:
             self.wait(self._stream)
             self._id = number
@@ -174,12 +175,19 @@ def _cuda() -> Any:
     return cupy.cuda
 
 
-def _stream_id(stream: int) -> int:
-    """CUDA's number of a stream, which no other one has in the life of the process."""
-    number = ctypes.c_ulonglong()
-    if status := driver_function("cuStreamGetId")(ctypes.c_void_p(stream), ctypes.byref(number)):
-        raise DriverError(f"cuStreamGetId failed with CUresult {status}")
-    return number.value
+class _StreamId:
+    """Asks CUDA for the number of the stream of a handle, which no other one has or will have."""
+
+    def __init__(self, stream: int) -> None:
+        # Made once, as that takes as long as the question does.
+        self._number = ctypes.c_ulonglong()
+        self._arguments = ctypes.c_void_p(stream), ctypes.byref(self._number)
+        self._ask = driver_function("cuStreamGetId")
+
+    def __call__(self) -> int:
+        if status := self._ask(*self._arguments):
+            raise DriverError(f"cuStreamGetId failed with CUresult {status}")
+        return self._number.value
 
 
 def _queue_of_thread(device: int) -> _Queue:

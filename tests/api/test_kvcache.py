@@ -534,7 +534,7 @@ def test_the_kernel_is_told_where_the_arrays_and_the_lengths_lie(gpu):
 def test_workspace_and_counters_are_those_of_the_plan(gpu):
     flash_attention_with_kvcache(**on(gpu), num_splits=3, family="decode")
     ((_, params),) = gpu.launches
-    ((address, size),) = gpu.allocations
+    _, (address, size) = gpu.allocations
     assert size > 0
     assert params["workspace"] == address
     assert params["counters"] == 0xC0DE00
@@ -587,7 +587,7 @@ def test_new_rows_are_appended_before_they_are_attended_to(gpu):
     assert new["cos"] == arguments["rotary_cos"].data.ptr
     assert params["new_keys"] == 5
     # Attention reads the rotated queries, behind what else the one allocation holds.
-    ((address, size),) = gpu.allocations
+    _, (address, size) = gpu.allocations
     assert params["q"]["data"] == new["out"]["data"]
     assert address <= new["out"]["data"] <= address + size - 3 * 6 * 40 * 2
     assert new["out"]["data"] % 512 == address % 512

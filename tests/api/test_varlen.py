@@ -347,7 +347,7 @@ def test_tensor_maps_are_of_the_packed_arrays(gpu):
     ((specs, addresses),) = gpu.maps
     assert addresses == tuple(arguments[name].data.ptr for name in ("q", "k", "v"))
     assert [spec.shape for spec in specs] == [(40, 113, 6, 1), (40, 203, 3, 1), (72, 203, 3, 1)]
-    ((address, _),) = gpu.allocations
+    _, (address, _) = gpu.allocations
     assert params["workspace"] == address
     assert params["cu_seqlens_q"] == arguments["cu_seqlens_q"].data.ptr
 

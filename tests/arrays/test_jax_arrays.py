@@ -282,7 +282,7 @@ def test_jax_says_of_an_array_what_is_asked_of_it(jax, monkeypatch):
     assert memory is not None
     assert (memory.array, memory.device) == (array, device)
     # What a CuPy array has to be told alike.
-    assert memory.facts[:2] == (values.shape, values.dtype.num)
+    assert memory.facts[:2] == (values.shape, values.dtype)
     assert memory.facts[2] == device.local_hardware_id
     read_back = ctypes.string_at(memory.address, values.nbytes)
     np.testing.assert_array_equal(np.frombuffer(read_back, values.dtype).reshape(2, 3, 4), values)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -91,6 +92,17 @@ class FakeArray:
 FakeArray.__module__ = "cupy"
 
 
+@dataclass(frozen=True)
+class FakeMemory:
+    """A place in memory, which is counted on from."""
+
+    ptr: int
+    device_id: int = 0
+
+    def __add__(self, offset: int) -> FakeMemory:
+        return FakeMemory(self.ptr + offset, self.device_id)
+
+
 class FakeTensorMaps:
     """Tensor maps that are nothing but their specs and the addresses that they are of."""
 
@@ -146,7 +158,7 @@ class FakeGpu:
     maps
         Specs and addresses of the tensor maps of each launch that was given some.
     allocations
-        Address and bytes of each workspace.
+        Address and bytes of all memory: a call's results, and then its workspace.
     compiled
         Titles of the units that kernels were asked for.
     stream
@@ -181,9 +193,9 @@ class FakeGpu:
     def lengths(self, *shape: int, **options: Any) -> FakeArray:
         return self.array(*shape, dtype=np.int32, **options)
 
-    def alloc(self, size: int) -> SimpleNamespace:
+    def alloc(self, size: int) -> FakeMemory:
         self.allocations.append((self.address(), size))
-        return SimpleNamespace(ptr=self.allocations[-1][0])
+        return FakeMemory(self.allocations[-1][0])
 
     def shared(self, count: int) -> Shared:
         if count:

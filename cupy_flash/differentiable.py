@@ -35,9 +35,8 @@ class DifferentiableCall(NamedTuple):
         But for those among the inputs.
     without_lse
         Options of the call that gives out alone.
-    others
-        Of a call without modifications the arrays behind q, k and v, as `Arguments.of_kind` has
-        them; None of another.
+    arrays_behind
+        q, k and v in `Arguments.of_kind`, of a call without modifications; None of another.
     """
 
     names: tuple[str, ...]
@@ -45,7 +44,7 @@ class DifferentiableCall(NamedTuple):
     lengths: tuple[Any, Any, Any]
     modifications: Mapping[str, Any]
     without_lse: Options
-    others: tuple[Any, ...] | None
+    arrays_behind: tuple[Any, ...] | None
 
     def run(self, inputs: tuple[Any, ...], *, return_lse: bool = True) -> Any:
         """Attention: out and lse, or out alone."""
@@ -134,10 +133,10 @@ def _call(
     options = plain_options(options)
     given = {n: modifications[n] for n in WITH_GRADIENT if modifications.get(n) is not None}
     others = {n: value for n, value in modifications.items() if n not in WITH_GRADIENT}
-    plain = None
-    if not modifications:
+    behind = None
+    if not given and all(value is None for value in others.values()):
         arrays = Arguments(None, None, None, None, None, None, *lengths)
-        plain = arrays.of_kind(options.kind)[_ROWS:]
+        behind = arrays.of_kind(options.kind)[_ROWS:]
     names, without_lse = (*ROWS, *given), options.with_lse(False)
-    call = DifferentiableCall(names, options, lengths, others, without_lse, plain)
+    call = DifferentiableCall(names, options, lengths, others, without_lse, behind)
     return call, tuple(given.values())

@@ -195,11 +195,11 @@ def _run(
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
                 return function.apply(call, *inputs)
-    if call.others is not None:
+    if call.arrays_behind is not None:
         options = call.options if return_lse else call.without_lse
-        found = recorded.run(inputs + call.others, options)
-        if found is not None:
-            results, _ = found
+        made = recorded.run(inputs + call.arrays_behind, options)
+        if made is not None:
+            results, _ = made
             return results if return_lse else results[0]
     return call.run(_without_graph(inputs), return_lse=return_lse)
 
@@ -255,19 +255,19 @@ class _AttentionAndLse(_Attention):
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *inputs: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
         return _saved(ctx, call, inputs)
 
 
 def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> Any:
     """Out and lse, kept with what they are of."""
-    # Of modified calls, which take longer anyway, there is no record.
-    others = call.others
-    if others is None or not (found := recorded.run(inputs + others, call.options)):
-        results, ctx.of = call.run(_without_graph(inputs)), (call, None)
+    # What gets no gradient is left without one, as None is no zero to an optimizer.
+    ctx.set_materialize_grads(False)
+    behind = call.arrays_behind
+    if behind is None or not (made := recorded.run(inputs + behind, call.options)):
+        results, ctx.call_and_record = call.run(_without_graph(inputs)), (call, None)
     else:
-        results, of_call = found
-        ctx.of = call, recorded.record(of_call, results, others)
+        results, found = made
+        ctx.call_and_record = call, recorded.record(found, results, behind)
     ctx.save_for_backward(*inputs, *results)
     return results
 
@@ -276,10 +276,10 @@ def _pull_back_saved(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-    call, of_call = ctx.of
+    call, record = ctx.call_and_record
     found: Sequence[Tensor | None] | None = None
-    if of_call is not None:
-        found = recorded.gradients(of_call, saved, dout, dlse, needed)
+    if record is not None:
+        found = recorded.gradients(record, saved, dout, dlse, needed)
     if found is None:
         found = _pull_back(call, saved[:-2], saved[-2:], (dout, dlse), needed)
     return None, *found

@@ -68,7 +68,7 @@ def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
 
     # Like one element that stands for all: a shape and strides as arguments take 2 us more. It lies
     # in CuPy's memory, as what makes graphs of compiled functions counts what lies in torch's.
-    one = _one_of_cupy(dtype.itemsize).view(_torch_dtypes()[dtype.num])
+    one = _one_of_cupy(dtype.itemsize).view(_torch_dtypes()[dtype])
     contiguous = torch.contiguous_format
     return functools.partial(torch.empty_like, one.expand(shape), memory_format=contiguous)
 
@@ -183,10 +183,9 @@ def _dtypes() -> dict[Any, np.dtype]:
 
 
 @functools.cache
-def _torch_dtypes() -> dict[int, Any]:
-    # By number, as hashing a dtype takes a microsecond.
-    found = {dtype.num: other for other, dtype in _dtypes().items()}
-    return found | {np.dtype(np.uint8).num: importlib.import_module("torch").uint8}
+def _torch_dtypes() -> dict[np.dtype, Any]:
+    found = {dtype: other for other, dtype in _dtypes().items()}
+    return found | {np.dtype(np.uint8): importlib.import_module("torch").uint8}
 
 
 @functools.cache

@@ -72,9 +72,9 @@ def prepare(
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
-    """Prepare the call of a key: with the arrays that it reads, and their addresses.
+    """The prepared call of arrays whose key has none, what it reads, and where that lies.
 
-    Kept for the next one, unless it reads copies.
+    Kept under the key; where kernels need copies of arrays, under that of the copies.
     """
     device_id = key[0]
     require_device(device_id, arrays)

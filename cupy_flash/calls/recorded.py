@@ -1,8 +1,7 @@
 """Calls of torch's tensors on a GPU whose like was made before, and what autograd keeps of them.
 
 Their gradients depend on what the call has found out already, and on dout and dlse besides. To look
-at all arrays again would take 12 us, in a thread of autograd's, where Python runs at a third of its
-pace.
+at all arrays again would take 12 us, in a thread of autograd's, where Python is slower by a third.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     Returns
     -------
     results, found
-        Out and lse, and what `record` takes. None where no call like it was made, or kernels read
-        a copy of an array.
+        Out and lse, and what `record` takes. None where no call like it was made: the first time,
+        where kernels read a copy of an array, and of arrays that are no plain tensors on a GPU.
     """
     if not arrays[0].is_cuda:
         return None
@@ -155,7 +154,8 @@ def gradients(
         return None
     pull_back = call.pull_backs.get((needed, of_gradients))
     if pull_back is None:
-        return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), needed)
+        key = needed, of_gradients
+        return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
     lengths_at = addresses[_LENGTHS:] or _NO_LENGTHS_AT
     at = (q_at, k_at, v_at, out_at, dout_at, lse_at, dlse_at, 0, 0, 0, *lengths_at)
     new = _on_stream_of(q, pull_back.run, (), at)
@@ -166,9 +166,10 @@ def _prepare_and_run(
     recorded: Recorded,
     saved: tuple[Any, ...],
     of_results: tuple[Any, Any],
-    needed: tuple[bool, ...],
+    pull_back_key: tuple[tuple[bool, ...], Any],
 ) -> list[Any] | None:
     """`gradients` for the first time of many, or each time where kernels read copies."""
+    needed, _ = pull_back_key
     if not is_torch_on_gpu(*of_results):
         return None
     (q, k, v, out, lse), (dout, dlse) = saved, of_results
@@ -184,9 +185,7 @@ def _prepare_and_run(
         call, readable, addresses = on_gpu.prepare(key, arguments, addresses, options)
     new = call.run(readable, addresses)
     if readable is arguments:
-        found_facts = on_gpu.facts_of(of_results, cupy_module().ndarray)
-        assert found_facts is not None
-        recorded.call.pull_backs[needed, found_facts[0]] = call
+        recorded.call.pull_backs[pull_back_key] = call
     return _by_input(map(as_tensor, new), needed)
 
 

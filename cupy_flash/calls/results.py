@@ -13,8 +13,10 @@ from cupy_flash.arrays.kinds import to_torch
 from cupy_flash.arrays.torch_arrays import tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
-# Bytes that allocations are multiples of, and of all arrays that share one.
+# Bytes: what parts of an allocation begin at multiples of, and the most that is shared.
 _ALIGNMENT, _MOST_TOGETHER = 512, 1 << 20
+# How many times as large as another an array may be that shares an allocation with it.
+_MOST_TIMES = 4
 # A shape and a dtype.
 ResultSpec = tuple[tuple[int, ...], np.dtype]
 # Makes new arrays, None where none is asked for, and says their addresses, or 0.
@@ -93,12 +95,12 @@ def _allocations(
 ) -> list[tuple[int, list[tuple[int, int, tuple[int, ...], np.dtype]]]]:
     """Bytes of each allocation, and what lies at which offsets in it.
 
-    Small arrays lie in one: there the host's time counts, of which an allocation takes 1 us, and
-    little memory is held by the last of them that is used.
+    Small arrays of about one size, as gradients, lie in one: there the host's time counts, of which
+    an allocation takes 1 us. The last of them that is kept holds little more than its own memory.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    if sum(padded) > _MOST_TOGETHER:
+    if sum(padded) > _MOST_TOGETHER or max(sizes, default=0) > _MOST_TIMES * min(sizes, default=0):
         return [(size, [(0, *one)]) for size, one in zip(sizes, wanted, strict=True)]
     offsets = itertools.accumulate(padded, initial=0)
     parts = [(offset, *one) for offset, one in zip(offsets, wanted, strict=False)]

@@ -176,7 +176,7 @@ def _cuda() -> Any:
 
 
 class _StreamId:
-    """Asks CUDA for the number of the stream of a handle, which no other one has or will have."""
+    """Asks for the number of the stream that has a handle now, and that no other one ever has."""
 
     def __init__(self, stream: int) -> None:
         # Made once, as that takes as long as the question does.

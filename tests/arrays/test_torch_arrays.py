@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from support import fake_gpu
 
-from cupy_flash import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from cupy_flash import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+    flash_attention_with_kvcache,
+)
 from cupy_flash.arrays import torch_arrays
-from cupy_flash.calls import attention, on_gpu
+from cupy_flash.calls import attention, on_gpu, recorded
+from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.reference import rows
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
@@ -251,3 +258,94 @@ def test_torch_makes_contiguous_tensors(name, shape, monkeypatch):
     assert (tuple(new.shape), new.dtype) == (shape, getattr(torch, name))
     assert new.stride() == torch.empty(shape).stride()
     assert new.numel() == 0 or new.data_ptr() != other.data_ptr()
+
+
+def calls(gpu: Any, kind: str) -> tuple[DifferentiableCall, dict[str, Any], tuple[Tensor, ...]]:
+    """A call, its options, and q, k and v."""
+    heads = ((6, 40), (3, 40), (3, 72))
+    if kind == "equal":
+        call, _ = dense_call(True, None, None, "bshd", {})
+        lead = ((2, 113), (2, 203), (2, 203))
+        options: dict[str, Any] = {}
+    else:
+        places = [Tensor(gpu, (n,), "int32") for n in (3, 3, 2)]
+        used = places[2] if kind == "used" else None
+        call, _ = varlen_call(*places[:2], 70, 130, used, True, None, {"window_size": None})
+        lead = ((113,), (203,), (203,))
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k")
+        options = dict(zip(names, (*places[:2], 70, 130, used), strict=True))
+    shapes = [first + last for first, last in zip(lead, heads, strict=True)]
+    return call, options, tuple(Tensor(gpu, shape, "float16") for shape in shapes)
+
+
+def structs_of(gpu: Any, function: Any, *arguments: Any, **options: Any) -> Any:
+    """What it returns and launches, allocations beginning where they did before."""
+    gpu.structs.clear()
+    before, gpu._next = gpu._next, fake_gpu._FIRST << 1
+    found = function(*arguments, **options)
+    gpu._next = before
+    return found, list(gpu.structs)
+
+
+@pytest.mark.parametrize("kind", ["equal", "packed", "used"])
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize("wrt", ["qkv", "qv", "k"])
+def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, has_dlse, wrt):
+    gpu.is_grad_enabled = False
+    call, options, inputs = calls(gpu, kind)
+    plain, backward = flash_attention, flash_attention_backward
+    if kind != "equal":
+        plain, backward = flash_attention_varlen, flash_attention_varlen_backward
+    arrays = inputs + call.arrays_behind
+    assert recorded.run(arrays, call.options) is None, "no call like it was made"
+    whole = {"causal": True, "return_lse": True, **options}
+    plain(*inputs, **whole)  # what is prepared takes addresses too
+    _, expected = structs_of(gpu, plain, *inputs, **whole)
+    for _ in range(2):
+        (results, found), launched = structs_of(gpu, recorded.run, arrays, call.options)
+        assert launched == expected
+    record = recorded.record(found, results, call.arrays_behind)
+    out, lse = results
+    dout = Tensor(gpu, out.shape, "float16")
+    dlse = Tensor(gpu, lse.shape, "float32") if has_dlse else None
+    whole = {"causal": True, "dlse": dlse, "wrt": tuple(wrt), **options}
+    backward(dout, *inputs, out, lse, **whole)
+    _, expected = structs_of(gpu, backward, dout, *inputs, out, lse, **whole)
+    needed = tuple(name in wrt for name in "qkv")
+    for _ in range(3):
+        new, launched = structs_of(
+            gpu, recorded.gradients, record, (*inputs, *results), dout, dlse, needed
+        )
+        assert launched == expected
+        for gradient, is_needed, like in zip(new, needed, inputs, strict=True):
+            assert (gradient is not None) == is_needed
+            assert gradient is None or gradient.shape == like.shape
+
+
+def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
+    gpu.is_grad_enabled = False
+    call, _, inputs = calls(gpu, "equal")
+    arrays = inputs + call.arrays_behind
+    call.run(inputs)
+    results, found = recorded.run(arrays, call.options)
+    record = recorded.record(found, results, call.arrays_behind)
+    dout = Tensor(gpu, results[0].shape, "float16")
+    needed = (True, True, True)
+
+    def gradients(saved: Any, dout: Any = dout) -> Any:
+        return recorded.gradients(record, saved, dout, None, needed)
+
+    saved = (*inputs, *results)
+    assert gradients(saved) is not None
+    for place, array in enumerate(saved):
+        elsewhere = Tensor(gpu, array.shape, array.dtype)
+        assert gradients((*saved[:place], elsewhere, *saved[place + 1 :])) is None
+    q = inputs[0]
+    sparser = Tensor(gpu, q.shape, q.dtype, address=q.data_ptr(), strides=(1 << 20, 480, 40, 1))
+    assert gradients((sparser, *saved[1:])) is None
+    assert gradients(saved, None) is None
+    assert gradients(saved, gpu.array(*results[0].shape)) is None
+    gpu.device = 1
+    assert gradients(saved) is None
+    q.is_cuda = False
+    assert recorded.run(arrays, call.options) is None

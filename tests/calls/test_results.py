@@ -18,13 +18,18 @@ MIB = 1 << 20
     [
         ([((3, 5), "float16"), ((7,), "float32"), ((1,), "float64")], 1),
         ([((MIB // 8,), "float16"), None, ((MIB // 8,), "float16")], 1),
-        ([((MIB // 2,), "float16"), ((1,), "float16")], 2),
+        ([((MIB // 4,), "float16"), ((MIB // 4,), "float16")], 1),
+        ([((MIB // 4,), "float16"), ((MIB // 4 - 1,), "float16"), ((MIB // 8,), "float16")], 3),
+        ([((MIB // 4 + 1,), "float16"), ((MIB // 4,), "float16")], 2),
+        ([((4, 128), "float16"), ((128,), "float16")], 1),
+        ([((4, 129), "float16"), ((128,), "float16")], 2),
         ([None, ((2, MIB), "float16"), ((1,), "float16"), ((4,), "float32")], 3),
         ([((0, 4), "float32"), ((2, 0), "float16")], 1),
+        ([((0, 4), "float32"), ((2, 1), "float16")], 2),
         ([None, None], 0),
     ],
 )
-def test_small_arrays_share_an_allocation(monkeypatch, specs, allocations):
+def test_small_arrays_of_about_a_size_share_an_allocation(monkeypatch, specs, allocations):
     gpu = fake_gpu.install(monkeypatch)
     wanted = [spec and (spec[0], np.dtype(spec[1])) for spec in specs]
     new = maker(wanted, of_torch=False)

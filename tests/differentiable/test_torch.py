@@ -190,6 +190,31 @@ def test_only_what_is_asked_for_is_computed(device: str) -> None:
     assert k.grad is None
 
 
+class Drop(torch.autograd.Function):
+    """A sum through which no gradient comes to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, dropped: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return dropped + other
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *gradients
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_what_gets_no_gradient_has_none_instead_of_zeros(device: str, return_lse: bool) -> None:
+    q, k, v = qkv(device)
+    for _ in range(2):
+        found = ct.flash_attention(q, k, v, return_lse=return_lse)
+        out = found[0] if return_lse else found
+        other = torch.zeros_like(out, requires_grad=True)
+        Drop.apply(out, other).sum().backward()
+        assert other.grad is not None
+        assert q.grad is k.grad is v.grad is None
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_recording_there_is_no_graph(device: str) -> None:
     q, k, v = qkv(device)

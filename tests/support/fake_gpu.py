@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import jax_arrays, torch_arrays
-from cupy_flash.calls import attention, backward, on_gpu, on_host, results
+from cupy_flash.calls import attention, backward, on_gpu, on_host, recorded, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.modifiers import Functions
 from cupy_flash.calls.options import Options
@@ -64,6 +64,11 @@ class FakeArray:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+    @property
+    def flags(self) -> SimpleNamespace:
+        contiguous = FakeArray(self.shape, self.dtype, address=0).strides
+        return SimpleNamespace(c_contiguous=self.strides == contiguous)
 
     @property
     def itemsize(self) -> int:
@@ -155,6 +160,8 @@ class FakeGpu:
     ----------
     launches
         Entry, and the struct that it was given: what was launched, in order.
+    structs
+        The bytes of those structs.
     maps
         Specs and addresses of the tensor maps of each launch that was given some.
     allocations
@@ -173,6 +180,7 @@ class FakeGpu:
         self.launches: list[tuple[str, Any]] = []
         self.streams: list[int] = []
         self.maps: list[tuple[tuple[TensorMapSpec, ...], tuple[int, ...]]] = []
+        self.structs: list[bytes] = []
         self.allocations: list[tuple[int, int]] = []
         self.compiled: list[str] = []
         self.counters: list[int] = []
@@ -212,6 +220,7 @@ class FakeGpu:
             assert min(*grid, *block) > 0
             self.streams.append(self.stream)
             *maps, memory = arguments
+            self.structs.append(bytes(memory))
             if is_of_maps:
                 self.launches.append((entry, bytes(memory)))
                 return
@@ -243,11 +252,11 @@ class _Stream(contextlib.nullcontext[None]):
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """A new fake GPU, which attention runs on until the test ends."""
     gpu = FakeGpu()
-    recorded: dict[int, int] = {}
+    last_of: dict[int, int] = {}
     runtime = SimpleNamespace(
         getDevice=lambda: gpu.device,
-        eventRecord=recorded.__setitem__,
-        streamWaitEvent=lambda stream, event: gpu.order.append((stream, recorded[event])),
+        eventRecord=last_of.__setitem__,
+        streamWaitEvent=lambda stream, event: gpu.order.append((stream, last_of[event])),
         memsetAsync=lambda *_: None,
     )
     cuda = SimpleNamespace(
@@ -263,7 +272,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    for module in (on_gpu, attention, launch, results, block_maps):
+    for module in (on_gpu, attention, backward, recorded, launch, results, block_maps):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -272,7 +281,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(on_gpu, "device_for_id", lambda _: device_for_arch("sm_90"))
     for module in (attention, backward):
         monkeypatch.setattr(module, "shared", gpu.shared)
-    monkeypatch.setattr(attention, "TensorMaps", FakeTensorMaps)
+    for module in (attention, backward):
+        monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
     for module in (launch, append):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
     monkeypatch.setattr(block_maps, "_streams", {})

@@ -36,7 +36,8 @@ class DifferentiableCall(NamedTuple):
     without_lse
         Options of the call that gives out alone.
     arrays_behind
-        q, k and v in `Arguments.of_kind`, of a call without modifications; None of another.
+        What `Arguments.of_kind` has behind q, k and v, of a call without modifications; None of
+        another.
     """
 
     names: tuple[str, ...]

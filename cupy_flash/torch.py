@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
 from cupy_flash.arrays.strided import LAYOUTS, kind_of
@@ -395,7 +395,7 @@ class _Operator(NamedTuple):
     def register(self) -> None:
         """Make it and its gradient, which is an operator too, known to torch."""
         arguments = f"Tensor q, Tensor k, Tensor v, {_OF_MODIFICATIONS}, {self.schema}"
-        made = torch.library.custom_op(
+        made = library.custom_op(
             f"cupy_flash::{self.name}",
             self.run,
             mutates_args=(),
@@ -404,7 +404,7 @@ class _Operator(NamedTuple):
         made.register_fake(self.run_fake)
         made.register_autograd(self.backward, setup_context=_save)
         results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
-        torch.library.custom_op(
+        library.custom_op(
             f"cupy_flash::{self.name}_gradients",
             self.gradients,
             mutates_args=(),

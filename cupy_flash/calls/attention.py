@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import Maker, maker, memory_maker
+from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append
 from cupy_flash.gpu.block_maps import MapKey
@@ -54,14 +53,14 @@ class Call:
     ----------
     new
         What makes out, unless it is given, and lse, where it is asked for.
+    out_index
+        Of `out` among the addresses.
     apart
         Of all arrays of the call.
     counters
         Words.
     scratch
         What makes memory for the plan's workspace, and behind it the rotated queries.
-    out_index
-        Of `out` among the addresses.
     launches
         Of attention; none where there is nothing to compute.
     qkv_step
@@ -84,7 +83,7 @@ class Call:
     out_index: int
     apart: OverlapCheck
     counters: int
-    scratch: Callable[[], tuple[Any, int]] | None
+    scratch: MemoryMaker | None
     launches: Launches | None
     qkv_step: int | None
     is_cleared: bool = False

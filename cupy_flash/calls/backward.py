@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cupy_flash.calls.gradients import (
 )
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
-from cupy_flash.calls.results import Maker, maker, memory_maker
+from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu.counters import shared
@@ -65,7 +65,7 @@ class Call:
     new: Maker
     given: tuple[tuple[int, int], ...]
     apart: OverlapCheck
-    scratch: Callable[[], tuple[Any, int]] | None
+    scratch: MemoryMaker | None
     of_torch: bool
     parts: tuple[int, ...]
     launches: Launches
@@ -78,16 +78,16 @@ class Call:
         """
         self.apart.check(addresses)
         stream = None if self.of_torch else shared(0)
-        arrays, places = self.new()
+        arrays, at = self.new()
         for index, place in self.given:
-            arrays[index], places[index] = arguments[place], addresses[place]
+            arrays[index], at[index] = arguments[place], addresses[place]
         for index in self.cleared:
             as_cupy(arrays[index]).fill(0)
         # Named until the launches are made, as in forward calls.
         _memory, scratch = self.scratch() if self.scratch else (None, 0)
         if self.launches:
             parts = [scratch + part for part in self.parts]
-            self.launches.run((*addresses, *places, scratch, *parts))
+            self.launches.run((*addresses, *at, scratch, *parts))
         if stream is not None:
             stream.launched()
         return arrays

@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
         Of its arrays, see `on_gpu.facts_of`.
     results_at
         Where out and lse lie.
-    others
+    arrays_behind
         Its arrays behind q, k and v: out, and cu_seqlens and the like of packed sequences.
     """
 
@@ -54,7 +54,7 @@ class Recorded(NamedTuple):
     facts: tuple[Any, ...]
     addresses: tuple[int, ...]
     results_at: tuple[int, int]
-    others: tuple[Any, ...]
+    arrays_behind: tuple[Any, ...]
 
 
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
@@ -91,11 +91,12 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_FUNCTIONS), found
 
 
-def record(found: Any, results: tuple[Any, Any], others: tuple[Any, ...]) -> Recorded:
+def record(found: Any, results: tuple[Any, Any], arrays_behind: tuple[Any, ...]) -> Recorded:
     """The record of a call that `run` made, with its arrays behind q, k and v."""
     key, call, addresses = found
     out, lse = results
-    return Recorded(call, key[2], key[1], addresses, (out.data_ptr(), lse.data_ptr()), others)
+    results_at = (out.data_ptr(), lse.data_ptr())
+    return Recorded(call, key[2], key[1], addresses, results_at, arrays_behind)
 
 
 def _on_stream_of(tensor: Any, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -173,7 +174,7 @@ def _prepare_and_run(
     if not is_torch_on_gpu(*of_results):
         return None
     (q, k, v, out, lse), (dout, dlse) = saved, of_results
-    lengths = recorded.others[_LENGTHS - len(ROWS) :]
+    lengths = recorded.arrays_behind[_LENGTHS - len(ROWS) :]
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)

@@ -21,6 +21,8 @@ _MOST_TIMES = 4
 ResultSpec = tuple[tuple[int, ...], np.dtype]
 # Makes new arrays, None where none is asked for, and says their addresses, or 0.
 Maker = Callable[[], tuple[list[Any], list[int]]]
+# Makes memory, and says its address.
+MemoryMaker = Callable[[], tuple[Any, int]]
 
 
 def is_tensor(array: Any) -> bool:
@@ -33,7 +35,7 @@ def as_tensor(array: Any) -> Any:
     return array if is_tensor(array) else to_torch(array)
 
 
-def memory_maker(size: int, *, of_torch: bool) -> Callable[[], tuple[Any, int]] | None:
+def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
     """What makes workspaces of so many bytes, of torch's memory or CuPy's; None of none.
 
     Torch keeps the memory of its graphs apart, and so no pool of CuPy's has to.
@@ -67,11 +69,11 @@ def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
 
         def new_tensors() -> tuple[list[Any], list[int]]:
             tensors: list[Any] = none.copy()
-            places = nowhere.copy()
+            at = nowhere.copy()
             for index, make in makers:
                 tensor = tensors[index] = make()
-                places[index] = tensor.data_ptr()
-            return tensors, places
+                at[index] = tensor.data_ptr()
+            return tensors, at
 
         return new_tensors
     ndarray, alloc = cupy_module().ndarray, cupy_module().cuda.alloc
@@ -79,13 +81,13 @@ def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:
 
     def new_arrays() -> tuple[list[Any], list[int]]:
         arrays: list[Any] = none.copy()
-        places = nowhere.copy()
+        at = nowhere.copy()
         for size, parts in groups:
             memory = alloc(size)
             for offset, index, shape, dtype in parts:
                 place = memory + offset
-                arrays[index], places[index] = ndarray(shape, dtype, place), place.ptr
-        return arrays, places
+                arrays[index], at[index] = ndarray(shape, dtype, place), place.ptr
+        return arrays, at
 
     return new_arrays
 

@@ -119,6 +119,14 @@ def test_what_would_have_no_gradient_is_refused() -> None:
     ct.flash_attention(q, k, v, causal=True, alibi_slopes=slopes.detach())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_capture_that_would_have_no_gradient_is_refused(device: str) -> None:
+    (gain,) = tensors(device, (4,))
+    with pytest.raises(TypeError, match="gain"):
+        cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
+    cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain.detach())
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -319,6 +327,8 @@ def test_graphs_of_the_compiler_hold_the_operator(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
 def test_operators_are_as_torch_wants_them(kind: str) -> None:
+    from torch import library
+
     modifications = (None, None, [None] * 5, [-1, -1], None)
     if kind == "dense":
         given: tuple[Any, ...] = (*qkv("cuda"), *modifications, True, None, None, "bshd")
@@ -328,4 +338,4 @@ def test_operators_are_as_torch_wants_them(kind: str) -> None:
         rows = tensors("cuda", (9, 4, 5), (9, 2, 5), (9, 2, 5))
         given = (*rows, *modifications, ends, ends, 5, 5, None, True, None)
         operator = torch.ops.cupy_flash.attention_varlen
-    torch.library.opcheck(operator, given)
+    library.opcheck(operator, given)

@@ -220,9 +220,10 @@ def _defaults() -> Iterator[tuple[Case, str | None]]:
         ("float16", 128, False),
         ("float16", 256, True),
         ("float32", 64, True),
-        ("float32", 128, False),
     ):
         yield _dense(dtype, (dim, dim), causal), None
+    # Of `hopper` NVRTC 13.5 makes one of two codes here, from one compilation to the next.
+    yield _dense("float32", (128, 128)), "mma"
     for dtype, family in (("float16", "mma"), ("bfloat16", "simt"), ("float32", "naive")):
         yield _dense(dtype, (64, 64), True), family
     # Rows of single elements; few query tiles, whose keys are split; a scale of either sign.

@@ -43,7 +43,7 @@ _COMMON_DTYPES = ("bfloat16", "float16", "float32")
 # (batch, heads, seqlen): enough query tiles to fill any GPU, in long and short sequences, and too
 # few.
 _FULL = (4, 16, 4096)
-_SHORT = (32, 16, 512)
+_SHORT = (64, 16, 256)
 _FEW = (1, 1, 4096)
 
 

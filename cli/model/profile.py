@@ -322,7 +322,8 @@ def _notes(
         "tiles on the edge of a mask or of a sequence count more when measured.",
     ]
     if plan.family != "naive" and plan.problem.dtype == "float32" and by_name["tensor-core FLOPs"]:
-        notes.append("float32 on tensor cores: each product is three of TF32.")
+        made_of = "six of bfloat16" if plan.family == "hopper" else "three of TF32"
+        notes.append(f"float32 on tensor cores: each product is {made_of}.")
     return notes
 
 

@@ -75,6 +75,8 @@ class Call:
         Of an integer cache_seqlens.
     block_map
         Which one the kernels read of the call's mask.
+    parts
+        Where in the scratch parts begin that kernels are given an address of.
     pull_backs
         Calls of its gradients, see `recorded.py`.
     """
@@ -92,6 +94,7 @@ class Call:
     most_keys: int = 0
     limits: tuple[LengthLimit, ...] = ()
     block_map: MapKey | None = None
+    parts: tuple[int, ...] = ()
     pull_backs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
@@ -129,6 +132,8 @@ class Call:
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
             ready = map_of_mask(functions.mask_mod, self.block_map, current, arguments)
             values += (ready.address,)
+        if self.parts:
+            values += tuple([scratch + part for part in self.parts])
         if self.append is not None:
             self.append.run(values)
         if self.launches:
@@ -191,7 +196,8 @@ def prepare(
     has_no_keys = is_cached and problem.seqlen_k == 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
-    names = (*fields, *_VALUES, *parts, *map_place)
+    parts_of_scratch = plan.schedule.parts
+    names = (*fields, *_VALUES, *parts, *map_place, *parts_of_scratch)
     sources, maps = _sources(arguments, plan), plan.schedule.tensor_maps
     fixed = fixed_fields(plan)
     if options.modifiers is not None:
@@ -234,6 +240,7 @@ def prepare(
         most_keys=min((limit.most for limit in limits), default=0),
         limits=limits,
         block_map=block_map,
+        parts=tuple(parts_of_scratch.values()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Fused attention for float16 and bfloat16 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
+"""Fused attention of 16 bits and float32 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cupy_flash.families import hopper_pieces as pieces
 from cupy_flash.families import persistent, split
 from cupy_flash.families.contract import (
     MAX_GRID,
@@ -53,6 +54,11 @@ _NOTE_BYTES = 8
 _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 # Tiles of a bias in shared memory.
 _BIAS_STAGES = 2
+# Bytes of what the products take.
+_OPERAND_BYTES = 2
+# From so many keys on, and rows that share them, it is the faster one for float32: 1.1 to 1.3 times
+# as fast as `mma` on an H100, but causal at head_dim 64 0.85.
+_FLOAT32_ROWS = 512
 # Whose tiles are interleaved at most, where that is for more than their keys' sake.
 _MOST_HEADS = 64
 
@@ -79,15 +85,12 @@ class HopperTile(Tile):
     turns
         1 has the warpgroups take turns at the tensor cores (FlashAttention-3, section 3.1), or at
         the softmax where that is the longer part.
-    guesses
-        Exponentials of a lane that are started before the scores' maximum is known.
     """
 
     stages: int = 2
     q_stages: int = 1
     q_steps: int = 0
     turns: int = 1
-    guesses: int = 16
 
 
 # As many steps of Q in registers as there are.
@@ -97,8 +100,9 @@ _ALL = 16
 def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
     """Tiles from the best down, without stages, of which the first that fits becomes the default.
 
-    The figures are TFLOP/s on an H100, bfloat16, CUDA 13.0, at batch x seqlen 16384 and heads x
-    head_dim 2048: seqlen 512, 1024, 4096, 16384 full / the same causal.
+    Figures without a unit are TFLOP/s on an H100, bfloat16, CUDA 13.0, at batch x seqlen 16384 and
+    heads x head_dim 2048; a tile is Br x Bc with its query tiles in shared memory and its steps of
+    Q in registers. Those of one line are of one process, in turns.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     widest = max(head_dim, head_dim_v)
@@ -128,58 +132,46 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[HopperTile]:
             return [_tile(128, 128, 2) if few else _tile(192, 80, 2)]
         only_hides = problem.score is not None and not problem.score.changes_scores
         return [_tile(128, 96, 2) if few or only_hides else _tile(192, 48, 2)]
+    if problem.dtype == "float32":
+        # 4 x 4096 tokens, 16 heads: head_dim 64 128x96 123, 128x64 117, 192x48 111, causal 109,
+        # 108, 98; 128 128x48 119, 128x64 113, 128x32 104, causal 105, 104, 97.
+        return [_tile(128, 96, 1) if widest <= 64 else _tile(128, 48, 1)]
     if problem.seqlen_q <= 64:
-        return [_tile(64, 128, 2) if widest <= 128 else _tile(64, 64, 1, guesses=4)]
+        return [_tile(64, 128, 2) if widest <= 128 else _tile(64, 64, 1)]
     if widest <= 64:
-        # head_dim 64: 192x128 413 457 526 532 / 236 304 477 528, 128x128 400 436 457 447 /
-        # 257 337 449 456. Its exponentials hold it back: three consumers hide them better. All of Q
-        # in registers is 0.2 to 0.7% faster with the smaller one, in each of three sweeps. With the
-        # larger, a quarter of Q is 1 to 1.8% faster from 2048 on where causal, and 0.3 to 0.8%
-        # slower where not.
-        small = _tile(128, 128, 2, _ALL)
-        large = _tile(192, 128, 2, q_steps=int(problem.causal))
+        # Exponentials hold head_dim 64 back: three consumers hide them better. 192x128 2 0,
+        # 128x128 2 4: full 2048 549, 456; causal 2048 416, 396; 1024 with 192x128 2 1 294, 346.
+        small, large = _tile(128, 128, 2, _ALL), _tile(192, 128, 2)
         return [small, large] if few or (short and problem.causal) else [large, small]
     if widest <= 96:
-        # head_dim 96: 128x128 458 546 598 525 / 284 418 558 541, 192x96 405 518 653 597 /
-        # 273 379 581 601.
+        # head_dim 96, 128x128 2 6, 192x96 2 1: full 1024 555, 532; 4096 594, 680; causal 512 312,
+        # 250; 2048 482, 478.
         small = _tile(128, 128, 2, _ALL)
-        return [small] if short or few else [_tile(192, 96, 2), small]
+        return [small] if short or few else [_tile(192, 96, 2, 1), small]
     if widest <= 128:
-        # head_dim 128: one query tile in shared memory 568 653 726 665 / 307 486 679 653, two
-        # 554 651 723 659 / 325 484 674 657; with Q in shared memory 547 639 705 634 /
-        # 325 483 662 633. Three consumers, 192x80: 6% faster at 8192 and 16384, causal 3%; at 4096
-        # 4 to 5% faster, causal not. A quarter of Q in registers is 2.6% faster than all of it in
-        # short causal sequences, where all of it spills.
-        # Two steps of Q spill where scores are bounded, and are no faster.
-        q_steps = 1 if _is_bounded(problem) else 2
-        small, large = _tile(128, 128, 1, _ALL), _tile(192, 80, 2, q_steps)
-        if problem.causal and short:
-            return [_tile(128, 128, 2, 2)]
-        long = problem.seqlen_k >= (8192 if problem.causal else 4096)
+        # head_dim 128, 128x128 2 2, 192x80 2 0: full 512 516, 458; 1024 640, 599; 2048 653, 672;
+        # causal 512 338, 256; 4096 637, 591; 8192 572, 597 (the former 1 2). More Q in registers
+        # leaves none for the P of two blocks: 128x128 1 2 and 1 4 at causal 4096 584 and 575.
+        small, large = _tile(128, 128, 2, 2), _tile(192, 80, 2)
         if problem.causal and problem.score is not None and not problem.score.only_sinks:
-            # 2 x 8192, 16 heads, ms of an H200, 192x80, 128x128 with all of Q in registers and with
-            # a quarter: ALiBi 0.855, 0.840, 0.817; a window of 1024 0.257, 0.234, 0.243.
-            return [_tile(128, 128, 2, 2) if problem.score.changes_scores else small]
+            return [small]
+        long = problem.seqlen_k >= (8192 if problem.causal else 2048)
         return [large, small] if long and not few else [small]
     if head_dim_v <= 128:
-        # head_dim 192, head_dim_v 128: 128x112 505 613 766 795 / 275 428 684 771, 128x128
-        # 462 588 735 768 / 291 441 672 748.
-        large, wider = _tile(128, 112, 1, _ALL, guesses=8), _tile(128, 112, 1, 4, guesses=8)
-        return [_tile(128, 128, 1), large] if short and problem.causal else [large, wider]
+        # head_dim 192, head_dim_v 128, 128x128 1 2, 128x112 1 12, 128x64 1 12: full 1024 580, 594,
+        # 602; 4096 700, 702, 648; causal 1024 436, 419, 427; 16384 701, 655, 622.
+        return [_tile(128, 128, 1, 2), _tile(128, 112, 1, 4)]
     if widest <= 192:
-        # head_dim 192: 128x64 530 668 782 726 / 307 468 668 717, 128x96 496 652 790 748 /
-        # 275 448 714 736.
-        small = _tile(128, 64, 2, _ALL, guesses=4)
-        return [small] if short or few else [_tile(128, 96, 1), small]
-    # head_dim 256: 545 674 794 735 / 305 477 732 772; without Q in registers 539 671 791 746 /
-    # 304 469 729 769; 128x80 524 671 786 746 / 296 449 723 767.
-    return [_tile(128, 64, 1, 4, guesses=4)]
+        # head_dim 192, 128x64 1 12, 128x64 2 4, 128x96 1 0: full 1024 611, 609, 582; 4096 707, 720,
+        # 708; causal 1024 466, 444, 417; 4096 602, 596, 586.
+        return [_tile(128, 64, 1, _ALL), _tile(128, 96, 1)]
+    # head_dim 256, 128x64 1 2, 1 0, 1 5: full 1024 597, 598, 599; 16384 762, 766, 770; causal 2048
+    # 555, 557, 550; 16384 706, 706, 705.
+    return [_tile(128, 64, 1, 2)]
 
 
-def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0, guesses: int = 16) -> HopperTile:
-    # Three consumers have no registers for more than 4 guesses: 16 spill.
-    guesses = 4 if Br == 192 else guesses
-    return HopperTile(Br, Bc, 0, q_stages, q_steps, turns=int(Br > 64), guesses=guesses)
+def _tile(Br: int, Bc: int, q_stages: int, q_steps: int = 0) -> HopperTile:
+    return HopperTile(Br, Bc, 0, q_stages, q_steps, turns=int(Br > 64))
 
 
 def _of_equal_sequences(problem: Problem) -> Problem:
@@ -216,8 +208,8 @@ class HopperFamily(Family[HopperTile]):
     reads_block_maps = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
-        if problem.itemsize != 2:
-            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if problem.itemsize > 4:
+            return f"its tensor-core products take 16 bits or float32, not {problem.dtype}"
         if device.arch != 90:
             return f"needs sm_90 for wgmma, not {device.sm}"
         if not device.arch_specific:
@@ -228,6 +220,8 @@ class HopperFamily(Family[HopperTile]):
             return "the copy engine cannot address arrays without keys"
         if reason := self._why_not_sequences(problem):
             return reason
+        if problem.dtype == "float32":
+            return self._why_not_float32(problem, device)
         if problem.alignment < STRIDE_UNIT:
             return (
                 f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
@@ -239,7 +233,22 @@ class HopperFamily(Family[HopperTile]):
             return f"no tile of it fits {device.name}"
         return None
 
+    def _why_not_float32(self, problem: Problem, device: Device) -> str | None:
+        if not problem.layout.is_equal:
+            return "it splits float32 of equal lengths only into what its products take"
+        if problem.score is not None:
+            return "it takes float32 without modifications only"
+        if problem.seqlen_k == 1:
+            return "its float32 products do not give the only value as it is"
+        if max(problem.head_dim, problem.head_dim_v) > 128:
+            return "it has no registers for float32 of more than 128 columns"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        if problem.dtype == "float32":
+            return self._why_not_first_for_float32(problem, device)
         if problem.layout.is_equal:
             return None
         rows = problem.seqlen_q
@@ -254,6 +263,23 @@ class HopperFamily(Family[HopperTile]):
             return (
                 f"does not split the keys of sequences, and about {tiles} query tiles leave most "
                 f"of {device.sm_count} SMs idle"
+            )
+        return None
+
+    def _why_not_first_for_float32(self, problem: Problem, device: Device) -> str | None:
+        rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+        if min(rows, problem.seqlen_k) < _FLOAT32_ROWS:
+            return (
+                f"takes longer to split float32 than it saves below {_FLOAT32_ROWS} keys, or rows "
+                "that share them"
+            )
+        if pieces.are_broadcast(problem):
+            return "writes the pieces of all keys, of which many are the same"
+        tiles = self._tiles(problem, self.default_tile(problem, device))
+        if 2 * tiles < device.sm_count:
+            return (
+                f"does not split the keys of float32, and {tiles} query tiles leave most of "
+                f"{device.sm_count} SMs idle"
             )
         return None
 
@@ -278,14 +304,12 @@ class HopperFamily(Family[HopperTile]):
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
         steps = _k_steps(problem)
-        # Wide accumulators leave no registers for more; the measured defaults do the same.
-        guesses = 16 if problem.head_dim_v <= 128 else 4
         for Br, Bc, q_stages, q_steps, turns in itertools.product(
-            (64, 128, 192), range(32, 257, 16), (1, 2), sorted({0, steps // 4, steps}), (0, 1)
+            (64, 128, 192), range(32, 257, 16), (1, 2), sorted({0, 2, steps // 4, steps}), (0, 1)
         ):
             if turns and Br == 64:
                 continue
-            tile = dataclasses.replace(_tile(Br, Bc, q_stages, q_steps, guesses), turns=turns)
+            tile = dataclasses.replace(_tile(Br, Bc, q_stages, q_steps), turns=turns)
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
@@ -297,12 +321,12 @@ class HopperFamily(Family[HopperTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
+        if tile.q_steps and pieces.count(problem) > 1:
+            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
         if tile.q_steps > _k_steps(problem):
             return f"q_steps is {tile.q_steps}; head_dim has {_k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
             return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
-        if not 1 <= tile.guesses <= tile.Bc // 2:
-            return f"guesses is {tile.guesses}; expected 1 to Bc / 2"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
         if self._tiles(problem, tile) > MAX_GRID:
@@ -315,9 +339,21 @@ class HopperFamily(Family[HopperTile]):
 
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
-        output = round_up(problem.head_dim_v, 16) // 2
-        scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else 1)
+        factor = pieces.count(problem)
+        # In pieces a block's share of the output is summed alone.
+        output = round_up(problem.head_dim_v, 16) // 2 * min(factor, 2)
+        scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
+
+    def _overlaps_output(self, problem: Problem, tile: HopperTile) -> bool:
+        """Whether consumers take exponentials while their own output is multiplied.
+
+        It takes registers for P of two blocks. Three consumers do not have them, and have two
+        others to fill the tensor cores meanwhile.
+        """
+        _, most = self._register_split(problem, tile)
+        need = self._registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
+        return tile.Br < 192 and need <= most
 
     def _register_split(self, problem: Problem, tile: HopperTile) -> tuple[int, int]:
         split = _MAPPED_REGISTERS if self.is_mapped(problem) else _REGISTERS
@@ -349,8 +385,9 @@ class HopperFamily(Family[HopperTile]):
 
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
         columns, columns_v = (round_up(d, 32) for d in (problem.head_dim, problem.head_dim_v))
-        queries = tile.Br * columns * problem.itemsize
-        stage = tile.Bc * max(columns, columns_v) * problem.itemsize
+        factor = pieces.count(problem)
+        queries = tile.Br * columns * _OPERAND_BYTES * factor
+        stage = tile.Bc * max(columns, columns_v) * _OPERAND_BYTES * factor
         # A slot has two barriers; a visit is kept for each query tile, for one whose output is
         # being written, and for one whose queries are no longer needed.
         visits = (tile.q_stages + 2) * _VISIT_BYTES
@@ -420,6 +457,15 @@ class HopperFamily(Family[HopperTile]):
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
             )
+        if pieces.count(problem) > 1:
+            workspace, parts = pieces.workspace(problem)
+            return Schedule(
+                (pieces.launch(device), self._main(problem, device, tile, WHOLE)),
+                workspace=workspace,
+                section_heads=self._section_heads(problem, device, tile),
+                tensor_maps=maps,
+                parts=parts,
+            )
         cut = split.choose(
             problem,
             device,
@@ -469,6 +515,11 @@ class HopperFamily(Family[HopperTile]):
                 rows_k, batch_k = p.layout.total_k, 1
             else:
                 batch_k = p.layout.caches
+        if pieces.count(p) > 1:
+            rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc}
+            dims = {"q": p.head_dim, "k": p.head_dim, "v": p.head_dim_v}
+            boxes = {name: (_slab_columns(dims[name]), rows[name]) for name in pieces.ROWS}
+            return pieces.tensor_maps(p, boxes)
         maps = {
             "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
             "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
@@ -488,7 +539,7 @@ class HopperFamily(Family[HopperTile]):
             "stages": tile.stages,
             "q_stages": tile.q_stages,
             "turns": bool(tile.turns),
-            "guesses": tile.guesses,
+            "overlaps_output": self._overlaps_output(problem, tile),
             "q_steps": tile.q_steps,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,

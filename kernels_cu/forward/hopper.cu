@@ -1,20 +1,22 @@
-// Fused attention forward for float16 and bfloat16 on Hopper (sm_90a): FlashAttention-3 (Shah et
-// al. 2024) with the blocks of all query tiles in one stream.
+// Fused attention forward for float16, bfloat16 and float32 on Hopper (sm_90a): FlashAttention-3
+// (Shah et al. 2024) with the blocks of all query tiles in one stream.
 //
 // One warpgroup is the producer, of which one thread loads; one to three others are the consumers,
 // which multiply.
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
-// then finds their query tiles, and a third clears what lies behind their last values.
+// then finds their query tiles, and a third clears what lies behind their last values. float32
+// comes in pieces that a kernel of its own has made.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
 #include "forward/hopper/cta.cuh"
 #include "forward/hopper/helpers.cuh"
+#include "forward/hopper/pieces.cuh"
 #include "forward/hopper/producer.cuh"
+#include "grid/order.cuh"
 #include "params.cuh"
 #include "ptx/sm90a.cuh"
-#include "grid/order.cuh"
 
 #if __CUDA_ARCH__ == 900
 
@@ -49,13 +51,13 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
       if (may_see_nothing && threadIdx.x / 32 == 1) {
         HopperFinder<Config> finder{cta};
         finder.write_unseeing_tiles();
-        if (cta.has_rows_to_clear()) finder.clear_unseeing_rows();
+        if (cta.helper_sets_rows()) finder.set_rows_of_few_keys();
       }
     }
   } else {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
-    if (cta.has_rows_to_clear()) cta.consumers_have_written();
+    if (cta.helper_sets_rows()) cta.consumers_have_written();
   }
 }
 

@@ -99,8 +99,8 @@ def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
 
 
 REFUSED: dict[str, tuple[Problem, Device, str]] = {
-    "float32": (problem("float32"), h100, "take float16 or bfloat16, not float32"),
-    "float64": (problem("float64"), h100, "take float16 or bfloat16, not float64"),
+    "float64": (problem("float64"), h100, "take 16 bits or float32, not float64"),
+    "wide float32": (problem("float32", head_dim=136), h100, "float32 of more than 128 columns"),
     **{
         f"sm_{arch}": (problem(), device_for_arch(arch), f"needs sm_90 for wgmma, not sm_{arch}")
         for arch in ARCHITECTURES
@@ -136,7 +136,8 @@ def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(n
     case, device, words = REFUSED[name]
     assert words in (hopper.why_not(case, device) or "")
     plan = make_plan(case, device)
-    assert plan.family == ("simt" if case.dtype == "float64" or device.arch < 80 else "mma")
+    needs_simt = case.dtype == "float64" or device.arch < 80 or name == "wide float32"
+    assert plan.family == ("simt" if needs_simt else "mma")
     assert words in plan.rejected["hopper"]
     assert f"not hopper     {plan.rejected['hopper']}" in str(plan).splitlines()
     with pytest.raises(UnsupportedError, match=f"'hopper' cannot serve this: .*{re.escape(words)}"):
@@ -206,8 +207,6 @@ def test_packed_and_cached_sequences_are_its_own_but_not_pages_nor_shares_of_the
         (HopperTile(128, 128, q_stages=3), "q_stages is 3; expected 1 or 2"),
         (HopperTile(128, 128, turns=2), "turns is 2; expected 0, or with more than one consumer 1"),
         (HopperTile(64, 128, turns=1), "turns is 1; expected 0, or with more than one consumer 1"),
-        (HopperTile(128, 32, guesses=17), "guesses is 17; expected 1 to Bc / 2"),
-        (HopperTile(128, 128, guesses=0), "guesses is 0; expected 1 to Bc / 2"),
         (HopperTile(128, 64, q_steps=9), "q_steps is 9; head_dim has 8"),
         (HopperTile(128, 128, stages=7), "KiB of shared memory; sm_90 has 227 KiB per block"),
         (HopperTile(128, 240), "registers"),
@@ -299,12 +298,13 @@ def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(
         (problem(head_dim=64, causal=True), 192, 128),
         (problem(head_dim=64, causal=True, seqlen=512), 128, 128),
         (problem(head_dim=128), 192, 80),
-        (problem(head_dim=128, seqlen=2048), 128, 128),
+        (problem(head_dim=128, seqlen=2048), 192, 80),
+        (problem(head_dim=128, seqlen=1024), 128, 128),
         (problem(head_dim=128, causal=True), 128, 128),
         (problem(head_dim=128, causal=True, seqlen=8192), 192, 80),
         (problem(head_dim=128, causal=True, seqlen=512), 128, 128),
         (problem(head_dim=128, seqlen_q=1), 64, 128),
-        (problem(head_dim=192, head_dim_v=128), 128, 112),
+        (problem(head_dim=192, head_dim_v=128), 128, 128),
         (problem(head_dim=256), 128, 64),
         (problem(head_dim=256, seqlen_q=1), 64, 64),
     ],

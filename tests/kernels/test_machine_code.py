@@ -145,7 +145,7 @@ def test_the_tested_kernels_cover_every_choice_that_a_unit_is_compiled_for(famil
 
     sixteen_bit, every = set(DTYPES[:2]), set(DTYPES)
     mma_dtypes = sixteen_bit | {"float32"}
-    dtypes = {"decode": sixteen_bit, "hopper": sixteen_bit, "mma": mma_dtypes}
+    dtypes = {"decode": sixteen_bit, "hopper": sixteen_bit | {"float32"}, "mma": mma_dtypes}
     assert found("dtype") == dtypes.get(family, every)
     least = {"hopper": {90}, "naive": {75, 80, 90, 120}, "simt": set(ARCHITECTURES)}
     tensor_cores = {arch for arch in ARCHITECTURES if arch >= 80}

@@ -38,9 +38,9 @@ TILES = (
     {"Br": 64, "Bc": 176, "turns": 0},
     {"Br": 128, "Bc": 160, "q_stages": 1},
     {"Br": 128, "Bc": 96},
-    {"Br": 192, "Bc": 16, "q_steps": 0, "guesses": 4},
-    {"Br": 192, "Bc": 96, "q_steps": 0, "guesses": 4},
-    {"Br": 192, "Bc": 64, "q_steps": 0, "guesses": 4, "turns": 0},
+    {"Br": 192, "Bc": 16, "q_steps": 0},
+    {"Br": 192, "Bc": 96, "q_steps": 0},
+    {"Br": 192, "Bc": 64, "q_steps": 0, "turns": 0},
 )
 
 

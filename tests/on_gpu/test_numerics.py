@@ -38,6 +38,7 @@ pytestmark = pytest.mark.gpu
 # are in test_decode.py.
 FAMILY_DTYPES = [
     ("hopper", "float16"),
+    ("hopper", "float32"),
     ("mma", "float16"),
     ("mma", "float32"),
     ("simt", "float32"),

@@ -1,8 +1,9 @@
 // A consumer of the Hopper kernel: a warpgroup that owns 64 query rows of a tile and multiplies
-// with wgmma, S, P and O in registers. It always has two products under way: the scores of the next
-// block of keys and the output of this one, and takes the softmax of the former while the tensor
-// cores work on the latter. The next block may be the first of another query tile, so that the
-// tensor cores do not run dry between query tiles either.
+// with wgmma, S, P and O in registers. It starts two products at once, the scores of the next block
+// of keys and the output of this one, and takes the softmax of the former while the tensor cores
+// work on the latter or, where registers do not allow that, for other consumers. The next block may
+// be the first of another query tile, so that the tensor cores do not run dry between query tiles
+// either.
 #pragma once
 
 #include "forward/hopper/bias.cuh"
@@ -27,20 +28,13 @@ struct HopperConsumer {
   static constexpr int consumers = Cta::consumers;
 
   static_assert(!Config::turns || consumers > 1, "turns need another to take them with");
-  // Consumers take turns at starting products, so that one's softmax falls under another's products.
-  // Where the softmax is longer than both products, of bounded scores, they take them at the first
-  // half of it instead: one takes tanh while another takes exponentials. With a cap of 50 that is 3%
-  // faster at head_dim 64 and 128; of scores whose maxima are looked for meanwhile, 7 to 10% slower.
+  // Consumers take turns at starting products, so that one's softmax falls under another's
+  // products. Where the softmax is longer than both products, of bounded scores, they take them at
+  // the first half of it instead: one takes tanh while another takes exponentials. With a cap of 50
+  // that is 3% faster at head_dim 64 and 128; without tanh, turns at the softmax are 3 to 20%
+  // slower.
   static constexpr bool softmax_turns = Config::turns && Config::bounded && !Config::noted;
   static constexpr bool product_turns = Config::turns && !softmax_turns;
-  // Whether O is waited for ahead of the exponentials instead of behind them. At head_dim 64 that is
-  // 3 to 5% faster with ALiBi, windows, documents, tables and sinks, and 1% with bounded scores, but
-  // 7% slower where tanh makes the softmax long and maxima are looked for. At 128 it is 1 to 2%
-  // faster with bounded scores and 2% with ALiBi, but 1 to 8% slower with biases, tables and
-  // documents.
-  static constexpr bool awaits_output_first =
-      Config::modified &&
-      (Config::bounded || (Config::head_dim_v <= 64 && !Config::Mods::calls_functions));
 
   const Cta& cta;
   const int consumer;  // which of the consumers this is
@@ -50,12 +44,12 @@ struct HopperConsumer {
   int visit = 0;  // index in the ring of visits
 
   // The query tile. What can be had again from these takes no register in the loop.
-  int first_row;  // of this consumer's, among the head's
-  int full_end;   // where Config::sequences, the first block that needs a mask
-  int block;      // of keys, whose scores were computed last
-  int begin;      // the last block that the tile visits
-  typename Cta::Note note;  // of the block, where Config::noted
-  int shown_slot = -1;  // in the ring of pairs, where Config::mapped
+  int first_row;              // of this consumer's, among the head's
+  int full_end;               // where Config::sequences, the first block that needs a mask
+  int block;                  // of keys, whose scores were computed last
+  int begin;                  // the last block that the tile visits
+  typename Cta::Note note;    // of the block, where Config::noted
+  int shown_slot = -1;        // in the ring of pairs, where Config::mapped
   typename Cta::Shown shown;  // of the block, where a block map keeps its pairs
   RingPosition<Config::bias_stages> bias_ring;
 
@@ -82,7 +76,7 @@ struct HopperConsumer {
     products.leave_scores(1, true, block == begin);
     float rescale[2];
     take_softmax(rescale);
-    products.narrow_probabilities();
+    products.take_probabilities();
 
     bool accumulate = false;  // whether O holds earlier blocks of the query tile
     while (true) {
@@ -124,19 +118,18 @@ struct HopperConsumer {
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     prepare_scores();
-    if (awaits_output_first) await_output();
-    const bool rescales = softmax.exponentiate(products.scores, rescale);
-    if (awaits_output_first) products.narrow_probabilities();
+    if (!Config::overlaps_output) await_output();
+    const bool rescales =
+        softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
     if (tile_ends) results().finish_softmax(finished, normalizer);
-
-    if (!awaits_output_first) await_output();
+    if (Config::overlaps_output) await_output();
+    products.take_probabilities();
     if (tile_ends) {
       results().write_output(normalizer);
     } else if (rescales) {
       products.scale_output(rescale);
     }
-    if (!awaits_output_first) products.narrow_probabilities();
   }
 
   __device__ void await_output() {
@@ -144,9 +137,9 @@ struct HopperConsumer {
     products.leave_output();
   }
 
-  // The blocks of the stream that are this consumer's, and over those that are not: the tensor cores
-  // are the others' then. Turns are taken at every block, so that all take as many. Of a consumer
-  // without the second block:
+  // The blocks of the stream that are this consumer's, and over those that are not: the tensor
+  // cores are the others' then. Turns are taken at every block, so that all take as many. Of a
+  // consumer without the second block:
   //
   //   ring       K0    K1 V0    K2 V1    K3 V2    end V3
   //   started    S0    O0       S2       S3 O2    O3
@@ -180,7 +173,7 @@ struct HopperConsumer {
       is_first_turn = false;
       float rescale[2];
       if (take_softmax(rescale) && accumulate) products.scale_output(rescale);
-      products.narrow_probabilities();
+      products.take_probabilities();
 
       for (take_note(); note.is_of(consumer); take_note()) {
         const bool tile_ends = note.begins_tile();
@@ -259,7 +252,7 @@ struct HopperConsumer {
   // base, so that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
     prepare_scores();
-    return softmax.exponentiate(products.scores, rescale);
+    return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
 
   // Changes and masks the block's scores.

@@ -2,14 +2,16 @@
 // their barriers, the query tiles that are under way, and where results go.
 #pragma once
 
-#include "tile/element.cuh"
-#include "params.cuh"
-#include "ptx/sm90a.cuh"
+#include "forward/hopper/operand.cuh"
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
-#include "tile/slabs.cuh"
 #include "grid/split.cuh"
 #include "grid/visit.cuh"
+#include "params.cuh"
+#include "ptx/sm90a.cuh"
+#include "score/few_seen.cuh"
+#include "tile/element.cuh"
+#include "tile/slabs.cuh"
 
 struct TensorMaps {
   TensorMap q;
@@ -44,17 +46,22 @@ struct HopperCta {
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   static constexpr int consumers = Br / 64;
+  // Of each tile there are so many, one behind the other.
+  static constexpr int pieces = HopperOperand<Element>::pieces;
   using QueryTile = SlabTile<Br, Config::head_dim>;
   using KeyTile = SlabTile<Bc, Config::head_dim>;
   using ValueTile = SlabTile<Bc, Config::head_dim_v>;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
+  static constexpr int q_slot_bytes = pieces * QueryTile::bytes;
   static constexpr int slot_bytes =
-      KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes;
+      pieces * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
+  static_assert(pieces == 1 || (!Config::sequences && !Config::split_keys && !Config::modified),
+                "of float32 there are only batches of equal lengths, whole and without more");
 
   using Visit = ::Visit<Config::sequences>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
@@ -107,7 +114,7 @@ struct HopperCta {
 
   // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
   // pairs, the barriers, the visits, the tails and the notes.
-  static constexpr int ring_offset = Config::q_stages * QueryTile::bytes;
+  static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
   static constexpr int barrier_offset = shown_offset + shown_slots * consumers * shown_bytes;
@@ -287,13 +294,16 @@ struct HopperCta {
   }
 
   // What consumers sum up for a row that sees no key, 0 times the values that others of its tile
-  // see, is NaN if one of those is. A helper sets such rows to 0: of sequences, where consumers
-  // then leave them out, or in the end. With modifications only the consumers know.
-  __device__ bool sees_nothing(const Visit& visit, int row) const {
-    return !Config::modified && visit.template mask<Config>(p).visible_end(row) == 0;
+  // see, is NaN if one of those is; and p v / p of a float32 row that sees one key is not quite v.
+  // A helper sets such rows: of sequences, where consumers then leave them out, or in the end. With
+  // modifications only the consumers know.
+  __device__ bool is_set_by_helper(const Visit& visit, int row) const {
+    return !Config::modified &&
+           visit.template mask<Config>(p).visible_end(row) <= few_keys<Element>;
   }
-  __device__ bool has_rows_to_clear() const {
-    return Config::causal && !Config::sequences && !Config::modified && p.q_offset < 0;
+  __device__ bool helper_sets_rows() const {
+    return Config::causal && !Config::sequences && !Config::modified &&
+           p.q_offset < few_keys<Element>;
   }
   __device__ void consumers_have_written() const {
     ptx::bar_arrive(1 + consumers, 128 * consumers + 32);

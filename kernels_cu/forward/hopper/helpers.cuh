@@ -33,7 +33,7 @@ struct HopperFinder {
       take_visit<Config>(cta.p, order, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
-        write_nothing_seen(next);
+        set_few_seen(next);
         __syncwarp();
         if (!next.has_keys()) continue;
       }
@@ -54,28 +54,34 @@ struct HopperFinder {
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
       if (next.is_end_of_work()) return;
-      if (!next.has_keys()) write_nothing_seen(next);
+      if (!next.has_keys()) set_few_seen(next);
     }
   }
 
-  // The first rows of the others.
-  __device__ void clear_unseeing_rows() const {
+  // The first rows of the others, where they see too few.
+  __device__ void set_rows_of_few_keys() const {
     cta.await_consumers();
     for (unsigned round = 0;; ++round) {
       const Visit next = cta.visit_of(round);
       if (next.is_end_of_work()) return;
-      if (next.has_keys()) write_nothing_seen(next);
+      if (next.has_keys()) set_few_seen(next);
     }
   }
 
-  __device__ void write_nothing_seen(const Visit& visit) const {
+  __device__ void set_few_seen(const Visit& visit) const {
     const Work& work = visit.work;
     const int lane = threadIdx.x % 32;
     const int q_end = min(work.q_begin + Config::Br, visit.sequence(cta.p).seqlen_q);
     // Rare, and the producer's warps have few registers: nothing is unrolled.
 #pragma unroll 1
     for (int row = work.q_begin; row < q_end; ++row) {
-      if (visit.has_keys() && !cta.sees_nothing(visit, row)) return;
+      if (visit.has_keys() && !cta.is_set_by_helper(visit, row)) return;
+      if constexpr (few_keys<Element> > 0) {
+        if (visit.has_keys() && visit.template mask<Config>(cta.p).visible_end(row) > 0) {
+          set_to_value(visit, row);
+          continue;
+        }
+      }
       if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
         if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
@@ -89,6 +95,17 @@ struct HopperFinder {
           cta.output_row(visit, row)[column] = Element{};
         }
       }
+    }
+  }
+
+  // A row that sees one key.
+  __device__ void set_to_value(const Visit& visit, int row) const {
+    const Work& work = visit.work;
+    const Row<Element> value = {cta.p.v.template head<Element>(work.batch, work.head_kv), true};
+    Element* out = cta.output_row(visit, row);
+#pragma unroll 1
+    for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
+      out[column] = settled(1, out[column], value, column);
     }
   }
 };

@@ -108,7 +108,7 @@ struct HopperProducer {
     const unsigned barrier = cta.q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
-      load<QueryTile>(cta.shared + q_ring.slot * QueryTile::bytes, &cta.maps.q,
+      load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
                       sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
                       barrier, ptx::l2_evict_first);
     } else if (acts()) {
@@ -165,9 +165,9 @@ struct HopperProducer {
   __device__ void load_bias(const Work& work, int key) {
     ptx::mbarrier_wait(cta.bias_empty(bias_ring.slot), bias_ring.parity ^ 1);
     load<typename Cta::BiasTile>(cta.bias_address(bias_ring.slot),
-                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias,
-                                 work.q_begin, work.head, work.batch,
-                                 cta.bias_full(bias_ring.slot), ptx::l2_evict_normal, key * Bc);
+                                 &static_cast<const BiasedTensorMaps&>(cta.maps).bias, work.q_begin,
+                                 work.head, work.batch, cta.bias_full(bias_ring.slot),
+                                 ptx::l2_evict_normal, key * Bc);
     bias_ring.advance();
   }
 
@@ -179,16 +179,20 @@ struct HopperProducer {
     }
   }
 
+  // All pieces of a tile: in the array a piece has its own batches.
   template <class Tile>
-  __device__ static void load(unsigned target, const TensorMap* map, int row, int head, int batch,
-                              unsigned barrier, unsigned long long policy, int column = 0) {
+  __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
+                       unsigned barrier, unsigned long long policy, int column = 0) const {
     if (!acts()) return;
-    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+    ptx::mbarrier_arrive_expect_tx(barrier, Cta::pieces * Tile::bytes);
 #pragma unroll
-    for (int slab = 0; slab < Tile::slabs; ++slab) {
-      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map,
-                                   column + slab * Tile::line_columns, row, head, batch, barrier,
-                                   policy);
+    for (int piece = 0; piece < Cta::pieces; ++piece) {
+#pragma unroll
+      for (int slab = 0; slab < Tile::slabs; ++slab) {
+        ptx::cp_async_bulk_tensor_4d(target + piece * Tile::bytes + slab * Tile::slab_bytes, map,
+                                     column + slab * Tile::line_columns, row, head,
+                                     piece * cta.p.batch + batch, barrier, policy);
+      }
     }
   }
 

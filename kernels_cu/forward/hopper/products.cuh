@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/element.cuh"
@@ -11,18 +12,21 @@
 
 template <class Config>
 struct HopperProducts {
-  using Element = typename Config::Element;
+  using Operand = HopperOperand<typename Config::Element>;
+  using Element = typename Operand::type;
   using Cta = HopperCta<Config>;
   using QueryTile = typename Cta::QueryTile;
   using KeyTile = typename Cta::KeyTile;
   using ValueTile = typename Cta::ValueTile;
   static constexpr int Bc = Config::Bc;
+  static constexpr int pieces = Operand::pieces;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
   static constexpr int columns_v = round_up(Config::head_dim_v, 16);
 
   static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
+  static_assert(pieces == 1 || kept_steps == 0, "no registers for the pieces of queries");
 
   const Cta& cta;
   const int consumer;
@@ -31,9 +35,15 @@ struct HopperProducts {
   RingPosition<Config::q_stages> q_ring;
 
   float scores[Bc / 2];
-  unsigned probabilities[Bc / 4];
+  // The operand P, pair by pair as the scores lie, and those of the block after it: they may be
+  // made while the tensor cores still read P.
+  unsigned probabilities[pieces][Bc / 4];
+  unsigned next_probabilities[pieces][Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
+  // Tensor cores round their sums towards zero, so that long ones drift: in float32 a block's share
+  // of the output is summed alone.
+  float share[pieces > 1 ? columns_v / 2 : 1];
 
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
 
@@ -49,7 +59,7 @@ struct HopperProducts {
 
   // Where this consumer's 64 rows begin.
   __device__ unsigned queries_address() const {
-    return cta.shared + q_ring.slot * QueryTile::bytes + consumer * 64 * QueryTile::line_bytes;
+    return cta.shared + q_ring.slot * Cta::q_slot_bytes + consumer * 64 * QueryTile::line_bytes;
   }
 
   // Takes queries to registers: the products then read less of shared memory, whose bandwidth Q, K
@@ -74,16 +84,20 @@ struct HopperProducts {
     const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(ring.slot) / 16;
     ptx::pin(scores);
     ptx::wgmma_fence();
+    for_each_product<pieces>([&](int q_piece, int k_piece, bool is_first) {
 #pragma unroll
-    for (int step = 0; step < k_steps; ++step) {
-      const unsigned long long k_step = k + KeyTile::column_step(step) / 16;
-      if (step < kept_steps) {
-        Wgmma<Element, Bc>::multiply_k_contiguous(scores, queries + 4 * step, k_step, step != 0);
-      } else {
-        Wgmma<Element, Bc>::multiply(scores, q + QueryTile::column_step(step) / 16, k_step,
-                                     step != 0);
+      for (int step = 0; step < k_steps; ++step) {
+        const unsigned long long k_step =
+            k + (k_piece * KeyTile::bytes + KeyTile::column_step(step)) / 16;
+        if (step < kept_steps) {
+          Wgmma<Element, Bc>::multiply_k_contiguous(scores, queries + 4 * step, k_step, step != 0);
+        } else {
+          Wgmma<Element, Bc>::multiply(
+              scores, q + (q_piece * QueryTile::bytes + QueryTile::column_step(step)) / 16, k_step,
+              step != 0 || !is_first);
+        }
       }
-    }
+    });
     ptx::wgmma_commit_group();
     ring.advance();
   }
@@ -117,11 +131,16 @@ struct HopperProducts {
     ring.advance();
   }
 
-  // The accumulator of S is, pair by pair, the operand P.
-  __device__ void narrow_probabilities() {
+  // With no product under way: P is an operand, for whose sake the compiler would let nothing
+  // overlap if it were made any earlier.
+  __device__ void take_probabilities() {
 #pragma unroll
-    for (int i = 0; i < Bc / 4; ++i) {
-      probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    for (int piece = 0; piece < pieces; ++piece) {
+#pragma unroll
+      for (int i = 0; i < Bc / 4; ++i) {
+        const unsigned next = next_probabilities[piece][i];
+        probabilities[piece][i] = Config::overlaps_output ? ptx::mov(next) : next;
+      }
     }
   }
 
@@ -129,22 +148,44 @@ struct HopperProducts {
   __device__ void start_output(bool accumulate) {
     await_slot();
     const unsigned long long v = ValueTile::k_along_rows() + cta.slot_address(ring.slot) / 16;
-    ptx::pin(out);
-    ptx::wgmma_fence();
+    if (pieces > 1 && !accumulate) {
 #pragma unroll
-    for (int step = 0; step < Bc / 16; ++step) {
-      Wgmma<Element, columns_v>::multiply_n_contiguous(out, probabilities + 4 * step,
-                                                       v + ValueTile::row_step(step) / 16,
-                                                       step != 0 || accumulate);
+      for (int i = 0; i < columns_v / 2; ++i) out[i] = 0;
     }
+    auto& sums = choose(out, share);
+    ptx::pin(sums);
+    ptx::wgmma_fence();
+    for_each_product<pieces>([&](int p_piece, int v_piece, bool is_first) {
+#pragma unroll
+      for (int step = 0; step < Bc / 16; ++step) {
+        Wgmma<Element, columns_v>::multiply_n_contiguous(
+            sums, probabilities[p_piece] + 4 * step,
+            v + (v_piece * ValueTile::bytes + ValueTile::row_step(step)) / 16,
+            step != 0 || !is_first || (pieces == 1 && accumulate));
+      }
+    });
     ptx::wgmma_commit_group();
     ring.advance();
   }
 
+  // Where the tensor cores sum up the output.
+  template <int N, int M>
+  __device__ static auto& choose(float (&whole)[N], float (&of_block)[M]) {
+    if constexpr (pieces == 1) {
+      return whole;
+    } else {
+      return of_block;
+    }
+  }
+
   // The output is complete: gives back the values.
   __device__ void leave_output() {
-    ptx::pin(out);
+    ptx::pin(choose(out, share));
     Cta::leave(cta.empty(slot_before(1)));
+    if constexpr (pieces > 1) {
+#pragma unroll
+      for (int i = 0; i < columns_v / 2; ++i) out[i] += share[i];
+    }
   }
 
   __device__ void scale_output(const float (&factor)[2]) {

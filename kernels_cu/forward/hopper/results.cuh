@@ -73,6 +73,36 @@ struct HopperResults {
   }
 
   __device__ void write_rows(const Visit& visit) const {
+    if constexpr (sizeof(Element) == 4) {
+      write_float_rows(visit);
+    } else {
+      write_narrow_rows(visit);
+    }
+  }
+
+  // Two columns in each lane of four make 32 bytes.
+  __device__ void write_float_rows(const Visit& visit) const {
+    const int first_column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_of(visit.work, half);
+      if (row >= visit.sequence(cta.p).seqlen_q) continue;
+      Element* target = cta.output_row(visit, row) + first_column;
+#pragma unroll
+      for (int j = 0; j < columns_v / 8; ++j) {
+        const float* two = products.out + 4 * j + 2 * half;
+        const int inside = Config::head_dim_v - 8 * j - first_column;
+        if (Config::out_alignment >= 8 && inside >= 2) {
+          *reinterpret_cast<Vector<Element, 2>*>(target + 8 * j) = {two[0], two[1]};
+        } else {
+          if (inside > 0) target[8 * j] = two[0];
+          if (inside > 1) target[8 * j + 1] = two[1];
+        }
+      }
+    }
+  }
+
+  __device__ void write_narrow_rows(const Visit& visit) const {
     // Where this lane's columns begin when it has exchanged with its neighbour.
     const int first_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
 #pragma unroll
@@ -86,7 +116,7 @@ struct HopperResults {
       // One branch around all stores: between branches of their own they would wait for each other.
       const int row = row_of(visit.work, half);
       if (row >= visit.sequence(cta.p).seqlen_q) continue;
-      if (Config::sequences && Config::causal && cta.sees_nothing(visit, row)) continue;
+      if (Config::sequences && Config::causal && cta.is_set_by_helper(visit, row)) continue;
       Element* target = cta.output_row(visit, row) + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {

@@ -1,0 +1,74 @@
+"""float32 as the `hopper` family takes it: the host's side of `forward/hopper/pieces.cuh`.
+
+Each of q, k and v becomes an array of three bfloat16 for an element, the largest ones first, in the
+workspace: (3, batch, seqlen, heads, columns), the columns filled up to whole 16-byte chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from cupy_flash.families.contract import round_up
+from cupy_flash.families.schedule import Launch, TensorMapSpec
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem, Shape
+
+ROWS = ("q", "k", "v")
+_PIECES = 3
+_ITEMSIZE = 2
+_CHUNK = 8
+_THREADS, _BLOCKS_PER_SM = 256, 8
+
+
+def count(problem: Problem) -> int:
+    """Numbers that the products take in place of an element."""
+    return _PIECES if problem.dtype == "float32" else 1
+
+
+def are_broadcast(problem: Problem) -> bool:
+    """Whether an array has the same elements many times, which its pieces have anew each time."""
+    p = problem
+    lengths = {name: _shape(p, name)[:0:-1] for name in ROWS}  # batch, heads, rows
+    return any(
+        length > 1 and stride == 0
+        for name in ROWS
+        for length, stride in zip(
+            lengths[name], (p.tensors[name].strides[i] for i in (0, 2, 1)), strict=True
+        )
+    )
+
+
+def launch(device: Device) -> Launch:
+    """What makes the arrays, ahead of the kernel that reads them."""
+    blocks = _BLOCKS_PER_SM * device.sm_count
+    return Launch("pieces", "hopper_pieces", (blocks, 1, 1), _THREADS)
+
+
+def workspace(problem: Problem) -> tuple[int, dict[str, int]]:
+    """Bytes of the arrays, and where each begins."""
+    sizes = [math.prod(_shape(problem, name)) * _ITEMSIZE * _PIECES for name in ROWS]
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    return end, {_name(name): start for name, start in zip(ROWS, starts, strict=True)}
+
+
+def tensor_maps(problem: Problem, boxes: dict[str, tuple[int, int]]) -> dict[str, TensorMapSpec]:
+    """Of the arrays, with the columns and rows of a copy of q, k and v: pieces as more batches."""
+    maps = {}
+    for name in ROWS:
+        columns, rows, heads, batch = _shape(problem, name)
+        row = heads * columns * _ITEMSIZE
+        strides = (row, columns * _ITEMSIZE, rows * row)
+        shape = (columns, rows, heads, batch * _PIECES)
+        maps[_name(name)] = TensorMapSpec("bfloat16", shape, strides, boxes[name])
+    return maps
+
+
+def _name(name: str) -> str:
+    return f"{name}_pieces"
+
+
+def _shape(problem: Problem, name: str) -> Shape:
+    p = problem
+    rows, heads = (p.seqlen_q, p.heads_q) if name == "q" else (p.seqlen_k, p.heads_kv)
+    return round_up(p.head_dim_v if name == "v" else p.head_dim, _CHUNK), rows, heads, p.batch

@@ -1,0 +1,66 @@
+// Ahead of the Hopper kernel: the pieces of float32 q, k and v (operand.cuh), as arrays in the
+// workspace for the copy engine. Of each array first all largest pieces, then the others, in the
+// order (batch, seqlen, heads, columns), with as many columns as whole 16-byte chunks take.
+#pragma once
+
+#include "forward/hopper/operand.cuh"
+#include "params.cuh"
+#include "tile/access.cuh"
+#include "tile/layout.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperPieces {
+  using Operand = HopperOperand<float>;
+  using Chunk = Vector<bfloat16_t, 8>;
+  static constexpr int alignment = Config::alignment;
+
+  // Any number of thread blocks, of any number of threads. Returns where the next array's begin.
+  template <int dim>
+  __device__ static Chunk* write(const Tensor& tensor, int batch, int seqlen, int heads,
+                                 Chunk* pieces) {
+    constexpr int chunks = ceil_div(dim, 8);
+    const int of_row = heads * chunks;
+    const int64 rows = int64(batch) * seqlen;
+    const int64 piece = rows * of_row;
+    // Of several rows at once where one has not enough for all threads.
+    const int together = max(1, int(blockDim.x) / of_row);
+    for (int64 first = int64(blockIdx.x) * together; first < rows;
+         first += int64(gridDim.x) * together) {
+      for (int i = threadIdx.x; i < together * of_row; i += blockDim.x) {
+        const int64 row = first + i / of_row;
+        if (row >= rows) break;
+        const int at = i % of_row;
+        const int column = at % chunks * 8;
+        const float* source = tensor.head<const float>(int(row / seqlen), at / chunks) +
+                              row % seqlen * tensor.row_stride + column;
+        unsigned split[4][3];
+#pragma unroll
+        for (int quarter = 0; quarter < 2; ++quarter) {
+          const auto four =
+              load_elements<4, alignment>(source + 4 * quarter, dim - column - 4 * quarter);
+          Operand::split_any(four.at[0], four.at[1], split[2 * quarter]);
+          Operand::split_any(four.at[2], four.at[3], split[2 * quarter + 1]);
+        }
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+          const unsigned words[4] = {split[0][k], split[1][k], split[2][k], split[3][k]};
+          pieces[k * piece + row * of_row + at] = reinterpret_cast<const Chunk&>(words);
+        }
+      }
+    }
+    return pieces + 3 * piece;
+  }
+};
+
+template <class Config>
+__device__ void hopper_pieces(const Params& p) {
+  using Pieces = HopperPieces<Config>;
+  auto* at = static_cast<typename Pieces::Chunk*>(p.workspace);
+  at = Pieces::template write<Config::head_dim>(p.q, p.batch, p.seqlen_q, p.heads_q, at);
+  at = Pieces::template write<Config::head_dim>(p.k, p.batch, p.seqlen_k, p.heads_kv, at);
+  Pieces::template write<Config::head_dim_v>(p.v, p.batch, p.seqlen_k, p.heads_kv, at);
+}
+
+#endif  // __CUDA_ARCH__ == 900

@@ -16,6 +16,7 @@ from support.gpu_support import (
     Truth,
     bits,
     check,
+    check_all,
     check_captured_call,
     current_device,
     on_gpu,
@@ -124,15 +125,10 @@ def random_chunks() -> Iterator[list[Case]]:
 
 @pytest.mark.parametrize("cases", list(random_chunks()), ids=lambda _: "chunk")
 def test_random_problems_are_right(cases: list[Case]) -> None:
-    failures = []
     for case in cases:
         # The family is what a call would take unasked, few rows over many keys apart.
         assert dataclasses.replace(case, family=None).plan().family in ("hopper", "decode")
-        try:
-            check(case)
-        except AssertionError as error:
-            failures.append(f"{case}: {str(error).splitlines()[0]}")
-    assert not failures, "\n".join(failures)
+    check_all(cases)
 
 
 # ---- The same bits

@@ -12,6 +12,7 @@ from support.gpu_support import (
     Case,
     Truth,
     check,
+    check_all,
     check_captured_call,
     on_gpu,
     random_values,
@@ -75,13 +76,7 @@ def random_chunks() -> Iterator[list[Case]]:
 
 @pytest.mark.parametrize("cases", list(random_chunks()), ids=lambda _: "chunk")
 def test_random_problems_are_right(cases: list[Case]) -> None:
-    failures = []
-    for case in cases:
-        try:
-            check(case)
-        except AssertionError as error:
-            failures.append(f"{case}: {str(error).splitlines()[0]}")
-    assert not failures, "\n".join(failures)
+    check_all(cases)
 
 
 @pytest.mark.parametrize("alignment", [4, 8, 16])

@@ -380,6 +380,17 @@ def check(case: Case, values: Arrays | None = None) -> None:
     truth.check(out, lse, case.layout)
 
 
+def check_all(cases: Iterable[Case]) -> None:
+    """Fail with the names of the cases that are not computed right."""
+    failures = []
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failures.append(f"{case}: {str(error).splitlines()[0]}")
+    assert not failures, "\n".join(failures)
+
+
 # Cycles that a stream is kept busy: half a second at most, time for a hundred calls at least.
 BUSY = 500_000_000
 

@@ -1,10 +1,15 @@
-// No instructions, or none that computes: where the compiler is to have 32-bit values, beside
-// `pin` of floats in sm90a.cuh.
+// No instructions, or none that computes: where the compiler is to have 32-bit values.
 #pragma once
 
 namespace ptx {
 
 // Values that the compiler must have computed before here, and takes for new ones from here on.
+// Around asynchronous products, whose accumulators it believes ready at once.
+template <int N>
+__device__ inline void pin(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
 template <int N>
 __device__ inline void pin(unsigned (&x)[N]) {
 #pragma unroll

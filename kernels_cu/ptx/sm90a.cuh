@@ -12,14 +12,6 @@ struct alignas(64) TensorMap {
 
 namespace ptx {
 
-// No instruction: values that the compiler must have computed before here, and takes for new ones
-// from here on. Around asynchronous products, whose accumulators it believes ready at once.
-template <int N>
-__device__ inline void pin(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 // setmaxnreg.inc: the warpgroup takes registers up to Registers per thread.
 template <int Registers>
 __device__ inline void setmaxnreg_inc() {

@@ -21,9 +21,9 @@
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/work.cuh"
-#include "forward/hopper/cta.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
+#include "tile/ring.cuh"
 #include "tile/slabs.cuh"
 
 struct GradientMaps {

@@ -5,6 +5,7 @@
 
 #include "backward/hopper/cta.cuh"
 #include "backward/weigh.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "ptx/wgmma.cuh"
 #include "ptx/wgmma_rows.cuh"

@@ -11,6 +11,7 @@
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/results.cuh"
 #include "forward/hopper/softmax.cuh"
+#include "ptx/registers.cuh"
 #include "ptx/sm90a.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"

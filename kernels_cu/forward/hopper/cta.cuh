@@ -11,6 +11,7 @@
 #include "ptx/sm90a.cuh"
 #include "score/few_seen.cuh"
 #include "tile/element.cuh"
+#include "tile/ring.cuh"
 #include "tile/slabs.cuh"
 
 struct TensorMaps {
@@ -25,20 +26,6 @@ struct BiasedTensorMaps : TensorMaps {
 };
 
 #if __CUDA_ARCH__ == 900
-
-// A slot of a ring of buffers, and the parity of its barriers' phase.
-template <int Slots>
-struct RingPosition {
-  int slot = 0;
-  int parity = 0;
-
-  __device__ void advance() {
-    if (++slot == Slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 template <class Config>
 struct HopperCta {

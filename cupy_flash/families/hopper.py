@@ -55,9 +55,12 @@ _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 _BIAS_STAGES = 2
 # Bytes of what the products take.
 _OPERAND_BYTES = 2
-# From so many keys on, and rows that share them, it is the faster one for float32: 1.1 to 1.3 times
-# as fast as `mma` on an H100, but causal at head_dim 64 0.85.
+# From so many keys on, and rows that share them, it is the faster one for float32. On an H100, to
+# head_dim 128, 1.2 to 1.4 times as fast as `mma` from 512 on, causal at 64 1.2 times from 1024 on
+# (1.0 at 768); above, 1.4 times as fast as `simt` from 256 on, causal 1.0 to 1.2 times.
 _FLOAT32_ROWS = 512
+_NARROW_CAUSAL_FLOAT32_ROWS = 1024
+_WIDE_FLOAT32_ROWS = 256
 # Whose tiles are interleaved at most, where that is for more than their keys' sake.
 _MOST_HEADS = 64
 
@@ -84,6 +87,13 @@ def _of_equal_sequences(problem: Problem) -> Problem:
 def _k_steps(problem: Problem) -> int:
     """Products that one product of Q and K takes, of 16 columns each."""
     return ceil_div(problem.head_dim, 16)
+
+
+def _least_float32_rows(problem: Problem) -> int:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 128:
+        return _WIDE_FLOAT32_ROWS
+    return _NARROW_CAUSAL_FLOAT32_ROWS if problem.causal and widest <= 64 else _FLOAT32_ROWS
 
 
 def _slab_columns(head_dim: int) -> int:
@@ -134,8 +144,6 @@ class HopperFamily(Family[HopperTile]):
             return "it takes float32 without modifications only"
         if problem.seqlen_k == 1:
             return "its float32 products do not give the only value as it is"
-        if max(problem.head_dim, problem.head_dim_v) > 128:
-            return "it has no registers for float32 of more than 128 columns"
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
         return None
@@ -162,10 +170,11 @@ class HopperFamily(Family[HopperTile]):
 
     def _why_not_first_for_float32(self, problem: Problem, device: Device) -> str | None:
         rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-        if min(rows, problem.seqlen_k) < _FLOAT32_ROWS:
+        least = _least_float32_rows(problem)
+        if min(rows, problem.seqlen_k) < least:
             return (
-                f"takes longer to split float32 than it saves below {_FLOAT32_ROWS} keys, or rows "
-                "that share them"
+                f"takes longer to split float32 than it saves below {least} keys, or rows that "
+                "share them"
             )
         if pieces.are_broadcast(problem):
             return "writes the pieces of all keys, of which many are the same"
@@ -234,8 +243,7 @@ class HopperFamily(Family[HopperTile]):
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
         factor = pieces.count(problem)
-        # In pieces a block's share of the output is summed alone.
-        output = round_up(problem.head_dim_v, 16) // 2 * min(factor, 2)
+        output = round_up(problem.head_dim_v, 16) // 2 + pieces.share_registers(problem)
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 

@@ -26,6 +26,17 @@ def count(problem: Problem) -> int:
     return _PIECES if problem.dtype == "float32" else 1
 
 
+def share_registers(problem: Problem) -> int:
+    """Of a consumer, for a block's share of the output, which is summed alone.
+
+    All columns' at once or, of wide heads, two shares of 32.
+    """
+    if count(problem) == 1:
+        return 0
+    is_wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return 32 if is_wide else round_up(problem.head_dim_v, 16) // 2
+
+
 def are_broadcast(problem: Problem) -> bool:
     """Whether an array has the same elements many times, which its pieces have anew each time."""
     p = problem

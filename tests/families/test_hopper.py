@@ -100,7 +100,6 @@ def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
 
 REFUSED: dict[str, tuple[Problem, Device, str]] = {
     "float64": (problem("float64"), h100, "take 16 bits or float32, not float64"),
-    "wide float32": (problem("float32", head_dim=136), h100, "float32 of more than 128 columns"),
     **{
         f"sm_{arch}": (problem(), device_for_arch(arch), f"needs sm_90 for wgmma, not sm_{arch}")
         for arch in ARCHITECTURES
@@ -136,7 +135,7 @@ def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(n
     case, device, words = REFUSED[name]
     assert words in (hopper.why_not(case, device) or "")
     plan = make_plan(case, device)
-    needs_simt = case.dtype == "float64" or device.arch < 80 or name == "wide float32"
+    needs_simt = case.dtype == "float64" or device.arch < 80
     assert plan.family == ("simt" if needs_simt else "mma")
     assert words in plan.rejected["hopper"]
     assert f"not hopper     {plan.rejected['hopper']}" in str(plan).splitlines()

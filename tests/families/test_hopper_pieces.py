@@ -31,7 +31,7 @@ def problem(seqlen: int = 4096, *, batch: int = 2, heads: int = 16, dim: int = 6
     )
 
 
-@pytest.mark.parametrize("dim", [1, 33, 64, 128])
+@pytest.mark.parametrize("dim", [1, 33, 64, 128, 129, 192, 256])
 def test_long_float32_is_its_own(dim):
     assert make_plan(problem(dim=dim), h100).family == "hopper"
 
@@ -51,6 +51,7 @@ ONE_FOR_ALL = ArraySpec(SHAPE, (0, 2048, 128), "float32")
         (problem(511, batch=40), "takes longer to split float32 than it saves below 512 keys"),
         (few_rows(1, heads_kv=1), "below 512 keys, or rows that share them"),
         (few_rows(255, heads_kv=8), "below 512 keys, or rows that share them"),
+        (dataclasses.replace(problem(1023), causal=True), "saves below 1024 keys"),
         (problem(2048, batch=1, heads=2), "32 query tiles leave most of 132 SMs idle"),
         (make_problem(EACH_ITS_OWN, ONE_FOR_ALL, ONE_FOR_ALL), "of which many are the same"),
     ],
@@ -60,6 +61,23 @@ def test_where_splitting_does_not_pay_it_goes_to_mma_but_may_be_asked_for(case, 
     assert chosen.family == "mma"
     assert words in chosen.rejected["hopper"]
     assert make_plan(case, h100, family="hopper").family == "hopper"
+
+
+def test_wide_heads_leave_cuda_cores_earlier():
+    assert make_plan(problem(256, batch=20, dim=192), h100).family == "hopper"
+    chosen = make_plan(problem(255, batch=20, dim=192), h100)
+    assert chosen.family == "simt"
+    assert "saves below 256 keys" in chosen.rejected["hopper"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "Bc"), [((160, 160), 64), ((192, 192), 64), ((224, 40), 48), ((256, 256), 32)]
+)
+def test_wide_heads_have_tiles_of_64_rows_and_as_many_keys_as_fit(dims, Bc):
+    case = dataclasses.replace(problem(), head_dim=dims[0], head_dim_v=dims[1])
+    tile = hopper.default_tile(case, h100)
+    assert (tile.Br, tile.Bc) == (64, Bc)
+    assert tile.stages >= 2
 
 
 def test_many_heads_over_the_same_keys_are_many_rows():

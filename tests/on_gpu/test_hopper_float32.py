@@ -36,21 +36,23 @@ pytestmark = [
 
 MANY = Case("hopper", "float32", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
 WIDE = dataclasses.replace(MANY, head_dim=128, head_dim_v=128, causal=False)
+WIDEST = dataclasses.replace(WIDE, head_dim=256, head_dim_v=256, batch=1)
 PROBLEMS, CHUNK = 400, 20
-DIMS = ((64, 64), (64, 64), (128, 128), (128, 128), (96, 96), (40, 72), (17, 33), (128, 8))
+NARROW = ((64, 64), (64, 64), (128, 128), (128, 128), (96, 96), (40, 72), (17, 33), (128, 8))
+DIMS = (*NARROW, (256, 256), (192, 192), (192, 128), (129, 241), (72, 160), (200, 17))
 
 
 def random_case(draw: random.Random) -> Case:
     head_dim, head_dim_v = draw.choice(DIMS)
     shifted = draw.random() < 0.7
     causal, group, heads_kv = draw.random() < 0.5, draw.choice((1, 1, 3)), draw.randint(1, 3)
-    seqlen_q, seqlen_k = draw.randint(1, 500), draw.randint(1, 700)
+    seqlen_q, seqlen_k = draw.randint(1, 500), draw.randint(2, 700)
     batch, kind = draw.randint(1, 3), draw.random()
     if kind < 0.1:
         seqlen_q = draw.randint(0, 7)
     elif kind < 0.2:
         # More query tiles than SMs.
-        seqlen_q, seqlen_k, batch = draw.randint(1, 200), draw.randint(1, 200), 20
+        seqlen_q, seqlen_k, batch = draw.randint(1, 200), draw.randint(2, 200), 20
     return Case(
         "hopper",
         "float32",
@@ -80,7 +82,7 @@ def test_random_problems_are_right(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("alignment", [4, 8, 16])
-@pytest.mark.parametrize("dims", [(64, 64), (37, 128), (102, 5)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (37, 128), (102, 5), (131, 150)], ids=str)
 def test_rows_may_begin_anywhere(dims: tuple[int, int], alignment: int) -> None:
     check(dataclasses.replace(MANY, head_dim=dims[0], head_dim_v=dims[1], alignment=alignment))
 
@@ -102,7 +104,17 @@ def test_other_tiles_than_the_default_are_right(tile: HopperTile, causal: bool) 
 
 
 @pytest.mark.parametrize(
-    "case", [MANY, WIDE, dataclasses.replace(WIDE, causal=True, batch=1)], ids=str
+    "tile",
+    [HopperTile(64, 32, stages=3, turns=0), HopperTile(128, 16, stages=3, turns=1)],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim_v", [20, 100, 192])
+def test_other_tiles_of_wide_heads_are_right(tile: HopperTile, head_dim_v: int) -> None:
+    check(dataclasses.replace(MANY, tile=tile, batch=1, head_dim=192, head_dim_v=head_dim_v))
+
+
+@pytest.mark.parametrize(
+    "case", [MANY, WIDE, WIDEST, dataclasses.replace(WIDE, causal=True, batch=1)], ids=str
 )
 def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
     inputs = on_gpu(random_values(case))
@@ -115,7 +127,7 @@ def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
 
 LONG_CASES = [
     dataclasses.replace(case, causal=causal, seqlen_k=700)
-    for case in (MANY, WIDE)
+    for case in (MANY, WIDE, WIDEST)
     for causal in (False, True)
 ]
 

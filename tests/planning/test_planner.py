@@ -14,6 +14,7 @@ from cupy_flash import Tile
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
 from cupy_flash.families.mma import MmaTile
+from cupy_flash.families.schedule import MAIN_ENTRY
 from cupy_flash.families.simt import SimtTile
 from cupy_flash.host import cpu
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
@@ -89,7 +90,7 @@ def assert_fits(family, case, device, tile):
         # Even shares of all keys begin and end anywhere.
         parts = plan.num_splits or 0
         tiles = row_tiles * case.batch * (case.heads_q // group) * parts
-        blocks = plan.launches[0].grid[0]
+        blocks = next(x for x in plan.launches if x.entry == MAIN_ENTRY).grid[0]
         if family.name == "hopper":
             # Its blocks go on to the next tile; they come in pairs or one by one.
             assert min(tiles, device.sm_count - 1) <= blocks <= device.sm_count

@@ -98,7 +98,7 @@ struct HopperConsumer {
     if (product_turns && consumer < consumers - 1) pass_turn();
     float normalizer[2];
     results().finish_softmax(softmax.rows, normalizer);
-    await_output();
+    products.await_output();
     results().write_output(normalizer);
     // The last consumer has passed its last turn on, too.
     if (softmax_turns && consumer == 0) take_turn();
@@ -119,23 +119,18 @@ struct HopperConsumer {
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     prepare_scores();
-    if (!Config::overlaps_output) await_output();
+    if (!Config::overlaps_output) products.await_output();
     const bool rescales =
         softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
     if (tile_ends) results().finish_softmax(finished, normalizer);
-    if (Config::overlaps_output) await_output();
+    if (Config::overlaps_output) products.await_output();
     products.take_probabilities();
     if (tile_ends) {
       results().write_output(normalizer);
     } else if (rescales) {
       products.scale_output(rescale);
     }
-  }
-
-  __device__ void await_output() {
-    ptx::wgmma_wait_group<0>();
-    products.leave_output();
   }
 
   // The blocks of the stream that are this consumer's, and over those that are not: the tensor
@@ -191,7 +186,7 @@ struct HopperConsumer {
       products.pass_keys(note.is_end());
       products.start_output(accumulate);
       end_turn();
-      await_output();
+      products.await_output();
       accumulate = true;
       change_tile(accumulate);
       if (note.is_end()) return;

@@ -8,7 +8,7 @@
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
 
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ == 900
 
 template <class Element>
 struct HopperOperand {
@@ -58,14 +58,18 @@ struct HopperOperand<float> {
 };
 
 // Calls product(i, j) for the pieces i of one operand and j of the other that count, the smallest
-// products first.
-template <int pieces, class Product>
+// products first. `unroll` is 1 for a loop, whose code must not take the pieces from registers.
+template <int pieces, int unroll = 6, class Product>
 __device__ void for_each_product(Product product) {
-#pragma unroll
-  for (int sum = pieces - 1; sum >= 0; --sum) {
-#pragma unroll
-    for (int i = 0; i <= sum; ++i) product(i, sum - i, sum == pieces - 1 && i == 0);
+  int sum = pieces - 1, i = 0;
+#pragma unroll unroll
+  for (int n = 0; n < pieces * (pieces + 1) / 2; ++n) {
+    product(i, sum - i, n == 0);
+    if (++i > sum) {
+      i = 0;
+      --sum;
+    }
   }
 }
 
-#endif  // __CUDA_ARCH__ >= 800
+#endif  // __CUDA_ARCH__ == 900

@@ -108,6 +108,9 @@ def cases() -> Iterator[Case]:
             yield dataclasses.replace(short, tile=tile_with(short, fields))
     # Head dims whose lines are 64 bytes; most query tiles see no key.
     yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
+    # float32 in pieces, whose wide heads are multiplied in shares.
+    yield dataclasses.replace(short, dtype="float32")
+    yield dataclasses.replace(short, dtype="float32", batch=1, head_dim=192, head_dim_v=150)
     # Above, most cases have more query rows than decode is for.
     few = dataclasses.replace(
         small, family="decode", seqlen_q=3, seqlen_k=1030, batch=2, causal=True, q_offset=20

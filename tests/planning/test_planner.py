@@ -90,7 +90,8 @@ def assert_fits(family, case, device, tile):
         # Even shares of all keys begin and end anywhere.
         parts = plan.num_splits or 0
         tiles = row_tiles * case.batch * (case.heads_q // group) * parts
-        blocks = next(x for x in plan.launches if x.entry == MAIN_ENTRY).grid[0]
+        mains = [launch for launch in plan.launches if launch.entry == MAIN_ENTRY]
+        blocks = (mains or plan.launches)[0].grid[0]
         if family.name == "hopper":
             # Its blocks go on to the next tile; they come in pairs or one by one.
             assert min(tiles, device.sm_count - 1) <= blocks <= device.sm_count

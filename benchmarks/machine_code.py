@@ -290,6 +290,8 @@ def _hopper() -> Iterator[Kernel]:
             _dense(dtype, dims, causal, softmax_scale=-0.5),
         )
         yield _kernel(90, kinds[index % len(kinds)], "hopper")
+    for dims, causal in (((256, 256), True), ((240, 240), False), ((192, 128), True)):
+        yield _kernel(90, _dense("float32", dims, causal), "hopper")
 
 
 def _decode() -> Iterator[Kernel]:

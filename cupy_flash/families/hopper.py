@@ -56,8 +56,8 @@ _BIAS_STAGES = 2
 # Bytes of what the products take.
 _OPERAND_BYTES = 2
 # From so many keys on, and rows that share them, it is the faster one for float32. On an H100, to
-# head_dim 128, 1.2 to 1.4 times as fast as `mma` from 512 on, causal at 64 1.2 times from 1024 on
-# (1.0 at 768); above, 1.4 times as fast as `simt` from 256 on, causal 1.0 to 1.2 times.
+# head_dim 128, 1.2 to 1.4 times as fast as `mma` at 512, causal at 64 1.2 times at 1024 (1.0 at
+# 768); above, 1.4 times as fast as `simt` at 256, causal 1.0 to 1.2 times.
 _FLOAT32_ROWS = 512
 _NARROW_CAUSAL_FLOAT32_ROWS = 1024
 _WIDE_FLOAT32_ROWS = 256
@@ -243,7 +243,7 @@ class HopperFamily(Family[HopperTile]):
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
         factor = pieces.count(problem)
-        output = round_up(problem.head_dim_v, 16) // 2 + pieces.share_registers(problem)
+        output = pieces.output_registers(problem)
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 

@@ -26,15 +26,16 @@ def count(problem: Problem) -> int:
     return _PIECES if problem.dtype == "float32" else 1
 
 
-def share_registers(problem: Problem) -> int:
-    """Of a consumer, for a block's share of the output, which is summed alone.
+def output_registers(problem: Problem) -> int:
+    """Of a consumer, for the output and, in pieces, a block's share of it, which is summed alone.
 
-    All columns' at once or, of wide heads, two shares of 32.
+    The share is of all columns at once or, of wide heads, two are of 32.
     """
     if count(problem) == 1:
-        return 0
-    is_wide = max(problem.head_dim, problem.head_dim_v) > 128
-    return 32 if is_wide else round_up(problem.head_dim_v, 16) // 2
+        return round_up(problem.head_dim_v, 16) // 2
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return round_up(problem.head_dim_v, 32) // 2 + 32
+    return round_up(problem.head_dim_v, 16)
 
 
 def are_broadcast(problem: Problem) -> bool:

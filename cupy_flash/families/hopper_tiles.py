@@ -82,7 +82,7 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
             return [tile_of(128, 96, 1) if widest <= 64 else tile_of(128, 48, 1)]
         # 64x64, 64x48, 128x32: head_dim 192 106, 96, 89, causal 93, 85, 82; 160 106, 91, 90, causal
         # 86, 75, 79; head_dim 192, head_dim_v 128 112, 98, 86, causal 92, 80, 77. 64x48, 64x32:
-        # 224 99, 80, causal 79, 67. 256 has place for 64x32 only: 90, causal 79.
+        # 224 99, 80, causal 79, 67. 64x32, 64x16: 256 90, 61, causal 79, 52.
         return [tile_of(64, Bc, 1) for Bc in (64, 48, 32)]
     if problem.seqlen_q <= 64:
         return [tile_of(64, 128, 2) if widest <= 128 else tile_of(64, 64, 1)]

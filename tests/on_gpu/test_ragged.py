@@ -41,7 +41,7 @@ def random_case(
 ) -> tuple[VarlenCase | KVCacheCase, int]:
     """A case, and into how many shares its keys are split."""
     dtype = draw.choice(dtypes)
-    # The families' float32 products with tensor cores end at head_dim 128.
+    # `mma`'s products of float32 end at head_dim 128.
     dims = DIMS[:3] if dtype == "float32" or draw.random() < 0.6 else DIMS
     head_dim, head_dim_v = draw.choice(dims)
     heads_kv, group = draw.randint(1, 3), draw.choice((1, 2, 4, 5))

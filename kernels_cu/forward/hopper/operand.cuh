@@ -59,7 +59,7 @@ struct HopperOperand<float> {
 
 // Calls product(i, j) for the pieces i of one operand and j of the other that count, the smallest
 // products first. `unroll` is 1 for a loop, whose code must not take the pieces from registers.
-template <int pieces, int unroll = 6, class Product>
+template <int pieces, int unroll = pieces * (pieces + 1) / 2, class Product>
 __device__ void for_each_product(Product product) {
   int sum = pieces - 1, i = 0;
 #pragma unroll unroll

@@ -20,6 +20,7 @@ struct HopperProducts {
   using ValueTile = typename Cta::ValueTile;
   static constexpr int Bc = Config::Bc;
   static constexpr int pieces = Operand::pieces;
+  static constexpr int products_of_pieces = pieces * (pieces + 1) / 2;
   static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
@@ -95,7 +96,8 @@ struct HopperProducts {
     // Of wide heads there are so many products that the compiler keeps their descriptors in local
     // memory, unless they are a loop: head_dim 256 causal 60 to 79 TFLOP/s. At 64 and 128 a loop is
     // 3 to 10% slower.
-    for_each_product<pieces, is_wide ? 1 : 6>([&](int q_piece, int k_piece, bool is_first) {
+    for_each_product<pieces, is_wide ? 1 : products_of_pieces>([&](int q_piece, int k_piece,
+                                                                   bool is_first) {
       const unsigned long long q_start = q + q_piece * (QueryTile::bytes / 16);
       const unsigned long long k_start = k + k_piece * (KeyTile::bytes / 16);
 #pragma unroll
@@ -155,7 +157,7 @@ struct HopperProducts {
     }
   }
 
-  // Starts O = P V, or O += P V.
+  // Starts O = P V, or O += P V; where shares are added, the first of these.
   __device__ void start_output(bool accumulate) {
     await_slot();
     if constexpr (shares_output) {
@@ -170,7 +172,7 @@ struct HopperProducts {
     ring.advance();
   }
 
-  // Waits until the output is complete, and gives back the values.
+  // Until the output is complete, with what other shares it has; gives back the values.
   __device__ void await_output() {
     const int slot = slot_before(1);
     if constexpr (shares_output) {
@@ -182,6 +184,7 @@ struct HopperProducts {
     }
   }
 
+  // All shares read the values, and P.
   __device__ void add_shares(int slot) {
 #pragma unroll
     for (int i = 0; i < shares; ++i) {

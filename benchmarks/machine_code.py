@@ -290,8 +290,9 @@ def _hopper() -> Iterator[Kernel]:
             _dense(dtype, dims, causal, softmax_scale=-0.5),
         )
         yield _kernel(90, kinds[index % len(kinds)], "hopper")
-    for dims, causal in (((256, 256), True), ((240, 240), False), ((192, 128), True)):
-        yield _kernel(90, _dense("float32", dims, causal), "hopper")
+    # NVRTC makes one of several codes of others, such as 240 and 192/128.
+    for dim, causal in ((256, True), (192, False)):
+        yield _kernel(90, _dense("float32", (dim, dim), causal), "hopper")
 
 
 def _decode() -> Iterator[Kernel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import run
-from cupy_flash.calls.arguments import Arguments, given_lengths
+from cupy_flash.calls.arguments import Arguments, as_scale, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -29,6 +29,9 @@ def flash_attention_with_kvcache(
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
+    compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
     num_splits: int = 0,
@@ -52,10 +55,10 @@ def flash_attention_with_kvcache(
         Queries, usually one for each sequence. float16, bfloat16, float32 or float64; NumPy, CuPy,
         or any array that speaks DLPack. Read in place with a contiguous last axis, else copied.
     k_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim)
-        Keys, of the same dtype and kind; or (pages, page_size, heads_kv, head_dim) with
-        block_table, of any page_size from 1 up. Written in place if k is given. Its last axis is
-        contiguous. heads_q is a multiple of heads_kv; query head h reads head h // (heads_q //
-        heads_kv).
+        Keys, of the same dtype and kind, or of 8 bits: float8_e4m3fn (ml_dtypes) or int8. With
+        block_table (pages, page_size, heads_kv, head_dim), of any page_size from 1 up. Written in
+        place if k is given. Its last axis is contiguous. heads_q is a multiple of heads_kv; query
+        head h reads head h // (heads_q // heads_kv).
     v_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim_v)
         Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 256, head_dim_v may
         differ from head_dim.
@@ -81,6 +84,15 @@ def flash_attention_with_kvcache(
         else all at cache_seqlens[b]. Needs k and v; q and k themselves are not written.
     rotary_interleaved : bool
         Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
+    k_scale, v_scale : float or arrays of float32, optional
+        Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given.
+        Arrays broadcast to (caches, seqlen_cache, heads_kv), or (pages, page_size, heads_kv): ()
+        for one scale, (heads_kv,) for each head's, (pages, 1, heads_kv) for each page's, or one for
+        each row and head. New rows, turned and rounded to their dtype, are divided by them in
+        float32, rounded to nearest even, and limited to the largest number that the cache holds.
+    compute_scales : bool
+        Whether the append computes the scales of new rows, from the largest magnitude that each
+        head has, and writes them to k_scale and v_scale: arrays with one for each row and head.
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
         append: the last query sees every key.
@@ -186,6 +198,8 @@ def flash_attention_with_kvcache(
         cache_batch_idx,
         rotary_cos,
         rotary_sin,
+        None if k_scale is None else as_scale("k_scale", k_scale),
+        None if v_scale is None else as_scale("v_scale", v_scale),
     )
     options = Options(
         "cached",
@@ -201,6 +215,7 @@ def flash_attention_with_kvcache(
         None,
         None,
         rotary_interleaved,
+        compute_scales,
     )
     return run.attention(arguments, options, backend, keys, modifications)
 
@@ -218,6 +233,9 @@ def plan_with_kvcache(
     rotary_cos: Any | None = None,
     rotary_sin: Any | None = None,
     rotary_interleaved: bool = True,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
+    compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
     num_splits: int = 0,
@@ -256,6 +274,8 @@ def plan_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        k_scale=None if k_scale is None else as_scale("k_scale", k_scale),
+        v_scale=None if v_scale is None else as_scale("v_scale", v_scale),
     )
     options = Options(
         "cached",
@@ -266,5 +286,6 @@ def plan_with_kvcache(
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         rotary_interleaved=rotary_interleaved,
+        compute_scales=compute_scales,
     )
     return run.plan(arguments, options, backend, arch, modifications)

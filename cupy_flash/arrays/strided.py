@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -180,10 +181,15 @@ def require_int32(name: str, array: Any) -> None:
         raise TypeError(f"{name} has dtype {array.dtype}; pass {name}.astype('int32')")
 
 
+def require_dtype(name: str, array: Any, dtypes: Iterable[str]) -> None:
+    """Raise TypeError unless the dtype is one of these."""
+    if dtype_name(array) not in dtypes:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(dtypes)}")
+
+
 def require_float(name: str, array: Any) -> None:
     """Raise TypeError unless the dtype is one that attention is computed in."""
-    if dtype_name(array) not in DTYPES:
-        raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(DTYPES)}")
+    require_dtype(name, array, DTYPES)
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "

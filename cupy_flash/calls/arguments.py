@@ -17,11 +17,13 @@ import numpy as np
 from cupy_flash.arrays.kinds import no_array, normalize, normalize_int32, normalize_out, way_back
 from cupy_flash.arrays.strided import (
     address_of,
+    array_module,
     dtype_name,
     kind_of,
     new_spec,
     require_4d,
     require_axes,
+    require_dtype,
     require_float,
     require_in_place,
     require_int32,
@@ -41,12 +43,16 @@ from cupy_flash.calls.modifiers import (
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.problem import (
+    LARGEST_QUANTIZED,
     ArraySpec,
     Problem,
+    Scales,
+    Strides,
     check_bool,
     check_count,
     check_no_self_overlap,
     count,
+    finite,
     make_problem,
 )
 from cupy_flash.problem.score import ScoreSpec
@@ -75,6 +81,9 @@ class Arguments(NamedTuple):
     cache_batch_idx: Any = None
     rotary_cos: Any = None
     rotary_sin: Any = None
+    # Of caches of 8 bits.
+    k_scale: Any = None
+    v_scale: Any = None
 
     @property
     def like(self) -> Any:
@@ -166,7 +175,7 @@ FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
     "packed": slice(0, 9),
-    "cached": slice(0, 15),
+    "cached": slice(0, 17),
 }
 _REQUIRED = {
     "equal": ("q", "k", "v"),
@@ -188,6 +197,15 @@ _INT32 = frozenset(
 )
 # Read in place or not at all: a copy of a cache would cost more than the call.
 CACHES = ("k_cache", "v_cache")
+SCALES = ("k_scale", "v_scale")
+
+
+def written_arrays(problem: Problem) -> tuple[str, ...]:
+    """Names of the arrays that a call writes."""
+    if not problem.layout.new_keys:
+        return ("out",)
+    computed = problem.scales is not None and problem.scales.computed
+    return (*CACHES, *(SCALES if computed else ()), "out")
 
 
 def require_given(arguments: Arguments, kind: str) -> None:
@@ -207,6 +225,16 @@ def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
             "(batch,)"
         )
     return 0, cache_seqlens
+
+
+def as_scale(name: str, scale: Any) -> Any:
+    """A scale of a cache as an array, where it is a number."""
+    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
+        number = finite(name, float(scale))
+        if abs(number) > float(np.finfo(np.float32).max):
+            raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
+        return np.asarray(number, np.float32)
+    return scale
 
 
 def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Callable[[Any], Any]]:
@@ -396,6 +424,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
     table = _table(block_table, batch)
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
+    scales = _cache_scales(arguments, options, k_spec)
     heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
     problem = make_problem(
         q_spec,
@@ -411,6 +440,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         batch_invariant=options.batch_invariant,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
+        scales=scales,
     )
     _check_new_rows(arguments, problem)
     _check_rotary(arguments, options, problem)
@@ -429,13 +459,60 @@ def _specs(arguments: Arguments) -> tuple[ArraySpec, ArraySpec, ArraySpec, Array
     q, out = arguments.q, arguments.out
     k, v = ("k", "v") if arguments.k_cache is None else CACHES
     for name, array in (("q", q), (k, arguments.keys), (v, arguments.values), ("out", out)):
-        if array is not None:
-            require_float(name, array)
+        if array is None:
+            continue
+        if name in CACHES and dtype_name(array) in LARGEST_QUANTIZED:
+            continue
+        require_float(name, array)
     if out is not None:
         require_in_place("out", out)
     inputs = (q, arguments.keys, arguments.values)
     q_spec, k_spec, v_spec = (spec_of(array, address_of(array)) for array in inputs)
     return q_spec, k_spec, v_spec, None if out is None else spec_of(out, address_of(out))
+
+
+def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> Scales | None:
+    """How the scales of caches of 8 bits lie; None for others, which have none."""
+    given = {name: getattr(arguments, name) for name in SCALES}
+    computed = options.compute_scales
+    dtypes = {dtype_name(getattr(arguments, name)) for name in CACHES}
+    if not dtypes & LARGEST_QUANTIZED.keys():
+        for name, array in given.items():
+            if array is not None:
+                raise ValueError(f"{name} is for caches of 8 bits; these are {cache.dtype}")
+        if computed:
+            raise ValueError(f"compute_scales is for caches of 8 bits; these are {cache.dtype}")
+        return None
+    shape = cache.shape[:3]
+    strides = {name: _strides_of_scale(name, array, shape) for name, array in given.items()}
+    if computed:
+        if arguments.k is None:
+            raise ValueError("compute_scales is of the new rows; pass k and v with it")
+        for name, array in given.items():
+            if array is None or tuple(array.shape) != shape:
+                found = "None" if array is None else f"of shape {tuple(array.shape)}"
+                raise ValueError(
+                    f"{name} is {found}; compute_scales writes one for each row and head, {shape}"
+                )
+            check_no_self_overlap(
+                name, ArraySpec((*shape, 1), strides[name] or (0, 0, 0), "float32")
+            )
+    return Scales(strides["k_scale"], strides["v_scale"], computed)
+
+
+def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> Strides | None:
+    if array is None:
+        return None
+    require_dtype(name, array, ("float32",))
+    try:
+        block, row, head = array_module(array).broadcast_to(array, shape).strides
+    except ValueError:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}, which does not broadcast to {shape}: caches "
+            "or pages, their rows, and heads"
+        ) from None
+    size = array.itemsize
+    return block // size, row // size, head // size
 
 
 def _table(block_table: Any | None, batch: int) -> tuple[int, int] | None:

@@ -16,7 +16,14 @@ from cupy_flash.arrays.strided import (
     readable_in_place,
     spec_of,
 )
-from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
+from cupy_flash.calls.arguments import (
+    CACHES,
+    Arguments,
+    problem_of,
+    require_given,
+    sizes_of,
+    written_arrays,
+)
 from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
@@ -183,7 +190,7 @@ def prepare(
     layout, q = problem.layout, arguments.q
     is_cached = options.kind == "cached"
     limits = length_limits(arguments, problem) if is_cached else ()
-    written = (*CACHES, "out") if layout.new_keys else ("out",)
+    written = written_arrays(problem)
     apart = OverlapCheck(fields, given, written)
     # Before anything is compiled.
     apart.check(tuple(0 if array is None else address_of(array) for array in given))

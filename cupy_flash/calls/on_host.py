@@ -9,7 +9,13 @@ import numpy as np
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import to_bshd
 from cupy_flash.calls import on_gpu
-from cupy_flash.calls.arguments import CACHES, Arguments, problem_of, require_given, sizes_of
+from cupy_flash.calls.arguments import (
+    Arguments,
+    problem_of,
+    require_given,
+    sizes_of,
+    written_arrays,
+)
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
@@ -37,7 +43,7 @@ def forward(
     lengths = check_contents(arguments, options, problem, keys)
     out = arguments.out
     if out is not None or new_keys:
-        written = (*CACHES, "out") if new_keys else ("out",)
+        written = written_arrays(problem)
         for name in written:
             if (array := getattr(arguments, name)) is not None:
                 require_writable(name, array)
@@ -47,7 +53,8 @@ def forward(
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
-        return _on_gpu(arguments, out, options, functions)
+        # What is new has been appended.
+        return _on_gpu(arguments, out, options._replace(compute_scales=False), functions)
     lse = np.empty(problem.lse_shape, problem.lse_dtype) if options.return_lse else None
     _on_cpu(arguments, out, lse, options, functions, call)
     return out, lse
@@ -201,8 +208,18 @@ def _on_cpu(
             *arrays,
             lengths=arguments.cache_seqlens,
             cache_batch_idx=arguments.cache_batch_idx,
+            scales=_cache_scales(arguments, problem),
             **same,
         )
+
+
+def _cache_scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | None:
+    """The scales of caches of 8 bits, 1 where none are given."""
+    if problem.scales is None:
+        return None
+    one = np.float32(1)
+    k, v = (one if x is None else x for x in (arguments.k_scale, arguments.v_scale))
+    return batches.CacheScales(k, v, problem.scales.computed)
 
 
 def _appended(
@@ -238,6 +255,7 @@ def _appended(
             lengths=lengths,
             cache_batch_idx=arguments.cache_batch_idx,
             block_table=arguments.block_table,
+            scales=_cache_scales(arguments, problem),
         )
     return arguments._replace(
         q=q,

@@ -31,6 +31,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
+    compute_scales: bool = False
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
@@ -139,6 +140,7 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "return_lse": _bool,
     "batch_invariant": _bool,
     "rotary_interleaved": _bool,
+    "compute_scales": _bool,
     "softmax_scale": _number_or_none,
     "q_offset": _integer_or_none,
     "max_seqlen_q": _integer_or_none,

@@ -96,6 +96,8 @@ class Family(ABC, Generic[TileT]):
     arch_specific: bool = False
     # Whether it serves problems whose sequences are packed, cached or paged.
     serves_sequences: bool = False
+    # Whether its kernels read caches of 8 bits.
+    serves_quantized: bool = False
     # Whether its kernels can leave out blocks of keys that a block map says a mask hides.
     reads_block_maps: bool = False
     # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
@@ -106,6 +108,8 @@ class Family(ABC, Generic[TileT]):
         """Why the family cannot serve the problem on the device, or None if it can."""
         if not problem.layout.is_equal and not self.serves_sequences:
             return "its kernels take batches of equal lengths, neither packed nor cached nor padded"
+        if problem.scales is not None and not self.serves_quantized:
+            return "its kernels read no caches of 8 bits"
         return self._why_not(problem, device)
 
     def is_mapped(self, problem: Problem) -> bool:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.strided import dtype_name
-from cupy_flash.host import cpu, formula, padding, row_by_row, sequence_places
+from cupy_flash.host import cpu, formula, padding, quantized, row_by_row, sequence_places
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.passes import ELEMENTS_AT_ONCE, FIRST, Pass, Scratch, compute_dtype
+from cupy_flash.host.quantized import QuantizedBlocks
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     Keys,
@@ -37,6 +38,7 @@ from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
+Blocks = Array | QuantizedBlocks
 
 # Query-key pairs of a sequence, over all heads, from which on threads share such sequences out. In
 # the short calls of NumPy that fewer make, threads wait for each other's turn with the GIL: 1000 of
@@ -160,6 +162,7 @@ def kvcache_forward(
     block_table: Array | None,
     causal: bool,
     softmax_scale: float,
+    scales: CacheScales | None = None,
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
@@ -183,9 +186,17 @@ def kvcache_forward(
         Rows of each sequence in the cache, those of :func:`append` included.
     cache_batch_idx : numpy.ndarray, (batch,), or None
         The index of each sequence's cache; 0, 1, ... if None.
+    scales : CacheScales, optional
+        Of caches of 8 bits.
     block_table, causal, softmax_scale, tile, batch_invariant, threads, modified
         As in :func:`varlen_forward`, but with a bias and mask of four axes.
     """
+    k_blocks: Blocks = k_cache
+    v_blocks: Blocks = v_cache
+    if scales is not None:
+        compute = compute_dtype(q.dtype)
+        k_blocks = QuantizedBlocks(k_cache, scales.k, compute)
+        v_blocks = QuantizedBlocks(v_cache, scales.v, compute)
     places = find_cached_keys(
         lengths,
         cache_shape=k_cache.shape,
@@ -196,13 +207,15 @@ def kvcache_forward(
     queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
     pieces = []
     b = 0
-    for _, keys, count in equal_runs(zip(queries, places, strict=True), not batch_invariant):
+    # What 8 bits stand for is made of one sequence at a time.
+    joins = not batch_invariant and scales is None
+    for _, keys, count in equal_runs(zip(queries, places, strict=True), joins):
         some = slice(b, b + count)
         lse_rows = None if lse is None else lse[some]
         first = FIRST if modified is None else FIRST._replace(b=b)
         pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
         b += count
-    batch = _Batch(k_cache, v_cache, causal, softmax_scale, modified)
+    batch = _Batch(k_blocks, v_blocks, causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -215,6 +228,7 @@ def append(
     lengths: Array,
     cache_batch_idx: Array | None,
     block_table: Array | None,
+    scales: CacheScales | None = None,
 ) -> None:
     """Write new keys and values into a cache, behind those of each sequence.
 
@@ -223,9 +237,11 @@ def append(
     k_cache, v_cache, cache_batch_idx, block_table
         As in :func:`kvcache_forward`. Only the appended rows change.
     k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim)
-        Of the caches' dtype. Rows that the cache has no room for are dropped.
+        Of the caches' dtype, or to be quantized. Rows that the cache has no room for are dropped.
     lengths : numpy.ndarray, (batch,)
         Rows of each sequence in the cache before.
+    scales : CacheScales, optional
+        Of caches of 8 bits.
     """
     places = find_cached_keys(
         lengths,
@@ -234,8 +250,12 @@ def append(
         block_table=block_table,
     )
     for b, keys in enumerate(places):
-        sequence_places.append(k_cache, keys, k[b])
-        sequence_places.append(v_cache, keys, v[b])
+        if scales is None:
+            sequence_places.append(k_cache, keys, k[b])
+            sequence_places.append(v_cache, keys, v[b])
+        else:
+            quantized.append(k_cache, scales.k, keys, k[b], compute_scales=scales.computed)
+            quantized.append(v_cache, scales.v, keys, v[b], compute_scales=scales.computed)
 
 
 def rotate(
@@ -308,6 +328,17 @@ def _pad(
     return [(*steps.sequences[b], 1) for b in sorted(left)]
 
 
+class CacheScales(NamedTuple):
+    """Scales of caches of 8 bits: numbers or arrays that broadcast to (blocks, rows, heads_kv).
+
+    `computed` says that an append computes those of the rows that it writes.
+    """
+
+    k: Any
+    v: Any
+    computed: bool = False
+
+
 class _Piece(NamedTuple):
     """Sequences of one shape, or some rows and heads of one sequence."""
 
@@ -356,8 +387,8 @@ class _Piece(NamedTuple):
 class _Batch:
     """What all sequences share."""
 
-    k: Array  # (blocks, rows, heads_kv, head_dim)
-    v: Array  # (blocks, rows, heads_kv, head_dim_v)
+    k: Blocks  # (blocks, rows, heads_kv, head_dim)
+    v: Blocks  # (blocks, rows, heads_kv, head_dim_v)
     causal: bool
     softmax_scale: float
     modified: Modified | None
@@ -367,7 +398,7 @@ class _Batch:
         keys, count = piece.keys, len(piece.q)
         k: Array | PagedRows
         v: Array | PagedRows
-        if keys.pages is not None and not self._copies_pages(piece, most_bytes):
+        if self._is_scattered(keys) and not self._copies_rows(piece, most_bytes):
             k, v = PagedRows(self.k, keys), PagedRows(self.v, keys)
         else:
             k, v = (_keys_of_all(x, keys, count) for x in (self.k, self.v))
@@ -402,8 +433,12 @@ class _Batch:
             tile,
         )
 
-    def _copies_pages(self, piece: _Piece, most_bytes: int) -> bool:
-        """Whether to gather all pages first: where each key is read again and again.
+    def _is_scattered(self, keys: Keys) -> bool:
+        """Whether keys are made into an array before they are multiplied."""
+        return keys.pages is not None or isinstance(self.k, QuantizedBlocks)
+
+    def _copies_rows(self, piece: _Piece, most_bytes: int) -> bool:
+        """Whether to gather all rows first: where each key is read again and again.
 
         512 rows over 8192 keys in pages of 16, 8 heads of 128, float16: 200 ms, a tile at a time
         413; one row 90 and 72.
@@ -418,8 +453,8 @@ class _Batch:
         """One piece by `cpu_rows`."""
         row_by_row.forward(
             piece.q[0],
-            self.k[:, :, piece.kv_heads],
-            self.v[:, :, piece.kv_heads],
+            sequence_places.heads_of(self.k, piece.kv_heads),
+            sequence_places.heads_of(self.v, piece.kv_heads),
             piece.out[0],
             None if piece.lse is None else piece.lse[0],
             keys=piece.keys,
@@ -432,7 +467,7 @@ class _Batch:
         )
 
 
-def _keys_of_all(blocks: Array, keys: Keys, count: int) -> Array:
+def _keys_of_all(blocks: Blocks, keys: Keys, count: int) -> Array:
     """The rows of so many sequences: (sequences, rows, heads, dim)."""
     if count == 1:
         one: Array = sequence_places.read(blocks, keys)

@@ -44,6 +44,7 @@ SOURCES = (
     "host/online.py",
     "host/padding.py",
     "host/passes.py",
+    "host/quantized.py",
     "host/row_by_row.py",
     "host/sequence_places.py",
     "host/steps.py",

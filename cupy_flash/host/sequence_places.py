@@ -186,7 +186,13 @@ class PagedRows:
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Any:
         _, rows, heads = index
-        return read(self._blocks[:, :, heads], self._keys, rows.start, rows.stop)[None]
+        return read(heads_of(self._blocks, heads), self._keys, rows.start, rows.stop)[None]
+
+
+def heads_of(blocks: Any, heads: slice) -> Any:
+    """Some heads of an array (blocks, rows, heads, dim), or of what stands for one."""
+    of_heads = getattr(blocks, "of_heads", None)
+    return blocks[:, :, heads] if of_heads is None else of_heads(heads)
 
 
 def append(blocks: Any, keys: Keys, new: Any) -> None:

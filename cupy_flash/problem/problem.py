@@ -17,7 +17,9 @@ from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# Of caches of 8 bits, by the largest number that each holds.
+LARGEST_QUANTIZED = {"float8_e4m3fn": 448.0, "int8": 127.0}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "int8": 1}
 MAX_HEAD_DIM = 256
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
@@ -99,6 +101,22 @@ class Tensor(NamedTuple):
     alignment: int
 
 
+class Scales(NamedTuple):
+    """How the scales of a cache of 8 bits lie.
+
+    Attributes
+    ----------
+    k, v
+        Strides of cache or page, row and head, in elements, 0 where all have one; None for 1.
+    computed
+        Whether an append computes those of the rows that it writes.
+    """
+
+    k: Strides | None = None
+    v: Strides | None = None
+    computed: bool = False
+
+
 class Tensors(Mapping[str, Tensor]):
     """Tensors by name; hashable, as a problem is."""
 
@@ -128,7 +146,7 @@ class Problem:
     Attributes
     ----------
     dtype
-        Of q, k, v and out: one of `DTYPES`.
+        Of q, k, v and out: one of `DTYPES`; a cache may be of 8 bits.
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
         Sizes; heads_q is a multiple of heads_kv.
     causal
@@ -146,6 +164,8 @@ class Problem:
         that one may have, and each has a causal mask of its own, aligned at the bottom right.
     score
         What is done to scores besides; None for nothing.
+    scales
+        Of a cache of 8 bits; None for one of q's dtype.
     gradient
         What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
         forward one.
@@ -165,6 +185,7 @@ class Problem:
     tensors: Tensors
     layout: Layout
     score: ScoreSpec | None = None
+    scales: Scales | None = None
     gradient: GradientSpec | None = None
 
     @property
@@ -302,6 +323,7 @@ def make_problem(
     num_splits: int = 0,
     batch_invariant: bool = False,
     score: ScoreSpec | None = None,
+    scales: Scales | None = None,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
@@ -333,6 +355,8 @@ def make_problem(
         As in `cupy_flash.flash_attention_with_kvcache`.
     score
         Modifications.
+    scales
+        Of a cache of 8 bits.
 
     Raises
     ------
@@ -343,7 +367,7 @@ def make_problem(
     """
     is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
     names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
-    _check_dtypes(q, k, v, names)
+    _check_dtypes(q, k, v, names, is_quantized=scales is not None)
     if is_equal:
         _check_batch(q.shape, k.shape, v.shape)
     _check_heads_and_dims(q.shape, k.shape, v.shape, names)
@@ -422,6 +446,7 @@ def make_problem(
             batch_invariant=bool(batch_invariant),
         ),
         score=score,
+        scales=scales,
     )
 
 
@@ -540,7 +565,15 @@ def check_bool(name: str, value: bool) -> None:
         raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
-def _check_dtypes(q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str]) -> None:
+def _check_dtypes(
+    q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str], *, is_quantized: bool
+) -> None:
+    if is_quantized:
+        if k.dtype != v.dtype:
+            raise TypeError(
+                f"{' and '.join(names)} must have one dtype, but are {k.dtype} and {v.dtype}"
+            )
+        k = v = q
     for name, spec in (("q", q), (names[0], k), (names[1], v)):
         if spec.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")

@@ -14,8 +14,9 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, dtype_name
-from cupy_flash.host import sequence_places
+from cupy_flash.host import quantized, sequence_places
 from cupy_flash.host.passes import FIRST
+from cupy_flash.host.quantized import QuantizedBlocks
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     Keys,
@@ -28,6 +29,7 @@ from cupy_flash.host.sequence_places import (
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
+from cupy_flash.problem.problem import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
 from cupy_flash.reference.modifications import fitting_modifications, integers
 
@@ -46,12 +48,16 @@ class KVCacheResult(NamedTuple):
     lse : float64 array, (batch, heads_q, seqlen_q)
     k_cache, v_cache : arrays
         The caches after the append, of their own dtype.
+    k_scale, v_scale : arrays, or None
+        The scales after the append, as given.
     """
 
     out: Any
     lse: Any
     k_cache: Any
     v_cache: Any
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 def attention_varlen_reference(
@@ -197,6 +203,9 @@ def attention_with_kvcache_reference(
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = True,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    compute_scales: bool = False,
     causal: bool = False,
     softmax_scale: float | None = None,
     **modifications: Unpack[Modifications],
@@ -226,6 +235,11 @@ def attention_with_kvcache_reference(
         ``causal``, else all at ``cache_seqlens[b]``.
     rotary_interleaved : bool
         Whether columns (2i, 2i + 1) are a pair; else (i, i + rotary_dim / 2) are.
+    k_scale, v_scale : numbers or float32 arrays, optional
+        Of caches of 8 bits, broadcast to (caches, seqlen_cache, heads_kv) or (pages, page_size,
+        heads_kv).
+    compute_scales : bool
+        Whether the scales of new rows are computed, and written.
     causal : bool
         Query ``i`` sees only the keys ``j <= i + seqlen_k - seqlen_q``, with ``seqlen_k`` counted
         after the append.
@@ -281,12 +295,24 @@ def attention_with_kvcache_reference(
             compute=np.float64,
         )
         q = rotate(q, advance=causal)
-        k = rotate(k, advance=True).astype(k_cache.dtype)
+        k = rotate(k, advance=True).astype(k.dtype)
     k_cache, v_cache = k_cache.copy(), v_cache.copy()
-    if k is not None:
+    is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
+    k_scale, v_scale = (
+        xp.array(1 if scale is None else scale, xp.float32) if is_quantized else None
+        for scale in (k_scale, v_scale)
+    )
+    caches = (k_cache, k_scale, k), (v_cache, v_scale, v)
+    for cache, scale, new in caches if k is not None else ():
         for b, keys in enumerate(before):
-            sequence_places.append(k_cache, keys, k[b])
-            sequence_places.append(v_cache, keys, v[b])
+            if is_quantized:
+                quantized.append(cache, scale, keys, new[b], compute_scales=compute_scales)
+            else:
+                sequence_places.append(cache, keys, new[b])
+    k_blocks, v_blocks = (
+        QuantizedBlocks(cache, scale, xp.float64) if is_quantized else cache
+        for cache, scale, _ in caches
+    )
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
     refuse_seqlens(modifications.get("seqlens_k"), "cache_seqlens")
@@ -295,10 +321,11 @@ def attention_with_kvcache_reference(
     modified = fitting_modifications(modifications, sizes, causal=causal)
     for b, keys in enumerate(before):
         after = longer(keys, 0 if k is None else k.shape[1])
-        one = (q[b], sequence_places.read(k_cache, after), sequence_places.read(v_cache, after))
+        one = (q[b], sequence_places.read(k_blocks, after), sequence_places.read(v_blocks, after))
         at = FIRST._replace(b=b)
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
-    return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)))
+    scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
+    return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
 
 def _of_sequence(

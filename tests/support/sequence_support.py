@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.host.passes import compute_dtype
+from cupy_flash.host.quantized import QuantizedBlocks
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
     find_cached_keys,
@@ -255,7 +256,15 @@ class Truth:
         )
         places = [longer(keys, 0 if new is None else new.shape[1]) for keys in before]
         with one_blas_thread():
-            out, lse, k_cache, v_cache = attention_with_kvcache_reference(**arguments)
+            found = attention_with_kvcache_reference(**arguments)
+            out, lse = found.out, found.lse
+            k_cache, v_cache = (
+                cache if scale is None else QuantizedBlocks(cache, scale, np.float64)
+                for cache, scale in (
+                    (found.k_cache, found.k_scale),
+                    (found.v_cache, found.v_scale),
+                )
+            )
             if arguments["rotary_cos"] is not None:
                 q = rotated(
                     q,
@@ -270,7 +279,7 @@ class Truth:
                 Part.of(
                     b,
                     b,
-                    (q[b], read(k_cache, keys), read(v_cache, keys)),
+                    (q[b], *(read(cache, keys).astype(q.dtype) for cache in (k_cache, v_cache))),
                     (out[b], lse[b]),
                     **formula,
                 )

@@ -1,0 +1,101 @@
+"""Caches of 8 bits: their numbers stand for themselves times a scale, those of a row's head alike.
+
+A cache (blocks, rows, heads, dim), of a block for each sequence or page, has scales that broadcast
+to (blocks, rows, heads): one for all, for each head, page or row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import array_module, dtype_name
+from cupy_flash.host import sequence_places
+from cupy_flash.host.sequence_places import Keys
+from cupy_flash.problem.problem import LARGEST_QUANTIZED
+
+# What NumPy would warn of is meant, as in `cpu`.
+_without_warnings = np.errstate(all="ignore")
+
+
+class QuantizedBlocks:
+    """A cache of 8 bits, read where an index asks for some of what it stands for.
+
+    Stands for an array of ``dtype``: float32, of which the products of 8 bits and a scale are
+    rounded ones, or float64, which holds them exactly.
+    """
+
+    def __init__(self, blocks: Any, scale: Any, dtype: Any) -> None:
+        xp = array_module(blocks)
+        self._blocks = blocks
+        self._scales = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
+        self.shape, self.dtype = blocks.shape, xp.dtype(dtype)
+        self.itemsize = self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def of_heads(self, heads: slice) -> QuantizedBlocks:
+        """The same of some heads."""
+        return QuantizedBlocks(self._blocks[:, :, heads], self._scales[:, :, heads], self.dtype)
+
+    @_without_warnings
+    def __getitem__(self, index: Any) -> Any:
+        stored, scales = self._blocks[index], self._scales[index]
+        return stored.astype(self.dtype) * scales[..., None].astype(self.dtype)
+
+
+@_without_warnings
+def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
+    """Rows (..., dim) in 8 bits, of scales (...): divided by them in float32, to nearest even.
+
+    What is larger than the largest number becomes that one; NaN becomes NaN, in int8 0.
+    """
+    xp = array_module(rows)
+    dtype = xp.dtype(dtype)
+    largest = LARGEST_QUANTIZED[dtype.name]
+    scaled = rows.astype(xp.float32) / scales[..., None].astype(xp.float32)
+    scaled = xp.clip(scaled, -largest, largest)
+    if dtype.kind == "i":
+        scaled = xp.rint(xp.nan_to_num(scaled, nan=0))
+    return scaled.astype(dtype)
+
+
+@_without_warnings
+def scales_of_rows(rows: Any, dtype: str) -> Any:
+    """For each row (..., dim) the scale that its largest magnitude becomes the largest number with.
+
+    1 for a row of zeros.
+    """
+    xp = array_module(rows)
+    largest = xp.abs(rows.astype(xp.float32)).max(axis=-1)
+    return xp.where(largest == 0, xp.float32(1), largest / xp.float32(LARGEST_QUANTIZED[dtype]))
+
+
+def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: bool) -> None:
+    """`sequence_places.append` to a cache of 8 bits.
+
+    Parameters
+    ----------
+    blocks
+        The cache.
+    scale
+        Its scales. With `compute_scales` one of each row and head, which is written.
+    keys, new
+        As there; `new` is of a wider dtype.
+    """
+    new = new[: max(keys.capacity - keys.seqlen, 0)]
+    if not len(new):
+        return
+    xp = array_module(blocks)
+    if compute_scales:
+        scales = scales_of_rows(new, dtype_name(blocks))
+        sequence_places.append(scale, keys, scales)
+    else:
+        of_all = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
+        there = keys._replace(seqlen=keys.seqlen + len(new))
+        # Pages outside of the array read as zeros; what would go there is dropped.
+        scales = sequence_places.read(of_all, there, keys.seqlen, there.seqlen)
+        scales = xp.where(scales == 0, xp.float32(1), scales)
+    sequence_places.append(blocks, keys, quantized(new, scales, blocks.dtype))

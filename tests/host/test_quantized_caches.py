@@ -1,0 +1,197 @@
+"""Caches of 8 bits on the CPU, against the reference on what they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.quantized_support import (
+    CACHE_DTYPES,
+    SCALES,
+    QuantizedCase,
+    random_quantized_case,
+)
+from support.sequence_support import KVCacheCase, Truth
+
+from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.host.batches import rotate
+from cupy_flash.host.quantized import quantized, scales_of_rows
+from cupy_flash.reference.packed import attention_with_kvcache_reference
+
+PROBLEMS, CHUNK = 300, 20
+SMALL = KVCacheCase((5, 0, 19), "bfloat16", seqlen_new=2, causal=True)
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def check(case: QuantizedCase, **choice: Any) -> None:
+    arguments = case.arguments()
+    with np.errstate(all="ignore"):
+        expected = attention_with_kvcache_reference(**arguments)
+        truth = Truth.of_kvcache(arguments)
+    out = np.full((*arguments["q"].shape[:3], case.base.head_dim_v), np.nan, arguments["q"].dtype)
+    _, lse = flash_attention_with_kvcache(**arguments, out=out, return_lse=True, **choice)
+    truth.check(out, lse)
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(arguments[name], getattr(expected, name))
+    if case.scales in ("row", "computed"):
+        for name in ("k_scale", "v_scale"):
+            assert same_bits(arguments[name], getattr(expected, name))
+
+
+@pytest.mark.parametrize("chunk", range(PROBLEMS // CHUNK))
+def test_random_problems_are_right(chunk: int) -> None:
+    rng = np.random.default_rng([20261, chunk])
+    for _ in range(CHUNK):
+        check(random_quantized_case(rng))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_rows_may_be_computed_on_their_own(cache_dtype: str, scales: str) -> None:
+    check(QuantizedCase(SMALL, cache_dtype, scales), batch_invariant=True)
+
+
+@pytest.mark.parametrize("scales", ["head", "computed"])
+def test_new_keys_are_turned_and_rounded_before_they_are_quantized(scales: str) -> None:
+    # Not against the reference: a key that is rounded otherwise may be a step away in 8 bits.
+    case = QuantizedCase(dataclasses.replace(SMALL, rotary_dim=16), "int8", scales)
+    arguments, by_hand = case.arguments(), case.arguments()
+    out = flash_attention_with_kvcache(**arguments)
+    cos, sin = by_hand.pop("rotary_cos"), by_hand.pop("rotary_sin")
+    for name in ("q", "k"):
+        by_hand[name] = rotate(
+            by_hand[name], cos, sin, by_hand["cache_seqlens"], interleaved=True, advance=True
+        )
+    assert same_bits(out, flash_attention_with_kvcache(**by_hand))
+    assert same_bits(arguments["k_cache"], by_hand["k_cache"])
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_many_rows_of_queries_are_right(page_size: int) -> None:
+    # Those for which all keys are made into an array first.
+    many = KVCacheCase((200, 170), "float16", seqlen_q=140, causal=True, page_size=page_size)
+    check(QuantizedCase(many, "int8", "row"))
+
+
+def test_windows_and_sinks_are_right() -> None:
+    case = QuantizedCase(dataclasses.replace(SMALL, seqlen_new=0), "float8_e4m3fn", "head")
+    arguments = case.arguments()
+    more = {"window_size": (3, 0), "sinks": np.array([0.5, -1, 2, 0], np.float32)}
+    out = flash_attention_with_kvcache(**arguments, **more)
+    expected = attention_with_kvcache_reference(**arguments, **more)
+    np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-7)
+
+
+def test_numbers_are_rounded_to_nearest_even_and_limited() -> None:
+    one = np.ones(1, np.float32)
+    rows = np.array([[0.5, 1.5, -2.5, 126.6, 1e9, -1e9, np.inf, np.nan]], np.float32)
+    np.testing.assert_array_equal(
+        quantized(rows, one, np.int8)[0], [0, 2, -2, 127, 127, -127, 127, 0]
+    )
+    rows = np.array([[17, 19, 464, 465, -1e9, 2**-10, 2**-10 * 1.001, np.nan]], np.float32)
+    found = quantized(rows, one, ml_dtypes.float8_e4m3fn)[0].astype(np.float32)
+    np.testing.assert_array_equal(found, [16, 20, 448, 448, -448, 0, 2**-9, np.nan])
+
+
+def test_nothing_that_is_quantized_makes_numpy_warn() -> None:
+    case = QuantizedCase(SMALL, "float8_e4m3fn", "computed")
+    arguments = case.arguments()
+    arguments["k"][0, 0], arguments["v"][1, 1] = np.inf, np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = flash_attention_with_kvcache(**arguments)
+    assert np.isfinite(out[2].astype(np.float32)).all()
+
+
+def test_computed_scales_make_the_largest_number_of_each_row_the_largest_there_is() -> None:
+    rows = np.array([[1, -4], [0, 0], [3e38, 1]], np.float32)
+    scales = scales_of_rows(rows, "int8")
+    np.testing.assert_allclose(scales, [4 / 127, 1, 3e38 / 127], rtol=1e-7)
+    np.testing.assert_array_equal(quantized(rows, scales, np.int8), [[32, -127], [0, 0], [127, 0]])
+
+
+def test_a_gpu_says_which_families_read_them() -> None:
+    arguments = QuantizedCase(dataclasses.replace(SMALL, seqlen_new=0), "int8", "head").arguments()
+    with pytest.raises(UnsupportedError, match="decode: its kernels read no caches of 8 bits"):
+        plan_with_kvcache(**arguments, arch="sm_90")
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "two dtypes": (
+        {"v_cache": np.zeros((3, 24, 2, 64), ml_dtypes.float8_e4m3fn)},
+        TypeError,
+        "k_cache and v_cache must have one dtype, but are int8 and float8_e4m3fn",
+    ),
+    "a dtype of scales": (
+        {"k_scale": np.ones(2, np.float16)},
+        TypeError,
+        "k_scale has dtype float16; expected one of float32",
+    ),
+    "a shape of scales": (
+        {"v_scale": np.ones(3, np.float32)},
+        ValueError,
+        r"v_scale has shape \(3,\), which does not broadcast to \(3, 24, 2\)",
+    ),
+    "an infinite scale": ({"k_scale": np.inf}, ValueError, "k_scale is inf"),
+    "a huge scale": ({"k_scale": 1e39}, ValueError, "expected a number that float32 holds"),
+    "a scale that is read-only": (
+        {
+            "compute_scales": True,
+            "k_scale": np.frombuffer(np.ones((3, 24, 2), np.float32).tobytes(), np.float32).reshape(
+                3, 24, 2
+            ),
+            "v_scale": np.ones((3, 24, 2), np.float32),
+        },
+        ValueError,
+        "k_scale is read-only",
+    ),
+    "computed without new rows": (
+        {"k": None, "v": None, "compute_scales": True},
+        ValueError,
+        "compute_scales is of the new rows; pass k and v",
+    ),
+    "computed of heads": (
+        {"compute_scales": True},
+        ValueError,
+        r"k_scale is of shape \(2,\); compute_scales writes one for each row and head",
+    ),
+    "computed of nothing": (
+        {"compute_scales": True, "k_scale": None},
+        ValueError,
+        "k_scale is None; compute_scales writes one",
+    ),
+    "computed that are one": (
+        {
+            "compute_scales": True,
+            "k_scale": np.broadcast_to(np.float32(1), (3, 24, 2)),
+            "v_scale": np.ones((3, 24, 2), np.float32),
+        },
+        ValueError,
+        "k_scale overlaps itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_go_together_is_refused_and_nothing_is_written(name: str) -> None:
+    changes, error, words = BAD[name]
+    arguments = QuantizedCase(SMALL, "int8", "head").arguments() | changes
+    before = {n: x.copy() for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    with pytest.raises(error, match=words):
+        flash_attention_with_kvcache(**arguments)
+    assert all(same_bits(arguments[name], x) for name, x in before.items())
+
+
+def test_scales_are_for_caches_of_8_bits() -> None:
+    arguments = SMALL.problem().arguments()
+    for more in ({"k_scale": 2.0}, {"v_scale": np.ones(2, np.float32)}, {"compute_scales": True}):
+        with pytest.raises(ValueError, match="is for caches of 8 bits; these are bfloat16"):
+            flash_attention_with_kvcache(**arguments, **more)

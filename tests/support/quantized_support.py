@@ -1,0 +1,102 @@
+"""Random calls over caches of 8 bits: `KVCacheCase` with its caches quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from support.sequence_support import KVCacheCase, random_kvcache_case
+
+# By the name in `Problem`, and the largest number of each.
+CACHE_DTYPES: dict[str, tuple[Any, float]] = {
+    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0),
+    "int8": (np.int8, 127.0),
+}
+SCALES = ("none", "number", "tensor", "head", "page", "row", "computed")
+
+
+@dataclass(frozen=True)
+class QuantizedCase:
+    """A call of `flash_attention_with_kvcache` over caches of 8 bits.
+
+    `scales` says what has one: see `SCALES`; "page" is each cache where there are no pages.
+    """
+
+    base: KVCacheCase
+    cache_dtype: str
+    scales: str
+
+    def __str__(self) -> str:
+        return f"{self.cache_dtype} {self.scales} {self.base}"
+
+    def arguments(self) -> dict[str, Any]:
+        """What the function under test takes, as new NumPy arrays.
+
+        Where the case's caches hold what must not be read, scales of rows are NaN, and numbers of
+        float8 too.
+        """
+        found = self.base.problem().arguments()
+        rng = np.random.default_rng(self.base.seed + 1)
+        for name in ("k", "v"):
+            cache = found[f"{name}_cache"]
+            unread = np.isnan(cache.astype(np.float32)).any(axis=-1)
+            found[f"{name}_cache"], scale = self._quantized(rng, cache, unread)
+            found[f"{name}_scale"] = scale
+        found["compute_scales"] = self.scales == "computed"
+        return found
+
+    def _quantized(
+        self, rng: np.random.Generator, cache: np.ndarray, unread: np.ndarray
+    ) -> tuple[np.ndarray, Any]:
+        dtype, largest = CACHE_DTYPES[self.cache_dtype]
+        blocks, rows, heads = cache.shape[:3]
+        shape = {
+            "head": (heads,),
+            "page": (blocks, 1, heads),
+            "row": (blocks, rows, heads),
+            "computed": (blocks, rows, heads),
+        }.get(self.scales, ())
+        # Some of the numbers are limited to the largest.
+        usual = np.float32(3 / largest)
+        scale = (usual * rng.uniform(0.5, 2, shape)).astype(np.float32)
+        if self.scales == "none":
+            scale = np.float32(1)
+        scaled = cache.astype(np.float32) / np.asarray(scale)[..., None]
+        scaled = np.clip(scaled, -largest, largest)
+        if dtype is np.int8:
+            scaled = np.rint(np.where(np.isnan(scaled), 99, scaled))
+        quantized = scaled.astype(dtype)
+        if shape == (blocks, rows, heads):
+            scale = np.where(unread, np.float32(np.nan), scale)
+        if self.scales == "none":
+            return quantized, None
+        return quantized, float(scale) if self.scales == "number" else scale
+
+
+def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
+    """A case of ragged lengths; `fixed` names what its `KVCacheCase` is to have."""
+    cache_dtype = str(rng.choice(list(CACHE_DTYPES)))
+    scales = str(rng.choice(SCALES))
+    heads_kv = int(rng.choice([1, 2, 3]))
+    paged = rng.random() < 0.5
+    seqlen_new = int(rng.choice([1, 2, 5])) if scales == "computed" else int(rng.integers(3))
+    base = random_kvcache_case(
+        rng,
+        **{
+            "dtype": str(rng.choice(["float16", "bfloat16", "float32"])),
+            "seqlen_q": int(rng.choice([1, 1, 2, 5])),
+            "seqlen_new": seqlen_new,
+            "heads_q": heads_kv * int(rng.choice([1, 4])),
+            "heads_kv": heads_kv,
+            "head_dim": int(rng.choice([16, 64, 72, 128])),
+            "head_dim_v": int(rng.choice([16, 64, 40, 128])),
+            "causal": bool(rng.random() < 0.5),
+            "page_size": int(rng.choice([1, 16, 37])) if paged else 0,
+            "indexed": not paged and bool(rng.random() < 0.5),
+            **fixed,
+        },
+    )
+    return QuantizedCase(base, cache_dtype, scales)

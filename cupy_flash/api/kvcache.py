@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.calls import run
-from cupy_flash.calls.arguments import Arguments, as_scale, given_lengths
+from cupy_flash.calls.arguments import Arguments, given_lengths
 from cupy_flash.calls.options import Options
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.tile import TileRequest, freeze_tile
@@ -84,12 +84,13 @@ def flash_attention_with_kvcache(
         else all at cache_seqlens[b]. Needs k and v; q and k themselves are not written.
     rotary_interleaved : bool
         Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
-    k_scale, v_scale : float or arrays of float32, optional
+    k_scale, v_scale : arrays of float32, or with NumPy arrays numbers, optional
         Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given.
         Arrays broadcast to (caches, seqlen_cache, heads_kv), or (pages, page_size, heads_kv): ()
         for one scale, (heads_kv,) for each head's, (pages, 1, heads_kv) for each page's, or one for
         each row and head. New rows, turned and rounded to their dtype, are divided by them in
-        float32, rounded to nearest even, and limited to the largest number that the cache holds.
+        float32, rounded to nearest even, and limited to the largest number that the cache holds;
+        NaN becomes 0 in int8, and all is 0 where the scale is.
     compute_scales : bool
         Whether the append computes the scales of new rows, from the largest magnitude that each
         head has, and writes them to k_scale and v_scale: arrays with one for each row and head.
@@ -198,8 +199,8 @@ def flash_attention_with_kvcache(
         cache_batch_idx,
         rotary_cos,
         rotary_sin,
-        None if k_scale is None else as_scale("k_scale", k_scale),
-        None if v_scale is None else as_scale("v_scale", v_scale),
+        k_scale,
+        v_scale,
     )
     options = Options(
         "cached",
@@ -274,8 +275,8 @@ def plan_with_kvcache(
         cache_batch_idx=cache_batch_idx,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
-        k_scale=None if k_scale is None else as_scale("k_scale", k_scale),
-        v_scale=None if v_scale is None else as_scale("v_scale", v_scale),
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     options = Options(
         "cached",

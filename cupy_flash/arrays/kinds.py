@@ -19,6 +19,7 @@ from cupy_flash.arrays.torch_arrays import (
     two_streams,
 )
 from cupy_flash.errors import needs_cupy
+from cupy_flash.problem.problem import finite
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
 _DLPACK_CPU = 1
@@ -115,6 +116,28 @@ def require_mutable(name: str, array: Any) -> None:
             f"{name} is a JAX array, which is immutable and cannot be written in place; pass a "
             "CuPy array over a copy of it"
         )
+
+
+def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
+    """`normalize` of a cache's scale, which may be a number on the host.
+
+    Raises
+    ------
+    TypeError
+        Also for a number where q lies on a GPU.
+    ValueError
+        For a number that float32 does not hold.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
+        return normalize(name, scale)
+    if not on_host:
+        raise TypeError(
+            f"{name} is {kind_of(scale)} and q lies on a GPU; pass cupy.asarray({name}, 'float32')"
+        )
+    number = finite(name, float(scale))
+    if abs(number) > float(np.finfo(np.float32).max):
+        raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
+    return np.asarray(number, np.float32)
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:

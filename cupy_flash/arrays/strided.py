@@ -187,9 +187,9 @@ def require_dtype(name: str, array: Any, dtypes: Iterable[str]) -> None:
         raise TypeError(f"{name} has dtype {array.dtype}; expected one of {', '.join(dtypes)}")
 
 
-def require_float(name: str, array: Any) -> None:
-    """Raise TypeError unless the dtype is one that attention is computed in."""
-    require_dtype(name, array, DTYPES)
+def require_float(name: str, array: Any, dtypes: Iterable[str] = DTYPES) -> None:
+    """Raise TypeError unless the dtype is one that attention is computed in, or of `dtypes`."""
+    require_dtype(name, array, dtypes)
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "

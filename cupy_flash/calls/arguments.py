@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import no_array, normalize, normalize_int32, normalize_out, way_back
+from cupy_flash.arrays.kinds import (
+    no_array,
+    normalize,
+    normalize_int32,
+    normalize_out,
+    normalize_scale,
+    way_back,
+)
 from cupy_flash.arrays.strided import (
     address_of,
     array_module,
@@ -43,6 +50,7 @@ from cupy_flash.calls.modifiers import (
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.problem import (
+    DTYPES,
     LARGEST_QUANTIZED,
     ArraySpec,
     Problem,
@@ -52,7 +60,6 @@ from cupy_flash.problem.problem import (
     check_count,
     check_no_self_overlap,
     count,
-    finite,
     make_problem,
 )
 from cupy_flash.problem.score import ScoreSpec
@@ -195,9 +202,11 @@ _INT32 = frozenset(
         "seqlens_k",
     }
 )
-# Read in place or not at all: a copy of a cache would cost more than the call.
 CACHES = ("k_cache", "v_cache")
 SCALES = ("k_scale", "v_scale")
+# Read in place or not at all: a copy of a cache would cost more than the call, and what is written
+# is not to go to a copy.
+IN_PLACE = (*CACHES, *SCALES)
 
 
 def written_arrays(problem: Problem) -> tuple[str, ...]:
@@ -227,16 +236,6 @@ def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
     return 0, cache_seqlens
 
 
-def as_scale(name: str, scale: Any) -> Any:
-    """A scale of a cache as an array, where it is a number."""
-    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, bool):
-        number = finite(name, float(scale))
-        if abs(number) > float(np.finfo(np.float32).max):
-            raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
-        return np.asarray(number, np.float32)
-    return scale
-
-
 def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Callable[[Any], Any]]:
     """Every array as a NumPy or CuPy one, all of one kind, and the way back to the first's.
 
@@ -263,7 +262,10 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
         if name in _INT32:
             found[name] = normalize_int32(name, array, on_host=on_host)
             continue
-        found[name] = (normalize_out if name in written else normalize)(name, array)
+        if name in SCALES:
+            found[name] = normalize_scale(name, array, on_host=on_host)
+        else:
+            found[name] = (normalize_out if name in written else normalize)(name, array)
         if isinstance(found[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
@@ -459,11 +461,9 @@ def _specs(arguments: Arguments) -> tuple[ArraySpec, ArraySpec, ArraySpec, Array
     q, out = arguments.q, arguments.out
     k, v = ("k", "v") if arguments.k_cache is None else CACHES
     for name, array in (("q", q), (k, arguments.keys), (v, arguments.values), ("out", out)):
-        if array is None:
-            continue
-        if name in CACHES and dtype_name(array) in LARGEST_QUANTIZED:
-            continue
-        require_float(name, array)
+        if array is not None:
+            more = LARGEST_QUANTIZED if name in CACHES else ()
+            require_float(name, array, (*DTYPES, *more))
     if out is not None:
         require_in_place("out", out)
     inputs = (q, arguments.keys, arguments.values)
@@ -483,6 +483,10 @@ def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> S
         if computed:
             raise ValueError(f"compute_scales is for caches of 8 bits; these are {cache.dtype}")
         return None
+    if dtype_name(arguments.q) == "float64":
+        raise TypeError(
+            "q has dtype float64; caches of 8 bits are for float16, bfloat16 and float32"
+        )
     shape = cache.shape[:3]
     strides = {name: _strides_of_scale(name, array, shape) for name, array in given.items()}
     if computed:

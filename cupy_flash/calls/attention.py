@@ -17,7 +17,7 @@ from cupy_flash.arrays.strided import (
     spec_of,
 )
 from cupy_flash.calls.arguments import (
-    CACHES,
+    IN_PLACE,
     Arguments,
     problem_of,
     require_given,
@@ -165,7 +165,7 @@ def readable(arguments: Arguments, options: Options) -> Arguments:
     copied = {
         name: readable_in_place(array)
         for name, array in zip(arguments._fields, arguments, strict=True)
-        if array is not None and name in Arguments._fields and name not in (*CACHES, "out")
+        if array is not None and name in Arguments._fields and name not in (*IN_PLACE, "out")
     }
     cos, sin = (as_cupy(copied.get(name)) for name in ("rotary_cos", "rotary_sin"))
     if cos is not None and sin is not None and cos.strides[0] != sin.strides[0]:

@@ -17,6 +17,7 @@ from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
+    IN_PLACE,
     Arguments,
     modified,
     normalized,
@@ -81,7 +82,7 @@ def attention(
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
     if options.kind == "cached" and arguments.k is not None:
-        for name in CACHES:
+        for name in IN_PLACE if options.compute_scales else CACHES:
             kinds.require_mutable(name, getattr(arguments, name))
     out = arguments.out
     arguments, convert = normalized(arguments)
@@ -156,7 +157,7 @@ def _as_copied(arguments: Arguments) -> Arguments:
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None
         and name in Arguments._fields
-        and name not in CACHES
+        and name not in IN_PLACE
         and not is_readable_in_place(array)
     }
     return arguments._replace(**copied)

@@ -23,7 +23,7 @@ class QuantizedBlocks:
     """A cache of 8 bits, read where an index asks for some of what it stands for.
 
     Stands for an array of ``dtype``: float32, of which the products of 8 bits and a scale are
-    rounded ones, or float64, which holds them exactly.
+    rounded, or float64, which holds them exactly.
     """
 
     def __init__(self, blocks: Any, scale: Any, dtype: Any) -> None:
@@ -50,27 +50,28 @@ class QuantizedBlocks:
 def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
     """Rows (..., dim) in 8 bits, of scales (...): divided by them in float32, to nearest even.
 
-    What is larger than the largest number becomes that one; NaN becomes NaN, in int8 0.
+    What is larger than the largest number becomes that one, and 0 where the scale is 0, with which
+    every number stands for 0. NaN becomes NaN, in int8 0.
     """
     xp = array_module(rows)
     dtype = xp.dtype(dtype)
     largest = LARGEST_QUANTIZED[dtype.name]
-    scaled = rows.astype(xp.float32) / scales[..., None].astype(xp.float32)
+    scales = scales[..., None].astype(xp.float32)
+    scaled = xp.where(scales == 0, xp.float32(0), rows.astype(xp.float32) / scales)
     scaled = xp.clip(scaled, -largest, largest)
     if dtype.kind == "i":
         scaled = xp.rint(xp.nan_to_num(scaled, nan=0))
     return scaled.astype(dtype)
 
 
-@_without_warnings
 def scales_of_rows(rows: Any, dtype: str) -> Any:
     """For each row (..., dim) the scale that its largest magnitude becomes the largest number with.
 
-    1 for a row of zeros.
+    0 for a row of zeros, or of what float32 cannot divide.
     """
     xp = array_module(rows)
     largest = xp.abs(rows.astype(xp.float32)).max(axis=-1)
-    return xp.where(largest == 0, xp.float32(1), largest / xp.float32(LARGEST_QUANTIZED[dtype]))
+    return largest / xp.float32(LARGEST_QUANTIZED[dtype])
 
 
 def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: bool) -> None:
@@ -95,7 +96,5 @@ def append(blocks: Any, scale: Any, keys: Keys, new: Any, *, compute_scales: boo
     else:
         of_all = xp.broadcast_to(xp.asarray(scale), blocks.shape[:3])
         there = keys._replace(seqlen=keys.seqlen + len(new))
-        # Pages outside of the array read as zeros; what would go there is dropped.
         scales = sequence_places.read(of_all, there, keys.seqlen, there.seqlen)
-        scales = xp.where(scales == 0, xp.float32(1), scales)
     sequence_places.append(blocks, keys, quantized(new, scales, blocks.dtype))

@@ -568,16 +568,20 @@ def check_bool(name: str, value: bool) -> None:
 def _check_dtypes(
     q: ArraySpec, k: ArraySpec, v: ArraySpec, names: tuple[str, str], *, is_quantized: bool
 ) -> None:
+    more = tuple(LARGEST_QUANTIZED) if is_quantized else ()
+    for name, spec, dtypes in (
+        ("q", q, DTYPES),
+        (names[0], k, DTYPES + more),
+        (names[1], v, DTYPES + more),
+    ):
+        if spec.dtype not in dtypes:
+            raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(dtypes)}")
     if is_quantized:
         if k.dtype != v.dtype:
             raise TypeError(
                 f"{' and '.join(names)} must have one dtype, but are {k.dtype} and {v.dtype}"
             )
-        k = v = q
-    for name, spec in (("q", q), (names[0], k), (names[1], v)):
-        if spec.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {spec.dtype}; expected one of {', '.join(DTYPES)}")
-    if not q.dtype == k.dtype == v.dtype:
+    elif not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, {' and '.join(names)} must have one dtype, but are {q.dtype}, {k.dtype} and "
             f"{v.dtype}"

@@ -49,7 +49,7 @@ class KVCacheResult(NamedTuple):
     k_cache, v_cache : arrays
         The caches after the append, of their own dtype.
     k_scale, v_scale : arrays, or None
-        The scales after the append, as given.
+        The scales after the append, of each row where they are computed.
     """
 
     out: Any
@@ -299,7 +299,7 @@ def attention_with_kvcache_reference(
     k_cache, v_cache = k_cache.copy(), v_cache.copy()
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (
-        xp.array(1 if scale is None else scale, xp.float32) if is_quantized else None
+        _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
         for scale in (k_scale, v_scale)
     )
     caches = (k_cache, k_scale, k), (v_cache, v_scale, v)
@@ -326,6 +326,13 @@ def attention_with_kvcache_reference(
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+
+
+def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
+    """A copy of a cache's scales, 1 if not given; with `of_rows` one for each row and head."""
+    xp = array_module(cache)
+    scales = xp.array(1 if scale is None else scale, xp.float32)
+    return xp.array(xp.broadcast_to(scales, cache.shape[:3])) if of_rows else scales
 
 
 def _of_sequence(

@@ -18,6 +18,7 @@ from support.quantized_support import (
 from support.sequence_support import KVCacheCase, Truth
 
 from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.host.batches import rotate
 from cupy_flash.host.quantized import quantized, scales_of_rows
@@ -114,8 +115,35 @@ def test_nothing_that_is_quantized_makes_numpy_warn() -> None:
 def test_computed_scales_make_the_largest_number_of_each_row_the_largest_there_is() -> None:
     rows = np.array([[1, -4], [0, 0], [3e38, 1]], np.float32)
     scales = scales_of_rows(rows, "int8")
-    np.testing.assert_allclose(scales, [4 / 127, 1, 3e38 / 127], rtol=1e-7)
+    np.testing.assert_allclose(scales, [4 / 127, 0, 3e38 / 127], rtol=1e-7)
     np.testing.assert_array_equal(quantized(rows, scales, np.int8), [[32, -127], [0, 0], [127, 0]])
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_a_scale_of_zero_stands_for_zeros(cache_dtype: str) -> None:
+    # That of 1e-44 is one: float32 cannot divide it by the largest number.
+    rows = np.array([[1e-44, 0, -1e-44]], np.float32)
+    scales = scales_of_rows(rows, cache_dtype)
+    stored = quantized(rows, scales, CACHE_DTYPES[cache_dtype][0]).astype(np.float32)
+    assert np.abs(stored * scales[:, None] - rows).max() <= 1e-44
+    case = QuantizedCase(SMALL, cache_dtype, "number")
+    arguments = case.arguments() | {"k_scale": 0.0, "v_scale": 0.0}
+    assert not flash_attention_with_kvcache(**arguments).any()
+    assert not arguments["v_cache"][0, 5].astype(np.float32).any()
+
+
+def test_the_reference_makes_room_for_scales_that_it_computes() -> None:
+    arguments = QuantizedCase(SMALL, "int8", "number").arguments()
+    found = attention_with_kvcache_reference(**arguments | {"compute_scales": True})
+    assert found.k_scale.shape == arguments["k_cache"].shape[:3]
+    assert isinstance(arguments["k_scale"], float)
+
+
+def test_numbers_are_for_arrays_in_host_memory() -> None:
+    with pytest.raises(TypeError, match="k_scale is a float and q lies on a GPU"):
+        normalize_scale("k_scale", 0.5, on_host=False)
+    with pytest.raises(TypeError, match="k_scale is a complex64; expected a NumPy or CuPy array"):
+        normalize_scale("k_scale", np.complex64(1), on_host=True)
 
 
 def test_a_gpu_says_which_families_read_them() -> None:
@@ -139,6 +167,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"v_scale": np.ones(3, np.float32)},
         ValueError,
         r"v_scale has shape \(3,\), which does not broadcast to \(3, 24, 2\)",
+    ),
+    "float64": (
+        {name: np.zeros((3, 2, 2, 64)) for name in ("k", "v")} | {"q": np.zeros((3, 1, 4, 64))},
+        TypeError,
+        "caches of 8 bits are for float16, bfloat16 and float32",
+    ),
+    "another dtype of 8 bits": (
+        {name: np.zeros((3, 24, 2, 64), ml_dtypes.float8_e5m2) for name in ("k_cache", "v_cache")},
+        TypeError,
+        "k_cache has dtype float8_e5m2; expected one of .*float64, float8_e4m3fn, int8",
     ),
     "an infinite scale": ({"k_scale": np.inf}, ValueError, "k_scale is inf"),
     "a huge scale": ({"k_scale": 1e39}, ValueError, "expected a number that float32 holds"),

@@ -72,6 +72,11 @@ def put(value: float, *at: Any) -> Callable[[np.ndarray], None]:
     return change
 
 
+def without_the_largest_key(x: np.ndarray) -> None:
+    # Any other may be small enough for bfloat16 to lose it: of 61 random calls it did one's median.
+    x[0, np.abs(x[0, :, 0].astype(np.float64)).max(axis=-1).argmax(), 0] = 0
+
+
 WRONG: dict[str, tuple[str, Callable[[GradientCall], dict[str, np.ndarray]]]] = {
     "dlse left out": ("q", lambda call: naively(call, dlse=None)),
     "dlse of the wrong sign": ("q", lambda call: naively(call, dlse=-call.dlse)),
@@ -93,7 +98,7 @@ WRONG: dict[str, tuple[str, Callable[[GradientCall], dict[str, np.ndarray]]]] = 
     ),
     "dq of a row left out": ("q", changed("q", times(0, 1, 30))),
     "dk of a head twice": ("k", changed("k", times(2, 0, slice(None), 1))),
-    "dv of a key left out": ("v", changed("v", times(0, 0, 40, 0))),
+    "dv of a key left out": ("v", changed("v", without_the_largest_key)),
     "dbias of a row left out": ("bias", changed("bias", times(0, 0, 0, 20))),
     "dsinks of the wrong sign": ("sinks", changed("sinks", times(-1))),
     "no gradient of a capture": ("score_mod.gain", changed("score_mod.gain", times(0))),

@@ -14,8 +14,8 @@ from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE, why_no_compiler
 from cupy_flash.gpu.environment import gpu_unavailable, kernel_cache_dir
 from cupy_flash.planning import tuning
+from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import DTYPES
 
 from .cases.cases import Case
 from .providers import providers

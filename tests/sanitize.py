@@ -42,7 +42,7 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.families import FAMILIES, FORWARD
-from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
 ALIGNED_DIMS = (

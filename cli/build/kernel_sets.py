@@ -27,9 +27,10 @@ from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.planning.problem_class import ProblemClass
+from cupy_flash.problem.arrays import DTYPES, MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.partials import CombineSpec
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, Problem
+from cupy_flash.problem.problem import Problem
 
 from ..cases.cases import Case
 

@@ -11,17 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.mods.shapes import Sizes
+from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec, Strides
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import ROWS, GradientSpec
 from cupy_flash.problem.mask import Mask
-from cupy_flash.problem.problem import (
-    ITEMSIZE,
-    ArraySpec,
-    Problem,
-    Strides,
-    check_count,
-    make_problem,
-)
+from cupy_flash.problem.problem import Problem, make_problem
+from cupy_flash.problem.values import check_count
 
 from .mod_arguments import array_bytes, score_of
 from .mods import PLAIN, Mods

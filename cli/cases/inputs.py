@@ -20,7 +20,7 @@ from cupy_flash.api.backward import flash_attention_backward, flash_attention_va
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
-from cupy_flash.problem.problem import DTYPES
+from cupy_flash.problem.arrays import DTYPES
 
 from . import sequences
 from .cases import Case, Shape

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import click
 
-from cupy_flash.problem.problem import DTYPES
+from cupy_flash.problem.arrays import DTYPES
 
 from .cases import dtype_name
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupy_flash.calls.modifiers import canonical, read_modifiers, score_spec
 from cupy_flash.mods.shapes import Sizes
-from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import ScoreSpec
 
 from .built_in import BUILT_IN
@@ -23,7 +23,7 @@ OF_PAIRS = ("bias", "mask")
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name in `cupy_flash.problem.problem.DTYPES`."""
+    """The NumPy dtype of a name in `cupy_flash.problem.arrays.DTYPES`."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from cupy_flash.arrays.strided import LAYOUTS
-from cupy_flash.problem.problem import DTYPES, MAX_SEQLEN
+from cupy_flash.problem.arrays import DTYPES
+from cupy_flash.problem.problem import MAX_SEQLEN
 
 from ..errors import library_errors_as_usage
 from ..records import report

@@ -16,7 +16,7 @@ import click
 
 from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.planning import tuning
-from cupy_flash.problem.problem import DTYPES
+from cupy_flash.problem.arrays import DTYPES
 
 from ..providers.providers import PAGE_SIZES
 from . import presets

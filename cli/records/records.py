@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from cupy_flash.families import FORWARD
-from cupy_flash.problem.problem import DTYPES
+from cupy_flash.problem.arrays import DTYPES
 
 from ..cases.cases import DIRECTIONS, KINDS, Case, describe
 from ..cases.mods import Mods

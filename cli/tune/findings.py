@@ -9,8 +9,8 @@ from typing import Any
 
 from cupy_flash.planning import tuning
 from cupy_flash.planning.problem_class import MOST_ROWS, ProblemClass
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import MAX_ALIGNMENT
 
 from ..cases.cases import SHORT_DTYPE, pair_text
 from ..records import environment, report

@@ -12,7 +12,7 @@ from typing import Any
 
 from cupy_flash.arrays.torch_arrays import order
 from cupy_flash.errors import needs_cupy
-from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
 # What DLPack calls CUDA memory.
 _DLPACK_CUDA = 2

@@ -19,7 +19,7 @@ from cupy_flash.arrays.torch_arrays import (
     two_streams,
 )
 from cupy_flash.errors import needs_cupy
-from cupy_flash.problem.problem import finite
+from cupy_flash.problem.values import finite
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
 _DLPACK_CPU = 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
-from cupy_flash.problem.problem import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
+from cupy_flash.problem.arrays import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -63,7 +63,7 @@ def require_shape(name: str, array: Any, expected: tuple[int, ...], meaning: str
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype's name as `cupy_flash.problem.problem.DTYPES` spells it."""
+    """The dtype's name as `cupy_flash.problem.arrays.DTYPES` spells it."""
     return _dtype_name(array.dtype)
 
 

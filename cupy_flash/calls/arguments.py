@@ -49,20 +49,17 @@ from cupy_flash.calls.modifiers import (
 )
 from cupy_flash.calls.options import Options
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
-from cupy_flash.problem.problem import (
+from cupy_flash.problem.arrays import (
     DTYPES,
     LARGEST_QUANTIZED,
     ArraySpec,
-    Problem,
     Scales,
     Strides,
-    check_bool,
-    check_count,
     check_no_self_overlap,
-    count,
-    make_problem,
 )
+from cupy_flash.problem.problem import Problem, make_problem
 from cupy_flash.problem.score import ScoreSpec
+from cupy_flash.problem.values import check_bool, check_count, count
 
 
 class Arguments(NamedTuple):

@@ -38,8 +38,9 @@ from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import MAX_ALIGNMENT, Problem
+from cupy_flash.problem.problem import Problem
 
 # Where rotated queries begin behind the workspace: as a new allocation would.
 _SCRATCH_ALIGNMENT = 512

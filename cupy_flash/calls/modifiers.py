@@ -38,7 +38,7 @@ from cupy_flash.mods.modification import (
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_causal
-from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 
 

@@ -13,7 +13,7 @@ from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
 from cupy_flash.gpu.environment import cupy_module, device_for_id
 from cupy_flash.planning import tuning
-from cupy_flash.problem.problem import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
 # Calls kept for reuse. A key takes about 2 KiB, and one workload uses a handful.
 _MAX_CALLS = 4096

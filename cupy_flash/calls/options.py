@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
 from cupy_flash.calls.modifiers import Modifiers
-from cupy_flash.problem.problem import check_bool, finite, integer
 from cupy_flash.problem.tile import FrozenTile, Tile
+from cupy_flash.problem.values import check_bool, finite, integer
 
 
 class Options(NamedTuple):

@@ -12,13 +12,9 @@ from cupy_flash.arrays.strided import (
     require_shape,
     spec_of,
 )
+from cupy_flash.problem.arrays import MAX_ALIGNMENT, ArraySpec, check_no_self_overlap
 from cupy_flash.problem.partials import CombineSpec
-from cupy_flash.problem.problem import (
-    MAX_ALIGNMENT,
-    MAX_SEQLEN,
-    ArraySpec,
-    check_no_self_overlap,
-)
+from cupy_flash.problem.problem import MAX_SEQLEN
 
 
 class Partials(NamedTuple):

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from cupy_flash.families import other_gradients
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
+from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.gradient import ROWS
-from cupy_flash.problem.problem import ITEMSIZE, Problem
+from cupy_flash.problem.problem import Problem
 
 _TERMS_THREADS = 256
 # Parts of the workspace begin on multiples of this.

@@ -28,8 +28,9 @@ from cupy_flash.families.schedule import (
     Split,
     TensorMapSpec,
 )
+from cupy_flash.problem.arrays import Shape
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import Problem, Shape
+from cupy_flash.problem.problem import Problem
 
 _WARPGROUP = 128
 # Rows of a warpgroup's products, and so of the lowest tile.

@@ -11,8 +11,9 @@ import math
 
 from cupy_flash.families.contract import round_up
 from cupy_flash.families.schedule import Launch, TensorMapSpec
+from cupy_flash.problem.arrays import Shape
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import Problem, Shape
+from cupy_flash.problem.problem import Problem
 
 ROWS = ("q", "k", "v")
 _PIECES = 3

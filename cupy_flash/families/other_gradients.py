@@ -9,8 +9,9 @@ import math
 
 from cupy_flash.families.contract import ceil_div, round_up
 from cupy_flash.families.schedule import Launch
+from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import ITEMSIZE, Problem
+from cupy_flash.problem.problem import Problem
 
 # Where parts of the workspace lie, by members of `GradientParams`.
 BIAS_PARTS, CAPTURE_SUMS = "bias_parts", "capture_sums"

@@ -6,8 +6,9 @@ from cupy_flash.families import split
 from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2
 from cupy_flash.families.schedule import Launch, Schedule, Split
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import MAX_COUNT, MAX_SEQLEN, Problem
+from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 from cupy_flash.problem.tile import Tile
+from cupy_flash.problem.values import MAX_COUNT
 
 
 def group_size(problem: Problem) -> int:

@@ -26,15 +26,9 @@ from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, assertions
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, MAX_ALIGNMENT, Strides
 from cupy_flash.problem.device import Device
-from cupy_flash.problem.problem import (
-    DTYPES,
-    ITEMSIZE,
-    MAX_ALIGNMENT,
-    MAX_HEAD_DIM,
-    MAX_SEQLEN,
-    Strides,
-)
+from cupy_flash.problem.problem import MAX_HEAD_DIM, MAX_SEQLEN
 
 SOURCE = "cache/append.cu"
 ENTRY = "append_new_rows"

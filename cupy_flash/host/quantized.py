@@ -13,7 +13,7 @@ import numpy as np
 from cupy_flash.arrays.strided import array_module, dtype_name
 from cupy_flash.host import sequence_places
 from cupy_flash.host.sequence_places import Keys
-from cupy_flash.problem.problem import LARGEST_QUANTIZED
+from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 
 # What NumPy would warn of is meant, as in `cpu`.
 _without_warnings = np.errstate(all="ignore")

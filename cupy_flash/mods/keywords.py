@@ -10,7 +10,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.mods.modification import MaskMod, ScoreMod
-from cupy_flash.problem.problem import finite
+from cupy_flash.problem.values import finite
 
 
 class Modifications(TypedDict, total=False):

@@ -5,14 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from cupy_flash.problem.arrays import ArraySpec, Tensors, check_no_self_overlap, tensor_of
 from cupy_flash.problem.gradient import GradientSpec
-from cupy_flash.problem.problem import (
-    ArraySpec,
-    Problem,
-    Tensors,
-    check_no_self_overlap,
-    tensor_of,
-)
+from cupy_flash.problem.problem import Problem
 
 
 def with_gradient(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupy_flash.problem.problem import ITEMSIZE, MAX_ALIGNMENT, Strides
+from cupy_flash.problem.arrays import ITEMSIZE, MAX_ALIGNMENT, Strides
 
 
 @dataclass(frozen=True)

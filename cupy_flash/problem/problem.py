@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
-
+from cupy_flash.problem.arrays import (
+    DTYPES,
+    ITEMSIZE,
+    LARGEST_QUANTIZED,
+    MAX_ALIGNMENT,
+    ArraySpec,
+    Scales,
+    Shape,
+    Tensors,
+    check_no_self_overlap,
+    tensor_of,
+)
 from cupy_flash.problem.gradient import GradientSpec
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
+from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
-# Of caches of 8 bits, by the largest number that each holds.
-LARGEST_QUANTIZED = {"float8_e4m3fn": 448.0, "int8": 127.0}
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "int8": 1}
 MAX_HEAD_DIM = 256
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
 # Factors on scores beyond which float32 may not hold the product: up to here it holds those of all
 # float16 inputs, and of others those below 5e33.
 HUGE_SCALE = 2.0**16
-# Sequences, caches and pages, which kernels have in 32-bit integers.
-MAX_COUNT = 2**31 - 1
-# The widest single memory access, in bytes.
-MAX_ALIGNMENT = 16
 
 # What a scale's magnitude may be at most: with the factor log2(e) that kernels give it, it is a
 # number of the type that scores are kept in.
@@ -37,106 +37,6 @@ _LARGEST_SCALE = {"float32": 2.0**127, "float64": 2.0**1023}
 
 # More thread blocks for a sequence's keys than any GPU runs at once.
 MAX_SPLITS = 2**16 - 1
-
-Strides = tuple[int, int, int]
-Shape = tuple[int, int, int, int]
-
-
-def contiguous_strides(shape: tuple[int, int, int, int]) -> Strides:
-    """Strides of the first three axes of a C-contiguous array, in elements."""
-    return (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3])
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """An array in (batch, seqlen, heads, dim) order, as the kernels address it.
-
-    Attributes
-    ----------
-    shape
-        (batch, seqlen, heads, dim).
-    strides
-        Of batch, row and head, in elements. The last axis is contiguous.
-    dtype
-        One of `DTYPES`.
-    alignment
-        Bytes (at most 16) that the address of the first element is a multiple of.
-    """
-
-    shape: tuple[int, int, int, int]
-    strides: Strides
-    dtype: str
-    alignment: int = MAX_ALIGNMENT
-
-    @classmethod
-    def contiguous(cls, shape: tuple[int, int, int, int], dtype: str) -> ArraySpec:
-        """Spec of a freshly allocated C-contiguous array."""
-        return cls(shape, contiguous_strides(shape), dtype)
-
-    def row_alignment(self) -> int:
-        """Bytes (a power of two, at most 16) that every row's address is a multiple of."""
-        size = ITEMSIZE[self.dtype]
-        alignment = self.alignment
-        for length, stride in zip(self.shape, self.strides, strict=False):
-            if length > 1:
-                alignment = math.gcd(alignment, stride * size)
-        return math.gcd(alignment, MAX_ALIGNMENT)
-
-
-class Tensor(NamedTuple):
-    """An array of a problem, and how its rows lie.
-
-    Attributes
-    ----------
-    dtype
-        One of `DTYPES`.
-    strides
-        Of batch, row and head, in elements.
-    alignment
-        Bytes (a power of two, at most 16) that every row starts at a multiple of.
-    """
-
-    dtype: str
-    strides: Strides
-    alignment: int
-
-
-class Scales(NamedTuple):
-    """How the scales of a cache of 8 bits lie.
-
-    Attributes
-    ----------
-    k, v
-        Strides of cache or page, row and head, in elements, 0 where all have one; None for 1.
-    computed
-        Whether an append computes those of the rows that it writes.
-    """
-
-    k: Strides | None = None
-    v: Strides | None = None
-    computed: bool = False
-
-
-class Tensors(Mapping[str, Tensor]):
-    """Tensors by name; hashable, as a problem is."""
-
-    def __init__(self, **tensors: Tensor) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self._tensors.items())))
-
-    def __repr__(self) -> str:
-        return f"Tensors(**{self._tensors})"
 
 
 @dataclass(frozen=True)
@@ -485,12 +385,6 @@ def make_contiguous_problem(
     )
 
 
-def tensor_of(spec: ArraySpec, *, is_packed: bool) -> Tensor:
-    """How the rows of an array lie, as kernels have it."""
-    strides = (0, *spec.strides[1:]) if is_packed else spec.strides
-    return Tensor(spec.dtype, strides, spec.row_alignment())
-
-
 def _splits(num_splits: int, batch_invariant: bool) -> int | None:
     number = integer("num_splits", num_splits)
     if not 0 <= number <= MAX_SPLITS:
@@ -506,26 +400,6 @@ def _splits(num_splits: int, batch_invariant: bool) -> int | None:
     return 1
 
 
-def count(name: str, value: int | None) -> int:
-    """An integer that is not negative; TypeError or ValueError, naming the option, for others."""
-    if value is None:
-        raise TypeError(f"{name} is None; expected an integer")
-    number = integer(name, value)
-    if number < 0:
-        raise ValueError(f"{name} is {number}; expected at least 0")
-    return number
-
-
-def integer(name: str, value: int) -> int:
-    """A value that can be an index as an int; TypeError, naming the option, for any other."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{name} is {value!r}; expected an integer")
-
-
 def _scale(value: float, dtype: str) -> float:
     scale = finite("softmax_scale", value)
     kept_in = "float64" if dtype == "float64" else "float32"
@@ -535,34 +409,6 @@ def _scale(value: float, dtype: str) -> float:
             f"{_LARGEST_SCALE[kept_in]:.3g}, as scores of {dtype} arrays are kept in {kept_in}"
         )
     return scale
-
-
-def finite(name: str, value: float) -> float:
-    """A number as a float; TypeError for what is none, ValueError for one that is not finite."""
-    try:
-        is_finite = math.isfinite(value)
-    except OverflowError:
-        # Not its digits, of which there are more than 300.
-        raise ValueError(f"{name} is beyond any float; expected a finite number") from None
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected a number") from None
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; expected a number")
-    if not is_finite:
-        raise ValueError(f"{name} is {value}; expected a finite number")
-    return float(value)
-
-
-def check_count(name: str, count: int) -> None:
-    """Raise ValueError for more than kernels count in 32 bits, as stride-0 views may have."""
-    if count > MAX_COUNT:
-        raise ValueError(f"{name} is {count}; expected at most {MAX_COUNT}")
-
-
-def check_bool(name: str, value: bool) -> None:
-    """Raise TypeError for what is neither True nor False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}; expected True or False")
 
 
 def _check_dtypes(
@@ -638,20 +484,3 @@ def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> 
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; expected {shape}")
     check_no_self_overlap("out", out)
-
-
-def check_no_self_overlap(name: str, spec: ArraySpec) -> None:
-    """Raise ValueError if two elements of an array that is written share an address."""
-    shape = spec.shape
-    if 0 in shape:
-        return
-    # They do when a longer axis does not step over the shorter ones.
-    extent = shape[3]
-    for stride, length in sorted(zip((abs(s) for s in spec.strides), shape[:3], strict=True)):
-        if length > 1:
-            if stride < extent:
-                raise ValueError(
-                    f"{name} overlaps itself: shape {shape}, strides {spec.strides} in elements; "
-                    "pass an array whose elements all have memory of their own"
-                )
-            extent = stride * (length - 1) + extent

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cupy_flash.problem.problem import integer
+from cupy_flash.problem.values import integer
 
 
 @dataclass(frozen=True)

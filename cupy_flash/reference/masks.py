@@ -12,7 +12,7 @@ from cupy_flash.mods.picture import draw
 from cupy_flash.mods.scores import Pairs, Scores
 from cupy_flash.mods.shapes import require_causal
 from cupy_flash.problem.mask import Mask
-from cupy_flash.problem.problem import count, integer
+from cupy_flash.problem.values import count, integer
 from cupy_flash.reference.modifications import read_modifications
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from cupy_flash.host.sequence_places import (
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
-from cupy_flash.problem.problem import LARGEST_QUANTIZED
+from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
 from cupy_flash.reference.modifications import fitting_modifications, integers
 

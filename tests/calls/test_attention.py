@@ -15,8 +15,10 @@ from cupy_flash.calls import attention
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import Schedule, Split
 from cupy_flash.gpu.params import PackedStruct
+from cupy_flash.problem.arrays import ArraySpec, Tensor, Tensors
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import MAX_COUNT, ArraySpec, Problem, Tensor, Tensors, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
+from cupy_flash.problem.values import MAX_COUNT
 
 int32 = st.integers(0, 2**31 - 1)
 int64 = st.integers(-(2**63), 2**63 - 1)

@@ -10,8 +10,9 @@ import pytest
 from cupy_flash.calls import backends, on_host
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import ArraySpec, Problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
 OPTIONS = Options("packed", max_seqlen_q=59, max_seqlen_k=59)
 

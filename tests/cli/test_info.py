@@ -15,7 +15,8 @@ from cupy_flash.families import FAMILIES, FORWARD
 from cupy_flash.gpu.compiler import CUBINS_VARIABLE
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
-from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+from cupy_flash.problem.arrays import DTYPES
+from cupy_flash.problem.problem import make_contiguous_problem
 
 
 def info(*arguments: str) -> Result:

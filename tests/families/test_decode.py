@@ -13,14 +13,9 @@ from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.families.schedule import EVEN, WHOLE, Launch, Split
 from cupy_flash.gpu.compiler import known_architectures
 from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.arrays import ArraySpec, contiguous_strides
 from cupy_flash.problem.device import Device, device_for_arch
-from cupy_flash.problem.problem import (
-    MAX_SEQLEN,
-    ArraySpec,
-    Problem,
-    contiguous_strides,
-    make_problem,
-)
+from cupy_flash.problem.problem import MAX_SEQLEN, Problem, make_problem
 
 decode = DecodeFamily()
 h100 = device_for_arch("sm_90")

@@ -18,15 +18,10 @@ from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.compiler import Cubin, compile_cubin
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
+from cupy_flash.problem.arrays import ArraySpec, Tensors
 from cupy_flash.problem.device import ARCHITECTURES, Device, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import (
-    ArraySpec,
-    Problem,
-    Tensors,
-    make_contiguous_problem,
-    make_problem,
-)
+from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
 
 hopper = HopperFamily()
 h100 = device_for_arch("sm_90")

@@ -8,10 +8,11 @@ import pytest
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper_backward import HopperBackwardFamily, HopperBackwardTile
+from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.gradient import GradientSpec
-from cupy_flash.problem.problem import ArraySpec, Problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
 hopper = HopperBackwardFamily()
 h100 = device_for_arch("sm_90")

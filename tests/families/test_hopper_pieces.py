@@ -10,9 +10,10 @@ import pytest
 from cupy_flash import plan
 from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import ArraySpec, Problem, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
 
 hopper = HopperFamily()
 h100 = device_for_arch("sm_90")

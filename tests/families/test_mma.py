@@ -11,9 +11,10 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
+from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import ITEMSIZE, ArraySpec, Problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
 mma = MmaFamily()
 h100 = device_for_arch("sm_90")

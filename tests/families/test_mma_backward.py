@@ -9,10 +9,11 @@ import pytest
 
 from cupy_flash.families.mma_backward import TILE_IMAGES, MmaBackwardFamily, MmaBackwardTile
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, ROW_TERMS
+from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.gradient import GradientSpec
-from cupy_flash.problem.problem import ArraySpec, Problem, make_contiguous_problem
+from cupy_flash.problem.problem import Problem, make_contiguous_problem
 from cupy_flash.problem.score import ScoreSpec
 
 mma = MmaBackwardFamily()

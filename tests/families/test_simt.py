@@ -12,9 +12,10 @@ from cupy_flash.families import ragged, split
 from cupy_flash.families.contract import heads_in_l2
 from cupy_flash.families.schedule import WHOLE
 from cupy_flash.families.simt import SimtFamily, SimtTile
+from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+from cupy_flash.problem.problem import make_contiguous_problem
 
 simt = SimtFamily()
 h100 = device_for_arch("sm_90")

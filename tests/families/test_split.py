@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from cupy_flash.families import split
 from cupy_flash.families.schedule import WHOLE, Split
 from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import DTYPES, make_contiguous_problem
+from cupy_flash.problem.problem import make_contiguous_problem
 
 h100 = device_for_arch("sm_90")
 

@@ -21,8 +21,8 @@ from cupy_flash.gpu.append import (
     prepare,
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
+from cupy_flash.problem.arrays import DTYPES, ITEMSIZE
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import DTYPES, ITEMSIZE
 
 h100 = device_for_arch("sm_90")
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))

@@ -21,8 +21,9 @@ from cupy_flash.gpu.compiler import (
     why_no_compiler,
 )
 from cupy_flash.planning.planner import make_plan
+from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Resources, device_for_arch
-from cupy_flash.problem.problem import Tensor, Tensors, make_contiguous_problem
+from cupy_flash.problem.problem import make_contiguous_problem
 
 h100 = device_for_arch("sm_90")
 needs_nvrtc = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))

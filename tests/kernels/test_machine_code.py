@@ -17,8 +17,8 @@ from cupy_flash.families import FORWARD
 from cupy_flash.families.simt import SimtTile
 from cupy_flash.gpu.compiler import Cubin, compile_cubin, known_architectures
 from cupy_flash.planning.planner import Plan
+from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES
-from cupy_flash.problem.problem import DTYPES
 
 machine_code = script("machine_code") if IN_CHECKOUT else None
 HEAD, TABLE, TESTED = machine_code.read_table() if machine_code else ({}, {}, [])

@@ -19,13 +19,9 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR, score_config
 from cupy_flash.families.decode import DecodeFamily, DecodeTile
 from cupy_flash.families.schedule import EVEN, Schedule, Split
+from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import (
-    ArraySpec,
-    Problem,
-    make_contiguous_problem,
-    make_problem,
-)
+from cupy_flash.problem.problem import Problem, make_contiguous_problem, make_problem
 
 FOLDER = Path(__file__).resolve().parent / "host_kernels"
 COMPILER = shutil.which("g++")

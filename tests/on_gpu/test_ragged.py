@@ -15,7 +15,7 @@ from support.gpu_sequences import CPU, SIXTEEN_BIT, Place, check_kvcache, check_
 from support.prebuilt import use_cubins
 from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
-from cupy_flash.problem.problem import DTYPES
+from cupy_flash.problem.arrays import DTYPES
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 

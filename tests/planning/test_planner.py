@@ -21,9 +21,10 @@ from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
 from cupy_flash.planning.tuning import Entry, problem_class
+from cupy_flash.problem.arrays import DTYPES, ArraySpec
 from cupy_flash.problem.device import ARCHITECTURES, Resources, device_for_arch
 from cupy_flash.problem.mask import Mask
-from cupy_flash.problem.problem import DTYPES, ArraySpec, make_contiguous_problem, make_problem
+from cupy_flash.problem.problem import make_contiguous_problem, make_problem
 from cupy_flash.problem.tile import freeze_tile
 
 h100 = device_for_arch("sm_90")

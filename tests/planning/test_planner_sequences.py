@@ -15,9 +15,10 @@ from cupy_flash.families.contract import MAX_GRID
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
 from cupy_flash.planning.tuning import Entry, problem_class
+from cupy_flash.problem.arrays import DTYPES, ArraySpec
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import DTYPES, ArraySpec, Problem, make_problem
+from cupy_flash.problem.problem import Problem, make_problem
 
 H100, A100, TURING = (device_for_arch(arch) for arch in ("sm_90", "sm_80", "sm_75"))
 relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])

@@ -17,14 +17,9 @@ from hypothesis import strategies as st
 
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, TableError, problem_class, read_table, write_table
+from cupy_flash.problem.arrays import ArraySpec, Tensor, Tensors
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import (
-    ArraySpec,
-    Tensor,
-    Tensors,
-    make_contiguous_problem,
-    make_problem,
-)
+from cupy_flash.problem.problem import make_contiguous_problem, make_problem
 
 CHECKOUT = Path(tuning.__file__).resolve().parents[2]
 

@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_flash.problem.problem import (
-    DTYPES,
-    ITEMSIZE,
-    MAX_SEQLEN,
-    ArraySpec,
-    contiguous_strides,
-    make_contiguous_problem,
-    make_problem,
-)
+from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, ArraySpec, contiguous_strides
+from cupy_flash.problem.problem import MAX_SEQLEN, make_contiguous_problem, make_problem
 
 SIZES = {
     "dtype": "float32",

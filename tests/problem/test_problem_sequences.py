@@ -7,14 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from cupy_flash.problem.problem import (
-    MAX_COUNT,
-    MAX_SEQLEN,
-    MAX_SPLITS,
-    ArraySpec,
-    check_no_self_overlap,
-    make_problem,
-)
+from cupy_flash.problem.arrays import ArraySpec, check_no_self_overlap
+from cupy_flash.problem.problem import MAX_SEQLEN, MAX_SPLITS, make_problem
+from cupy_flash.problem.values import MAX_COUNT
 
 DTYPE = "float16"
 

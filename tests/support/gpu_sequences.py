@@ -29,8 +29,8 @@ from cupy_flash.families import FORWARD
 from cupy_flash.gpu.append import append_unit
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import device_for_arch
-from cupy_flash.problem.problem import MAX_ALIGNMENT
 from support.gpu_support import DTYPES, Placement, bits, current_device
 from support.prebuilt import selected_calls, write_cubins
 from support.sequence_support import (

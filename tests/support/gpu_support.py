@@ -24,14 +24,9 @@ from cupy_flash import flash_attention
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
 from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.arrays import MAX_ALIGNMENT, ArraySpec, contiguous_strides
 from cupy_flash.problem.device import Device, device_for_arch
-from cupy_flash.problem.problem import (
-    MAX_ALIGNMENT,
-    ArraySpec,
-    Problem,
-    contiguous_strides,
-    make_problem,
-)
+from cupy_flash.problem.problem import Problem, make_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 

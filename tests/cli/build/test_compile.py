@@ -26,8 +26,9 @@ from cupy_flash.gpu.compiler import (
 )
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan
+from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, Device, Resources, device_for_arch
-from cupy_flash.problem.problem import DTYPES, Problem, make_contiguous_problem
+from cupy_flash.problem.problem import Problem, make_contiguous_problem
 
 needs_compiler = pytest.mark.skipif(
     why_no_compiler() is not None, reason="needs NVRTC, which comes with the cuda extras"

@@ -36,9 +36,10 @@ _LINE = 64
 # Head dims of which a consumer holds dk and dv of 64 keys.
 _WIDEST = 128
 # Registers of a thread of the helpers and of a consumer: together what the launch allots, 168 for
-# each of 384 threads. Of wide heads consumers need fewer, and helpers spill with 24.
+# each of 384 threads.
 _REGISTERS = (24, 240)
-_WIDE_REGISTERS = (24, 240)
+# Of wide heads of sequences: with 24 the helpers spilled, and a loop of theirs was compiled wrong.
+_WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
 # Of a consumer, for addresses and state, besides sums and operands.
 _STATE_REGISTERS = 24
 _BARRIER_BYTES = 8
@@ -253,7 +254,8 @@ def _is_wide(problem: Problem) -> bool:
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:
-    return _WIDE_REGISTERS if _is_wide(problem) else _REGISTERS
+    spills = _is_wide(problem) and not problem.layout.is_equal
+    return _WIDE_REGISTERS_OF_SEQUENCES if spills else _REGISTERS
 
 
 def _padded_dims(problem: Problem) -> tuple[int, int]:

@@ -21,6 +21,9 @@ import numpy as np
 from threadpoolctl import threadpool_info
 from cupy_flash import attention_reference, flash_attention
 
+# A shell that runs the tests in the background has its children ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def blas_threads():
     return [x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"]
 

@@ -152,16 +152,20 @@ struct HopperGradientCta {
   struct Step {
     int head;
     int tile;
+    int heads_behind;  // of the group
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
-  __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ Step first_step() const { return {work.head * group(), order.first_tile}; }
+  __device__ Step first_step() const {
+    const int group = p.heads_q / p.heads_kv;
+    return {work.head * group, order.first_tile, group - 1};
+  }
+  // Without a division: in the loop of a helper with few registers it was compiled wrong.
   __device__ bool is_last(const Step& step) const {
-    return step.tile == order.end_tile - 1 && step.head == (work.head + 1) * group() - 1;
+    return step.tile == order.end_tile - 1 && step.heads_behind == 0;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
-    return {step.head + 1, order.first_tile};
+    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1, step.heads_behind};
+    return {step.head + 1, order.first_tile, step.heads_behind - 1};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of

@@ -152,20 +152,21 @@ struct HopperGradientCta {
   struct Step {
     int head;
     int tile;
-    int heads_behind;  // of the group
   };
   __device__ bool has_steps() const { return order.first_tile < order.end_tile; }
   __device__ Step first_step() const {
-    const int group = p.heads_q / p.heads_kv;
-    return {work.head * group, order.first_tile, group - 1};
+    return {work.head * (p.heads_q / p.heads_kv), order.first_tile};
   }
-  // Without a division: in the loop of a helper with few registers it was compiled wrong.
+  // Without a division, which in a helper's loop takes registers that it has not: ptxas once wrote
+  // over a dividend there. That the products wrap around does not matter: heads of a group times
+  // heads_kv do not.
   __device__ bool is_last(const Step& step) const {
-    return step.tile == order.end_tile - 1 && step.heads_behind == 0;
+    return step.tile == order.end_tile - 1 &&
+           (step.head + 1u) * p.heads_kv == (work.head + 1u) * p.heads_q;
   }
   __device__ Step step_behind(const Step& step) const {
-    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1, step.heads_behind};
-    return {step.head + 1, order.first_tile, step.heads_behind - 1};
+    if (step.tile < order.end_tile - 1) return {step.head, step.tile + 1};
+    return {step.head + 1, order.first_tile};
   }
 
   // Scores of keys behind the last are 0, and their p may be infinite: 0 times that is no part of

@@ -18,6 +18,7 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.calls.arguments import (
     IN_PLACE,
+    SCALES,
     Arguments,
     problem_of,
     require_given,
@@ -38,7 +39,7 @@ from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import MAX_ALIGNMENT, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -260,12 +261,21 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
     places = (*pages, "total_q", "total_k", "caches", "new_keys")
     return {
         **{name: tensor.strides for name, tensor in problem.tensors.items()},
+        **scale_strides(problem),
         "softmax_scale": problem.score_factor[1],
         **{name: getattr(problem, name) for name in sizes},
         "num_splits": schedule.split.parts,
         "section_heads": schedule.section_heads,
         **{name: getattr(problem.layout, name) for name in places},
     }
+
+
+def scale_strides(problem: Problem) -> dict[str, Strides]:
+    """How the scales that are given lie, by the names of their fields."""
+    if problem.scales is None:
+        return {}
+    given = zip(SCALES, (problem.scales.k, problem.scales.v), strict=True)
+    return {name: strides for name, strides in given if strides is not None}
 
 
 def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
@@ -279,6 +289,7 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
         found["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
         found["q"] = "q_rotated"
+    found |= {name: name for name in scale_strides(plan.problem)}
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
         if getattr(arguments, name) is not None:
             found[name] = name
@@ -291,6 +302,7 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
     arrays = (arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache)
     specs = [spec_of(array, address_of(array)) for array in arrays]
     q, k, v, k_cache, v_cache = specs
+    together = specs if problem.scales is None else specs[:3]
     tables = [] if cos is None else [_rotary_alignment(t) for t in (cos, arguments.rotary_sin)]
     return append.AppendSpec(
         dtype=problem.dtype,
@@ -318,8 +330,11 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         rotary_dtype=problem.dtype if cos is None else dtype_name(cos),
         rotary_interleaved=bool(options.rotary_interleaved),
         causal=problem.causal,
-        alignment=min(spec.row_alignment() for spec in specs),
+        alignment=min(spec.row_alignment() for spec in together),
+        cache_alignment=min(k_cache.row_alignment(), v_cache.row_alignment()),
         rotary_alignment=min(tables, default=MAX_ALIGNMENT),
+        cache_dtype=None if problem.scales is None else k_cache.dtype,
+        scales=problem.scales,
     )
 
 

@@ -43,6 +43,8 @@ ELEMENT_TYPES = {
     "float32": "float",
     "float64": "double",
 }
+# Of caches of 8 bits.
+STORED_TYPES = {"float8_e4m3fn": "float8_e4m3_t", "int8": "signed_byte_t"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ class Family(ABC, Generic[TileT]):
             "Element": ELEMENT_TYPES[problem.dtype],
             "Mods": "NoMods" if score is None else "::Mods",
         }
+        if problem.scales is not None:
+            types["CacheElement"] = STORED_TYPES[problem.tensors["k"].dtype]
         gradient = problem.gradient
         if gradient is not None:
             types["Gradient"] = ELEMENT_TYPES[gradient.dtype]
@@ -207,6 +211,7 @@ class Family(ABC, Generic[TileT]):
             + (" backward" if gradient is not None else "")
             + (" causal" if problem.causal else "")
             + (" modified" if score is not None else "")
+            + (f" {problem.tensors['k'].dtype}" if problem.scales is not None else "")
             + (" split" if split.kind == "parts" else "")
             + f" tile {tile}"
         )

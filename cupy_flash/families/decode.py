@@ -20,6 +20,7 @@ from cupy_flash.families.contract import (
     why_not_scale,
 )
 from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
+from cupy_flash.problem.arrays import ITEMSIZE, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 from cupy_flash.problem.tile import Tile
@@ -31,9 +32,15 @@ _FEWEST_KEYS = 256
 # thread blocks enough, and causal masks make the shares uneven anyway.
 _MOST_SHARED_TILES = 8
 _MOST_STAGES = 8
+# A scale of one key or value.
+_SCALE_BYTES = 4
 # What a block knows of its part of the keys (`State` in the kernel).
 _STATE_BYTES = 144
 _CLUSTERS = (1, 2, 4, 8)
+# The first with instructions that convert float8.
+_FLOAT8_ARCH = 89
+# Keys of a tile of a cache of 8 bits: as many bytes as 16 of 16 bits.
+_QUANTIZED_KEYS = 32
 # Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
 _SHARE_OF_SMS = 0.42
 # Units of keys for each block of a cluster up to which no other cluster has a share: 1024 keys of 4
@@ -108,6 +115,7 @@ class DecodeFamily(Family[DecodeTile]):
     source = "forward/decode.cu"
     tile_type = DecodeTile
     serves_sequences = True
+    serves_quantized = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
@@ -116,7 +124,9 @@ class DecodeFamily(Family[DecodeTile]):
             return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
         if reason := why_not_scale(problem):
             return reason
-        layout = problem.layout
+        layout, stored = problem.layout, problem.tensors["k"].dtype
+        if stored == "float8_e4m3fn" and device.arch < _FLOAT8_ARCH:
+            return f"needs sm_{_FLOAT8_ARCH} or newer to read {stored}, not {device.sm}"
         if layout.page_size and layout.max_pages == 0:
             return "its block_table has no pages"
         if self._first_legal(problem, device) is None:
@@ -143,6 +153,8 @@ class DecodeFamily(Family[DecodeTile]):
             return f"Br is {tile.Br}; expected 16 or 32"
         if tile.Bc not in (16, 32):
             return f"Bc is {tile.Bc}; expected 16 or 32"
+        if problem.scales is not None and tile.Bc != _QUANTIZED_KEYS:
+            return f"Bc is {tile.Bc}; expected {_QUANTIZED_KEYS} of a cache of 8 bits"
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
         if not 2 <= tile.stages <= _MOST_STAGES:
@@ -155,8 +167,7 @@ class DecodeFamily(Family[DecodeTile]):
             return f"has {_rows(problem)} rows of a key/value head; {MAX_SEQLEN} can be counted"
         if tile.min_blocks < 1:
             return f"min_blocks is {tile.min_blocks}; expected at least 1"
-        columns, columns_v = _padded_dims(problem)
-        if tile.Br * columns > tile.Bc * (columns + columns_v):
+        if tile.Br * _padded_dims(problem)[0] * problem.itemsize > _stage_bytes(problem, tile):
             return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
         if tile.Br * _record_bytes(problem) > tile.stages * _stage_bytes(problem, tile):
             return f"stages is {tile.stages}; a warp's result must fit its ring"
@@ -195,10 +206,11 @@ class DecodeFamily(Family[DecodeTile]):
     def _preferred_tiles(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
         """Tiles from the best down, of which the first that fits is the default."""
         wide = max(problem.head_dim, problem.head_dim_v) > 128
-        small = [DecodeTile(16, 16, min_blocks=2), DecodeTile(16, 16, min_blocks=1)]
+        keys = 16 if problem.scales is None else _QUANTIZED_KEYS
+        small = [DecodeTile(16, keys, min_blocks=2), DecodeTile(16, keys, min_blocks=1)]
         several_heads = problem.heads_kv >= _SEVERAL_HEADS
         is_tiny = problem.batch * problem.seqlen_k <= _TINY and several_heads
-        large = DecodeTile(16, 16, warps=4 if wide or is_tiny else 8, min_blocks=1)
+        large = DecodeTile(16, keys, warps=4 if wide or is_tiny else 8, min_blocks=1)
         has_much = _bytes(problem) > _LITTLE
         page_size = problem.layout.page_size
         tiles = [large, *small]
@@ -218,7 +230,7 @@ class DecodeFamily(Family[DecodeTile]):
             # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 128 x 1024, head_dim 64,
             # 81.6, 83.5; 32 x 1024 of 32 heads 134.3, 135.8. Where they have not, 48 x 8192: 370.4,
             # 365.2.
-            fine = DecodeTile(16, 16, warps=2, min_blocks=4)
+            fine = DecodeTile(16, keys, warps=2, min_blocks=4)
             if _places_of_whole_sequences(problem, device, fine):
                 tiles.insert(0, fine)
             if has_much:
@@ -285,6 +297,7 @@ class DecodeFamily(Family[DecodeTile]):
             self.shared_memory(problem, launched),
             tile.min_blocks,
             launched.cluster,
+            ("params",) if problem.scales is None else ("quantized_params",),
         )
         return Schedule(
             (launch,),
@@ -335,7 +348,13 @@ class DecodeFamily(Family[DecodeTile]):
 
     def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
         layout, launched = problem.layout, _launched(tile, split)
-        return {
+        quantized: dict[str, int | bool] = {"quantized": problem.scales is not None}
+        if problem.scales is not None:
+            quantized |= {
+                f"{name}_scales_by_key": _by_key(problem, strides)
+                for name, strides in (("k", problem.scales.k), ("v", problem.scales.v))
+            }
+        return quantized | {
             "Br": tile.Br,
             "Bc": tile.Bc,
             "warps": tile.warps,
@@ -421,9 +440,22 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
     return round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
 
 
+def _by_key(problem: Problem, scales: Strides | None) -> bool:
+    """Whether keys of a sequence's head may have different scales."""
+    if scales is None:
+        return False
+    block, row, _ = scales
+    return row != 0 or (problem.layout.page_size > 0 and block != 0)
+
+
 def _key_bytes(problem: Problem) -> int:
-    """A key and its value in shared memory."""
-    return sum(_padded_dims(problem)) * problem.itemsize
+    """A key and its value in shared memory, and their scales."""
+    size = ITEMSIZE[problem.tensors["k"].dtype]
+    of_scales = 0
+    if problem.scales is not None:
+        each = (problem.scales.k, problem.scales.v)
+        of_scales = sum(_SCALE_BYTES for strides in each if _by_key(problem, strides))
+    return sum(_padded_dims(problem)) * size + of_scales
 
 
 def _bytes(problem: Problem) -> int:

@@ -105,9 +105,18 @@ GRADIENTS_DTYPE = np.dtype(
 def params_dtype(problem: Problem) -> np.dtype:
     """The struct of a problem's kernels.
 
-    Behind what all have comes what modifications read, and then what belongs to gradients.
+    Behind what all have comes what modifications read, then how the scales of a cache of 8 bits
+    lie, or what belongs to gradients.
     """
     forward = _forward_dtype(problem)
+    if problem.scales is not None:
+        assert forward.fields is not None
+        fields = {name: field[:2] for name, field in forward.fields.items()}
+        end = forward.itemsize
+        for name in ("k_scale", "v_scale"):
+            fields[name] = (TENSOR_DTYPE, end)
+            end += TENSOR_DTYPE.itemsize
+        return _struct(fields, end)
     if problem.gradient is None:
         return forward
     assert forward.fields is not None
@@ -146,6 +155,8 @@ def _struct(fields: Mapping[str, tuple[np.dtype, int]], itemsize: int) -> np.dty
 def layout_assertions(problem: Problem) -> str:
     """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
     name = "Params" if problem.gradient is None else "GradientParams"
+    if problem.scales is not None:
+        name = "QuantizedParams"
     structs = [("Tensor", TENSOR_DTYPE), (name, params_dtype(problem))]
     if problem.gradient is not None:
         structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))

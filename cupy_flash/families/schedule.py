@@ -19,6 +19,7 @@ MAX_STRIDE = 2**40
 # C++ types of what kernels are given, by the names that `Launch.arguments` has.
 _TYPES = {
     "params": "Params",
+    "quantized_params": "QuantizedParams",
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
@@ -27,6 +28,7 @@ _TYPES = {
 # What a kernel may be given, in order.
 _ARGUMENTS = (
     ("params",),
+    ("quantized_params",),
     ("maps", "params"),
     ("biased_maps", "params"),
     ("gradients",),
@@ -92,7 +94,8 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`); of a backward problem
+        a bias behind the others, if any, and "params" (`params.py`), with scales of a cache of 8
+        bits "quantized_params"; of a backward problem
         "gradient_maps", if any, and "gradients".
     source
         File that has the function where it is not the family's own.

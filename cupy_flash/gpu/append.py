@@ -16,6 +16,7 @@ from cupy_flash.families.contract import (
     ELEMENT_TYPES,
     MAX_GRID,
     MAX_GRID_Y,
+    STORED_TYPES,
     TranslationUnit,
     ceil_div,
     config_struct,
@@ -26,7 +27,7 @@ from cupy_flash.families.params import PARAMS_DTYPE, TENSOR_DTYPE, assertions
 from cupy_flash.gpu.by_value import thread_arguments
 from cupy_flash.gpu.compiler import kernel_cache
 from cupy_flash.gpu.params import PackedStruct
-from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, MAX_ALIGNMENT, Strides
+from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, MAX_ALIGNMENT, Scales, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_HEAD_DIM, MAX_SEQLEN
 
@@ -47,6 +48,8 @@ APPEND_DTYPE = np.dtype(
         ("rotary_rows", np.int32),
         ("q_advances", np.int32),
         ("_end", np.int32),
+        ("k_scale", TENSOR_DTYPE),
+        ("v_scale", TENSOR_DTYPE),
     ]
 )
 
@@ -61,11 +64,12 @@ _SOURCES = {
     "seqused_k": "cache_seqlens",
     "cos": "rotary_cos",
     "sin": "rotary_sin",
-    **{name: name for name in ("keys", "cache_batch_idx", "block_table")},
+    **{n: n for n in ("keys", "cache_batch_idx", "block_table", "k_scale", "v_scale")},
 }
 
 # Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
 _THREADS = 128
+_WARP = 32
 # A piece's index, and that of one a step of all threads past the last, are 32-bit.
 _MAX_PIECES = 2**28
 
@@ -77,7 +81,7 @@ class AppendSpec:
     Attributes
     ----------
     dtype
-        Of q, k, v and the caches.
+        Of q, k and v.
     batch, seqlen_q, seqlen_new, heads_q, heads_kv, head_dim, head_dim_v
         Sizes of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_new, heads_kv,
         head_dim or head_dim_v).
@@ -103,10 +107,12 @@ class AppendSpec:
     causal
         Whether query i is at the position of new key i; else all are at that of the first.
     alignment
-        Bytes (a power of two, at most 16) that every row of q, k, v and both caches starts at a
-        multiple of.
+        Bytes (a power of two, at most 16) that every row of q, k, v and, unless they are of 8 bits,
+        both caches starts at a multiple of.
     rotary_alignment
         The same of cos and sin.
+    cache_dtype, cache_alignment, scales
+        Of caches of 8 bits: their dtype, alignment, and how their scales lie.
     """
 
     dtype: str
@@ -136,6 +142,9 @@ class AppendSpec:
     causal: bool
     alignment: int
     rotary_alignment: int
+    cache_dtype: str | None = None
+    cache_alignment: int = MAX_ALIGNMENT
+    scales: Scales | None = None
 
     @property
     def rows(self) -> int:
@@ -153,6 +162,9 @@ class AppendSpec:
         paired = 0 if self.rotary_interleaved else self.rotary_dim // 2
         turned = ceil_div(self.head_dim - paired, width)
         queries = self.heads_q * turned if self.rotary_dim else 0
+        if self.scales is not None:
+            # A warp has a row of a head.
+            return max(queries, 2 * self.heads_kv * _WARP)
         return queries + self.heads_kv * (turned + ceil_div(self.head_dim_v, width))
 
     def check(self) -> None:
@@ -195,10 +207,11 @@ class AppendSpec:
                 f"seqlen of the cache is {self.seqlen_cache}; expected at most the "
                 f"{self.max_pages * self.page_size} rows of {self.max_pages} pages"
             )
-        size = ITEMSIZE[self.dtype]
+        size, cache_size = ITEMSIZE[self.dtype], ITEMSIZE[self.cache_dtype or self.dtype]
         rotary_size = ITEMSIZE[self.rotary_dtype] if self.rotary_dim else 1
         for name, alignment, least in (
             ("alignment", self.alignment, size),
+            ("cache_alignment", self.cache_alignment, cache_size),
             ("rotary_alignment", self.rotary_alignment, rotary_size),
         ):
             if not least <= alignment <= MAX_ALIGNMENT:
@@ -209,7 +222,7 @@ class AppendSpec:
 
 def append_unit(spec: AppendSpec) -> TranslationUnit:
     """The translation unit of an append."""
-    members = {
+    members: dict[str, int | bool] = {
         "head_dim": spec.head_dim,
         "head_dim_v": spec.head_dim_v,
         "page_size": spec.page_size,
@@ -220,24 +233,30 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         "alignment": spec.alignment,
     }
     rotary_dtype = spec.rotary_dtype if spec.rotary_dim else spec.dtype
+    types = {
+        "Element": ELEMENT_TYPES[spec.dtype],
+        "RotaryElement": ELEMENT_TYPES[rotary_dtype],
+    }
+    function, stored = "append", ""
+    if spec.scales is not None:
+        function, stored = "append_quantized", f" to {spec.cache_dtype}"
+        types["CacheElement"] = STORED_TYPES[spec.cache_dtype or ""]
+        members |= {
+            "cache_alignment": spec.cache_alignment,
+            "computes_scales": spec.scales.computed,
+        }
     lines = [
         f"// cupy_flash append, sources {source_digest(SOURCE)}",
         f'#include "{SOURCE}"',
         assertions(("Tensor", TENSOR_DTYPE), ("AppendParams", APPEND_DTYPE)),
-        config_struct(
-            {
-                "Element": ELEMENT_TYPES[spec.dtype],
-                "RotaryElement": ELEMENT_TYPES[rotary_dtype],
-            },
-            members,
-        ),
+        config_struct(types, members),
         f'extern "C" __global__ void __launch_bounds__({_THREADS})',
         f"{ENTRY}(const __grid_constant__ AppendParams params) "
-        "{ append::append<Config>(params); }",
+        f"{{ append::{function}<Config>(params); }}",
     ]
     pairs = "interleaved" if spec.rotary_interleaved else "halves"
     title = (
-        f"append {spec.dtype} head_dim {spec.head_dim}"
+        f"append {spec.dtype}{stored} head_dim {spec.head_dim}"
         + (f"/{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else "")
         + (f" page_size {spec.page_size}" if spec.page_size else "")
         + (f" rotary_dim {spec.rotary_dim} {pairs}" if spec.rotary_dim else "")
@@ -263,7 +282,7 @@ def append_launch(spec: AppendSpec) -> tuple[tuple[int, int, int], tuple[int, in
             f"a row of {spec.heads_q} and {spec.heads_kv} heads is more than an append moves; "
             f"expected at most {_MAX_PIECES} pieces of 16 bytes"
         )
-    threads = min(_THREADS, round_up(spec.pieces, 32))
+    threads = min(_THREADS, round_up(spec.pieces, _WARP))
     return (rows, min(MAX_GRID_Y, ceil_div(spec.pieces, threads)), 1), (threads, 1, 1)
 
 
@@ -278,7 +297,7 @@ class Append:
         grid: tuple[int, int, int] = (0, 0, 0),
         block: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        fixed = {
+        fixed: dict[str, Any] = {
             "q": spec.q_strides,
             "k": spec.k_cache_strides,
             "v": spec.v_cache_strides,
@@ -298,6 +317,9 @@ class Append:
             "rotary_rows": spec.rotary_rows,
             "q_advances": int(spec.causal),
         }
+        if spec.scales is not None:
+            of_scales = {"k_scale": spec.scales.k, "v_scale": spec.scales.v}
+            fixed |= {name: strides for name, strides in of_scales.items() if strides is not None}
         self._params = PackedStruct(APPEND_DTYPE, fixed, _SOURCES, names)
         self._kernel = kernel
         self._grid = grid
@@ -350,8 +372,12 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
         If the kernel does not compile.
     """
     spec.check()
-    if device.arch < 75:
-        raise UnsupportedError(f"append needs sm_75 or later, and {device.name} is {device.sm}")
+    least = 89 if spec.cache_dtype == "float8_e4m3fn" else 75
+    if device.arch < least:
+        what = f"append to {spec.cache_dtype}" if spec.scales is not None else "append"
+        raise UnsupportedError(
+            f"{what} needs sm_{least} or later, and {device.name} is {device.sm}"
+        )
     if spec.batch * spec.rows == 0:
         return Append(spec, names)
     grid, block = append_launch(spec)

@@ -7,10 +7,14 @@
 // v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
 // asked for before anything is known about where it goes.
 //
+// For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by a
+// scale, which the caller gives or which the warp finds first: that of the row's largest magnitude.
+//
 // Lengths, rows of the cache and page numbers come from the caller's arrays on the device and
 // nobody has checked them: what has no place of its own in the cache is dropped.
 #include "tile/element.cuh"
 #include "tile/access.cuh"
+#include "cache/quantize.cuh"
 #include "params.cuh"
 #include "grid/pages.cuh"
 #include "grid/sequences.cuh"
@@ -26,6 +30,8 @@ struct AppendParams : Params {
   int seqlen_new;
   int rotary_rows;  // at least 1 where there is a rotary embedding
   int q_advances;   // whether query i is at the position of new key i; else all are at the first's
+  Tensor k_scale;   // of a cache of 8 bits: (caches or pages, rows, heads_kv), or without data
+  Tensor v_scale;
 };
 
 namespace append {
@@ -48,6 +54,7 @@ template <class Element, int Columns, int Alignment>
 struct CopiedRow {
   static constexpr int width = piece_elements<Element>;
   static constexpr int pieces = ceil_div(Columns, width);
+  static constexpr int step = width;  // all parts begin at a multiple of so many columns
 
   Piece<Element> x;
   int column, elements;
@@ -59,6 +66,10 @@ struct CopiedRow {
   }
   __device__ void store(Element* row) const {
     store_chunk<Element, Alignment>(row + column, x, elements);
+  }
+  template <class Visit>
+  __device__ void for_each_part(Visit visit) const {
+    visit(column, x, elements);
   }
 };
 
@@ -80,6 +91,7 @@ struct RotatedRow {
   static constexpr int rest_begin = interleaved ? rotated_pieces * width : Config::rotary_dim;
   static constexpr int rest = Config::head_dim > rest_begin ? Config::head_dim - rest_begin : 0;
   static constexpr int pieces = rotated_pieces + ceil_div(rest, width);
+  static constexpr int step = interleaved ? width : common_alignment(width, half);
   // Of the second half, hence of the columns behind it too.
   static constexpr int from_alignment =
       interleaved ? FromAlignment : common_alignment(FromAlignment, half_bytes);
@@ -128,6 +140,11 @@ struct RotatedRow {
       store_chunk<Element, to_alignment>(row + half + column, partner, elements);
     }
   }
+  template <class Visit>
+  __device__ void for_each_part(Visit visit) const {
+    visit(column, x, elements);
+    if (has_partner()) visit(half + column, partner, elements);
+  }
 };
 
 // One row of one sequence, and what the caller's arrays say about it.
@@ -160,17 +177,18 @@ struct Row {
     return static_cast<Element*>(p.out.data) + index * Config::head_dim;
   }
 
-  // Where it goes in a cache, or null if it has no place there.
-  __device__ Element* target(const Tensor& cache, int head, const Keys& keys) const {
+  // Where it goes in a cache, or null if it has no place there; or where its scale is.
+  template <class Stored = Element>
+  __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
     const int key = keys.at.seqlen_k + row;
     if (key >= keys.capacity) return nullptr;
     if constexpr (Config::page_size > 0) {
       const int* table = p.block_table + batch * p.block_table_stride;
       const int page = table[key / Config::page_size];
       if (!is_page(page, p.pages)) return nullptr;
-      return cache.head<Element>(page, head) + key % Config::page_size * cache.row_stride;
+      return cache.head<Stored>(page, head) + key % Config::page_size * cache.row_stride;
     } else {
-      return cache.head<Element>(keys.at.k_batch, head) + key * cache.row_stride;
+      return cache.head<Stored>(keys.at.k_batch, head) + key * cache.row_stride;
     }
   }
 
@@ -182,6 +200,23 @@ struct Row {
 };
 
 template <class Config>
+using RotatedQuery = RotatedRow<
+    Config, Config::alignment,
+    common_alignment(Config::alignment, Config::head_dim * int(sizeof(typename Config::Element)))>;
+
+template <class Config>
+__device__ void rotate_query(const Row<Config>& row, int index) {
+  using Query = RotatedQuery<Config>;
+  const AppendParams& p = row.p;
+  const int head = index / Query::pieces;
+  Query piece(row.source(p.q, head), index % Query::pieces);
+  const auto keys = row.keys();
+  const bool advances = p.q_advances != 0;
+  piece.turn(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
+  piece.store(row.rotated_query(head));
+}
+
+template <class Config>
 __device__ void append(const AppendParams& p) {
   using Element = typename Config::Element;
   constexpr bool rotates = Config::rotary_dim > 0;
@@ -189,14 +224,12 @@ __device__ void append(const AppendParams& p) {
   constexpr int dim = Config::head_dim;
   using Key = CopiedRow<Element, dim, alignment>;
   using RotatedKey = RotatedRow<Config, alignment, alignment>;
-  using RotatedQuery =
-      RotatedRow<Config, alignment, common_alignment(alignment, dim * int(sizeof(Element)))>;
   using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
   static_assert(Config::rotary_dim % 2 == 0 && Config::rotary_dim <= dim, "pairs within a row");
 
   const unsigned rows = max(p.seqlen_q, p.seqlen_new);
   const Row<Config> row = {p, int(blockIdx.x / rows), int(blockIdx.x % rows)};
-  const int q_pieces = rotates ? p.heads_q * RotatedQuery::pieces : 0;
+  const int q_pieces = rotates ? p.heads_q * RotatedQuery<Config>::pieces : 0;
   const int k_pieces = p.heads_kv * (rotates ? RotatedKey::pieces : Key::pieces);
   const int v_pieces = p.heads_kv * Value::pieces;
 
@@ -204,13 +237,7 @@ __device__ void append(const AppendParams& p) {
        index += gridDim.y * blockDim.x) {
     if (index < q_pieces) {
       if constexpr (rotates) {
-        if (row.row >= p.seqlen_q) continue;
-        const int head = index / RotatedQuery::pieces;
-        RotatedQuery piece(row.source(p.q, head), index % RotatedQuery::pieces);
-        const auto keys = row.keys();
-        const bool advances = p.q_advances != 0;
-        piece.turn(row.angles(p.cos, keys, advances), row.angles(p.sin, keys, advances));
-        piece.store(row.rotated_query(head));
+        if (row.row < p.seqlen_q) rotate_query(row, index);
       }
       continue;
     }
@@ -231,6 +258,73 @@ __device__ void append(const AppendParams& p) {
       const int head = k_index / Key::pieces;
       const Key piece(row.source(p.new_k, head), k_index % Key::pieces);
       if (Element* target = row.target(p.k, head, row.keys())) piece.store(target);
+    }
+  }
+}
+
+// A warp's.
+template <class Config, class NewRow, class Turn>
+__device__ void quantize_row(const Row<Config>& row, const Tensor& new_rows, const Tensor& cache,
+                             const Tensor& scales, int head, Turn turn) {
+  using Stored = typename Config::CacheElement;
+  constexpr int alignment = common_alignment(Config::cache_alignment, NewRow::step);
+  const int lane = threadIdx.x % 32;
+  const auto keys = row.keys();
+  Stored* target = row.template target<Stored>(cache, head, keys);
+  if (target == nullptr) return;
+  const auto* source = row.source(new_rows, head);
+  // Read again by those who write it, from L1.
+  const auto for_each_piece = [&](auto visit) {
+    for (int piece = lane; piece < NewRow::pieces; piece += 32) {
+      NewRow part(source, piece);
+      turn(part, keys);
+      part.for_each_part(visit);
+    }
+  };
+  float scale = 1;
+  if constexpr (Config::computes_scales) {
+    LargestMagnitude largest;
+    for_each_piece([&](int, const auto& x, int elements) { largest.look_at(x.at, elements); });
+    scale = ptx::div_rn(largest.of_warp(), largest_number<Stored>());
+    if (lane == 0) *row.template target<float>(scales, head, keys) = scale;
+  } else if (scales.data != nullptr) {
+    scale = *row.template target<float>(scales, head, keys);
+  }
+  for_each_piece([&](int column, const auto& x, int elements) {
+    store_quantized<alignment>(target + column, x.at, elements, scale);
+  });
+}
+
+// To a cache of 8 bits.
+template <class Config>
+__device__ void append_quantized(const AppendParams& p) {
+  using Element = typename Config::Element;
+  constexpr bool rotates = Config::rotary_dim > 0;
+  constexpr int alignment = Config::alignment;
+  using Key = CopiedRow<Element, Config::head_dim, alignment>;
+  using RotatedKey = RotatedRow<Config, alignment, alignment>;
+  using Value = CopiedRow<Element, Config::head_dim_v, alignment>;
+
+  const unsigned rows = max(p.seqlen_q, p.seqlen_new);
+  const Row<Config> row = {p, int(blockIdx.x / rows), int(blockIdx.x % rows)};
+  const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
+  if constexpr (rotates) {
+    const int pieces = row.row < p.seqlen_q ? p.heads_q * RotatedQuery<Config>::pieces : 0;
+    for (int index = thread; index < pieces; index += threads) rotate_query(row, index);
+  }
+  if (row.row >= p.seqlen_new) return;
+  for (int index = thread / 32; index < 2 * p.heads_kv; index += threads / 32) {
+    const int head = index / 2;
+    const auto leave = [](auto&, const auto&) {};
+    if (index % 2 == 1) {
+      quantize_row<Config, Value>(row, p.new_v, p.v, p.v_scale, head, leave);
+    } else if constexpr (rotates) {
+      quantize_row<Config, RotatedKey>(
+          row, p.new_k, p.k, p.k_scale, head, [&](RotatedKey& piece, const auto& keys) {
+            piece.turn(row.angles(p.cos, keys, true), row.angles(p.sin, keys, true));
+          });
+    } else {
+      quantize_row<Config, Key>(row, p.new_k, p.k, p.k_scale, head, leave);
     }
   }
 }

@@ -9,6 +9,9 @@
 // others send to its shared memory. What several clusters, or blocks without one, have of the same
 // rows they leave in device memory; of each few neighbours the last to arrive merges theirs, then
 // goes on with what other such groups have, up to the whole.
+//
+// A cache of 8 bits is read as it is: each warp makes 16-bit numbers of it in registers, which hold
+// all of them exactly, and multiplies scores and probabilities by the scales (decode/scales.cuh).
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -20,7 +23,7 @@
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-__device__ void decode_forward(const Params& params) {
+__device__ void decode_forward(const typename CacheOf<Config>::Arguments& params) {
   constexpr bool in_cluster = DecodeBlock<Config>::in_cluster;
   DecodeWarp<Config> warp(params);
   const DecodeBlock<Config>& block = warp;

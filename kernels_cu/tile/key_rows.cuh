@@ -42,10 +42,9 @@ struct WarpCopy {
   }
 };
 
-// The rows of one key/value head of a sequence.
-template <class Config>
+// The rows of one key/value head of a sequence, which the cache holds as Elements.
+template <class Config, class Element>
 struct KeyRows {
-  using Element = typename Config::Element;
   static constexpr int Bc = Config::Bc;
   static constexpr int page_size = Config::page_size;
   // Whether all rows of a tile lie on one page; else each lane finds the page of one row.
@@ -78,9 +77,9 @@ struct KeyRows {
   }
 
   // Starts copying a tile of keys and values; the next call is for the one Step tiles on, whose
-  // pages are looked up already.
+  // pages are looked up already. Returns the page of the tile, or of the lane's row, or -1.
   template <int Step>
-  __device__ void start(unsigned key_target, unsigned value_target, int tile) {
+  __device__ int start(unsigned key_target, unsigned value_target, int tile) {
     int page = -1;
     if constexpr (page_size > 0) {
       // Checked only now, as whoever needs the number waits for it: decoding 8 x 4096 keys of 4
@@ -91,6 +90,7 @@ struct KeyRows {
     }
     copy<Config::head_dim>(key_target, keys, p.k, tile, page);
     copy<Config::head_dim_v>(value_target, values, p.v, tile, page);
+    return page;
   }
 
  private:

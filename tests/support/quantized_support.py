@@ -35,8 +35,8 @@ class QuantizedCase:
     def arguments(self) -> dict[str, Any]:
         """What the function under test takes, as new NumPy arrays.
 
-        Where the case's caches hold what must not be read, scales of rows are NaN, and numbers of
-        float8 too.
+        Where the case's caches hold what must not be read, numbers of float8 are NaN, and scales of
+        rows too, unless new rows may be divided by them.
         """
         found = self.base.problem().arguments()
         rng = np.random.default_rng(self.base.seed + 1)
@@ -69,7 +69,9 @@ class QuantizedCase:
         if dtype is np.int8:
             scaled = np.rint(np.where(np.isnan(scaled), 99, scaled))
         quantized = scaled.astype(dtype)
-        if shape == (blocks, rows, heads):
+        if shape == (blocks, rows, heads) and (
+            self.scales == "computed" or not self.base.seqlen_new
+        ):
             scale = np.where(unread, np.float32(np.nan), scale)
         if self.scales == "none":
             return quantized, None

@@ -3,42 +3,57 @@
 // group's head r % group.
 #pragma once
 
+#include "forward/decode/scales.cuh"
 #include "params.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
+#include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
+#include "tile/products_8bit.cuh"
 #include "grid/sequences.cuh"
 #include "grid/shares.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
+template <class Config, int row_tiles, bool quantized>
+struct DecodeProducts {
+  using type = Products16Bit<Config, row_tiles>;
+};
+template <class Config, int row_tiles>
+struct DecodeProducts<Config, row_tiles, true> {
+  using type = Products8Bit<Config, row_tiles>;
+};
+
 template <class Config>
 struct DecodeBlock {
   using Element = typename Config::Element;
+  using Stored = typename CacheOf<Config>::Element;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   static constexpr int warps = Config::warps;
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Br / 16;
   static constexpr int group = Config::group;  // query heads of a key/value head
-  using Products = Products16Bit<Config, row_tiles>;
+  using Products = typename DecodeProducts<Config, row_tiles, Config::quantized>::type;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
+  using QueryLayout = SwizzledRows<Element, Products::columns>;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
   static_assert(Config::q_in_registers, "queries have no place in shared memory");
   static_assert(stages >= 2, "one tile in use, the others on their way");
 
-  // Shared memory: a ring for each warp.
+  // Shared memory: a ring for each warp, of stages of keys, values and scales.
   static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
-  static constexpr int stage_bytes = key_bytes + Bc * ValueLayout::row_bytes;
+  static constexpr int scales_offset = key_bytes + Bc * ValueLayout::row_bytes;
+  static constexpr int stage_bytes = scales_offset + DecodeScales<Config>::bytes;
   static constexpr int ring_bytes = stages * stage_bytes;
   static constexpr int rings_bytes = warps * ring_bytes;
 
-  static_assert(Br * KeyLayout::row_bytes <= stage_bytes, "queries come through a stage");
+  static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries come through a stage");
 
   // A partial result is a record of floats for each row: the output's columns, then the base that
   // its probabilities are relative to, and their sum. A warp's takes the place of its ring.
@@ -64,13 +79,14 @@ struct DecodeBlock {
   };
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
 
-  const Params& p;
+  using Arguments = typename CacheOf<Config>::Arguments;
+  const Arguments& p;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   State& state;
   const Part& part;
 
-  __device__ DecodeBlock(const Params& params)
+  __device__ DecodeBlock(const Arguments& params)
       : p(params),
         state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
         part(state.part) {}
@@ -100,7 +116,7 @@ struct DecodeBlock {
 
   __device__ void start(const Shares<Config>& shares) const {
     // Keys of all heads, 320 MiB with their values.
-    constexpr int64 few = (int64(320) << 20) / ((Config::head_dim + Config::head_dim_v) * 2);
+    constexpr int64 few = (int64(320) << 20) / ((Config::head_dim + Config::head_dim_v) * int(sizeof(Stored)));
     state.part.count = 0;
     // Keys and values are read once. Where they are few, they need not wait until what others wrote
     // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy is the fastest:

@@ -17,7 +17,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Element = typename Config::Element;
   using Block = DecodeBlock<Config>;
   using Products = typename Block::Products;
-  using Rows = KeyRows<Config>;
+  using Rows = KeyRows<Config, typename Block::Stored>;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   static constexpr int warps = Config::warps;
@@ -43,11 +43,13 @@ struct DecodeWarp : DecodeBlock<Config> {
   typename Products::Scores scores;  // and then the probabilities
   typename Products::Output out;
   Softmax softmax;
+  DecodeScales<Config> scales;
 
-  __device__ DecodeWarp(const Params& params)
+  __device__ DecodeWarp(const typename Block::Arguments& params)
       : Block(params),
         ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
-        scale_log2(exponent_scale<Config, float>(params)) {}
+        scale_log2(exponent_scale<Config, float>(params)),
+        scales(params) {}
 
   __device__ void attend() {
     const int last_seen = visible_end(tile_rows() - 1);
@@ -55,6 +57,7 @@ struct DecodeWarp : DecodeBlock<Config> {
     const int first = part.begin * warps + warp;
     constexpr int last_stage = stages - 1;
     Rows rows_to_load(p, part, first, state.policy);
+    scales.begin(part);
     reset();
     const int seen_by_all = visible_end(0);
     // Those before are hidden from some row by its window.
@@ -75,8 +78,11 @@ struct DecodeWarp : DecodeBlock<Config> {
       }
       const unsigned target = ring + load_stage * stage_bytes;
       const int load_tile = tile + last_stage * warps;
-      if (load_tile < end)
-        rows_to_load.template start<warps>(target, target + Block::key_bytes, load_tile);
+      if (load_tile < end) {
+        const int page =
+            rows_to_load.template start<warps>(target, target + Block::key_bytes, load_tile);
+        scales.start(target + Block::scales_offset, load_tile, page, part.sequence.seqlen_k);
+      }
       if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
       ptx::cp_async_commit_group();
       if (visits) {
@@ -91,7 +97,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   // Through a stage of the warp's ring, which is not needed yet.
   __device__ void start_queries(unsigned target) const {
     using Copy =
-        WarpCopy<typename Block::KeyLayout, Element, Br, Config::head_dim, Config::alignment>;
+        WarpCopy<typename Block::QueryLayout, Element, Br, Config::head_dim, Config::alignment>;
     const Tensor& q = p.q;
     const Element* queries =
         q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
@@ -110,7 +116,7 @@ struct DecodeWarp : DecodeBlock<Config> {
 
   __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
     clear(scores);
-    products.multiply_queries_keys(scores, 0, stage);
+    multiply_keys(stage);
     Softmax::template apply_factor<Config>(scores);
     modify_scores(first_key);
     if (needs_mask) {
@@ -126,9 +132,35 @@ struct DecodeWarp : DecodeBlock<Config> {
     softmax.update_maxima(scores, out, scale_log2);
     typename Softmax::PerRow base;
     softmax.bases(base, scale_log2);
-    products.multiply_probabilities_values(
-        out, scores, stage + Block::key_bytes,
-        [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
+    multiply_values(stage, base);
+  }
+
+  __device__ void multiply_keys(unsigned stage) {
+    if constexpr (Config::quantized) {
+      products.multiply_queries_keys(scores, stage);
+      scales.multiply(scores, stage + Block::scales_offset);
+    } else {
+      products.multiply_queries_keys(scores, 0, stage);
+    }
+  }
+
+  __device__ void multiply_values(unsigned stage, const typename Softmax::PerRow& base) {
+    if constexpr (Config::quantized) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < Bc / 8; ++j) softmax.exponentiate(scores, i, j, base, scale_log2);
+      }
+      float factors[Bc / 8][2];
+      scales.take_of_values(factors, stage + Block::scales_offset, out);
+      products.multiply_probabilities_values(
+          out, scores, stage + Block::key_bytes,
+          [&](float p, int j, int c) { return p * factors[j][c]; });
+    } else {
+      products.multiply_probabilities_values(
+          out, scores, stage + Block::key_bytes,
+          [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
+    }
   }
 
   __device__ void modify_scores(int first_key) {
@@ -156,10 +188,14 @@ struct DecodeWarp : DecodeBlock<Config> {
         target[columns] =
             state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
         target[columns + 1] = state.sum;
+        if constexpr (Config::quantized) {
+          products.write_row(out, i, half, scales.of_output(), target);
+        } else {
 #pragma unroll
-        for (int j = 0; j < columns / 8; ++j) {
-          *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {
-              {out[i][j][2 * half], out[i][j][2 * half + 1]}};
+          for (int j = 0; j < columns / 8; ++j) {
+            *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {
+                {out[i][j][2 * half], out[i][j][2 * half + 1]}};
+          }
         }
       }
     }

@@ -1,0 +1,84 @@
+// Rows of numbers to 8 bits: divided by a scale, to nearest even, limited to the largest number. As
+// host/quantized.py does it, to the bit.
+#pragma once
+
+#include "ptx/bytes.cuh"
+#include "tile/element.cuh"
+#include "tile/stored_bytes.cuh"
+
+template <class Stored>
+__device__ constexpr float largest_number();
+template <>
+__device__ constexpr float largest_number<float8_e4m3_t>() {
+  return 448;
+}
+template <>
+__device__ constexpr float largest_number<signed_byte_t>() {
+  return 127;
+}
+
+// Of numbers whose sign is gone the bits are in the numbers' order, with NaN above all.
+struct LargestMagnitude {
+  unsigned bits = 0;
+
+  template <class Element, int N>
+  __device__ void look_at(const Element (&x)[N], int elements) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      if (e < elements) bits = max(bits, __float_as_uint(widen(x[e])) & 0x7fffffffu);
+    }
+  }
+
+  __device__ float of_warp() const {
+    unsigned most = bits;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) most = max(most, __shfl_xor_sync(~0u, most, step));
+    return __uint_as_float(most);
+  }
+};
+
+template <class Stored>
+__device__ Stored limited(float x);
+#if __CUDA_ARCH__ >= 890
+template <>
+__device__ inline float8_e4m3_t limited<float8_e4m3_t>(float x) {
+  return {ptx::cvt_rn_satfinite_e4m3_f32(x)};
+}
+#endif
+template <>
+__device__ inline signed_byte_t limited<signed_byte_t>(float x) {
+  constexpr float largest = largest_number<signed_byte_t>();
+  const float within = x != x ? 0 : fminf(fmaxf(x, -largest), largest);
+  return {static_cast<signed char>(ptx::cvt_rni_s32_f32(within))};
+}
+
+// With a scale of 0 every number stands for 0. Asked of the bits, as comparisons take denormal
+// numbers for 0.
+template <class Stored>
+__device__ Stored quantize(float x, float scale) {
+  const bool is_zero = (__float_as_uint(scale) & 0x7fffffffu) == 0;
+  return limited<Stored>(is_zero ? 0 : ptx::div_rn(x, scale));
+}
+
+// The first `elements` of N, to an address that is a multiple of Alignment or of N bytes.
+template <int Alignment, class Stored, class Element, int N>
+__device__ void store_quantized(Stored* target, const Element (&x)[N], int elements, float scale) {
+  constexpr int width = Alignment < N ? Alignment : N;
+  using Piece = Vector<Stored, width>;
+#pragma unroll
+  for (int begin = 0; begin < N; begin += width) {
+    Piece piece;
+#pragma unroll
+    for (int e = 0; e < width; ++e) {
+      piece.at[e] = quantize<Stored>(float(widen(x[begin + e])), scale);
+    }
+    if (begin + width <= elements) {
+      *reinterpret_cast<Piece*>(target + begin) = piece;
+    } else {
+#pragma unroll
+      for (int e = 0; e < width; ++e) {
+        if (begin + e < elements) target[begin + e] = piece.at[e];
+      }
+    }
+  }
+}

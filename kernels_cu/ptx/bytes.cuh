@@ -1,0 +1,80 @@
+// What numbers of 8 bits take: one inline function per PTX instruction.
+#pragma once
+
+namespace ptx {
+
+// ld.shared.v2.b32
+__device__ inline void ld_shared_v2(unsigned (&x)[2], unsigned shared) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "r"(shared)
+               : "memory");
+}
+
+// ld.shared.v2.f32
+__device__ inline void ld_shared_v2(float (&x)[2], unsigned shared) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x[0]), "=f"(x[1])
+               : "r"(shared)
+               : "memory");
+}
+
+// prmt.b32: bytes of x and y, those of y counted from 4; the lowest digit chooses the lowest.
+template <unsigned Digits>
+__device__ inline unsigned prmt(unsigned x, unsigned y) {
+  unsigned chosen;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(x), "r"(y), "n"(Digits));
+  return chosen;
+}
+
+#if __CUDA_ARCH__ >= 800
+
+// sub.rn.f16x2
+__device__ inline unsigned sub_rn_f16x2(unsigned x, unsigned y) {
+  unsigned result;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+// fma.rn.bf16x2: x y + z.
+__device__ inline unsigned fma_rn_bf16x2(unsigned x, unsigned y, unsigned z) {
+  unsigned result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+
+#endif  // __CUDA_ARCH__ >= 800
+
+#if __CUDA_ARCH__ >= 890
+
+// cvt.rn.f16x2.e4m3x2
+__device__ inline unsigned cvt_rn_f16x2_e4m3x2(unsigned short x) {
+  unsigned result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(x));
+  return result;
+}
+
+// cvt.rn.satfinite.e4m3x2.f32: of one number; what is larger than the largest becomes that.
+__device__ inline unsigned char cvt_rn_satfinite_e4m3_f32(float x) {
+  unsigned short result;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.0f), "f"(x));
+  return static_cast<unsigned char>(result);
+}
+
+#endif  // __CUDA_ARCH__ >= 890
+
+// div.rn.f32
+__device__ inline float div_rn(float x, float y) {
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+// cvt.rni.s32.f32: to the nearest, of two to the even one; NaN becomes 0.
+__device__ inline int cvt_rni_s32_f32(float x) {
+  int result;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(x));
+  return result;
+}
+
+}  // namespace ptx

@@ -1,0 +1,148 @@
+// The two matrix products of a warp whose keys and values are of 8 bits: mma.m16n8k16 of 16-bit
+// numbers, which those become in registers.
+//
+// ldmatrix hands out 16-bit units, here two columns of a row. Which column is which step of a
+// product's sum makes no difference, so long as queries and keys agree, and which column of the
+// output is which only to who writes it:
+//
+//   a lane's four bytes              product                          the lane's part of it
+//   of a key: columns 4 t to 4 t + 3 k = 2 t, 2 t + 1, 2 t + 8, + 9   queries' same four columns
+//   of two keys: columns 2 n, 2 n+1  of all even columns, of all odd  output columns 4 t to 4 t + 3
+//
+// where t is lane % 4, n is lane / 4, and columns count within 16.
+#pragma once
+
+#include "ptx/base.cuh"
+#include "ptx/bytes.cuh"
+#include "tile/element.cuh"
+#include "tile/layout.cuh"
+#include "tile/products_16bit.cuh"
+#include "tile/stored_bytes.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+// As `QueryFragments`, all steps in registers.
+template <class Layout, int row_tiles, int steps>
+struct QueriesByFours {
+  unsigned kept[steps][row_tiles][4];
+
+  __device__ void keep(unsigned shared) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * i + 8 * half + lane / 4;
+          unsigned two[2];
+          ptx::ld_shared_v2(two,
+                            shared + Layout::offset(row, 2 * step + lane % 4 / 2) + lane % 2 * 8);
+          kept[step][i][half] = two[0];
+          kept[step][i][2 + half] = two[1];
+        }
+      }
+    }
+  }
+};
+
+// Q (16 * row_tiles rows), K and V are SwizzledRows in shared memory; S as in Products16Bit.
+template <class Config, int row_tiles>
+struct Products8Bit {
+  using Element = typename Config::Element;
+  using Stored = typename Config::CacheElement;
+  using Widen = WidenBytes<Element, Stored>;
+  static constexpr int Bc = Config::Bc;
+  static_assert(Bc == 32, "one ldmatrix brings 16 columns of all keys");
+  static constexpr int columns = round_up(Config::head_dim, 16);
+  static constexpr int columns_v = round_up(Config::head_dim_v, 16);
+  static constexpr int k_steps = columns / 16;
+  static constexpr int column_steps = columns_v / 16;
+
+  using KeyLayout = SwizzledRows<Stored, columns>;
+  using ValueLayout = SwizzledRows<Stored, columns_v>;
+  using Scores = float[row_tiles][Bc / 8][4];
+  using Output = float[row_tiles][columns_v / 8][4];
+
+  const int lane = threadIdx.x % 32;
+  QueriesByFours<SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
+
+  // scores += Q K^T.
+  __device__ void multiply_queries_keys(Scores& scores, unsigned k_shared) {
+    const unsigned k_lane = k_shared + KeyLayout::offset(lane, 0);
+    unsigned k[2][4];
+    ptx::ldmatrix_x4(k[0], k_lane);
+#pragma unroll
+    for (int step = 0; step < k_steps; ++step) {
+      if (step + 1 < k_steps) {
+        ptx::ldmatrix_x4(k[(step + 1) % 2], KeyLayout::advance(k_lane, 0, step + 1));
+      }
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+        const unsigned four = k[step % 2][j];
+        const unsigned low = Widen::template pair<0, 1>(four);
+        const unsigned high = Widen::template pair<2, 3>(four);
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          mma<Element>(scores[i][j], queries.kept[step][i], low, high);
+        }
+      }
+    }
+  }
+
+  // out += P V, of probabilities that are multiplied by their key's factor.
+  template <class Factor>
+  __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
+                                                unsigned v_shared, Factor factor) {
+    const unsigned v_lane = v_shared + ValueLayout::offset(lane, 0);
+    unsigned v[2][4];
+    ptx::ldmatrix_x4_trans(v[0], v_lane);
+    unsigned probabilities[2][row_tiles][4];
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+        const float (&p)[4] = scores[i][j];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          probabilities[j / 2][i][j % 2 * 2 + half] =
+              pack<Element>(factor(p[2 * half], j, 0), factor(p[2 * half + 1], j, 1));
+        }
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < column_steps; ++step) {
+      if (step + 1 < column_steps) {
+        ptx::ldmatrix_x4_trans(v[(step + 1) % 2], ValueLayout::advance(v_lane, 0, step + 1));
+      }
+      unsigned even[4], odd[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        even[j] = Widen::template pair<0, 2>(v[step % 2][j]);
+        odd[j] = Widen::template pair<1, 3>(v[step % 2][j]);
+      }
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const unsigned (&p)[4] = probabilities[half][i];
+          mma<Element>(out[i][2 * step], p, even[2 * half], even[2 * half + 1]);
+          mma<Element>(out[i][2 * step + 1], p, odd[2 * half], odd[2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  // Writes the lane's part of one row of the output, times a factor, to where the row begins.
+  __device__ void write_row(const Output& out, int i, int half, float factor, float* row) const {
+#pragma unroll
+    for (int step = 0; step < column_steps; ++step) {
+      const float* even = out[i][2 * step] + 2 * half;
+      const float* odd = out[i][2 * step + 1] + 2 * half;
+      *reinterpret_cast<Vector<float, 4>*>(row + 16 * step + lane % 4 * 4) = {
+          {even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor}};
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

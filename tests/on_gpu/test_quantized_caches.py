@@ -1,0 +1,216 @@
+"""Caches of 8 bits on a GPU, against the reference on what they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase
+from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
+
+from cupy_flash import flash_attention_with_kvcache
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.reference.packed import attention_with_kvcache_reference
+
+pytestmark = pytest.mark.gpu
+
+# Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
+TESTS, CALLS = 100, 10
+# Rows of a sequence's cache.
+CAPACITY = 300
+
+
+def draw(test: int, number: int) -> QuantizedCase:
+    rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
+    paged = rng.random() < 0.5
+    page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0
+    scales = str(rng.choice(SCALES))
+    heads_kv = int(rng.choice([1, 2, 3]))
+    lengths = ragged_lengths(sizes, 5, 280)
+    new = int(sizes.choice([1, 2, 5])) if scales == "computed" else int(sizes.integers(3))
+    base = KVCacheCase(
+        lengths,
+        str(rng.choice(["float16", "bfloat16"])),
+        seqlen_q=int(rng.choice([1, 1, 2, 9])),
+        seqlen_new=new,
+        heads_q=heads_kv * int(rng.choice([1, 4, 8])),
+        heads_kv=heads_kv,
+        head_dim=int(rng.choice([16, 64, 72, 128, 256])),
+        head_dim_v=int(rng.choice([16, 64, 40, 128, 256])),
+        causal=bool(rng.random() < 0.5),
+        page_size=page_size,
+        indexed=not paged and bool(rng.random() < 0.5),
+        slack=CAPACITY - new - max(lengths),
+        seed=int(sizes.integers(2**32)),
+    )
+    return QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales)
+
+
+def on_device(x: Any) -> Any:
+    """An array, or a number as one, on the GPU; anything else as it is."""
+    import cupy
+
+    if isinstance(x, float):
+        return cupy.asarray(np.float32(x))
+    if not isinstance(x, (np.ndarray, np.generic)):
+        return x
+    if x.itemsize == 1 and x.dtype.kind == "V":
+        # CuPy makes no arrays of float8, and views bytes as such.
+        return cupy.asarray(x.view(np.uint8)).view(x.dtype)
+    return cupy.asarray(x)
+
+
+def run(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Any, Any]:
+    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
+    import cupy
+
+    given = {name: on_device(x) for name, x in arguments.items()}
+    for name in ("softmax_scale",):
+        given[name] = arguments.get(name)
+    q, v_cache = given["q"], given["v_cache"]
+    out = cupy.asarray(np.full((*q.shape[:3], v_cache.shape[3]), np.nan, arguments["q"].dtype))
+    more = {name: on_device(x) for name, x in more.items()}
+    out, lse = flash_attention_with_kvcache(**given, out=out, return_lse=True, **more)
+    return given, to_numpy(out), to_numpy(lse)
+
+
+def same_bits(a: Any, b: np.ndarray) -> bool:
+    a = to_numpy(a)
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def check(case: QuantizedCase, **choice: Any) -> None:
+    arguments = case.arguments()
+    with np.errstate(all="ignore"):
+        expected = attention_with_kvcache_reference(**arguments)
+        truth = Truth.of_kvcache(arguments)
+    given, out, lse = run(arguments, **choice)
+    truth.check(out, lse)
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(given[name], getattr(expected, name)), (name, str(case))
+    if case.scales in ("row", "computed"):
+        for name in ("k_scale", "v_scale"):
+            assert same_bits(given[name], getattr(expected, name)), (name, str(case))
+
+
+@pytest.mark.parametrize("test", range(TESTS))
+def test_random_problems_are_right(test: int) -> None:
+    for number in range(CALLS):
+        check(draw(test, number))
+
+
+LONG = KVCacheCase(
+    (5000, 17, 4097), "bfloat16", heads_q=8, heads_kv=1, head_dim=128, head_dim_v=128
+)
+
+
+@pytest.mark.parametrize("choice", [{}, {"num_splits": 3}], ids=["even", "split"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_keys_may_be_shared_out(
+    dtype: str, cache_dtype: str, scales: str, choice: dict[str, int]
+) -> None:
+    check(QuantizedCase(dataclasses.replace(LONG, dtype=dtype), cache_dtype, scales), **choice)
+
+
+@pytest.mark.parametrize("seqlen_q", [40, 130])
+def test_many_rows_of_queries_are_right(seqlen_q: int) -> None:
+    many = KVCacheCase((200, 170), "float16", seqlen_q=seqlen_q, causal=True, page_size=16)
+    check(QuantizedCase(many, "int8", "row"))
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_windows_sinks_and_modifications_are_right(cache_dtype: str) -> None:
+    base = KVCacheCase((190, 0, 77), "bfloat16", seqlen_q=2, causal=True)
+    arguments = QuantizedCase(base, cache_dtype, "row").arguments()
+    more = {
+        "window_size": (40, 0),
+        "sinks": np.array([0.5, -1, 2, 0], np.float32),
+        "softcap": 5.0,
+        "alibi_slopes": np.array([0.5, 0.25, 0, 0.1], np.float32),
+    }
+    _, out, _ = run(arguments, **more)
+    expected = attention_with_kvcache_reference(**arguments, **more)
+    np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_very_different_size_lose_nothing(dtype: str) -> None:
+    # Probabilities times a scale of 2e-6 are below what float16 holds well.
+    base = KVCacheCase((200, 64, 130), dtype, head_dim=128)
+    arguments = QuantizedCase(base, "int8", "row").arguments()
+    rng = np.random.default_rng(3)
+    for small in (2e-6, 1e-9):
+        scale = arguments["v_scale"]
+        arguments["v_scale"] = (small * rng.uniform(1, 4, scale.shape)).astype(np.float32)
+        with np.errstate(all="ignore"):
+            expected = attention_with_kvcache_reference(**arguments).out
+        _, out, _ = run(arguments)
+        # A number of the output's dtype beside its own last place.
+        least = 2.0**-24 if dtype == "float16" else 0
+        bound = np.abs(expected).max() * 2**-6 + least
+        assert np.abs(out.astype(np.float64) - expected).max() <= bound
+
+
+def test_a_number_that_is_none_stays_one() -> None:
+    base = KVCacheCase((50, 40), "bfloat16")
+    arguments = QuantizedCase(base, "float8_e4m3fn", "tensor").arguments()
+    arguments["v_cache"][0, 7, 0, 5] = np.nan
+    _, out, _ = run(arguments)
+    assert np.isnan(out[0, 0, :2, 5].astype(np.float32)).all()
+    assert np.isfinite(np.delete(out[0], 5, axis=-1).astype(np.float32)).all()
+    assert np.isfinite(out[1].astype(np.float32)).all()
+
+
+def test_new_keys_are_turned_before_they_are_quantized() -> None:
+    base = KVCacheCase((5, 0, 19), "bfloat16", seqlen_new=2, causal=True, rotary_dim=24)
+    for interleaved in (True, False):
+        case = dataclasses.replace(base, rotary_interleaved=interleaved)
+        arguments = QuantizedCase(case, "int8", "computed").arguments()
+        host = QuantizedCase(case, "int8", "computed").arguments()
+        given, out, _ = run(arguments)
+        expected = flash_attention_with_kvcache(**host, backend="cpu")
+        np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2**-5)
+        # A turned number that is rounded otherwise may be a step away in 8 bits.
+        off = to_numpy(given["k_cache"]).astype(int) - host["k_cache"].astype(int)
+        assert np.abs(off).max() <= 1
+
+
+def test_a_captured_step_serves_a_growing_cache() -> None:
+    import cupy
+
+    base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1, head_dim=128, slack=20)
+    arguments = QuantizedCase(base, "float8_e4m3fn", "computed").arguments()
+    given = {name: on_device(x) for name, x in arguments.items()}
+    given["softmax_scale"] = arguments["softmax_scale"]
+    out = cupy.empty((*given["q"].shape[:3], 64), given["q"].dtype)
+    flash_attention_with_kvcache(**given, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    pool = cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        flash_attention_with_kvcache(**given, out=out)
+        stream.begin_capture()
+        flash_attention_with_kvcache(**given, out=out)
+        graph = stream.end_capture()
+    for _ in range(3):
+        given["cache_seqlens"] += 1
+        arguments["cache_seqlens"] = arguments["cache_seqlens"] + 1
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            arguments[name] = to_numpy(given[name])
+        cupy.cuda.get_current_stream().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        with np.errstate(all="ignore"):
+            expected = attention_with_kvcache_reference(**arguments).out
+        found = to_numpy(out).astype(np.float64)
+        np.testing.assert_allclose(found, expected, atol=2**-6)
+
+
+def test_float32_is_refused_with_its_reason() -> None:
+    arguments = QuantizedCase(KVCacheCase((5, 7), "float32"), "int8", "head").arguments()
+    with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
+        run(arguments)

@@ -26,6 +26,7 @@ from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
 from support.modified_calls import KINDS, ModifiedCall, random_call
+from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
 from support.sequence_support import KVCacheCase, Truth, VarlenCase
 from support.wrong_numbers import (
     HEADS,
@@ -368,6 +369,33 @@ def call_backward(case: GradientCall, family: str | None) -> str | None:
     return None
 
 
+def quantized_calls() -> Iterator[QuantizedCase]:
+    """Caches of 8 bits: each dtype and kind of scales, with new rows, in pages and not."""
+    for number, (cache_dtype, scales, page_size) in enumerate(
+        itertools.product(CACHE_DTYPES, SCALES, (0, 1, 64))
+    ):
+        base = KVCacheCase(
+            (150, 0, 33),
+            ("float16", "bfloat16")[number % 2],
+            seqlen_q=(1, 2)[number // 2 % 2],
+            seqlen_new=1,
+            head_dim=(64, 72)[number // 4 % 2],
+            head_dim_v=(64, 40)[number // 4 % 2],
+            causal=True,
+            page_size=page_size,
+        )
+        yield QuantizedCase(base, cache_dtype, scales)
+
+
+def call_quantized(case: QuantizedCase) -> str | None:
+    """Why the call went wrong, or None."""
+    try:
+        check_on_gpu(case)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -375,14 +403,16 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
     parser.add_argument("--modified", action="store_true", help="only calls with modifications")
     parser.add_argument("--backward", action="store_true", help="only gradients")
+    parser.add_argument("--quantized", action="store_true", help="only caches of 8 bits")
     arguments = parser.parse_args()
-    has_all = not arguments.modified and not arguments.backward
+    has_all = not (arguments.modified or arguments.backward or arguments.quantized)
     chosen = [case for case in cases() if has_all and case.is_supported()]
     with_sequences = list(sequence_calls()) if has_all else []
     modified = list(modified_calls()) if has_all or arguments.modified else []
     backward = list(backward_calls()) if has_all or arguments.backward else []
+    quantized = list(quantized_calls()) if has_all or arguments.quantized else []
     if arguments.list:
-        drawn = [case for case, _ in [*modified, *backward]]
+        drawn = [*(case for case, _ in [*modified, *backward]), *quantized]
         print("\n".join(map(str, [*chosen, *with_sequences, *drawn])))
         return 0
     import cupy
@@ -398,8 +428,9 @@ def main() -> int:
     for gradients, name in backward:
         if why := call_backward(gradients, name):
             failed[str(gradients)] = why
+    failed |= {str(case): why for case in quantized if (why := call_quantized(case))}
     cupy.cuda.Device().synchronize()
-    count = len(chosen) + len(with_sequences) + len(modified) + len(backward)
+    count = len(quantized) + len(chosen) + len(with_sequences) + len(modified) + len(backward)
     print(f"{count} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():
         print(f"{why}: {name}")

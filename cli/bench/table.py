@@ -35,7 +35,8 @@ def record_row(
     problem = case.problem()
     plan = prepared.plan if prepared else None
     tflops = case.flops() / time.median / 1e9 if time and time.median else None
-    kv_rate = case.kv_bytes / time.median / 1e9 if case.is_cached and tflops and time else None
+    read = prepared.inputs.case if prepared and prepared.inputs else case
+    kv_rate = read.kv_bytes / time.median / 1e9 if case.is_cached and tflops and time else None
     outcome = {None: "skipped", True: "passed", False: "failed"}[cell.passed]
     return {
         "provider": cell.provider.name,

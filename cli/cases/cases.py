@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.mods.shapes import Sizes
-from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec, Strides
+from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec, Scales, Strides
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import ROWS, GradientSpec
 from cupy_flash.problem.mask import Mask
@@ -25,6 +25,8 @@ from .seen import Seen, count_pairs
 Shape = tuple[int, int, int, int]
 # Blocks of equal length; a key/value cache; sequences packed without padding.
 KINDS = ("dense", "cache", "varlen")
+# Strides of scales that heads have.
+_OF_HEADS: Strides = (0, 0, 1)
 # The output; or the gradients of queries, keys and values, given the output.
 DIRECTIONS = ("forward", "backward")
 
@@ -58,6 +60,8 @@ class Case:
         What is done to scores, and what hides keys besides.
     direction
         One of `DIRECTIONS`: the call, or the one of its gradients, of q, k and v in their dtype.
+    cache_dtype
+        Of a cache of 8 bits, which has a scale for each head; None for one of `dtype`.
     """
 
     dtype: str
@@ -80,6 +84,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     mods: Mods = PLAIN
     direction: str = "forward"
+    cache_dtype: str | None = None
 
     def as_record(self) -> dict[str, Any]:
         """Its fields as JSON holds them."""
@@ -203,7 +208,8 @@ class Case:
 
     def _sequences_problem(self) -> Problem:
         self._require_consistent()
-        q, k, v = (ArraySpec.contiguous(shape, self.dtype) for shape in self.bshd_shapes)
+        dtypes = (self.dtype, *(self.cache_dtype or self.dtype,) * 2)
+        q, k, v = map(ArraySpec.contiguous, self.bshd_shapes, dtypes)
         packed = self.kind == "varlen"
         pages = self.pages_per_sequence
         return make_problem(
@@ -220,6 +226,7 @@ class Case:
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             score=score_of(self.mods, self.sizes, causal=self.causal),
+            scales=Scales(_OF_HEADS, _OF_HEADS) if self.cache_dtype else None,
         )
 
     def _require_consistent(self) -> None:
@@ -234,6 +241,8 @@ class Case:
             raise ValueError("caches and packed sequences have masks aligned at the bottom right")
         if (self.page_size or self.append or self.rotary) and not self.is_cached:
             raise ValueError("only a cache is paged, appended to or rotated")
+        if self.cache_dtype and (not self.is_cached or self.append):
+            raise ValueError("only a cache that nothing is appended to is of 8 bits here")
         if self.rotary and (not self.append or self.head_dim % 2):
             raise ValueError("rotary embeddings need rows to append, and an even head_dim")
         if self.lengths is not None and (
@@ -288,7 +297,12 @@ class Case:
         if self.mods:
             lengths = self.length_counts.items()
             keys = sum(count * self.seen(*seqlens).keys() for seqlens, count in lengths)
-        return keys * self.heads_kv * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+        return keys * self.heads_kv * self._key_bytes
+
+    @property
+    def _key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return (self.head_dim + self.head_dim_v) * ITEMSIZE[self.cache_dtype or self.dtype]
 
     @property
     def array_bytes(self) -> int:
@@ -309,8 +323,7 @@ class Case:
     @property
     def key_value_bytes(self) -> int:
         """Bytes of k and v, or of the caches."""
-        rows = self.cache_rows * self.heads_kv
-        return rows * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
+        return self.cache_rows * self.heads_kv * self._key_bytes
 
     @property
     def out_bytes(self) -> int:

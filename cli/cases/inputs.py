@@ -22,7 +22,7 @@ from cupy_flash.api.kvcache import flash_attention_with_kvcache
 from cupy_flash.api.varlen import flash_attention_varlen
 from cupy_flash.problem.arrays import DTYPES
 
-from . import sequences
+from . import quantized, sequences
 from .cases import Case, Shape
 from .mod_arguments import keywords, numpy_dtype, shapes
 from .sequences import Arrays
@@ -194,6 +194,18 @@ class Inputs:
             return q, k.reshape(k_shape), v.reshape(v_shape)
 
         made = Inputs(case, paged(self._gpu), paged(self._host), more, self.seed)
+        made._drawn = self._drawn
+        return made
+
+    def with_cache_of(self, dtype: str) -> Inputs:
+        """Inputs of the same step on the cache in 8 bits, with a scale for each head."""
+        case = dataclasses.replace(self.case, cache_dtype=dtype)
+        q, k, v = self._gpu or self.host
+        arrays = (q, quantized.quantized(k, dtype), quantized.quantized(v, dtype))
+        of_heads = np.full(case.heads_kv, quantized.SCALE, np.float32)
+        more = dict(self.more) | {"k_scale": of_heads, "v_scale": of_heads}
+        gpu, host = (None, arrays) if self._gpu is None else (arrays, None)
+        made = Inputs(case, gpu, host, more, self.seed)
         made._drawn = self._drawn
         return made
 

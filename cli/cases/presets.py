@@ -206,6 +206,15 @@ _PRESETS = {
         baseline=("torch-flash", "torch-cudnn"),
         notes=("cupy_flash-pageN: the rows of the cache in shuffled pages of N",),
     ),
+    "decode-quantized": Preset(
+        "The same over a cache of 8 bits, beside 16",
+        cases=tuple(
+            _decode(batch, seqlen_k) for batch in (1, 8, 64) for seqlen_k in (1024, 8192, 65536)
+        ),
+        providers=("cupy_flash", "cupy_flash-float8", "cupy_flash-int8"),
+        baseline=("cupy_flash",),
+        notes=("cupy_flash-float8, -int8: the same cache in 8 bits, a scale for each head",),
+    ),
     "varlen": Preset(
         "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
         cases=(_packed(causal=False), _packed(causal=True)),

@@ -13,6 +13,7 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 from .cases import Case
 from .mod_arguments import numpy_dtype
+from .quantized import restored
 
 Arrays = tuple[Any, Any, Any]
 
@@ -170,12 +171,14 @@ def _slices(case: Case, head: int) -> tuple[slice, slice]:
 def _cached(
     cache: Any, case: Case, more: Mapping[str, np.ndarray], batch: int, heads: slice
 ) -> Any:
-    """(1, seqlen_k, 1, dim) of a sequence's rows in the cache."""
+    """(1, seqlen_k, 1, dim) of a sequence's rows in the cache, or what they stand for."""
     seqlen_k = case.key_lengths[batch]
-    if not case.page_size:
-        return cache[batch : batch + 1, :seqlen_k, heads]
-    pages = cache[:, :, heads][_like(cache, more["block_table"][batch])]
-    return pages.reshape(1, -1, *pages.shape[2:])[:, :seqlen_k]
+    if case.page_size:
+        pages = cache[:, :, heads][_like(cache, more["block_table"][batch])]
+        rows = pages.reshape(1, -1, *pages.shape[2:])[:, :seqlen_k]
+    else:
+        rows = cache[batch : batch + 1, :seqlen_k, heads]
+    return restored(rows, numpy_dtype(case.dtype)) if case.cache_dtype else rows
 
 
 def _rotated(x: Any, more: Mapping[str, np.ndarray], first: int, *, advance: bool) -> Any:

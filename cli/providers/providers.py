@@ -37,6 +37,8 @@ from .contract import Prepared, Provider, TileFields
 
 # Of the providers that put a case's cache into pages.
 PAGE_SIZES = (1, 16, 64)
+# Caches of 8 bits, and what they are called in names.
+CACHE_DTYPES = {"float8_e4m3fn": "float8", "int8": "int8"}
 # Kernel families, whatever they compute.
 FAMILY_NAMES = tuple(dict.fromkeys(name for families in FAMILIES.values() for name in families))
 # Arrays of the plain formula of gradients that are as large as a chunk of scores.
@@ -155,6 +157,26 @@ class OnPages(_Variant):
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs.with_pages_of(self.page_size)
+
+
+class InEightBits(_Variant):
+    """The library on the same cache in 8 bits, with a scale for each head."""
+
+    def __init__(self, cache_dtype: str, tile: TileFields) -> None:
+        super().__init__(f"cupy_flash-{CACHE_DTYPES[cache_dtype]}", tile)
+        self.cache_dtype = cache_dtype
+
+    def served(self, case: Case) -> Case | str:
+        if not case.is_cached or case.append:
+            return "it reads caches, and appends to none"
+        return dataclasses.replace(case, cache_dtype=self.cache_dtype)
+
+    def scratch_bytes(self, case: Case) -> int:
+        served = self._served(case)
+        return self.dispatcher.scratch_bytes(served) + served.key_value_bytes
+
+    def inputs_of(self, inputs: Inputs) -> Inputs:
+        return inputs.with_cache_of(self.cache_dtype)
 
 
 class Anew(_Variant):
@@ -326,10 +348,14 @@ def _makers() -> dict[str, Callable[[TileFields], Provider]]:
     def on_pages(size: int) -> Callable[[TileFields], Provider]:
         return lambda tile: OnPages(size, tile)
 
+    def in_bits(cache_dtype: str) -> Callable[[TileFields], Provider]:
+        return lambda tile: InEightBits(cache_dtype, tile)
+
     makers: dict[str, Callable[[TileFields], Provider]] = {
         "cupy_flash": lambda tile: Dispatcher("cupy_flash", None, tile),
         **{f"cupy_flash-{family}": of_family(family) for family in FAMILY_NAMES},
         **{f"cupy_flash-page{size}": on_pages(size) for size in PAGE_SIZES},
+        **{f"cupy_flash-{short}": in_bits(name) for name, short in CACHE_DTYPES.items()},
         "cupy_flash-uniform": Uniform,
         "cupy_flash-anew": Anew,
         "cupy_flash-cpu": CpuBackend,

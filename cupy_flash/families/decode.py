@@ -65,6 +65,11 @@ _FEWEST_PAGE_ROWS = 16
 # heads: 1024 keys of 8 heads take 10.3 us, with eight warps 10.6; of one head 9.6 and 9.1.
 _TINY = 1024
 _SEVERAL_HEADS = 4
+# Caches of 8 bits take twice the instructions for a byte. Up to so many bytes clusters are better,
+# whose blocks are on less than half of the SMs; elsewhere a block has all stages that fit. On an
+# H200 1 x 8192 keys of 8 heads take clusters of 8 16.6 us, a block on each SM 17.8, but 8 x 8192
+# 69.4 and 49.9; 64 x 65536 keys take such blocks with two stages 2080 us, with three 1996.
+_LITTLE_QUANTIZED = 16 << 20
 # Keys that a sequence may have, from which on the end of each costs a cluster's few blocks little:
 # 64 sequences of 1024, 8192 and 65536 keys take them 117, 707 and 5505 us, and 128 blocks that
 # merge through memory 106, 703 and 5582.
@@ -220,7 +225,8 @@ class DecodeFamily(Family[DecodeTile]):
         elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
             tiles = [*small, large]
         is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant
-        if _has_clusters(device) and is_free and not (page_size and has_much):
+        suits_clusters = problem.scales is None or _bytes(problem) <= _LITTLE_QUANTIZED
+        if _has_clusters(device) and is_free and suits_clusters and not (page_size and has_much):
             yield from self._clustered(problem, device, large)
         most_stages = _MOST_STAGES
         short_pages = 0 < page_size < _FEWEST_PAGE_ROWS
@@ -233,7 +239,7 @@ class DecodeFamily(Family[DecodeTile]):
             fine = DecodeTile(16, keys, warps=2, min_blocks=4)
             if _places_of_whole_sequences(problem, device, fine):
                 tiles.insert(0, fine)
-            if has_much:
+            if has_much and problem.scales is None:
                 enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
                 most_stages = max(2, enough)
         for tile in tiles:

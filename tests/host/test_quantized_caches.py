@@ -146,9 +146,13 @@ def test_numbers_are_for_arrays_in_host_memory() -> None:
         normalize_scale("k_scale", np.complex64(1), on_host=True)
 
 
-def test_a_gpu_says_which_families_read_them() -> None:
+def test_one_family_of_a_gpu_reads_them() -> None:
     arguments = QuantizedCase(dataclasses.replace(SMALL, seqlen_new=0), "int8", "head").arguments()
-    with pytest.raises(UnsupportedError, match="decode: its kernels read no caches of 8 bits"):
+    assert plan_with_kvcache(**arguments, arch="sm_90").family == "decode"
+    with pytest.raises(UnsupportedError, match="mma: its kernels read no caches of 8 bits"):
+        plan_with_kvcache(**arguments, arch="sm_75")
+    arguments["q"] = arguments["q"].astype(np.float32)
+    with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
         plan_with_kvcache(**arguments, arch="sm_90")
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
-from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase
-from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
+from support.quantized_support import (
+    CACHE_DTYPES,
+    SCALES,
+    QuantizedCase,
+    check_on_gpu,
+    on_device,
+    run_on_gpu,
+)
+from support.sequence_support import KVCacheCase, ragged_lengths, to_numpy
 
 from cupy_flash import flash_attention_with_kvcache
 from cupy_flash.errors import UnsupportedError
@@ -48,57 +54,10 @@ def draw(test: int, number: int) -> QuantizedCase:
     return QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales)
 
 
-def on_device(x: Any) -> Any:
-    """An array, or a number as one, on the GPU; anything else as it is."""
-    import cupy
-
-    if isinstance(x, float):
-        return cupy.asarray(np.float32(x))
-    if not isinstance(x, (np.ndarray, np.generic)):
-        return x
-    if x.itemsize == 1 and x.dtype.kind == "V":
-        # CuPy makes no arrays of float8, and views bytes as such.
-        return cupy.asarray(x.view(np.uint8)).view(x.dtype)
-    return cupy.asarray(x)
-
-
-def run(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Any, Any]:
-    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
-    import cupy
-
-    given = {name: on_device(x) for name, x in arguments.items()}
-    for name in ("softmax_scale",):
-        given[name] = arguments.get(name)
-    q, v_cache = given["q"], given["v_cache"]
-    out = cupy.asarray(np.full((*q.shape[:3], v_cache.shape[3]), np.nan, arguments["q"].dtype))
-    more = {name: on_device(x) for name, x in more.items()}
-    out, lse = flash_attention_with_kvcache(**given, out=out, return_lse=True, **more)
-    return given, to_numpy(out), to_numpy(lse)
-
-
-def same_bits(a: Any, b: np.ndarray) -> bool:
-    a = to_numpy(a)
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-def check(case: QuantizedCase, **choice: Any) -> None:
-    arguments = case.arguments()
-    with np.errstate(all="ignore"):
-        expected = attention_with_kvcache_reference(**arguments)
-        truth = Truth.of_kvcache(arguments)
-    given, out, lse = run(arguments, **choice)
-    truth.check(out, lse)
-    for name in ("k_cache", "v_cache"):
-        assert same_bits(given[name], getattr(expected, name)), (name, str(case))
-    if case.scales in ("row", "computed"):
-        for name in ("k_scale", "v_scale"):
-            assert same_bits(given[name], getattr(expected, name)), (name, str(case))
-
-
 @pytest.mark.parametrize("test", range(TESTS))
 def test_random_problems_are_right(test: int) -> None:
     for number in range(CALLS):
-        check(draw(test, number))
+        check_on_gpu(draw(test, number))
 
 
 LONG = KVCacheCase(
@@ -106,20 +65,26 @@ LONG = KVCacheCase(
 )
 
 
-@pytest.mark.parametrize("choice", [{}, {"num_splits": 3}], ids=["even", "split"])
+@pytest.mark.parametrize(
+    "choice",
+    [{}, {"num_splits": 3}, {"batch_invariant": True}],
+    ids=["even", "split", "batch_invariant"],
+)
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_keys_may_be_shared_out(
     dtype: str, cache_dtype: str, scales: str, choice: dict[str, int]
 ) -> None:
-    check(QuantizedCase(dataclasses.replace(LONG, dtype=dtype), cache_dtype, scales), **choice)
+    check_on_gpu(
+        QuantizedCase(dataclasses.replace(LONG, dtype=dtype), cache_dtype, scales), **choice
+    )
 
 
 @pytest.mark.parametrize("seqlen_q", [40, 130])
 def test_many_rows_of_queries_are_right(seqlen_q: int) -> None:
     many = KVCacheCase((200, 170), "float16", seqlen_q=seqlen_q, causal=True, page_size=16)
-    check(QuantizedCase(many, "int8", "row"))
+    check_on_gpu(QuantizedCase(many, "int8", "row"))
 
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
@@ -132,7 +97,7 @@ def test_windows_sinks_and_modifications_are_right(cache_dtype: str) -> None:
         "softcap": 5.0,
         "alibi_slopes": np.array([0.5, 0.25, 0, 0.1], np.float32),
     }
-    _, out, _ = run(arguments, **more)
+    _, out, _ = run_on_gpu(arguments, **more)
     expected = attention_with_kvcache_reference(**arguments, **more)
     np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-6)
 
@@ -148,7 +113,7 @@ def test_scales_of_very_different_size_lose_nothing(dtype: str) -> None:
         arguments["v_scale"] = (small * rng.uniform(1, 4, scale.shape)).astype(np.float32)
         with np.errstate(all="ignore"):
             expected = attention_with_kvcache_reference(**arguments).out
-        _, out, _ = run(arguments)
+        _, out, _ = run_on_gpu(arguments)
         # A number of the output's dtype beside its own last place.
         least = 2.0**-24 if dtype == "float16" else 0
         bound = np.abs(expected).max() * 2**-6 + least
@@ -159,7 +124,7 @@ def test_a_number_that_is_none_stays_one() -> None:
     base = KVCacheCase((50, 40), "bfloat16")
     arguments = QuantizedCase(base, "float8_e4m3fn", "tensor").arguments()
     arguments["v_cache"][0, 7, 0, 5] = np.nan
-    _, out, _ = run(arguments)
+    _, out, _ = run_on_gpu(arguments)
     assert np.isnan(out[0, 0, :2, 5].astype(np.float32)).all()
     assert np.isfinite(np.delete(out[0], 5, axis=-1).astype(np.float32)).all()
     assert np.isfinite(out[1].astype(np.float32)).all()
@@ -171,7 +136,7 @@ def test_new_keys_are_turned_before_they_are_quantized() -> None:
         case = dataclasses.replace(base, rotary_interleaved=interleaved)
         arguments = QuantizedCase(case, "int8", "computed").arguments()
         host = QuantizedCase(case, "int8", "computed").arguments()
-        given, out, _ = run(arguments)
+        given, out, _ = run_on_gpu(arguments)
         expected = flash_attention_with_kvcache(**host, backend="cpu")
         np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=2**-5)
         # A turned number that is rounded otherwise may be a step away in 8 bits.
@@ -213,4 +178,4 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
 def test_float32_is_refused_with_its_reason() -> None:
     arguments = QuantizedCase(KVCacheCase((5, 7), "float32"), "int8", "head").arguments()
     with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
-        run(arguments)
+        run_on_gpu(arguments)

@@ -8,7 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from support.sequence_support import KVCacheCase, random_kvcache_case
+from cupy_flash import flash_attention_with_kvcache
+from cupy_flash.reference.packed import attention_with_kvcache_reference
+from support.sequence_support import KVCacheCase, Truth, random_kvcache_case, to_numpy
 
 # By the name in `Problem`, and the largest number of each.
 CACHE_DTYPES: dict[str, tuple[Any, float]] = {
@@ -102,3 +104,50 @@ def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCa
         },
     )
     return QuantizedCase(base, cache_dtype, scales)
+
+
+def on_device(x: Any) -> Any:
+    """An array on the GPU; anything else as it is."""
+    import cupy
+
+    if not isinstance(x, (np.ndarray, np.generic)):
+        return x
+    if x.itemsize == 1 and x.dtype.kind == "V":
+        # CuPy makes no arrays of float8, and views bytes as such.
+        return cupy.asarray(x.view(np.uint8)).view(x.dtype)
+    return cupy.asarray(x)
+
+
+def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Any, Any]:
+    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
+    import cupy
+
+    given = {name: on_device(x) for name, x in arguments.items()}
+    for name in ("k_scale", "v_scale"):
+        if isinstance(given[name], float):
+            given[name] = cupy.asarray(np.float32(given[name]))
+    q, v_cache = given["q"], given["v_cache"]
+    out = cupy.asarray(np.full((*q.shape[:3], v_cache.shape[3]), np.nan, arguments["q"].dtype))
+    more = {name: on_device(x) for name, x in more.items()}
+    out, lse = flash_attention_with_kvcache(**given, out=out, return_lse=True, **more)
+    return given, to_numpy(out), to_numpy(lse)
+
+
+def _same_bits(a: Any, b: np.ndarray) -> bool:
+    a = to_numpy(a)
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def check_on_gpu(case: QuantizedCase, **choice: Any) -> None:
+    """Assert that a call on the GPU gives what the reference gives, and stores the same bits."""
+    arguments = case.arguments()
+    with np.errstate(all="ignore"):
+        expected = attention_with_kvcache_reference(**arguments)
+        truth = Truth.of_kvcache(arguments)
+    given, out, lse = run_on_gpu(arguments, **choice)
+    truth.check(out, lse)
+    for name in ("k_cache", "v_cache"):
+        assert _same_bits(given[name], getattr(expected, name)), (name, str(case))
+    if case.scales in ("row", "computed"):
+        for name in ("k_scale", "v_scale"):
+            assert _same_bits(given[name], getattr(expected, name)), (name, str(case))

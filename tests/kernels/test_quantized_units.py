@@ -1,0 +1,142 @@
+"""Kernels that read caches of 8 bits, and append to them, compile for their architectures."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash import plan_with_kvcache
+from cupy_flash.errors import UnsupportedError
+from cupy_flash.families.contract import TranslationUnit
+from cupy_flash.gpu.append import AppendSpec, append_unit, prepare
+from cupy_flash.gpu.compiler import compile_cubin, known_architectures
+from cupy_flash.problem.arrays import Scales
+from cupy_flash.problem.device import Device, device_for_arch
+
+BF16, FP8, INT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8
+ROWS, CACHES, PAGE = 512, 3, 16
+# Architecture, dtype of q, of the cache, head dims, page size, scales, modifications.
+DECODE: list[tuple[str, Any, Any, tuple[int, int], int, str, dict[str, Any]]] = [
+    ("sm_80", np.float16, INT8, (128, 128), 0, "row", {}),
+    ("sm_86", BF16, INT8, (64, 64), 1, "row", {"window_size": (99, 0)}),
+    ("sm_89", np.float16, FP8, (72, 40), PAGE, "row", {}),
+    ("sm_90", BF16, FP8, (128, 128), 0, "head", {}),
+    ("sm_90", BF16, FP8, (128, 128), 64, "page", {"softcap": 30.0}),
+    ("sm_100", np.float16, FP8, (64, 128), 0, "none", {}),
+    ("sm_120", BF16, INT8, (256, 256), 0, "head", {}),
+]
+APPENDS = [
+    ("sm_75", "float16", "int8", True, 24),
+    ("sm_80", "float32", "int8", False, 0),
+    ("sm_89", "bfloat16", "float8_e4m3fn", True, 0),
+    ("sm_90", "float16", "float8_e4m3fn", False, 64),
+    ("sm_120", "bfloat16", "float8_e4m3fn", True, 64),
+]
+
+
+def decode_unit(
+    arch: str,
+    dtype: Any,
+    cache: Any,
+    dims: tuple[int, int],
+    page_size: int,
+    scales: str,
+    more: dict[str, Any],
+) -> TranslationUnit:
+    blocks = CACHES if not page_size else CACHES * ROWS // page_size
+    rows = page_size or ROWS
+    k_cache, v_cache = (np.zeros((blocks, rows, 2, dim), cache) for dim in dims)
+    shape = {"row": (blocks, rows, 2), "page": (blocks, 1, 2), "head": (2,)}.get(scales)
+    of_cache = None if shape is None else np.ones(shape, np.float32)
+    table = np.zeros((CACHES, ROWS // page_size), np.int32) if page_size else None
+    plan = plan_with_kvcache(
+        np.zeros((CACHES, 1, 8, dims[0]), dtype),
+        k_cache,
+        v_cache,
+        cache_seqlens=ROWS,
+        block_table=table,
+        k_scale=of_cache,
+        v_scale=of_cache,
+        arch=arch,
+        **more,
+    )
+    assert plan.family == "decode"
+    assert plan.unit is not None
+    return plan.unit
+
+
+def append_spec(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
+    strides = (256, 128, 64)
+    return AppendSpec(
+        dtype=dtype,
+        batch=2,
+        seqlen_q=1,
+        seqlen_new=1,
+        heads_q=8,
+        heads_kv=2,
+        head_dim=64,
+        head_dim_v=40,
+        seqlen_cache=100,
+        q_strides=strides,
+        k_strides=strides,
+        v_strides=strides,
+        k_cache_strides=strides,
+        v_cache_strides=strides,
+        caches=2,
+        page_size=0,
+        pages=0,
+        max_pages=0,
+        block_table_stride=0,
+        rotary_dim=rotary_dim,
+        rotary_rows=100,
+        rotary_stride=32,
+        rotary_dtype="float32",
+        rotary_interleaved=False,
+        causal=True,
+        alignment=8,
+        rotary_alignment=16,
+        cache_dtype=cache_dtype,
+        cache_alignment=4,
+        scales=Scales((200, 2, 1), (200, 2, 1), computed),
+    )
+
+
+def devices(arch: str) -> Device:
+    return device_for_arch(int(arch.removeprefix("sm_")))
+
+
+def test_units_compile_and_spill_little() -> None:
+    units = [(decode_unit(*case), devices(case[0])) for case in DECODE]
+    units += [(append_unit(append_spec(*case)), devices(arch)) for arch, *case in APPENDS]
+    known = known_architectures()
+    units = [(unit, device) for unit, device in units if device.arch in known]
+    assert units
+    with ProcessPoolExecutor(2) as pool:
+        for cubin in pool.map(compile_cubin, *zip(*units, strict=True)):
+            assert "warning" not in cubin.log
+            # Those of head_dim 256.
+            assert max(r.spill_bytes for r in cubin.resources.values()) <= 80
+
+
+def test_float8_is_for_gpus_that_convert_it() -> None:
+    with pytest.raises(UnsupportedError, match="needs sm_89 or newer to read float8_e4m3fn"):
+        decode_unit("sm_86", BF16, FP8, (64, 64), 0, "head", {})
+    spec = append_spec("float16", "float8_e4m3fn", False, 0)
+    with pytest.raises(UnsupportedError, match="append to float8_e4m3fn needs sm_89 or later"):
+        prepare(spec, devices("sm_80"), ())
+
+
+def test_a_tile_of_8_bits_has_32_keys() -> None:
+    with pytest.raises(ValueError, match="Bc is 16; expected 32 of a cache of 8 bits"):
+        plan_with_kvcache(
+            np.zeros((CACHES, 1, 8, 64), np.float16),
+            *(np.zeros((CACHES, ROWS, 2, 64), INT8) for _ in "kv"),
+            cache_seqlens=ROWS,
+            arch="sm_90",
+            family="decode",
+            tile=(16, 16),
+        )

@@ -55,7 +55,8 @@ def flash_attention_with_kvcache(
         Queries, usually one for each sequence. float16, bfloat16, float32 or float64; NumPy, CuPy,
         or any array that speaks DLPack. Read in place with a contiguous last axis, else copied.
     k_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim)
-        Keys, of the same dtype and kind, or of 8 bits: float8_e4m3fn (ml_dtypes) or int8. With
+        Keys, of the same dtype and kind, or of 8 bits: int8, or float8_e4m3fn of ml_dtypes, which
+        CuPy has as a view of bytes; on a GPU q is then of 16 bits. With
         block_table (pages, page_size, heads_kv, head_dim), of any page_size from 1 up. Written in
         place if k is given. Its last axis is contiguous. heads_q is a multiple of heads_kv; query
         head h reads head h // (heads_q // heads_kv).

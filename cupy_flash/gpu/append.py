@@ -64,7 +64,7 @@ _SOURCES = {
     "seqused_k": "cache_seqlens",
     "cos": "rotary_cos",
     "sin": "rotary_sin",
-    **{n: n for n in ("keys", "cache_batch_idx", "block_table", "k_scale", "v_scale")},
+    **{name: name for name in ("keys", "cache_batch_idx", "block_table")},
 }
 
 # Few rows are spread over many blocks that way, and many fill an SM with 16 of them.
@@ -317,10 +317,13 @@ class Append:
             "rotary_rows": spec.rotary_rows,
             "q_advances": int(spec.causal),
         }
+        sources = dict(_SOURCES)
         if spec.scales is not None:
             of_scales = {"k_scale": spec.scales.k, "v_scale": spec.scales.v}
-            fixed |= {name: strides for name, strides in of_scales.items() if strides is not None}
-        self._params = PackedStruct(APPEND_DTYPE, fixed, _SOURCES, names)
+            for name, strides in of_scales.items():
+                if strides is not None:
+                    fixed[name], sources[name] = strides, name
+        self._params = PackedStruct(APPEND_DTYPE, fixed, sources, names)
         self._kernel = kernel
         self._grid = grid
         self._block = block
@@ -359,8 +362,9 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
     names
         Of the values that each run is given, in order: "q", "k", "v", "k_cache", "v_cache",
         "cache_seqlens" or, where that is 0, the rows that are in every cache, "keys",
-        "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", and where the turned queries
-        go, contiguous and on 16 bytes, "q_rotated".
+        "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", where the turned queries go,
+        contiguous and on 16 bytes, "q_rotated", and the scales that are given, "k_scale" and
+        "v_scale".
 
     Raises
     ------

@@ -85,13 +85,14 @@ def flash_attention_with_kvcache(
         else all at cache_seqlens[b]. Needs k and v; q and k themselves are not written.
     rotary_interleaved : bool
         Whether columns 2i and 2i + 1 are a pair; else i and i + rotary_dim / 2 are.
-    k_scale, v_scale : arrays of float32, or with NumPy arrays numbers, optional
-        Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given.
-        Arrays broadcast to (caches, seqlen_cache, heads_kv), or (pages, page_size, heads_kv): ()
-        for one scale, (heads_kv,) for each head's, (pages, 1, heads_kv) for each page's, or one for
-        each row and head. New rows, turned and rounded to their dtype, are divided by them in
-        float32, rounded to nearest even, and limited to the largest number that the cache holds;
-        NaN becomes 0 in int8, and all is 0 where the scale is.
+    k_scale, v_scale : arrays of float32, or numbers, optional
+        Of caches of 8 bits, whose numbers stand for themselves times their scale; 1 if not given. A
+        number is copied to a GPU in the first call that has it. Arrays broadcast to (caches,
+        seqlen_cache, heads_kv), or (pages, page_size, heads_kv): () for one scale, (heads_kv,) for
+        each head's, (pages, 1, heads_kv) for each page's, or one for each row and head. New rows,
+        turned and rounded to their dtype, are divided by them in float32, rounded to nearest even,
+        and limited to the largest number that the cache holds; NaN becomes 0 in int8, and all is 0
+        where the scale is.
     compute_scales : bool
         Whether the append computes the scales of new rows, from the largest magnitude that each
         head has, and writes them to k_scale and v_scale: arrays with one for each row and head.

@@ -119,25 +119,35 @@ def require_mutable(name: str, array: Any) -> None:
 
 
 def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
-    """`normalize` of a cache's scale, which may be a number on the host.
+    """`normalize` of a cache's scale, which may be a number; where q lies on a GPU, an array of it.
 
     Raises
     ------
-    TypeError
-        Also for a number where q lies on a GPU.
     ValueError
         For a number that float32 does not hold.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
         return normalize(name, scale)
-    if not on_host:
-        raise TypeError(
-            f"{name} is {kind_of(scale)} and q lies on a GPU; pass cupy.asarray({name}, 'float32')"
-        )
     number = finite(name, float(scale))
     if abs(number) > float(np.finfo(np.float32).max):
         raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
+    if not on_host:
+        import cupy
+
+        return _number_on_gpu(number, cupy.cuda.runtime.getDevice())
     return np.asarray(number, np.float32)
+
+
+# A model has a few for each of its layers.
+@functools.lru_cache(maxsize=1024)
+def _number_on_gpu(number: float, _device: int) -> Any:
+    """An array of a number on the current device, made once: captured graphs go on reading it."""
+    import cupy
+
+    array = cupy.asarray(np.float32(number))
+    # Other streams may read it next.
+    cupy.cuda.get_current_stream().synchronize()
+    return array
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:

@@ -169,7 +169,7 @@ def _plain_types() -> tuple[Any, ...]:
 
 @functools.cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """NumPy's dtypes by torch's, of what attention is computed in and of lengths."""
+    """NumPy's dtypes by torch's, of what attention is computed in, of caches and of lengths."""
     import ml_dtypes
     import torch
 
@@ -178,6 +178,8 @@ def _dtypes() -> dict[Any, np.dtype]:
         torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
         torch.float32: np.dtype(np.float32),
         torch.float64: np.dtype(np.float64),
+        torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+        torch.int8: np.dtype(np.int8),
         torch.int32: np.dtype(np.int32),
     }
 

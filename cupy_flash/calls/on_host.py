@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cupy_flash.arrays.overlap import require_apart
-from cupy_flash.arrays.strided import to_bshd
+from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls import on_gpu
 from cupy_flash.calls.arguments import (
     Arguments,
@@ -148,10 +148,18 @@ def _on_gpu(
         # Packed arrays bring `out`, for its rows that belong to no sequence.
         arguments = arguments._replace(out=None)
     order = upload_order(options)
-    uploaded = (None if x is None else cupy.asarray(x, order=order) for x in arguments)
+    uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     result, lse = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
+
+
+def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
+    cupy = cupy_module()
+    if dtype_name(array) == "float8_e4m3fn":
+        # CuPy allocates none, but views bytes as such.
+        return cupy.asarray(array.view(np.uint8), order=order).view(array.dtype)
+    return cupy.asarray(array, order=order)
 
 
 def _on_cpu(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,66 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
             expected = attention_with_kvcache_reference(**arguments).out
         found = to_numpy(out).astype(np.float64)
         np.testing.assert_allclose(found, expected, atol=2**-6)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_tensors_of_torch_are_read_and_written_in_place(cache_dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1)
+    arguments = QuantizedCase(base, cache_dtype, "computed").arguments()
+    expected, out, _ = run_on_gpu(arguments)
+    types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
+
+    def tensor(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        if x.dtype.kind != "V":
+            return torch.from_numpy(x).cuda()
+        as_bytes = torch.from_numpy(x.view(np.uint8)).cuda()
+        return as_bytes.view(types[x.dtype.name])
+
+    tensors = {name: tensor(x) for name, x in arguments.items()}
+    found = flash_attention_with_kvcache(**tensors)
+    assert found.dtype == torch.bfloat16
+    np.testing.assert_array_equal(found.view(torch.uint8).cpu().numpy(), out.view(np.uint8))
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        after = tensors[name].view(torch.uint8).cpu().numpy()
+        np.testing.assert_array_equal(after, to_numpy(expected[name]).view(np.uint8))
+
+
+def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
+    import cupy
+
+    base = KVCacheCase((50, 40), "float16")
+    arguments = QuantizedCase(base, "int8", "number").arguments()
+    given = {name: on_device(x) for name, x in arguments.items()}
+    out = flash_attention_with_kvcache(**given)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    captured = cupy.empty_like(out)
+    with stream, cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
+        flash_attention_with_kvcache(**given, out=captured)
+        stream.begin_capture()
+        flash_attention_with_kvcache(**given, out=captured)
+        graph = stream.end_capture()
+        captured.fill(0)
+        graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(to_numpy(captured), to_numpy(out))
+
+
+@pytest.mark.parametrize("scales", ["number", "row"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_arrays_in_host_memory_are_computed_on_the_gpu(cache_dtype: str, scales: str) -> None:
+    base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1)
+    case = QuantizedCase(base, cache_dtype, scales)
+    arguments, on_cpu = case.arguments(), case.arguments()
+    _, expected, _ = run_on_gpu(case.arguments())
+    out = flash_attention_with_kvcache(**arguments)
+    np.testing.assert_array_equal(out.view(np.uint8), expected.view(np.uint8))
+    flash_attention_with_kvcache(**on_cpu, backend="cpu")
+    for name in ("k_cache", "v_cache"):
+        assert arguments[name].tobytes() == on_cpu[name].tobytes()
 
 
 def test_float32_is_refused_with_its_reason() -> None:

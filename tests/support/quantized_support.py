@@ -123,9 +123,6 @@ def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], 
     import cupy
 
     given = {name: on_device(x) for name, x in arguments.items()}
-    for name in ("k_scale", "v_scale"):
-        if isinstance(given[name], float):
-            given[name] = cupy.asarray(np.float32(given[name]))
     q, v_cache = given["q"], given["v_cache"]
     out = cupy.asarray(np.full((*q.shape[:3], v_cache.shape[3]), np.nan, arguments["q"].dtype))
     more = {name: on_device(x) for name, x in more.items()}

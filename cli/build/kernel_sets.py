@@ -228,6 +228,7 @@ def problem_of_class(text: str) -> Problem | None:
         kind="varlen" if found.packed else "cache" if found.kind else "dense",
         page_size=found.page_size,
         direction=found.direction,
+        cache_dtype=found.cache_dtype,
     )
     try:
         problem = case.problem()

@@ -418,7 +418,8 @@ def _texts(case: Case) -> dict[str, str]:
 
 def _kind_text(case: Case) -> str:
     if case.is_cached:
-        return f"pages of {case.page_size}" if case.page_size else "cache"
+        lies = f"pages of {case.page_size}" if case.page_size else "cache"
+        return f"{case.cache_dtype} {lies}" if case.cache_dtype else lies
     return "" if case.is_dense else case.kind
 
 

@@ -275,6 +275,9 @@ def _in_layout(case: Case, bshd: Shape) -> Shape:
 
 def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     """Standard normal inputs, generated where they are used."""
+    if case.cache_dtype:
+        wide = dataclasses.replace(case, cache_dtype=None)
+        return random_inputs(wide, seed, on_gpu=on_gpu).with_cache_of(case.cache_dtype)
     shapes_of_qkv = [_in_layout(case, shape) for shape in case.bshd_shapes]
     xp: Any = importlib.import_module("cupy") if on_gpu else np
     # Not RandomState: CuPy's needs the cuRAND library.

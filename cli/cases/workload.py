@@ -16,7 +16,7 @@ import click
 
 from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.planning import tuning
-from cupy_flash.problem.arrays import DTYPES
+from cupy_flash.problem.arrays import DTYPES, LARGEST_QUANTIZED
 
 from ..providers.providers import PAGE_SIZES
 from . import presets
@@ -108,6 +108,16 @@ def decode() -> list[Weighted]:
     ]
 
 
+def decode_quantized() -> list[Weighted]:
+    """Those of `decode` over caches of 8 bits."""
+    return [
+        Weighted(case, 1e9 / case.kv_bytes)
+        for each in decode()
+        for dtype in LARGEST_QUANTIZED
+        for case in (dataclasses.replace(each.case, cache_dtype=dtype),)
+    ]
+
+
 def varlen() -> list[Weighted]:
     """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
     return [
@@ -128,6 +138,7 @@ def _backward(cases: Iterable[Weighted]) -> list[Weighted]:
 PRESETS: dict[str, Callable[[], list[Weighted]]] = {
     "common": common,
     "decode": decode,
+    "decode-quantized": decode_quantized,
     "varlen": varlen,
     "common-backward": lambda: _backward(common()),
     "varlen-backward": lambda: _backward(varlen()),
@@ -137,11 +148,18 @@ PRESETS: dict[str, Callable[[], list[Weighted]]] = {
 # ---- Workloads in files
 
 _TRUE, _FALSE = ("1", "true", "yes"), ("0", "false", "no", "")
-_CHOICES = {"dtype": DTYPES, "layout": LAYOUTS, "kind": KINDS, "direction": DIRECTIONS}
+_CHOICES = {
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+    "kind": KINDS,
+    "direction": DIRECTIONS,
+    "cache_dtype": tuple(LARGEST_QUANTIZED),
+}
 _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
 # What other kinds have no use for.
 _KINDS_OF = {
     "page_size": ("cache",),
+    "cache_dtype": ("cache",),
     "append": ("cache",),
     "rotary": ("cache",),
     "lengths": ("cache", "varlen"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-from cupy_flash.problem.layout import Layout
+from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.problem.problem import Problem
 
 # Longer sequences, and more query rows over the batch and all heads, are tuned alike.
@@ -25,7 +25,7 @@ class ProblemClass:
         Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
     kind
         How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
-        or "packed-page16"; else empty.
+        or "packed-page16"; else empty. Of a cache of 8 bits with its dtype ahead: "int8-cache".
     direction
         As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
     """
@@ -53,7 +53,7 @@ class ProblemClass:
             _bucket(problem.seqlen_k, MOST_POSITIONS),
             _bucket(problem.batch * problem.heads_q * problem.seqlen_q, MOST_ROWS),
             problem.alignment,
-            _kind(problem.layout),
+            _kind(problem),
             problem.direction,
         )
 
@@ -94,20 +94,30 @@ class ProblemClass:
         """Rows of a page of the cache; 0 where there are no pages."""
         return int(self.kind.partition("page")[2] or 0)
 
+    @property
+    def cache_dtype(self) -> str | None:
+        """Of a cache of 8 bits."""
+        stored = self.kind.partition("-")[0]
+        return stored if stored in LARGEST_QUANTIZED else None
 
+
+_QUANTIZED = "|".join(LARGEST_QUANTIZED)
 _TEXT = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
-    r"(?: (?P<kind>cache|packed|(?:packed-)?page\d+))?(?: (?P<direction>backward))?"
+    rf"(?: (?P<kind>packed|packed-page\d+|(?:(?:{_QUANTIZED})-)?(?:cache|page\d+)))?"
+    r"(?: (?P<direction>backward))?"
 )
 
 
-def _kind(layout: Layout) -> str:
+def _kind(problem: Problem) -> str:
+    layout = problem.layout
     if layout.is_equal:
         return ""
+    stored = "" if problem.scales is None else problem.tensors["k"].dtype
     queries = "packed" if layout.packed_q else ""
-    keys = f"page{layout.page_size}" if layout.page_size else ""
-    return "-".join(filter(None, (queries, keys))) or "cache"
+    keys = f"page{layout.page_size}" if layout.page_size else "" if queries else "cache"
+    return "-".join(filter(None, (stored, queries, keys)))
 
 
 def _bucket(value: int, most: int) -> int:

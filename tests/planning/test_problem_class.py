@@ -20,6 +20,8 @@ DENSE = ProblemClass("bfloat16", 128, 64, False, 4096, 1024, 65536, 16)
         ("page16", False, 16),
         ("packed", True, 0),
         ("packed-page64", True, 64),
+        ("int8-cache", False, 0),
+        ("float8_e4m3fn-page16", False, 16),
     ],
 )
 def test_what_is_written_is_parsed(kind: str, packed: bool, page_size: int, causal: bool) -> None:

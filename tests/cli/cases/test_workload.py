@@ -269,10 +269,17 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     tuning.clear()
 
 
-def test_the_decode_preset_has_pages_too_and_its_cases_count_alike() -> None:
-    groups = groups_of(PRESETS["decode"]())
+@pytest.mark.parametrize(
+    ("preset", "cache_dtypes"),
+    [("decode", {None}), ("decode-quantized", {"float8_e4m3fn", "int8"})],
+)
+def test_the_decode_presets_have_pages_too_and_their_cases_count_alike(
+    preset: str, cache_dtypes: set[str | None]
+) -> None:
+    groups = groups_of(PRESETS[preset]())
     cases = [weighted.case for group in groups for weighted in group.cases]
 
+    assert {case.cache_dtype for case in cases} == cache_dtypes
     assert {case.page_size for case in cases} == {0, 1, 16, 64}
     assert {case.dtype for case in cases} == {"bfloat16", "float16"}
     for group in groups:

@@ -394,7 +394,7 @@ def test_a_bad_workload_is_refused_in_one_line_that_names_the_row(tmp_path: Path
         (("--batch", "0"), "nothing to compute"),
         (("--causal", "--q-offset", "-5000"), "nothing to compute"),
         (("--br", "0"), "'0' is not a whole number from 1"),
-        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode', 'varlen'"),
+        (("--preset", "nosuch"), "'nosuch' is not one of 'common', 'decode', 'decode-quantized'"),
         (("--preset", "common"), "--preset common is for GPUs"),
         (("--family", "mma"), "--backend cpu has no --arch and no --family"),
         (("--workload", "nosuch.json"), "does not exist"),

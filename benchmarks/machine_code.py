@@ -37,6 +37,7 @@ from cupy_flash.cli.build import kernel_sets
 from cupy_flash.cli.build.build import Job, build
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.mods import Mods
+from cupy_flash.cli.providers.providers import CACHE_DTYPES
 from cupy_flash.cli.records import records
 from cupy_flash.cli.records.environment import digest_of
 from cupy_flash.cli.records.report import Row, write_whole
@@ -59,6 +60,7 @@ _OTHERS = (
 # Sections of a cubin with instructions.
 _CODE = ".text."
 _PAGED = re.compile(r"cupy_flash-page(\d+)")
+_QUANTIZED = {f"cupy_flash-{short}": dtype for dtype, short in CACHE_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -385,6 +387,8 @@ def _kernels_of_rows(path: Path) -> Iterator[tuple[str, str, list[Kernel]]]:
             case = dataclasses.replace(records.case_of(row), lengths=None)
             if paged := _PAGED.fullmatch(row["provider"]):
                 case = dataclasses.replace(case, page_size=int(paged[1]))
+            if stored := _QUANTIZED.get(row["provider"]):
+                case = dataclasses.replace(case, cache_dtype=stored)
             kernels = [Kernel.of(arch, family, row["tile"], case)]
         yield family, digest, kernels
 

@@ -114,8 +114,9 @@ def flash_attention_with_kvcache(
         The bits of a row's result depend on nothing but its own sequence: not on what else is in
         the batch, and not on how the sequence was split into chunks of queries. Excludes
         num_splits > 1. It costs time: on a GPU any number of queries goes to one family and tile,
-        `mma` or, where that cannot serve, `simt`; and keys are not split, so that with few
-        sequences and heads most of the GPU is idle while the longest sequence is read.
+        `mma` or, where that cannot serve, `simt`, over caches of 8 bits `decode`; and keys are not
+        split, so that with few sequences and heads most of the GPU is idle while the longest
+        sequence is read.
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one that can, to which
         the whole cache is copied in each call; a cache that lives on is better kept there.

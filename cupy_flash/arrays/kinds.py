@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -128,26 +129,44 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
         return normalize(name, scale)
-    number = finite(name, float(scale))
-    if abs(number) > float(np.finfo(np.float32).max):
-        raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
     if not on_host:
-        import cupy
-
-        return _number_on_gpu(number, cupy.cuda.runtime.getDevice())
-    return np.asarray(number, np.float32)
+        return number_on_gpu(name, scale)
+    return np.asarray(_float32(name, scale))
 
 
-# A model has a few for each of its layers.
-@functools.lru_cache(maxsize=1024)
-def _number_on_gpu(number: float, _device: int) -> Any:
-    """An array of a number on the current device, made once: captured graphs go on reading it."""
+def number_on_gpu(name: str, number: Any, *, of_torch: bool = False) -> Any:
+    """An array of a number, or a tensor of torch, on the current device; see `normalize_scale`.
+
+    Raises
+    ------
+    ValueError
+        For a number that float32 does not hold.
+    """
     import cupy
 
+    device = cupy.cuda.runtime.getDevice()
+    return _number_on_gpu(float(_float32(name, number)), device, of_torch)
+
+
+# Never let go of: captured graphs go on reading it.
+@functools.cache
+def _number_on_gpu(number: float, _device: int, of_torch: bool) -> Any:
+    """Of the current device, made once."""
+    import cupy
+
+    if of_torch:
+        return sys.modules["torch"].from_dlpack(_number_on_gpu(number, _device, False))
     array = cupy.asarray(np.float32(number))
     # Other streams may read it next.
     cupy.cuda.get_current_stream().synchronize()
     return array
+
+
+def _float32(name: str, value: Any) -> np.float32:
+    number = finite(name, float(value))
+    if abs(number) > float(np.finfo(np.float32).max):
+        raise ValueError(f"{name} is {number:g}; expected a number that float32 holds")
+    return np.float32(number)
 
 
 def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:

@@ -26,6 +26,7 @@ from cupy_flash.arrays.strided import (
     address_of,
     array_module,
     dtype_name,
+    is_aligned,
     kind_of,
     new_spec,
     require_4d,
@@ -513,6 +514,12 @@ def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> S
             "or pages, their rows, and heads"
         ) from None
     size = array.itemsize
+    odd = any(stride % size for stride in (block, row, head)) or not is_aligned(array)
+    if odd and not isinstance(array, np.ndarray):
+        raise ValueError(
+            f"{name} lies at address {address_of(array):#x} with strides {array.strides}; expected "
+            f"multiples of {size} bytes"
+        )
     return block // size, row // size, head // size
 
 

@@ -12,12 +12,13 @@ import numpy as np
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
-from cupy_flash.arrays.strided import as_cupy, is_readable_in_place
+from cupy_flash.arrays.strided import as_cupy, is_cupy, is_readable_in_place
 from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
     IN_PLACE,
+    SCALES,
     Arguments,
     modified,
     normalized,
@@ -64,6 +65,8 @@ def attention(
         # The common calls, without the checks that their arguments pass by their types.
         cupy = sys.modules.get("cupy")
         like = arguments.q if arguments.qkv is None else arguments.qkv
+        if arguments.k_scale is not None or arguments.v_scale is not None:
+            arguments = _with_numbers_placed(arguments)
         if cupy is not None and like.__class__ is cupy.ndarray:
             found = on_gpu.run(arguments, options, keys, True, functions, modifiers)
             if found is not None:
@@ -94,6 +97,16 @@ def attention(
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
     return (result, convert(lse)) if options.return_lse else result
+
+
+def _with_numbers_placed(arguments: Arguments) -> Arguments:
+    """Scales that are numbers are arrays on the GPU, where q lies there."""
+    numbers = {n: x for n in SCALES if isinstance(x := getattr(arguments, n), (int, float))}
+    of_torch = is_torch_on_gpu(arguments.q)
+    if not numbers or not (of_torch or is_cupy(arguments.q)):
+        return arguments
+    placed = {n: kinds.number_on_gpu(n, x, of_torch=of_torch) for n, x in numbers.items()}
+    return arguments._replace(**placed)
 
 
 def combine(partials: Partials) -> tuple[Any, Any]:

@@ -7,8 +7,8 @@
 // v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
 // asked for before anything is known about where it goes.
 //
-// For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by a
-// scale, which the caller gives or which the warp finds first: that of the row's largest magnitude.
+// For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by
+// a scale, which the caller gives or the warp finds first: that of the row's largest magnitude.
 //
 // Lengths, rows of the cache and page numbers come from the caller's arrays on the device and
 // nobody has checked them: what has no place of its own in the cache is dropped.

@@ -1,5 +1,5 @@
 // Rows of numbers to 8 bits: divided by a scale, to nearest even, limited to the largest number. As
-// host/quantized.py does it, to the bit.
+// host/quantized.py does it, to the bit, but for which NaN of float8 a NaN becomes.
 #pragma once
 
 #include "ptx/bytes.cuh"

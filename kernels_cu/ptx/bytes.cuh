@@ -36,13 +36,6 @@ __device__ inline unsigned sub_rn_f16x2(unsigned x, unsigned y) {
   return result;
 }
 
-// fma.rn.bf16x2: x y + z.
-__device__ inline unsigned fma_rn_bf16x2(unsigned x, unsigned y, unsigned z) {
-  unsigned result;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
-  return result;
-}
-
 #endif  // __CUDA_ARCH__ >= 800
 
 #if __CUDA_ARCH__ >= 890

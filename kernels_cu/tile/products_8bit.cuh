@@ -1,5 +1,5 @@
-// The two matrix products of a warp whose keys and values are of 8 bits: mma.m16n8k16 of 16-bit
-// numbers, which those become in registers.
+// The two matrix products of a warp whose keys and values are of 8 bits: mma.m16n8k16 of float16,
+// which those become in registers, whatever the queries are of.
 //
 // ldmatrix hands out 16-bit units, here two columns of a row. Which column is which step of a
 // product's sum makes no difference, so long as queries and keys agree, and which column of the
@@ -14,35 +14,73 @@
 
 #include "ptx/base.cuh"
 #include "ptx/bytes.cuh"
+#include "score/softmax.cuh"
 #include "tile/element.cuh"
+#include "tile/fragments.cuh"
 #include "tile/layout.cuh"
+#include "tile/powers.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/stored_bytes.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
-// As `QueryFragments`, all steps in registers.
-template <class Layout, int row_tiles, int steps>
+// As `QueryFragments`, all steps in registers, in float16. Rows of bfloat16 are multiplied by a
+// power of two first, so that their largest number is about 1; others are off by 2^-25 at most.
+template <class Element, class Layout, int row_tiles, int steps>
 struct QueriesByFours {
+  static constexpr bool is_float16 = headroom<Element> == 0;
   unsigned kept[steps][row_tiles][4];
+  float factors[row_tiles][2];  // that the rows' scores are multiplied by
 
   __device__ void keep(unsigned shared) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int step = 0; step < steps; ++step) {
+    for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int i = 0; i < row_tiles; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        factors[i][half] = is_float16 ? 1 : factor_of(shared, i, half);
+        const float inverse = inverse_of_power(factors[i][half]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = 16 * i + 8 * half + lane / 4;
-          unsigned two[2];
-          ptx::ld_shared_v2(two,
-                            shared + Layout::offset(row, 2 * step + lane % 4 / 2) + lane % 2 * 8);
-          kept[step][i][half] = two[0];
-          kept[step][i][2 + half] = two[1];
+        for (int step = 0; step < steps; ++step) {
+          unsigned four[2];
+          read(four, shared, i, half, step);
+#pragma unroll
+          for (int part = 0; part < 2; ++part) {
+            kept[step][i][2 * part + half] =
+                is_float16 ? four[part]
+                           : pack<half_t>(low(four[part]) * inverse, high(four[part]) * inverse);
+          }
         }
       }
     }
+  }
+
+ private:
+  __device__ static float low(unsigned pair) { return __uint_as_float(pair << 16); }
+  __device__ static float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+  // The lane's columns of a step.
+  __device__ static void read(unsigned (&four)[2], unsigned shared, int i, int half, int step) {
+    const int lane = threadIdx.x % 32;
+    const int row = 16 * i + 8 * half + lane / 4;
+    ptx::ld_shared_v2(four, shared + Layout::offset(row, 2 * step + lane % 4 / 2) + lane % 2 * 8);
+  }
+
+  // The power of two below a row's largest number; but not so large that its inverse is denormal,
+  // nor infinity.
+  __device__ static float factor_of(unsigned shared, int i, int half) {
+    float largest = 0;
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step) {
+      unsigned four[2];
+      read(four, shared, i, half, step);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        largest = fmaxf(largest, fmaxf(fabsf(low(four[part])), fabsf(high(four[part]))));
+      }
+    }
+    largest = max_of_lanes(largest);
+    if (largest == SoftmaxMath<float>::infinity()) return 1;
+    return fminf(fmaxf(power_below(largest), 0x1p-126f), 0x1p126f);
   }
 };
 
@@ -51,7 +89,7 @@ template <class Config, int row_tiles>
 struct Products8Bit {
   using Element = typename Config::Element;
   using Stored = typename Config::CacheElement;
-  using Widen = WidenBytes<Element, Stored>;
+  using Widen = WidenBytes<Stored>;
   static constexpr int Bc = Config::Bc;
   static_assert(Bc == 32, "one ldmatrix brings 16 columns of all keys");
   static constexpr int columns = round_up(Config::head_dim, 16);
@@ -65,9 +103,9 @@ struct Products8Bit {
   using Output = float[row_tiles][columns_v / 8][4];
 
   const int lane = threadIdx.x % 32;
-  QueriesByFours<SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
+  QueriesByFours<Element, SwizzledRows<Element, columns>, row_tiles, k_steps> queries;
 
-  // scores += Q K^T.
+  // scores += Q K^T, of queries without their factors.
   __device__ void multiply_queries_keys(Scores& scores, unsigned k_shared) {
     const unsigned k_lane = k_shared + KeyLayout::offset(lane, 0);
     unsigned k[2][4];
@@ -84,16 +122,15 @@ struct Products8Bit {
         const unsigned high = Widen::template pair<2, 3>(four);
 #pragma unroll
         for (int i = 0; i < row_tiles; ++i) {
-          mma<Element>(scores[i][j], queries.kept[step][i], low, high);
+          mma<half_t>(scores[i][j], queries.kept[step][i], low, high);
         }
       }
     }
   }
 
-  // out += P V, of probabilities that are multiplied by their key's factor.
-  template <class Factor>
+  // out += P V.
   __device__ void multiply_probabilities_values(Output& out, const Scores& scores,
-                                                unsigned v_shared, Factor factor) {
+                                                unsigned v_shared) const {
     const unsigned v_lane = v_shared + ValueLayout::offset(lane, 0);
     unsigned v[2][4];
     ptx::ldmatrix_x4_trans(v[0], v_lane);
@@ -106,7 +143,7 @@ struct Products8Bit {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           probabilities[j / 2][i][j % 2 * 2 + half] =
-              pack<Element>(factor(p[2 * half], j, 0), factor(p[2 * half + 1], j, 1));
+              pack<half_t>(p[2 * half], p[2 * half + 1]);
         }
       }
     }
@@ -126,8 +163,8 @@ struct Products8Bit {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const unsigned (&p)[4] = probabilities[half][i];
-          mma<Element>(out[i][2 * step], p, even[2 * half], even[2 * half + 1]);
-          mma<Element>(out[i][2 * step + 1], p, odd[2 * half], odd[2 * half + 1]);
+          mma<half_t>(out[i][2 * step], p, even[2 * half], even[2 * half + 1]);
+          mma<half_t>(out[i][2 * step + 1], p, odd[2 * half], odd[2 * half + 1]);
         }
       }
     }

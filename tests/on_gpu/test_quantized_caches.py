@@ -104,7 +104,7 @@ def test_windows_sinks_and_modifications_are_right(cache_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scales_of_very_different_size_lose_nothing(dtype: str) -> None:
+def test_tiny_scales_lose_nothing(dtype: str) -> None:
     # Probabilities times a scale of 2e-6 are below what float16 holds well.
     base = KVCacheCase((200, 64, 130), dtype, head_dim=128)
     arguments = QuantizedCase(base, "int8", "row").arguments()
@@ -119,6 +119,69 @@ def test_scales_of_very_different_size_lose_nothing(dtype: str) -> None:
         least = 2.0**-24 if dtype == "float16" else 0
         bound = np.abs(expected).max() * 2**-6 + least
         assert np.abs(out.astype(np.float64) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_huge_scale_of_a_key_that_a_row_does_not_see_makes_no_difference(dtype: str) -> None:
+    base = KVCacheCase((200, 64, 131), dtype, seqlen_q=2, causal=True)
+    arguments = QuantizedCase(base, "int8", "row").arguments()
+    _, expected, _ = run_on_gpu(arguments)
+    for sequence, length in enumerate(base.lengths):
+        arguments["v_scale"][sequence, length - 1] *= 1e9
+    _, out, _ = run_on_gpu(arguments)
+    np.testing.assert_array_equal(out[:, 0].view(np.uint8), expected[:, 0].view(np.uint8))
+
+
+@pytest.mark.parametrize("scale", [1e-32, 1e30])
+def test_scales_far_from_one_are_right(scale: float) -> None:
+    base = KVCacheCase((200, 64, 130), "bfloat16")
+    for scales in ("tensor", "row"):
+        arguments = QuantizedCase(base, "float8_e4m3fn", scales).arguments()
+        arguments["v_scale"] = np.float32(scale) * np.ones_like(arguments["v_scale"])
+        with np.errstate(all="ignore"):
+            expected = attention_with_kvcache_reference(**arguments).out
+        _, out, _ = run_on_gpu(arguments)
+        off = np.abs(out.astype(np.float64) - expected).max()
+        assert off <= np.abs(expected).max() * 2**-6
+
+
+@pytest.mark.parametrize("scales", ["head", "row"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_chunks_of_queries_alone_have_the_same_bits(
+    dtype: str, cache_dtype: str, scales: str
+) -> None:
+    base = KVCacheCase((200, 64, 150), dtype, seqlen_q=40, causal=True, filler=0)
+    arguments = QuantizedCase(base, cache_dtype, scales).arguments()
+    _, together, _ = run_on_gpu(arguments, batch_invariant=True)
+    for sequence, length in enumerate(base.lengths):
+        # As if a prompt were appended in chunks, each for itself.
+        for begin, end in ((0, 1), (1, 24), (24, 40)):
+            part = dict(arguments)
+            part["q"] = arguments["q"][sequence : sequence + 1, begin:end]
+            for name in ("k_cache", "v_cache"):
+                part[name] = arguments[name][sequence : sequence + 1]
+            if scales == "row":
+                for name in ("k_scale", "v_scale"):
+                    part[name] = arguments[name][sequence : sequence + 1]
+            part["cache_seqlens"] = np.array([length - 40 + end], np.int32)
+            _, alone, _ = run_on_gpu(part, batch_invariant=True)
+            expected = together[sequence : sequence + 1, begin:end]
+            np.testing.assert_array_equal(alone.view(np.uint8), expected.view(np.uint8))
+
+
+def test_scales_that_no_load_can_take_are_refused() -> None:
+    import cupy
+
+    base = KVCacheCase((50, 40), "float16")
+    given = {n: on_device(x) for n, x in QuantizedCase(base, "int8", "head").arguments().items()}
+    heads = given["k_scale"].size
+    behind = cupy.zeros(4 * heads + 4, np.uint8)[2 : 4 * heads + 2].view(np.float32)
+    records = cupy.zeros((heads, 6), np.uint8)
+    apart = cupy.ndarray((heads,), np.float32, records.data, (6,))
+    for wrong in (behind, apart):
+        with pytest.raises(ValueError, match="expected multiples of 4 bytes"):
+            flash_attention_with_kvcache(**given | {"k_scale": wrong})
 
 
 def test_a_number_that_is_none_stays_one() -> None:
@@ -199,6 +262,24 @@ def test_tensors_of_torch_are_read_and_written_in_place(cache_dtype: str) -> Non
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         after = tensors[name].view(torch.uint8).cpu().numpy()
         np.testing.assert_array_equal(after, to_numpy(expected[name]).view(np.uint8))
+
+
+def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
+    torch = pytest.importorskip("torch")
+    arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
+    _, expected, _ = run_on_gpu(arguments)
+    tensors = {
+        name: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
+        for name, x in arguments.items()
+    }
+    found = flash_attention_with_kvcache(**tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attention_with_kvcache(**tensors)
+    graph.replay()
+    torch.cuda.synchronize()
+    for out in (found, captured):
+        np.testing.assert_array_equal(out.cpu().numpy(), expected)
 
 
 def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:

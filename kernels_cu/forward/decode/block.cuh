@@ -17,13 +17,16 @@
 
 #if __CUDA_ARCH__ >= 800
 
+// And what probabilities are rounded to.
 template <class Config, int row_tiles, bool quantized>
 struct DecodeProducts {
   using type = Products16Bit<Config, row_tiles>;
+  using Probability = typename Config::Element;
 };
 template <class Config, int row_tiles>
 struct DecodeProducts<Config, row_tiles, true> {
   using type = Products8Bit<Config, row_tiles>;
+  using Probability = half_t;
 };
 
 template <class Config>
@@ -36,7 +39,8 @@ struct DecodeBlock {
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Br / 16;
   static constexpr int group = Config::group;  // query heads of a key/value head
-  using Products = typename DecodeProducts<Config, row_tiles, Config::quantized>::type;
+  using ProductsOf = DecodeProducts<Config, row_tiles, Config::quantized>;
+  using Products = typename ProductsOf::type;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using QueryLayout = SwizzledRows<Element, Products::columns>;
@@ -116,7 +120,8 @@ struct DecodeBlock {
 
   __device__ void start(const Shares<Config>& shares) const {
     // Keys of all heads, 320 MiB with their values.
-    constexpr int64 few = (int64(320) << 20) / ((Config::head_dim + Config::head_dim_v) * int(sizeof(Stored)));
+    constexpr int key = (Config::head_dim + Config::head_dim_v) * int(sizeof(Stored));
+    constexpr int64 few = (int64(320) << 20) / key;
     state.part.count = 0;
     // Keys and values are read once. Where they are few, they need not wait until what others wrote
     // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy is the fastest:

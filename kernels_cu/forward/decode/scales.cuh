@@ -1,5 +1,5 @@
-// The scales of a cache of 8 bits. Scores are multiplied by that of their key, probabilities by that
-// of their key's value, once they have been summed up.
+// The scales of a cache of 8 bits. Scores are multiplied by that of their key, probabilities, once
+// they have been summed up, by that of their value.
 #pragma once
 
 #include "grid/shares.cuh"
@@ -9,6 +9,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 #include "tile/fragments.cuh"
+#include "tile/powers.cuh"
 
 // Without data they are 1. cupy_flash/families/params.py declares the same struct.
 struct QuantizedParams : Params {
@@ -104,22 +105,26 @@ struct DecodeScales<Config, true> {
   using Keys = ScalesOfPart<Config, Config::k_scales_by_key>;
   using Values = ScalesOfPart<Config, Config::v_scales_by_key>;
   static constexpr int bytes = Keys::bytes + Values::bytes;
-  // A probability times a scale is rounded to 16 bits, and float16 has no small ones. So there scales
-  // are in units of a power of two, which grows with the largest that came.
-  static constexpr bool has_unit =
-      Config::v_scales_by_key && headroom<typename Config::Element> == 0;
-  static constexpr float least_unit = 1.17549435e-38f;
+  static constexpr int row_tiles = Config::Br / 16;
+  static constexpr int key_tiles = Config::Bc / 8;
+  using Scores = float[row_tiles][key_tiles][4];
+  static constexpr float least_unit = 0x1p-126f, most_unit = 0x1p126f;
 
   Keys keys;
   Values values;
-  float unit;
+  // A probability times a scale is rounded to float16, which has no small numbers: a row has it in
+  // units of a power of two, which grows with the largest that came.
+  float units[row_tiles][2];
 
   __device__ explicit DecodeScales(const QuantizedParams& p) : keys(p.k_scale), values(p.v_scale) {}
 
   __device__ void begin(const Part& part) {
     keys.begin(part);
     values.begin(part);
-    unit = has_unit ? least_unit : 1;
+    if constexpr (Config::v_scales_by_key) {
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) units[i][0] = units[i][1] = least_unit;
+    }
   }
 
   __device__ void start(unsigned target, int tile, int page, int seqlen_k) const {
@@ -127,65 +132,77 @@ struct DecodeScales<Config, true> {
     values.start(target + Keys::bytes, tile, page, seqlen_k);
   }
 
-  template <int row_tiles>
-  __device__ void multiply(float (&scores)[row_tiles][Config::Bc / 8][4], unsigned stage) const {
+  // Scores, by the factors of their rows and the scales of their keys.
+  __device__ void multiply(Scores& scores, const float (&of_rows)[row_tiles][2],
+                           unsigned stage) const {
     typename Keys::OfLane factors;
     keys.take(factors, stage);
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < Config::Bc / 8; ++j) {
+      for (int j = 0; j < key_tiles; ++j) {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) scores[i][j][c] *= factors[j][c % 2];
+        for (int c = 0; c < 4; ++c) scores[i][j][c] *= factors[j][c % 2] * of_rows[i][c / 2];
       }
     }
   }
 
-  // What probabilities of the lane's keys are multiplied by. `out` is what has been summed up, in
-  // the unit so far.
-  template <int row_tiles, int column_tiles>
-  __device__ void take_of_values(typename Values::OfLane& factors, unsigned stage,
-                                 float (&out)[row_tiles][column_tiles][4]) {
-    if constexpr (!Config::v_scales_by_key) {
-      // The output's as a whole.
+  // Probabilities, which have been summed up, by the scales of their values, in the rows' units.
+  // `out` has been summed up in the units so far. A scale that all keys have is the output's.
+  template <int column_tiles>
+  __device__ void multiply_probabilities(Scores& p, unsigned stage,
+                                         float (&out)[row_tiles][column_tiles][4]) {
+    if constexpr (Config::v_scales_by_key) {
+      typename Values::OfLane factors;
+      values.take(factors, stage + Keys::bytes);
 #pragma unroll
-      for (int j = 0; j < Config::Bc / 8; ++j) factors[j][0] = factors[j][1] = 1;
-      return;
-    }
-    values.take(factors, stage + Keys::bytes);
-    if constexpr (has_unit) {
-      float largest = 0;
+      for (int i = 0; i < row_tiles; ++i) {
+        float largest[2] = {};
 #pragma unroll
-      for (int j = 0; j < Config::Bc / 8; ++j) {
-        largest = fmaxf(largest, fmaxf(fabsf(factors[j][0]), fabsf(factors[j][1])));
-      }
-      largest = max_of_lanes(largest);
-      if (largest > unit && largest <= largest_float) {
-        // Its exponent.
-        const float grown = __uint_as_float(__float_as_uint(largest) & 0x7f800000u);
-        const float rescale = unit / grown;
+        for (int j = 0; j < key_tiles; ++j) {
 #pragma unroll
-        for (int i = 0; i < row_tiles; ++i) {
-          scale_row<column_tiles>(out[i][0], rescale);
-          scale_row<column_tiles>(out[i][0] + 2, rescale);
+          for (int c = 0; c < 4; ++c) {
+            p[i][j][c] *= factors[j][c % 2];
+            largest[c / 2] = fmaxf(largest[c / 2], fabsf(p[i][j][c]));
+          }
         }
-        unit = grown;
-      }
 #pragma unroll
-      for (int j = 0; j < Config::Bc / 8; ++j) {
-        factors[j][0] = ptx::div_rn(factors[j][0], unit);
-        factors[j][1] = ptx::div_rn(factors[j][1], unit);
+        for (int half = 0; half < 2; ++half) {
+          grow<column_tiles>(units[i][half], max_of_lanes(largest[half]), out[i][0] + 2 * half);
+          const float inverse = inverse_of_power(units[i][half]);
+#pragma unroll
+          for (int j = 0; j < key_tiles; ++j) {
+            p[i][j][2 * half] *= inverse;
+            p[i][j][2 * half + 1] *= inverse;
+          }
+        }
       }
     }
   }
 
-  // What the output is multiplied by in the end.
-  __device__ float of_output() const {
-    return Config::v_scales_by_key ? unit : values.of_all;
+  // What a warp leaves of a row: the output in its unit and by its scale, which bfloat16's may make
+  // too large for float, so that it is relative to a base that is so much larger.
+  struct Left {
+    float factor;
+    float raise;
+    float lowered;
+  };
+  __device__ Left left(int i, int half) const {
+    const float factor = Config::v_scales_by_key ? units[i][half] : values.of_all;
+    const bool is_large = fabsf(factor) > 0x1p64f;
+    return {is_large ? factor * 0x1p-24f : factor, is_large ? 24.0f : 0, is_large ? 0x1p-24f : 1};
   }
 
  private:
-  static constexpr float largest_float = 3.40282347e38f;
+  // Not before a number is twice as large as the unit; `row` is the lane's part of the output's.
+  template <int column_tiles>
+  __device__ static void grow(float& unit, float largest, float* row) {
+    if (largest >= 2 * unit && largest < SoftmaxMath<float>::infinity()) {
+      const float grown = fminf(power_below(largest), most_unit);
+      scale_row<column_tiles>(row, unit * inverse_of_power(grown));
+      unit = grown;
+    }
+  }
 };
 
 #endif  // __CUDA_ARCH__ >= 800

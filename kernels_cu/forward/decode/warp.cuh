@@ -25,7 +25,8 @@ struct DecodeWarp : DecodeBlock<Config> {
   static constexpr int row_tiles = Block::row_tiles;
   static constexpr int columns = Block::columns;
   static constexpr int stage_bytes = Block::stage_bytes;
-  using Softmax = WarpSoftmax<Element, row_tiles, Bc, columns>;
+  using Softmax =
+      WarpSoftmax<typename Block::ProductsOf::Probability, row_tiles, Bc, columns>;
 
   using Block::lane;
   using Block::p;
@@ -138,7 +139,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ void multiply_keys(unsigned stage) {
     if constexpr (Config::quantized) {
       products.multiply_queries_keys(scores, stage);
-      scales.multiply(scores, stage + Block::scales_offset);
+      scales.multiply(scores, products.queries.factors, stage + Block::scales_offset);
     } else {
       products.multiply_queries_keys(scores, 0, stage);
     }
@@ -151,11 +152,8 @@ struct DecodeWarp : DecodeBlock<Config> {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) softmax.exponentiate(scores, i, j, base, scale_log2);
       }
-      float factors[Bc / 8][2];
-      scales.take_of_values(factors, stage + Block::scales_offset, out);
-      products.multiply_probabilities_values(
-          out, scores, stage + Block::key_bytes,
-          [&](float p, int j, int c) { return p * factors[j][c]; });
+      scales.multiply_probabilities(scores, stage + Block::scales_offset, out);
+      products.multiply_probabilities_values(out, scores, stage + Block::key_bytes);
     } else {
       products.multiply_probabilities_values(
           out, scores, stage + Block::key_bytes,
@@ -185,12 +183,16 @@ struct DecodeWarp : DecodeBlock<Config> {
         if (row >= tile_rows()) continue;
         const SoftmaxRow<float>& state = softmax.rows[i][half];
         float* target = result + row * Block::record;
-        target[columns] =
+        const float base =
             state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
-        target[columns + 1] = state.sum;
         if constexpr (Config::quantized) {
-          products.write_row(out, i, half, scales.of_output(), target);
+          const auto left = scales.left(i, half);
+          target[columns] = base + left.raise;
+          target[columns + 1] = state.sum * left.lowered;
+          products.write_row(out, i, half, left.factor, target);
         } else {
+          target[columns] = base;
+          target[columns + 1] = state.sum;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
             *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {

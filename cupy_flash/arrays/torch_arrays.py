@@ -178,9 +178,12 @@ def _dtypes() -> dict[Any, np.dtype]:
         torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
         torch.float32: np.dtype(np.float32),
         torch.float64: np.dtype(np.float64),
-        torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
-        torch.int8: np.dtype(np.int8),
         torch.int32: np.dtype(np.int32),
+    } | {
+        # Of caches; older releases have no float8.
+        getattr(torch, name): np.dtype(dtype)
+        for name, dtype in (("int8", np.int8), ("float8_e4m3fn", ml_dtypes.float8_e4m3fn))
+        if hasattr(torch, name)
     }
 
 

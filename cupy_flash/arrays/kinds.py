@@ -150,12 +150,12 @@ def number_on_gpu(name: str, number: Any, *, of_torch: bool = False) -> Any:
 
 # Never let go of: captured graphs go on reading it.
 @functools.cache
-def _number_on_gpu(number: float, _device: int, of_torch: bool) -> Any:
-    """Of the current device, made once."""
+def _number_on_gpu(number: float, device: int, of_torch: bool) -> Any:
+    """Of the device, which is the current one; made once."""
     import cupy
 
     if of_torch:
-        return sys.modules["torch"].from_dlpack(_number_on_gpu(number, _device, False))
+        return sys.modules["torch"].from_dlpack(_number_on_gpu(number, device, False))
     array = cupy.asarray(np.float32(number))
     # Other streams may read it next.
     cupy.cuda.get_current_stream().synchronize()

@@ -18,7 +18,6 @@ from cupy_flash.arrays.strided import (
 )
 from cupy_flash.calls.arguments import (
     IN_PLACE,
-    SCALES,
     Arguments,
     problem_of,
     require_given,
@@ -39,7 +38,7 @@ from cupy_flash.gpu.launch import Launches
 from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.gpu.tensor_map import TensorMaps
 from cupy_flash.planning.planner import Plan, make_plan
-from cupy_flash.problem.arrays import MAX_ALIGNMENT, Strides
+from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -261,21 +260,13 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
     places = (*pages, "total_q", "total_k", "caches", "new_keys")
     return {
         **{name: tensor.strides for name, tensor in problem.tensors.items()},
-        **scale_strides(problem),
+        **({} if problem.scales is None else problem.scales.given),
         "softmax_scale": problem.score_factor[1],
         **{name: getattr(problem, name) for name in sizes},
         "num_splits": schedule.split.parts,
         "section_heads": schedule.section_heads,
         **{name: getattr(problem.layout, name) for name in places},
     }
-
-
-def scale_strides(problem: Problem) -> dict[str, Strides]:
-    """How the scales that are given lie, by the names of their fields."""
-    if problem.scales is None:
-        return {}
-    given = zip(SCALES, (problem.scales.k, problem.scales.v), strict=True)
-    return {name: strides for name, strides in given if strides is not None}
 
 
 def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
@@ -289,7 +280,8 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
         found["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
         found["q"] = "q_rotated"
-    found |= {name: name for name in scale_strides(plan.problem)}
+    if plan.problem.scales is not None:
+        found |= {name: name for name in plan.problem.scales.given}
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
         if getattr(arguments, name) is not None:
             found[name] = name

@@ -101,7 +101,7 @@ def attention(
 
 def _with_numbers_placed(arguments: Arguments) -> Arguments:
     """Scales that are numbers are arrays on the GPU, where q lies there."""
-    numbers = {n: x for n in SCALES if isinstance(x := getattr(arguments, n), (int, float))}
+    numbers = {n: x for n in SCALES if (x := getattr(arguments, n)).__class__ in (int, float)}
     of_torch = is_torch_on_gpu(arguments.q)
     if not numbers or not (of_torch or is_cupy(arguments.q)):
         return arguments

@@ -43,6 +43,8 @@ ELEMENT_TYPES = {
     "float32": "float",
     "float64": "double",
 }
+# The first with instructions that convert float8.
+FLOAT8_ARCH = 89
 # Of caches of 8 bits.
 STORED_TYPES = {"float8_e4m3fn": "float8_e4m3_t", "int8": "signed_byte_t"}
 

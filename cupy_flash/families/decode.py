@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cupy_flash.families import split
 from cupy_flash.families.contract import (
+    FLOAT8_ARCH,
     MAX_GRID,
     MAX_GRID_Y,
     Family,
@@ -37,8 +38,6 @@ _SCALE_BYTES = 4
 # What a block knows of its part of the keys (`State` in the kernel).
 _STATE_BYTES = 144
 _CLUSTERS = (1, 2, 4, 8)
-# The first with instructions that convert float8.
-_FLOAT8_ARCH = 89
 # Keys of a tile of a cache of 8 bits: as many bytes as 16 of 16 bits.
 _QUANTIZED_KEYS = 32
 # Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
@@ -130,8 +129,8 @@ class DecodeFamily(Family[DecodeTile]):
         if reason := why_not_scale(problem):
             return reason
         layout, stored = problem.layout, problem.tensors["k"].dtype
-        if stored == "float8_e4m3fn" and device.arch < _FLOAT8_ARCH:
-            return f"needs sm_{_FLOAT8_ARCH} or newer to read {stored}, not {device.sm}"
+        if stored == "float8_e4m3fn" and device.arch < FLOAT8_ARCH:
+            return f"needs sm_{FLOAT8_ARCH} or newer to read {stored}, not {device.sm}"
         if layout.page_size and layout.max_pages == 0:
             return "its block_table has no pages"
         if self._first_legal(problem, device) is None:
@@ -459,7 +458,7 @@ def _key_bytes(problem: Problem) -> int:
     size = ITEMSIZE[problem.tensors["k"].dtype]
     of_scales = 0
     if problem.scales is not None:
-        each = (problem.scales.k, problem.scales.v)
+        each = problem.scales.given.values()
         of_scales = sum(_SCALE_BYTES for strides in each if _by_key(problem, strides))
     return sum(_padded_dims(problem)) * size + of_scales
 

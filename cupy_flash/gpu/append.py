@@ -14,6 +14,7 @@ import numpy as np
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import (
     ELEMENT_TYPES,
+    FLOAT8_ARCH,
     MAX_GRID,
     MAX_GRID_Y,
     STORED_TYPES,
@@ -319,10 +320,8 @@ class Append:
         }
         sources = dict(_SOURCES)
         if spec.scales is not None:
-            of_scales = {"k_scale": spec.scales.k, "v_scale": spec.scales.v}
-            for name, strides in of_scales.items():
-                if strides is not None:
-                    fixed[name], sources[name] = strides, name
+            fixed |= spec.scales.given
+            sources |= {name: name for name in spec.scales.given}
         self._params = PackedStruct(APPEND_DTYPE, fixed, sources, names)
         self._kernel = kernel
         self._grid = grid
@@ -376,7 +375,7 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
         If the kernel does not compile.
     """
     spec.check()
-    least = 89 if spec.cache_dtype == "float8_e4m3fn" else 75
+    least = FLOAT8_ARCH if spec.cache_dtype == "float8_e4m3fn" else 75
     if device.arch < least:
         what = f"append to {spec.cache_dtype}" if spec.scales is not None else "append"
         raise UnsupportedError(

@@ -92,6 +92,12 @@ class Scales(NamedTuple):
     v: Strides | None = None
     computed: bool = False
 
+    @property
+    def given(self) -> dict[str, Strides]:
+        """Strides of those that are given, by the names of the arrays."""
+        both = {"k_scale": self.k, "v_scale": self.v}
+        return {name: strides for name, strides in both.items() if strides is not None}
+
 
 class Tensors(Mapping[str, Tensor]):
     """Tensors by name; hashable, as a problem is."""

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from cupy_flash import plan_with_kvcache
+from cupy_flash.calls.arguments import Arguments, problem_of
+from cupy_flash.calls.attention import append_spec
+from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit, prepare
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
-from cupy_flash.problem.arrays import Scales
 from cupy_flash.problem.device import Device, device_for_arch
 
 BF16, FP8, INT8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8
@@ -69,49 +71,40 @@ def decode_unit(
     return plan.unit
 
 
-def append_spec(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
-    strides = (256, 128, 64)
-    return AppendSpec(
-        dtype=dtype,
-        batch=2,
-        seqlen_q=1,
-        seqlen_new=1,
-        heads_q=8,
-        heads_kv=2,
-        head_dim=64,
-        head_dim_v=40,
-        seqlen_cache=100,
-        q_strides=strides,
-        k_strides=strides,
-        v_strides=strides,
-        k_cache_strides=strides,
-        v_cache_strides=strides,
-        caches=2,
-        page_size=0,
-        pages=0,
-        max_pages=0,
-        block_table_stride=0,
-        rotary_dim=rotary_dim,
-        rotary_rows=100,
-        rotary_stride=32,
-        rotary_dtype="float32",
-        rotary_interleaved=False,
-        causal=True,
-        alignment=8,
-        rotary_alignment=16,
-        cache_dtype=cache_dtype,
-        cache_alignment=4,
-        scales=Scales((200, 2, 1), (200, 2, 1), computed),
+def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
+    types = {"bfloat16": BF16, "float8_e4m3fn": FP8}
+    q, k, v = (
+        np.zeros((2, 1, heads, dim), types.get(dtype, dtype))
+        for heads, dim in ((8, 64), (2, 64), (2, 40))
     )
+    k_cache, v_cache = (
+        np.zeros((2, 100, 2, dim), types.get(cache_dtype, cache_dtype)) for dim in (64, 40)
+    )
+    table = np.zeros((100, rotary_dim // 2), np.float32) if rotary_dim else None
+    scale = np.ones((2, 100, 2), np.float32)
+    arguments = Arguments(
+        q,
+        k,
+        v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=np.zeros(2, np.int32),
+        rotary_cos=table,
+        rotary_sin=table,
+        k_scale=scale,
+        v_scale=scale,
+    )
+    options = Options("cached", True, compute_scales=computed)
+    return append_spec(arguments, problem_of(arguments, options), options)
 
 
-def devices(arch: str) -> Device:
+def device_of(arch: str) -> Device:
     return device_for_arch(int(arch.removeprefix("sm_")))
 
 
 def test_units_compile_and_spill_little() -> None:
-    units = [(decode_unit(*case), devices(case[0])) for case in DECODE]
-    units += [(append_unit(append_spec(*case)), devices(arch)) for arch, *case in APPENDS]
+    units = [(decode_unit(*case), device_of(case[0])) for case in DECODE]
+    units += [(append_unit(spec_of_append(*case)), device_of(arch)) for arch, *case in APPENDS]
     known = known_architectures()
     units = [(unit, device) for unit, device in units if device.arch in known]
     assert units
@@ -125,9 +118,9 @@ def test_units_compile_and_spill_little() -> None:
 def test_float8_is_for_gpus_that_convert_it() -> None:
     with pytest.raises(UnsupportedError, match="needs sm_89 or newer to read float8_e4m3fn"):
         decode_unit("sm_86", BF16, FP8, (64, 64), 0, "head", {})
-    spec = append_spec("float16", "float8_e4m3fn", False, 0)
+    spec = spec_of_append("float16", "float8_e4m3fn", False, 0)
     with pytest.raises(UnsupportedError, match="append to float8_e4m3fn needs sm_89 or later"):
-        prepare(spec, devices("sm_80"), ())
+        prepare(spec, device_of("sm_80"), ())
 
 
 def test_a_tile_of_8_bits_has_32_keys() -> None:

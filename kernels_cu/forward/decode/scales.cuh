@@ -22,13 +22,11 @@ template <class Config, bool quantized = Config::quantized>
 struct CacheOf {
   using Arguments = Params;
   using Element = typename Config::Element;
-  static constexpr bool k_by_key = false, v_by_key = false;
 };
 template <class Config>
 struct CacheOf<Config, true> {
   using Arguments = QuantizedParams;
   using Element = typename Config::CacheElement;
-  static constexpr bool k_by_key = Config::k_scales_by_key, v_by_key = Config::v_scales_by_key;
 };
 
 #if __CUDA_ARCH__ >= 800
@@ -180,8 +178,8 @@ struct DecodeScales<Config, true> {
     }
   }
 
-  // What a warp leaves of a row: the output in its unit and by its scale, which bfloat16's may make
-  // too large for float, so that it is relative to a base that is so much larger.
+  // What a warp leaves of a row: the output times its unit or its scale. Where those are so large
+  // that it might not fit a float, it and its sum are lowered, and the base raised as much.
   struct Left {
     float factor;
     float raise;

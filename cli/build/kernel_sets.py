@@ -2,7 +2,7 @@
 
 A kernel depends on dtype, head dims, causality, the sign of softmax_scale, how rows are aligned,
 whether the keys are split over thread blocks, and its tile; not on batch, heads or lengths. Head
-dims are compile-time constants from 1 to 256 each, so "everything" is taken at representatives:
+dims are compile-time constants from 1 to 576 each, so "everything" is taken at representatives:
 
 - `default_plans`: the dispatcher's choice for what common models ask for, at long sequences and
   short ones, which may have tiles of their own; gradients of long ones; packed ones; and decoding

@@ -69,7 +69,7 @@ _SHAPE_OPTIONS: dict[str, tuple[click.ParamType, str]] = {
     "seqlen_k": (COUNTS, "Key and value rows; --seqlen-q if left out."),
     "heads": (HEADS, "Query heads."),
     "kv_heads": (HEADS, "Key and value heads; --heads if left out."),
-    "head_dim": (HEADS, "Width of queries and keys, 1 to 256."),
+    "head_dim": (HEADS, "Width of queries and keys, 1 to 576."),
     "head_dim_v": (HEADS, "Width of values; --head-dim if left out."),
     "dtype": (DTYPE_LIST, f"{', '.join(DTYPES)}; also {', '.join(SHORT_DTYPE.values())}."),
     "layout": (names_list(LAYOUTS, "a layout"), "bshd (default) or bhsd."),

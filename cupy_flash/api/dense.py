@@ -46,7 +46,7 @@ def flash_attention(
         Keys, of the same dtype and kind. heads_q is a multiple of heads_kv; query head h reads
         head h // (heads_q // heads_kv).
     v : array, shape (batch, seqlen_k, heads_kv, head_dim_v)
-        Values. Head dims are 1 to 256, head_dim_v may differ from head_dim.
+        Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
     causal : bool
         Query i sees only the keys j <= i + q_offset.
     softmax_scale : float, optional

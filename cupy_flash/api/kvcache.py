@@ -61,7 +61,7 @@ def flash_attention_with_kvcache(
         place if k is given. Its last axis is contiguous. heads_q is a multiple of heads_kv; query
         head h reads head h // (heads_q // heads_kv).
     v_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim_v)
-        Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 256, head_dim_v may
+        Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 576, head_dim_v may
         differ from head_dim.
     k : array, shape (batch, seqlen_new, heads_kv, head_dim), optional
         New keys. Row j of sequence b becomes row cache_seqlens[b] + j of its cache, and is

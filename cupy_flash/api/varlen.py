@@ -52,7 +52,7 @@ def flash_attention_varlen(
         Keys, of the same dtype and kind; in pages with block_table. heads_q is a multiple of
         heads_kv; query head h reads head h // (heads_q // heads_kv).
     v : array, shape (total_k, heads_kv, head_dim_v) or (pages, page_size, heads_kv, head_dim_v)
-        Values. Head dims are 1 to 256, head_dim_v may differ from head_dim.
+        Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
     cu_seqlens_q : array of int32, shape (batch + 1,)
         Where in q each sequence begins, and where the last one ends: running totals of the
         lengths. Of the same kind as q; for NumPy q also a list. Rows of q before the first and

@@ -24,7 +24,7 @@ from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_bool, check_count, count, finite, integer
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 # Kernels count positions, which an offset can double, and a tile's rows past the end in 32 bits.
 MAX_SEQLEN = 2**30 - 2**10
 # Factors on scores beyond which float32 may not hold the product: up to here it holds those of all

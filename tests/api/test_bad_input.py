@@ -69,15 +69,15 @@ def test_the_good_arguments_are_good():
             "k and v have no heads; expected at least 1",
         ),
         (
-            {"q": zeros(2, 113, 6, 257), "k": zeros(2, 203, 3, 257)},
-            "head_dim of q and k is 257; expected 1 to 256",
+            {"q": zeros(2, 113, 6, 577), "k": zeros(2, 203, 3, 577)},
+            "head_dim of q and k is 577; expected 1 to 576",
         ),
         (
             {"q": zeros(2, 113, 6, 0), "k": zeros(2, 203, 3, 0)},
-            "head_dim of q and k is 0; expected 1 to 256",
+            "head_dim of q and k is 0; expected 1 to 576",
         ),
-        ({"v": zeros(2, 203, 3, 300)}, "head_dim of v is 300; expected 1 to 256"),
-        ({"v": zeros(2, 203, 3, 0)}, "head_dim of v is 0; expected 1 to 256"),
+        ({"v": zeros(2, 203, 3, 600)}, "head_dim of v is 600; expected 1 to 576"),
+        ({"v": zeros(2, 203, 3, 0)}, "head_dim of v is 0; expected 1 to 576"),
     ],
 )
 def test_shapes_that_do_not_go_together_are_refused(changes, message):

@@ -104,10 +104,10 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
         "k and v have no heads",
     ),
     "head_dim over 256": (
-        lambda q, k, v: (tuple(zeros(1, 8, 1, 257) for _ in range(3)), {}),
-        "head_dim of q and k is 257; expected 1 to 256",
+        lambda q, k, v: (tuple(zeros(1, 8, 1, 577) for _ in range(3)), {}),
+        "head_dim of q and k is 577; expected 1 to 576",
     ),
-    "head_dim 0": (lambda q, k, v: ((q[..., :0], k[..., :0], v), {}), "is 0; expected 1 to 256"),
+    "head_dim 0": (lambda q, k, v: ((q[..., :0], k[..., :0], v), {}), "is 0; expected 1 to 576"),
     "layout": (lambda q, k, v: ((q, k, v), {"layout": "sbhd"}), "layout is 'sbhd'"),
     "backend": (lambda q, k, v: ((q, k, v), {"backend": "tpu"}), "backend is 'tpu'"),
     "cpu backend": (lambda q, k, v: ((q, k, v), {"backend": "cpu"}), "pass NumPy arrays"),

@@ -126,7 +126,7 @@ def test_the_float32_preset_compares_with_the_best_of_two_torch_backends() -> No
         (("bench", "--dtype", "float8"), "'float8' is not a dtype (float16, bfloat16, float32,"),
         (("bench", "--causal", "maybe"), "'maybe' is not yes or no"),
         (("bench", "--heads", "6", "--kv-heads", "4"), "expected a multiple of the 4 heads"),
-        (("bench", "--head-dim", "300"), "expected 1 to 256"),
+        (("bench", "--head-dim", "600"), "expected 1 to 576"),
         (("bench", "--q-offset", "3"), "--q-offset places a causal mask, a window or another"),
         (
             ("bench", "--causal", "no", "--q-offset", "3"),
@@ -212,7 +212,7 @@ def test_the_suffix_of_an_output_may_be_in_any_case(tmp_path: Path) -> None:
 
 def test_an_output_is_not_created_when_the_command_fails(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    result = run("bench", "--output", str(path), "--head-dim", "300")
+    result = run("bench", "--output", str(path), "--head-dim", "600")
 
     assert result.exit_code == 2
     assert not path.exists()

@@ -86,7 +86,7 @@ def test_csv_as_spreadsheets_and_people_write_it_is_read(tmp_path: Path) -> None
     ("change", "named"),
     [
         ({"seqlen": 5}, "'seqlen'; expected some of append, asked_splits, batch"),
-        ({"head_dim": 300}, "300; expected 1 to 256"),
+        ({"head_dim": 600}, "600; expected 1 to 576"),
         ({"head_dim": None}, "no head_dim"),
         ({"heads_q": 3, "heads_kv": 2}, "q has 3 heads; expected a multiple of the 2"),
         ({"heads_q": 0}, "heads_q 0: expected a whole number from 1"),

@@ -53,9 +53,12 @@ _LITTLE = 64 << 20
 # one head, 32 query heads, take them 18.5 us, blocks without clusters 20.0, and 16 x 8192 keys 49.2
 # and 40.9.
 _READ_TWICE = 16 << 20
-# With more than `_LITTLE`, pages take a cluster's few blocks too long: 8 x 65536 keys of 8 heads in
-# pages of 16 rows and of one take them 585 and 725 us on an H200, a block on each SM 492 and 499; 1
-# x 65536 82 and 91, 80 and 81. Blocks without clusters then need no more bytes on their way than
+# With more than so much, pages take a cluster's few blocks too long, and short ones with more than
+# `_LITTLE`: 8 x 65536 keys of 8 heads in pages of 16 rows and of one take them 585 and 725 us on an
+# H200, a block on each SM 492 and 499; 1 x 65536 in pages of 64, 16 and one 76.5, 78.6 and 91, and
+# 79.5, 79.9 and 81.
+_MUCH_IN_PAGES = 320 << 20
+# Where keys are more than `_LITTLE`, blocks without clusters need no more bytes on their way than
 # this, two stages of head_dim 128, unless pages are short: 64 x 8192 keys take two stages 489 us,
 # three 491; in pages of 16 rows 499 and 500, of one 525 and 506.
 _ENOUGH_ON_THE_WAY = 128 << 10
@@ -224,23 +227,27 @@ class DecodeFamily(Family[DecodeTile]):
         elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
             tiles = [*small, large]
         is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant
-        suits_clusters = problem.scales is None or _bytes(problem) <= _LITTLE_QUANTIZED
-        if _has_clusters(device) and is_free and suits_clusters and not (page_size and has_much):
-            yield from self._clustered(problem, device, large)
         most_stages = _MOST_STAGES
         short_pages = 0 < page_size < _FEWEST_PAGE_ROWS
+        most_in_clusters = math.inf if problem.scales is None else _LITTLE_QUANTIZED
+        if page_size:
+            most_in_clusters = min(most_in_clusters, _LITTLE if short_pages else _MUCH_IN_PAGES)
+        suits_clusters = _has_clusters(device) and is_free and _bytes(problem) <= most_in_clusters
         if device.arch == 90 and is_free and several_heads and not short_pages:
             # Four blocks of two warps on an SM, where each has whole sequences, begin and end at
             # different times. 8 heads, batch x keys, us of an H200 beside the next best: 64 x 1024
-            # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 128 x 1024, head_dim 64,
-            # 81.6, 83.5; 32 x 1024 of 32 heads 134.3, 135.8. Where they have not, 48 x 8192: 370.4,
-            # 365.2.
+            # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 64 x 65536 3772, clusters
+            # 3798; 128 x 1024, head_dim 64, 81.6, 83.5; 32 x 1024 of 32 heads 134.3, 135.8. Where
+            # they have not, 48 x 8192: 370.4, 365.2.
             fine = DecodeTile(16, keys, warps=2, min_blocks=4)
             if _places_of_whole_sequences(problem, device, fine):
                 tiles.insert(0, fine)
+                suits_clusters = suits_clusters and not has_much
             if has_much and problem.scales is None:
                 enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
                 most_stages = max(2, enough)
+        if suits_clusters:
+            yield from self._clustered(problem, device, large)
         for tile in tiles:
             full = self._with_all_stages(problem, device, tile)
             most = full.stages if any(tile is other for other in small) else most_stages
@@ -252,7 +259,11 @@ class DecodeFamily(Family[DecodeTile]):
         """The tile with the best clusters, where clusters are better than none.
 
         That is the smallest of which one for each line is enough for the bandwidth, or else the
-        largest, of those that leave shared memory enough for keys on their way.
+        largest, of those that leave shared memory enough for keys on their way. Of few heads with
+        little to read the smallest that has all parts of a sequence: 16 x 1024 keys of one head, 32
+        query heads, on an H200: clusters of 2, 4 and 8 take 13.3, 13.4 and 13.9 us; of 2 heads
+        13.8, 14.0 and 15.0; 4 x 1024 of one head 12.4, 12.6 and 10.8. Where none has, those with a
+        third stage: 1 x 8192 of one head 15.5, 13.9 and 14.4, of 2 heads 16.6, 14.3 and 15.1.
         """
         total = _bytes(problem)
         if _row_tiles(problem, tile.Br) > 1 and total > _READ_TWICE:
@@ -267,6 +278,13 @@ class DecodeFamily(Family[DecodeTile]):
         lines = _lines(problem, tile.Br)
         enough = [tile for tile in tiles if _most_clusters(device, lines, tile) == 1]
         best = enough[0] if enough else tiles[-1]
+        is_short = _units(problem, best) <= _CLUSTER_UNITS * best.cluster
+        if not enough and problem.heads_kv < _SEVERAL_HEADS and not is_short and total <= _LITTLE:
+            holding = [
+                t for t in tiles if self._blocks_of_sequence(problem, device, t) <= t.cluster
+            ]
+            with_third = [t for t in tiles if t.stages >= 3]
+            best = holding[0] if holding else (with_third or tiles)[-1]
         blocks = best.cluster * _most_clusters(device, lines, best)
         if problem.batch < 2 * blocks or problem.seqlen_k >= _LONG:
             yield best
@@ -350,6 +368,12 @@ class DecodeFamily(Family[DecodeTile]):
             is_short = units <= _CLUSTER_UNITS * tile.cluster
             places = tile.cluster if is_short else clusters * tile.cluster
         return row_tiles, problem.heads_kv, places
+
+    def _blocks_of_sequence(self, problem: Problem, device: Device, tile: DecodeTile) -> int:
+        """Thread blocks of a head that have keys of one sequence, where lengths are equal."""
+        units = _units(problem, tile)
+        units_of_block = ceil_div(units, self._blocks(problem, device, tile)[2])
+        return ceil_div(units // problem.batch, units_of_block)
 
     def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
         layout, launched = problem.layout, _launched(tile, split)

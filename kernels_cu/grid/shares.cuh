@@ -194,18 +194,38 @@ struct Shares {
         (p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
-      const int units = units_of(sequence_of(0), 0);
+      taken.sequence = sequence_of(0);
+      const int units = units_of(taken.sequence, 0);
       cut_line(taken, p.batch * units);
       taken.batch = p.batch == 1 ? 0 : taken.next / units;
       taken.sequence_begin = taken.batch * units;
+      if (taken.batch > 0 && taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
+    } else if (p.batch <= 32) {
+      take_of_few(taken);
     } else {
       unsigned units = 0;
       for (int first = 0; first < p.batch; first += 32) units += sum_of_warp(units_at(first));
       cut_line(taken, units);
       find_batch(taken);
+      if (taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
     }
-    if (taken.next < taken.end) taken.sequence = sequence_of(taken.batch);
     return taken;
+  }
+
+  // Of as many sequences as a warp has lanes: each finds one, and all know where it lies.
+  __device__ void take_of_few(Share& taken) const {
+    const int lane = threadIdx.x % 32;
+    const Sequence own = sequence_of(min(lane, p.batch - 1));
+    const unsigned units = lane < p.batch ? units_of(own, lane) : 0;
+    const unsigned up_to = sum_up_to_lane(units);
+    cut_line(taken, __shfl_sync(~0u, up_to, 31));
+    // Of a share behind the line's end, any.
+    const int found = min(31u, __ffs(__ballot_sync(~0u, taken.next < up_to)) - 1u);
+    taken.batch = found;
+    taken.sequence_begin = __shfl_sync(~0u, up_to - units, found);
+    taken.sequence = {__shfl_sync(~0u, own.q_batch, found),  __shfl_sync(~0u, own.q_first, found),
+                      __shfl_sync(~0u, own.seqlen_q, found), __shfl_sync(~0u, own.k_batch, found),
+                      __shfl_sync(~0u, own.k_first, found),  __shfl_sync(~0u, own.seqlen_k, found)};
   }
 
   // The grid: row tiles, key/value heads, and the blocks that share an item's line: all, or those
@@ -225,6 +245,15 @@ struct Shares {
     return batch < p.batch ? units_of(sequence_of(batch), batch) : 0;
   }
 
+  __device__ static unsigned sum_up_to_lane(unsigned x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const unsigned below = __shfl_up_sync(~0u, x, step);
+      if (threadIdx.x % 32 >= step) x += below;
+    }
+    return x;
+  }
+
   __device__ static int sum_of_warp(int x) {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
@@ -235,16 +264,10 @@ struct Shares {
   __device__ void find_batch(Share& taken) const {
     const unsigned next = taken.next;
     if (next >= taken.end) return;
-    const int lane = threadIdx.x % 32;
     unsigned begin = 0;
     for (int first = 0;; first += 32) {
-      const int own = units_at(first);
-      int sum = own;  // of the lanes up to this one
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += below;
-      }
+      const unsigned own = units_at(first);
+      const unsigned sum = sum_up_to_lane(own);
       const unsigned after = __ballot_sync(~0u, next < begin + sum);
       if (after != 0) {
         const int found = __ffs(after) - 1;

@@ -223,7 +223,7 @@ def test_clusters_are_smaller_where_many_rows_leave_no_place_for_keys_on_their_w
     assert (tile.cluster, tile.stages) == (cluster, stages)
 
 
-@pytest.mark.parametrize(("batch", "cluster"), [(1, 8), (2, 8), (4, 8), (5, 0)])
+@pytest.mark.parametrize(("batch", "cluster"), [(1, 4), (2, 8), (4, 8), (5, 0)])
 def test_keys_that_two_row_tiles_read_are_for_clusters_where_they_are_few(batch, cluster):
     # 16 MiB of keys and values at batch 4.
     case = problem(heads_kv=1, rows=32, group=32, batch=batch)

@@ -278,8 +278,10 @@ class DecodeFamily(Family[DecodeTile]):
         lines = _lines(problem, tile.Br)
         enough = [tile for tile in tiles if _most_clusters(device, lines, tile) == 1]
         best = enough[0] if enough else tiles[-1]
+        is_cut = self._blocks_of_sequence(problem, device, best) > 1
         is_short = _units(problem, best) <= _CLUSTER_UNITS * best.cluster
-        if not enough and problem.heads_kv < _SEVERAL_HEADS and not is_short and total <= _LITTLE:
+        few_heads = problem.heads_kv < _SEVERAL_HEADS and total <= _LITTLE
+        if not enough and few_heads and is_cut and not is_short:
             holding = [
                 t for t in tiles if self._blocks_of_sequence(problem, device, t) <= t.cluster
             ]

@@ -218,8 +218,8 @@ struct HopperCta {
     return shared + pair_offset + (buffer * 4 * consumers + warp) * pair_warp_bytes;
   }
 
-  // An address as matrix descriptors have it. In a cluster its upper bits say whose memory it is in:
-  // added to a descriptor they would change the distance of the slabs.
+  // An address as matrix descriptors have it. In a cluster its upper bits say whose memory it is
+  // in: added to a descriptor they would change the distance of the slabs.
   __device__ static unsigned in_descriptor(unsigned address) {
     constexpr unsigned most = 1 << 18;
     return (ranks == 1 ? address : address % most) / 16;

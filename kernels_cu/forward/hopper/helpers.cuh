@@ -89,7 +89,8 @@ struct HopperFinder {
         if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
         cta.write_log_sum_exp(visit, row, lse);
       }
-      const int first = Cta::first_column_v(), end = min(first + Cta::columns_v, Config::head_dim_v);
+      const int first = Cta::first_column_v(),
+                end = min(first + Cta::columns_v, Config::head_dim_v);
 #pragma unroll 1
       for (int column = first + lane; column < end; column += 32) {
         if constexpr (Config::split_keys) {

@@ -15,9 +15,9 @@
 //   waits for full[b], reads, adds         waits for full[b], reads, adds
 //   b ^= 1                                 b ^= 1
 //
-// Who got the twin's scores j knows that it has read what it was sent at j - 1: it sends after that.
-// So the buffer of j - 1 is free for j + 1, and nobody says so. Who leaves has got all that is sent
-// to it, so a block may end before the other.
+// Who got the twin's scores j knows that it has read what it was sent at j - 1: it sends after
+// that. So the buffer of j - 1 is free for j + 1, and nobody says so. Who leaves has got all that
+// is sent to it, so a block may end before the other.
 #pragma once
 
 #include "forward/hopper/cta.cuh"

@@ -89,8 +89,10 @@ struct HopperProducts {
   // Starts S = Q K^T.
   __device__ void start_scores() {
     await_slot();
-    const unsigned long long q = QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
-    const unsigned long long k = KeyTile::k_along_columns() + Cta::in_descriptor(cta.slot_address(ring.slot));
+    const unsigned long long q =
+        QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
+    const unsigned long long k =
+        KeyTile::k_along_columns() + Cta::in_descriptor(cta.slot_address(ring.slot));
     ptx::pin(scores);
     ptx::wgmma_fence();
     // Of wide heads there are so many products that the compiler keeps their descriptors in local

@@ -292,6 +292,9 @@ def _hopper() -> Iterator[Kernel]:
             _dense(dtype, dims, causal, softmax_scale=-0.5),
         )
         yield _kernel(90, kinds[index % len(kinds)], "hopper")
+    # Of pairs of thread blocks.
+    yield _kernel(90, _dense("bfloat16", (512, 512), True), "hopper")
+    yield _kernel(90, _packed("float16", (576, 512)), "hopper")
     # NVRTC makes one of several codes of others, such as 240 and 192/128.
     for dim, causal in ((256, True), (192, False)):
         yield _kernel(90, _dense("float32", (dim, dim), causal), "hopper")

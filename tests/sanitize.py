@@ -109,6 +109,9 @@ def cases() -> Iterator[Case]:
             yield dataclasses.replace(short, tile=tile_with(short, fields))
     # Head dims whose lines are 64 bytes; most query tiles see no key.
     yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
+    # Wide heads, on each of which two thread blocks work.
+    yield dataclasses.replace(short, head_dim=512, head_dim_v=512)
+    yield dataclasses.replace(short, head_dim=264, head_dim_v=40, q_offset=-100)
     # float32 in pieces, whose wide heads are multiplied in shares.
     yield dataclasses.replace(short, dtype="float32")
     yield dataclasses.replace(short, dtype="float32", batch=1, head_dim=192, head_dim_v=150)

@@ -35,6 +35,11 @@ from cupy_flash.problem.problem import Problem
 _WARPGROUP = 128
 # Rows of a warpgroup's products, and so of the lowest tile.
 _LOWEST = 64
+# Columns that a block multiplies at most; wider heads are a pair's.
+_MOST_COLUMNS = 256
+# What the blocks of a pair send to each other: tiles of scores, as many as they have buffers for.
+_PAIR_BUFFERS = 2
+_SCORE_BYTES = 4
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
@@ -85,9 +90,20 @@ def _of_equal_sequences(problem: Problem) -> Problem:
     return dataclasses.replace(problem, batch=ceil_div(layout.total_q, max(1, problem.seqlen_q)))
 
 
+def _ranks(problem: Problem) -> int:
+    """Thread blocks that a query tile is worked on by, each with a part of the columns."""
+    return 1 if max(problem.head_dim, problem.head_dim_v) <= _MOST_COLUMNS else 2
+
+
+def _columns(problem: Problem, dim: int) -> int:
+    """Columns of each of these blocks, of a head's `dim`; the last may have fewer."""
+    ranks = _ranks(problem)
+    return dim if ranks == 1 else round_up(ceil_div(dim, ranks), 16)
+
+
 def _k_steps(problem: Problem) -> int:
     """Products that one product of Q and K takes, of 16 columns each."""
-    return ceil_div(problem.head_dim, 16)
+    return ceil_div(_columns(problem, problem.head_dim), 16)
 
 
 def _least_float32_rows(problem: Problem) -> int:
@@ -125,6 +141,11 @@ class HopperFamily(Family[HopperTile]):
             return "the copy engine cannot address arrays without keys"
         if reason := self._why_not_sequences(problem):
             return reason
+        if _columns(problem, problem.head_dim_v) > _MOST_COLUMNS:
+            return (
+                f"two blocks write {2 * _MOST_COLUMNS} columns of a head's output at most, not "
+                f"{problem.head_dim_v}"
+            )
         if problem.dtype == "float32":
             return self._why_not_float32(problem, device)
         if problem.alignment < STRIDE_UNIT:
@@ -143,6 +164,8 @@ class HopperFamily(Family[HopperTile]):
             return "it splits float32 of equal lengths only into what its products take"
         if problem.score is not None:
             return "it takes float32 without modifications only"
+        if _ranks(problem) > 1:
+            return f"it takes float32 to head_dim {_MOST_COLUMNS}"
         if problem.seqlen_k == 1:
             return "its float32 products do not give the only value as it is"
         if self._first_legal(problem, device) is None:
@@ -162,7 +185,7 @@ class HopperFamily(Family[HopperTile]):
             )
         tile = self.default_tile(problem, device)
         tiles = self._tiles(_of_equal_sequences(problem), tile)
-        if 2 * tiles < device.sm_count:
+        if 2 * tiles * _ranks(problem) < device.sm_count:
             return (
                 f"does not split the keys of sequences, and about {tiles} query tiles leave most "
                 f"of {device.sm_count} SMs idle"
@@ -244,7 +267,7 @@ class HopperFamily(Family[HopperTile]):
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
         factor = pieces.count(problem)
-        output = pieces.output_registers(problem)
+        output = pieces.output_registers(problem, _columns(problem, problem.head_dim_v))
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 
@@ -288,7 +311,9 @@ class HopperFamily(Family[HopperTile]):
         return next(fitting, dataclasses.replace(tile, stages=0))
 
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
-        columns, columns_v = (round_up(d, 32) for d in (problem.head_dim, problem.head_dim_v))
+        columns, columns_v = (
+            round_up(_columns(problem, dim), 32) for dim in (problem.head_dim, problem.head_dim_v)
+        )
         factor = pieces.count(problem)
         queries = tile.Br * columns * _OPERAND_BYTES * factor
         stage = tile.Bc * max(columns, columns_v) * _OPERAND_BYTES * factor
@@ -308,6 +333,10 @@ class HopperFamily(Family[HopperTile]):
         if _streams_bias(problem):
             bias = tile.Br * round_up(tile.Bc, 32) * problem.itemsize
             total += _BIAS_STAGES * (bias + 2 * _BARRIER_BYTES)
+        if _ranks(problem) > 1:
+            scores = tile.Br * tile.Bc * _SCORE_BYTES
+            # A barrier for each warp of the consumers.
+            total += _PAIR_BUFFERS * scores + 2 * (tile.Br // 16 * _BARRIER_BYTES)
         if problem.layout.is_equal:
             return total
         # Two visits more, all with their places, and two barriers for them; a note and a barrier
@@ -373,7 +402,7 @@ class HopperFamily(Family[HopperTile]):
         cut = split.choose(
             problem,
             device,
-            q_tiles=ceil_div(problem.seqlen_q, tile.Br),
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * _ranks(problem),
             key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
             blocks_per_sm=1,
         )
@@ -392,16 +421,20 @@ class HopperFamily(Family[HopperTile]):
         shares_bias = _streams_bias(problem) and not _bias_strides(problem)[2]
         if self.is_mapped(problem) or shares_bias:
             return min(problem.batch * problem.heads_q, _MOST_HEADS)
-        return persistent.section_heads(problem, blocks=device.sm_count, Br=tile.Br, Bc=tile.Bc)
+        blocks = device.sm_count // _ranks(problem)
+        return persistent.section_heads(problem, blocks=blocks, Br=tile.Br, Bc=tile.Bc)
 
     def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
+        ranks = _ranks(problem)
+        blocks = min(self._tiles(problem, tile) * cut.parts, device.sm_count // ranks)
         return Launch(
             MAIN_ENTRY,
             "hopper_forward",
-            (min(self._tiles(problem, tile) * cut.parts, device.sm_count), 1, 1),
+            (blocks, 1, ranks),
             self.threads(tile),
             self.shared_memory(problem, tile),
             min_blocks=1,
+            cluster=ranks if ranks > 1 else 0,
             arguments=("biased_maps" if _streams_bias(problem) else "maps", "params"),
         )
 
@@ -509,7 +542,8 @@ def _bias_strides(problem: Problem) -> tuple[int, int, int]:
 
 
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    return _map_spec(problem, shape, problem.tensors[name].strides, (_slab_columns(shape[0]), rows))
+    box = (_slab_columns(_columns(problem, shape[0])), rows)
+    return _map_spec(problem, shape, problem.tensors[name].strides, box)
 
 
 def _map_spec(

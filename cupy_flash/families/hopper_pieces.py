@@ -27,13 +27,14 @@ def count(problem: Problem) -> int:
     return _PIECES if problem.dtype == "float32" else 1
 
 
-def output_registers(problem: Problem) -> int:
+def output_registers(problem: Problem, columns: int) -> int:
     """Of a consumer, for the output and, in pieces, a block's share of it, which is summed alone.
 
-    The share is of all columns at once or, of wide heads, two are of 32.
+    The share is of all columns at once or, of wide heads, two are of 32. `columns` are those of the
+    output that a thread block has.
     """
     if count(problem) == 1:
-        return round_up(problem.head_dim_v, 16) // 2
+        return round_up(columns, 16) // 2
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return round_up(problem.head_dim_v, 32) // 2 + 32
     return round_up(problem.head_dim_v, 16)

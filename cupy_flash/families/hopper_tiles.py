@@ -86,6 +86,8 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
         return [tile_of(64, Bc, 1) for Bc in (64, 48, 32)]
     if problem.seqlen_q <= 64:
         return [tile_of(64, 128, 2) if widest <= 128 else tile_of(64, 64, 1)]
+    if widest > 256:
+        return [tile_of(128, 64, 1), tile_of(128, 48, 1), tile_of(128, 32, 1)]
     if widest <= 64:
         # Exponentials hold head_dim 64 back: three consumers hide them better. 192x128 2 0,
         # 128x128 2 4: full 2048 549, 456; causal 2048 416, 396; 1024 with 192x128 2 1 294, 346.

@@ -16,6 +16,7 @@
 #include "forward/hopper/producer.cuh"
 #include "grid/order.cuh"
 #include "params.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/sm90a.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -39,7 +40,13 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
-  __syncthreads();
+  if constexpr (HopperCta<Config>::ranks > 1) {
+    // Nothing may be sent to a block whose barriers are not there yet.
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
     if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();

@@ -149,11 +149,12 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// Takes the next visit of all; all lanes of a warp together, of which one writes it.
-template <class Config>
-__device__ void take_visit(const Params& p, const SequenceOrder& order, int section_keys,
+// The visit of the tile that `take` has, counted over all heads; all lanes of a warp together, of
+// which one writes it.
+template <class Config, class Take>
+__device__ void take_visit(const Params& p, const SequenceOrder& order, Take take, int section_keys,
                            Visit<true>& visit, bool writes) {
-  const unsigned tile = order.take();
+  const unsigned tile = take();
   if (tile >= order.tiles(p.heads_q)) {
     if (writes) visit = Visit<true>::end_of_work();
     return;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,6 +139,12 @@ def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(n
         make_plan(case, device, family="hopper")
 
 
+def test_heads_too_wide_for_two_blocks_and_wide_float32_are_refused():
+    words = "two blocks write 512 columns of a head's output at most, not 576"
+    assert hopper.why_not(problem(head_dim=576), h100) == words
+    assert hopper.why_not(problem("float32", 264), h100) == "it takes float32 to head_dim 256"
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -147,6 +154,8 @@ def test_what_it_cannot_serve_is_told_why_and_goes_to_the_next_family_that_can(n
         strided((2**39 - 8, 3 * 64, 64)),
         problem(head_dim=8),
         problem(head_dim=256, head_dim_v=8),
+        problem(head_dim=512),
+        problem(head_dim=576, head_dim_v=512),
         problem(seqlen=1),
         problem(seqlen_q=0),
         problem(batch=0),
@@ -165,7 +174,7 @@ def test_a_step_that_is_never_taken_may_be_of_any_size():
 
 
 def test_padded_rows_make_every_head_dim_its_own():
-    for head_dim in (1, 33, 100, 255):
+    for head_dim in (1, 33, 100, 255, 257, 511):
         row = -(-head_dim // 8) * 8
         spec = ArraySpec((2, 203, 3, head_dim), (203 * 3 * row, 3 * row, row), "float16")
         assert make_plan(make_problem(spec, spec, spec), h100).family == "hopper"
@@ -224,6 +233,8 @@ VARIED = [
     problem(head_dim=256),
     problem(head_dim=192, head_dim_v=128, causal=True),
     problem(head_dim=8, head_dim_v=256),
+    problem(head_dim=512, causal=True),
+    problem("float16", 576, 424),
     problem(head_dim=80, batch=1, heads=1),
     problem(head_dim=40, seqlen=1),
     problem(head_dim=96, seqlen=65536, seqlen_q=1, heads=32, heads_kv=4),
@@ -248,8 +259,9 @@ def test_every_legal_tile_fits_the_registers_and_the_shared_memory_of_an_sm(case
         assert 24 <= producer <= consumer <= 240
         allotted = min(255, h100.registers_per_sm // plan.threads) // 8 * 8
         assert producer + consumers * consumer <= allotted * (consumers + 1)
-        # S, P and O live at once.
-        output = -(-case.head_dim_v // 16) * 16
+        # S, P and O live at once. Of wide heads a block has half of O.
+        columns = case.head_dim_v if plan.launches[0].grid[2] == 1 else case.head_dim_v / 2
+        output = math.ceil(columns / 16) * 16
         assert tile.Bc // 2 + tile.Bc // 4 + output // 2 < consumer
     assert count > 20
 
@@ -277,6 +289,21 @@ def test_shared_memory_is_query_tiles_a_ring_barriers_and_visits(head_dim, head_
         )
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "columns", "columns_v"),
+    [(512, 512, 256, 256), (264, 512, 160, 256), (8, 424, 32, 224)],
+)
+def test_blocks_of_a_pair_have_half_of_the_columns_and_two_tiles_of_scores_to_receive(
+    head_dim, head_dim_v, columns, columns_v
+):
+    case, tile = problem(head_dim=head_dim, head_dim_v=head_dim_v), HopperTile(128, 32, stages=3)
+    one_block, scores = problem(head_dim=columns, head_dim_v=columns_v), 128 * 32 * 4
+    assert hopper.shared_memory(case, tile) == (
+        # Each of eight warps has a barrier for each tile.
+        hopper.shared_memory(one_block, tile) + 2 * (scores + 8 * 8)
+    )
+
+
 @pytest.mark.parametrize(("stages", "q_stages"), [(2, 1), (5, 2)])
 def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(stages, q_stages):
     tile = HopperTile(128, 80, stages=stages, q_stages=q_stages)
@@ -301,6 +328,7 @@ def test_sequences_take_visits_ahead_with_their_places_and_notes_of_last_values(
         (problem(head_dim=192, head_dim_v=128), 128, 128),
         (problem(head_dim=256), 128, 64),
         (problem(head_dim=256, seqlen_q=1), 64, 64),
+        (problem(head_dim=512, causal=True), 128, 64),
     ],
 )
 def test_common_problems_have_the_tile_that_was_measured_best(case, Br, Bc):
@@ -338,8 +366,8 @@ def test_a_batch_invariant_tile_is_the_same_for_every_batch_and_length(head_dim,
 
 
 def test_every_problem_that_it_serves_has_a_default_tile_that_is_no_makeshift():
-    for head_dim in range(8, 257, 8):
-        for head_dim_v in (8, 64, 104, 120, 128, head_dim, 256):
+    for head_dim in (*range(8, 257, 8), *range(264, 577, 24)):
+        for head_dim_v in (8, 64, 104, 120, 128, min(head_dim, 512), 256, 360):
             for seqlen_q in (1, 799):
                 case = problem(head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
                 assert hopper.why_not(case, h100) is None
@@ -377,6 +405,21 @@ def test_the_grid_has_a_block_for_each_query_tile_and_split_but_no_more_than_sms
     assert launch.grid == (blocks, 1, 1)
     assert launch.threads == 3 * 128
     assert launch.shared_memory == hopper.shared_memory(case, tile)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "splits", "pairs"),
+    [(1, 128, 1, 1), (3, 799, 1, 21), (3, 799, 2, 42), (16, 4096, 1, 66)],
+)
+def test_wide_heads_have_a_pair_of_blocks_in_place_of_a_block(heads, seqlen_q, splits, pairs):
+    case = problem(head_dim=512, batch=1, heads=heads, seqlen_q=seqlen_q)
+    case = replace(case, layout=Layout(num_splits=splits))
+    for each in (case, packed(case)) if splits == 1 else (case,):
+        launches = hopper.schedule(each, h100, default_tile(each)).launches
+        (launch,) = (launch for launch in launches if launch.entry == "attention")
+        assert launch.grid[1:] == (1, 2)
+        assert launch.cluster == 2
+        assert each is not case or launch.grid[0] == pairs
 
 
 def test_split_keys_are_merged_by_a_second_kernel():
@@ -464,7 +507,11 @@ def test_a_broadcast_axis_keeps_its_stride_of_zero():
 
 @pytest.mark.parametrize(
     ("head_dim", "columns"),
-    [(8, 32), (32, 32), (40, 64), (64, 64), (72, 32), (96, 32), (104, 64), (160, 32), (256, 64)],
+    [
+        *((8, 32), (32, 32), (40, 64), (64, 64), (72, 32), (96, 32), (104, 64), (160, 32)),
+        # Of wide heads, half of the columns.
+        *((256, 64), (264, 32), (384, 64), (448, 32), (512, 64)),
+    ],
 )
 def test_a_box_is_one_line_of_128_bytes_or_where_head_dim_wastes_half_of_one_64(head_dim, columns):
     for spec in maps_of(problem(head_dim=head_dim), HopperTile(128, 128)):

@@ -8,6 +8,7 @@
 
 #include "forward/hopper/bias.cuh"
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/pair.cuh"
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/results.cuh"
 #include "forward/hopper/softmax.cuh"
@@ -42,6 +43,7 @@ struct HopperConsumer {
 
   Products products;
   Softmax softmax;
+  HopperPair<Config> pair;
   int visit = 0;  // index in the ring of visits
 
   // The query tile. What can be had again from these takes no register in the loop.
@@ -55,7 +57,11 @@ struct HopperConsumer {
   RingPosition<Config::bias_stages> bias_ring;
 
   __device__ HopperConsumer(const Cta& cta, int consumer)
-      : cta(cta), consumer(consumer), products(cta, consumer), softmax(cta.p) {}
+      : cta(cta),
+        consumer(consumer),
+        products(cta, consumer),
+        softmax(cta.p),
+        pair(cta, consumer) {}
 
   __device__ void consume() {
     softmax.reset();
@@ -251,8 +257,9 @@ struct HopperConsumer {
     return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
 
-  // Changes and masks the block's scores.
+  // Completes, changes and masks the block's scores.
   __device__ void prepare_scores() {
+    pair.complete(products.scores);
     Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (softmax_turns) {

@@ -27,6 +27,11 @@ struct BiasedTensorMaps : TensorMaps {
 
 #if __CUDA_ARCH__ == 900
 
+// Of a head's columns, those that each of its blocks has; the last may have fewer.
+__host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
+  return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
+}
+
 template <class Config>
 struct HopperCta {
   using Element = typename Config::Element;
@@ -35,9 +40,13 @@ struct HopperCta {
   static constexpr int consumers = Br / 64;
   // Of each tile there are so many, one behind the other.
   static constexpr int pieces = HopperOperand<Element>::pieces;
-  using QueryTile = SlabTile<Br, Config::head_dim>;
-  using KeyTile = SlabTile<Bc, Config::head_dim>;
-  using ValueTile = SlabTile<Bc, Config::head_dim_v>;
+  // Of wide heads two blocks have half of the columns each (`pair.cuh`).
+  static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
+  static constexpr int columns = hopper_columns(Config::head_dim, ranks);
+  static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
+  using QueryTile = SlabTile<Br, columns>;
+  using KeyTile = SlabTile<Bc, columns>;
+  using ValueTile = SlabTile<Bc, columns_v>;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
@@ -99,15 +108,23 @@ struct HopperCta {
   static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
   static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
 
+  // Of each consumer's warp, what the other block of a pair sends.
+  static constexpr int pair_buffers = ranks > 1 ? 2 : 0;
+  static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
+
   // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
-  // pairs, the barriers, the visits, the tails and the notes.
+  // pairs, what the other block sends, the barriers, the visits, the tails and the notes.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
-  static constexpr int barrier_offset = shown_offset + shown_slots * consumers * shown_bytes;
+  static constexpr int pair_offset = shown_offset + shown_slots * consumers * shown_bytes;
+  static constexpr int barrier_offset =
+      pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
-  static constexpr int barriers = ring_barriers + sequence_barriers + 2 * Config::bias_stages;
+  static constexpr int pair_barriers = pair_buffers * 4 * consumers;
+  static constexpr int barriers =
+      ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
   static constexpr int visit_offset = barrier_offset + barriers * 8;
   static constexpr int tail_offset = visit_offset + visits * int(sizeof(Visit));
   static constexpr int note_offset = tail_offset + tails * int(sizeof(Tail));
@@ -134,6 +151,11 @@ struct HopperCta {
   }
   __device__ unsigned bias_empty(int slot) const { return bias_full(Config::bias_stages + slot); }
 
+  // Of a warp of the consumers', what the other block sends to it.
+  __device__ unsigned pair_full(int buffer, int warp) const {
+    return full(barriers - pair_barriers + buffer * 4 * consumers + warp);
+  }
+
   __device__ void init_barriers() const {
     // Each warp of a consumer says that it left.
     constexpr int warps = 4 * consumers;
@@ -153,6 +175,9 @@ struct HopperCta {
       ptx::mbarrier_init(found_full(), 1);
       ptx::mbarrier_init(found_empty(), 1);
       for (int index = 0; index < tails; ++index) ptx::mbarrier_init(arrived(index), 1);
+    }
+    for (int index = barriers - pair_barriers; index < barriers; ++index) {
+      ptx::mbarrier_init(full(index), 1);
     }
     ptx::fence_mbarrier_init();
   }
@@ -189,6 +214,17 @@ struct HopperCta {
     return shared + bias_offset + slot * BiasTile::bytes;
   }
 
+  __device__ unsigned pair_address(int buffer, int warp) const {
+    return shared + pair_offset + (buffer * 4 * consumers + warp) * pair_warp_bytes;
+  }
+
+  // An address as matrix descriptors have it. In a cluster its upper bits say whose memory it is
+  // in: added to a descriptor they would change the distance of the slabs.
+  __device__ static unsigned in_descriptor(unsigned address) {
+    constexpr unsigned most = 1 << 18;
+    return (ranks == 1 ? address : address % most) / 16;
+  }
+
   __device__ unsigned shown_address(int slot, int consumer) const {
     return shared + shown_offset + (slot * consumers + consumer) * shown_bytes;
   }
@@ -200,16 +236,29 @@ struct HopperCta {
                                       threadIdx.x % Shown::threads];
   }
 
+  // ---- Columns.
+
+  // Which columns of wide heads this block has.
+  __device__ static int rank() { return ranks == 1 ? 0 : blockIdx.z; }
+  __device__ static int first_column_v() { return rank() * columns_v; }
+  // Of the output, from the block's first on.
+  __device__ static int inside_v() { return Config::head_dim_v - first_column_v(); }
+  static constexpr bool has_whole_columns_v = ranks * columns_v == Config::head_dim_v;
+
   // ---- Query tiles.
 
-  // This block's query tile of a round over the grid. Tiles come in order of falling length, and
-  // every other round goes backwards, so that who has the longest of one round has the shortest of
-  // the next.
+  // This block's query tile of a round over the grid, a pair's of wide heads. Tiles come in order
+  // of falling length, and every other round goes backwards, so that who has the longest of one
+  // round has the shortest of the next.
+  __device__ static unsigned tile_of(unsigned round) {
+    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    return round * gridDim.x + place;
+  }
+
   __device__ Visit visit_of(unsigned round) const {
     // Counted without a sign: there are at most 2^31 - 1, and a round may end behind the last.
     const unsigned tiles = ceil_div(p.seqlen_q, Br) * p.batch * p.heads_q * p.num_splits;
-    const unsigned place = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const unsigned tile = round * gridDim.x + place;
+    const unsigned tile = tile_of(round);
     if (tile >= tiles) return Visit::end_of_work();
     const Work work = find_work<Br>(p, tile);
     if constexpr (Config::mapped) {

@@ -28,9 +28,11 @@ struct HopperFinder {
   __device__ void find_visits() {
     const SequenceOrder order(cta.p);
     const bool is_first = threadIdx.x % 32 == 0;
-    while (true) {
+    for (unsigned round = 0;; ++round) {
       Visit& next = *cta.visit(visit);
-      take_visit<Config>(cta.p, order, section_keys, next, is_first);
+      // The blocks of a pair take the same tiles, each by itself.
+      const auto take = [&] { return Cta::ranks == 1 ? order.take() : Cta::tile_of(round); };
+      take_visit<Config>(cta.p, order, take, section_keys, next, is_first);
       __syncwarp();
       if (!next.is_end_of_work() && (Config::causal || !next.has_keys())) {
         set_few_seen(next);
@@ -82,13 +84,15 @@ struct HopperFinder {
           continue;
         }
       }
-      if (lane == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
+      if (lane == 0 && Cta::rank() == 0 && (Config::split_keys || cta.p.lse != nullptr)) {
         float lse = -SoftmaxMath<float>::infinity();
         if constexpr (!Config::split_keys) take_sink<Config>(cta.p, work.head, lse);
         cta.write_log_sum_exp(visit, row, lse);
       }
+      const int first = Cta::first_column_v(),
+                end = min(first + Cta::columns_v, Config::head_dim_v);
 #pragma unroll 1
-      for (int column = lane; column < Config::head_dim_v; column += 32) {
+      for (int column = first + lane; column < end; column += 32) {
         if constexpr (Config::split_keys) {
           cta.partial_row(work, row)[column] = 0;
         } else {

@@ -67,7 +67,7 @@ struct HopperProducer {
         const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
                             sequence.seqlen_k};
         if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.work);
-        load_block<KeyTile>(&cta.maps.k, keys);
+        load_block<KeyTile>(&cta.maps.k, keys, Cta::rank() * Cta::columns);
         if constexpr (Cta::streams_bias) load_bias(next.work, key);
         if (values.index >= 0) load_values(values);
         if (!announced) announce(next);
@@ -110,7 +110,7 @@ struct HopperProducer {
       const Sequence& sequence = next.sequence(cta.p);
       load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
                       sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
-                      barrier, ptx::l2_evict_first);
+                      barrier, ptx::l2_evict_first, Cta::rank() * Cta::columns);
     } else if (acts()) {
       ptx::mbarrier_arrive(barrier);
     }
@@ -155,10 +155,10 @@ struct HopperProducer {
   }
 
   template <class Tile>
-  __device__ void load_block(const TensorMap* map, const Block& block) {
+  __device__ void load_block(const TensorMap* map, const Block& block, int first_column) {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     load<Tile>(cta.slot_address(ring.slot), map, block.row(), block.head, block.batch,
-               cta.full(ring.slot), ptx::l2_evict_last);
+               cta.full(ring.slot), ptx::l2_evict_last, first_column);
     ring.advance();
   }
 
@@ -175,14 +175,14 @@ struct HopperProducer {
     if (Config::sequences && block.rows() < Bc) {
       load_tail(block);
     } else {
-      load_block<ValueTile>(&cta.maps.v, block);
+      load_block<ValueTile>(&cta.maps.v, block, Cta::first_column_v());
     }
   }
 
   // All pieces of a tile: in the array a piece has its own batches.
   template <class Tile>
   __device__ void load(unsigned target, const TensorMap* map, int row, int head, int batch,
-                       unsigned barrier, unsigned long long policy, int column = 0) const {
+                       unsigned barrier, unsigned long long policy, int first_column) const {
     if (!acts()) return;
     ptx::mbarrier_arrive_expect_tx(barrier, Cta::pieces * Tile::bytes);
 #pragma unroll
@@ -190,7 +190,7 @@ struct HopperProducer {
 #pragma unroll
       for (int slab = 0; slab < Tile::slabs; ++slab) {
         ptx::cp_async_bulk_tensor_4d(target + piece * Tile::bytes + slab * Tile::slab_bytes, map,
-                                     column + slab * Tile::line_columns, row, head,
+                                     first_column + slab * Tile::line_columns, row, head,
                                      piece * cta.p.batch + batch, barrier, policy);
       }
     }
@@ -203,7 +203,7 @@ struct HopperProducer {
     ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
     if (acts()) *cta.tail(tail.slot) = {ring.slot, block.rows()};
     load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, block.row(), block.head, block.batch,
-                    cta.arrived(tail.slot), ptx::l2_evict_last);
+                    cta.arrived(tail.slot), ptx::l2_evict_last, Cta::first_column_v());
     ring.advance();
     tail.advance();
   }

@@ -21,7 +21,7 @@ struct HopperProducts {
   static constexpr int Bc = Config::Bc;
   static constexpr int pieces = Operand::pieces;
   static constexpr int products_of_pieces = pieces * (pieces + 1) / 2;
-  static constexpr int k_steps = round_up(Config::head_dim, 16) / 16;
+  static constexpr int k_steps = round_up(Cta::columns, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
@@ -31,7 +31,7 @@ struct HopperProducts {
   static constexpr bool shares_output = pieces > 1;
   static constexpr bool is_wide =
       shares_output && (Config::head_dim > 128 || Config::head_dim_v > 128);
-  static constexpr int columns_v = round_up(Config::head_dim_v, is_wide ? 32 : 16);
+  static constexpr int columns_v = round_up(Cta::columns_v, is_wide ? 32 : 16);
   static constexpr int share_columns = is_wide ? 32 : columns_v;
   static constexpr int shares = columns_v / share_columns;
   static constexpr int share_buffers = is_wide ? 2 : 1;
@@ -89,8 +89,10 @@ struct HopperProducts {
   // Starts S = Q K^T.
   __device__ void start_scores() {
     await_slot();
-    const unsigned long long q = QueryTile::k_along_columns() + queries_address() / 16;
-    const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(ring.slot) / 16;
+    const unsigned long long q =
+        QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
+    const unsigned long long k =
+        KeyTile::k_along_columns() + Cta::in_descriptor(cta.slot_address(ring.slot));
     ptx::pin(scores);
     ptx::wgmma_fence();
     // Of wide heads there are so many products that the compiler keeps their descriptors in local
@@ -212,7 +214,7 @@ struct HopperProducts {
   __device__ void start_product(float (&sums)[columns / 2], int column, int slot, bool accumulate) {
     const unsigned long long v =
         ValueTile::k_along_rows() +
-        (cta.slot_address(slot) + ValueTile::column_step(column / 16)) / 16;
+        Cta::in_descriptor(cta.slot_address(slot) + ValueTile::column_step(column / 16));
     ptx::pin(sums);
     ptx::wgmma_fence();
     for_each_product<pieces>([&](int p_piece, int v_piece, bool is_first) {

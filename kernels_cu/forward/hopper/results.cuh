@@ -42,7 +42,7 @@ struct HopperResults {
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
       }
     }
-    if (!Config::split_keys && cta.p.lse == nullptr) return;
+    if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return;
     const Visit& visit = finished_visit();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -117,11 +117,11 @@ struct HopperResults {
       const int row = row_of(visit.work, half);
       if (row >= visit.sequence(cta.p).seqlen_q) continue;
       if (Config::sequences && Config::causal && cta.is_set_by_helper(visit, row)) continue;
-      Element* target = cta.output_row(visit, row) + first_column;
+      Element* target = cta.output_row(visit, row) + Cta::first_column_v() + first_column;
 #pragma unroll
       for (int i = 0; i < columns_v / 16; ++i) {
-        store_columns<Config::head_dim_v, Config::out_alignment>(
-            target + 16 * i, columns[i], Config::head_dim_v - 16 * i - first_column);
+        store_columns<Cta::has_whole_columns_v ? Cta::columns_v : 1, Config::out_alignment>(
+            target + 16 * i, columns[i], Cta::inside_v() - 16 * i - first_column);
       }
     }
   }
@@ -144,7 +144,7 @@ struct HopperResults {
       float* target = cta.partial_row(work, row);
       write_row<columns_v / 8, Config::head_dim_v>(
           target, products.out + 2 * half,
-          [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
+          [](int j, int c) { return Cta::first_column_v() + 8 * j + threadIdx.x % 4 * 2 + c; });
     }
   }
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def flash_attention_with_kvcache(
     q: Any,
     k_cache: Any,
-    v_cache: Any,
+    v_cache: Any | None,
     k: Any | None = None,
     v: Any | None = None,
     *,
@@ -32,6 +32,7 @@ def flash_attention_with_kvcache(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     compute_scales: bool = False,
+    head_dim_v: int | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     num_splits: int = 0,
@@ -62,10 +63,10 @@ def flash_attention_with_kvcache(
         head h reads head h // (heads_q // heads_kv).
     v_cache : array, shape (caches, seqlen_cache, heads_kv, head_dim_v)
         Values; or (pages, page_size, heads_kv, head_dim_v). Head dims are 1 to 576, head_dim_v may
-        differ from head_dim.
+        differ from head_dim. None where k_cache holds the values, see head_dim_v.
     k : array, shape (batch, seqlen_new, heads_kv, head_dim), optional
         New keys. Row j of sequence b becomes row cache_seqlens[b] + j of its cache, and is
-        attended to. Together with v, or neither.
+        attended to. Together with v, or neither; alone where k_cache holds the values.
     v : array, shape (batch, seqlen_new, heads_kv, head_dim_v), optional
         New values.
     cache_seqlens : int or array of int32, shape (batch,)
@@ -96,6 +97,10 @@ def flash_attention_with_kvcache(
     compute_scales : bool
         Whether the append computes the scales of new rows, from the largest magnitude that each
         head has, and writes them to k_scale and v_scale: arrays with one for each row and head.
+    head_dim_v : int, optional
+        With v_cache, v and v_scale None: each value is the first head_dim_v columns of its key, as
+        in multi-head latent attention (DeepSeek-V2, 2024), where 576 columns of one head are the
+        keys of all query heads and 512 of them the values. `decode` reads them once.
     causal : bool
         Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
         append: the last query sees every key.
@@ -220,6 +225,7 @@ def flash_attention_with_kvcache(
         None,
         rotary_interleaved,
         compute_scales,
+        head_dim_v,
     )
     return run.attention(arguments, options, backend, keys, modifications)
 
@@ -227,7 +233,7 @@ def flash_attention_with_kvcache(
 def plan_with_kvcache(
     q: Any,
     k_cache: Any,
-    v_cache: Any,
+    v_cache: Any | None,
     k: Any | None = None,
     v: Any | None = None,
     *,
@@ -240,6 +246,7 @@ def plan_with_kvcache(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     compute_scales: bool = False,
+    head_dim_v: int | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     num_splits: int = 0,
@@ -255,7 +262,8 @@ def plan_with_kvcache(
     Parameters
     ----------
     q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, rotary_cos, rotary_sin,
-    rotary_interleaved, causal, softmax_scale, num_splits, batch_invariant, backend, family, tile
+    rotary_interleaved, k_scale, v_scale, compute_scales, head_dim_v, causal, softmax_scale,
+    num_splits, batch_invariant, backend, family, tile
         As in `flash_attention_with_kvcache`. The arrays are neither read nor written.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
@@ -291,5 +299,6 @@ def plan_with_kvcache(
         batch_invariant=batch_invariant,
         rotary_interleaved=rotary_interleaved,
         compute_scales=compute_scales,
+        head_dim_v=head_dim_v,
     )
     return run.plan(arguments, options, backend, arch, modifications)

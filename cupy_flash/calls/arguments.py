@@ -100,9 +100,10 @@ class Arguments(NamedTuple):
         """What is attended to: the cache where there is one."""
         return self.k if self.k_cache is None else self.k_cache
 
-    @property
-    def values(self) -> Any:
-        """Likewise."""
+    def values_of(self, options: Options) -> Any:
+        """Likewise; a view of the keys where they hold the values."""
+        if options.head_dim_v is not None:
+            return self.keys[..., : options.head_dim_v]
         return self.v if self.v_cache is None else self.v_cache
 
     def of_kind(self, kind: str) -> tuple[Any, ...]:
@@ -212,14 +213,28 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
     if not problem.layout.new_keys:
         return ("out",)
     computed = problem.scales is not None and problem.scales.computed
-    return (*CACHES, *(SCALES if computed else ()), "out")
+    first = slice(1) if problem.values_in_keys else slice(2)
+    return (*CACHES[first], *(SCALES[first] if computed else ()), "out")
 
 
-def require_given(arguments: Arguments, kind: str) -> None:
-    """Raise TypeError for an array that is None though calls of this kind need it."""
-    for name in _REQUIRED[kind]:
-        if getattr(arguments, name) is None:
+# What keys have in place of, where they hold the values.
+_OF_VALUES = ("v_cache", "v", "v_scale")
+
+
+def require_given(arguments: Arguments, options: Options) -> None:
+    """Raise TypeError for an array that is None though calls of this kind need it.
+
+    And ValueError for values apart from the keys that hold them.
+    """
+    in_keys = options.head_dim_v is not None
+    for name in _REQUIRED[options.kind]:
+        if getattr(arguments, name) is None and not (in_keys and name in _OF_VALUES):
             raise no_array(name, None)
+    for name in _OF_VALUES if in_keys else ():
+        if getattr(arguments, name) is not None:
+            raise ValueError(
+                f"{name} is given, and head_dim_v says that k_cache holds the values; pass one"
+            )
 
 
 def given_lengths(cache_seqlens: Any) -> tuple[int, Any | None]:
@@ -381,7 +396,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
         total_q=q.shape[0],
     )
     return make_problem(
-        *_specs(arguments),
+        *_specs(arguments, options),
         kind="packed",
         score=score,
         batch=batch,
@@ -401,7 +416,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
     batch = q.shape[0]
     first = "caches, seqlen" if block_table is None else "pages, page_size"
-    for name in CACHES:
+    for name in _caches(options):
         require_axes(name, getattr(arguments, name), 4, f"{first}, heads and head_dim")
         require_in_place(name, getattr(arguments, name), ": a cache is not copied")
     if arguments.out is not None:
@@ -418,7 +433,9 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
             require_shape(name, array, (batch,), meaning)
     if arguments.cache_batch_idx is not None and block_table is not None:
         raise ValueError("cache_batch_idx and block_table both say where a cache is; pass one")
-    q_spec, k_spec, v_spec, out_spec = _specs(arguments)
+    if options.head_dim_v is not None:
+        _check_values_in_keys(arguments.k_cache.shape[3], options.head_dim_v)
+    q_spec, k_spec, v_spec, out_spec = _specs(arguments, options)
     if arguments.rotary_cos is not None:
         q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
     refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
@@ -435,14 +452,15 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
         score=_score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity),
         block_table=table,
         chosen_caches=arguments.cache_batch_idx is not None,
-        new_keys=_seqlen_new(arguments.k, arguments.v),
+        new_keys=_seqlen_new(arguments, options),
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
         scales=scales,
+        values_in_keys=options.head_dim_v is not None,
     )
-    _check_new_rows(arguments, problem)
+    _check_new_rows(arguments, options, problem)
     _check_rotary(arguments, options, problem)
     return problem
 
@@ -455,25 +473,40 @@ _PROBLEM_OF = {
 }
 
 
-def _specs(arguments: Arguments) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:
-    q, out = arguments.q, arguments.out
+def _caches(options: Options) -> tuple[str, ...]:
+    """Names of the caches that there are."""
+    return CACHES if options.head_dim_v is None else CACHES[:1]
+
+
+def _check_values_in_keys(head_dim: int, head_dim_v: int) -> None:
+    if not 1 <= head_dim_v <= head_dim:
+        raise ValueError(
+            f"head_dim_v is {head_dim_v}; expected 1 to {head_dim}, the columns of k_cache"
+        )
+
+
+def _specs(
+    arguments: Arguments, options: Options
+) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:
+    q, out, values = arguments.q, arguments.out, arguments.values_of(options)
     k, v = ("k", "v") if arguments.k_cache is None else CACHES
-    for name, array in (("q", q), (k, arguments.keys), (v, arguments.values), ("out", out)):
+    for name, array in (("q", q), (k, arguments.keys), (v, values), ("out", out)):
         if array is not None:
             more = LARGEST_QUANTIZED if name in CACHES else ()
             require_float(name, array, (*DTYPES, *more))
     if out is not None:
         require_in_place("out", out)
-    inputs = (q, arguments.keys, arguments.values)
+    inputs = (q, arguments.keys, values)
     q_spec, k_spec, v_spec = (spec_of(array, address_of(array)) for array in inputs)
     return q_spec, k_spec, v_spec, None if out is None else spec_of(out, address_of(out))
 
 
 def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> Scales | None:
     """How the scales of caches of 8 bits lie; None for others, which have none."""
-    given = {name: getattr(arguments, name) for name in SCALES}
+    names = _caches(options)
+    given = {name: getattr(arguments, name) for name in SCALES[: len(names)]}
     computed = options.compute_scales
-    dtypes = {dtype_name(getattr(arguments, name)) for name in CACHES}
+    dtypes = {dtype_name(getattr(arguments, name)) for name in names}
     if not dtypes & LARGEST_QUANTIZED.keys():
         for name, array in given.items():
             if array is not None:
@@ -499,7 +532,8 @@ def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> S
             check_no_self_overlap(
                 name, ArraySpec((*shape, 1), strides[name] or (0, 0, 0), "float32")
             )
-    return Scales(strides["k_scale"], strides["v_scale"], computed)
+    of_keys = strides["k_scale"]
+    return Scales(of_keys, strides.get("v_scale", of_keys), computed)
 
 
 def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> Strides | None:
@@ -534,30 +568,36 @@ def _table(block_table: Any | None, batch: int) -> tuple[int, int] | None:
     return block_table.shape[1], block_table.strides[0] // block_table.itemsize
 
 
-def _seqlen_new(k: Any | None, v: Any | None) -> int:
-    if k is None and v is None:
+def _new_rows(arguments: Arguments, options: Options) -> dict[str, Any]:
+    """What there may be to append: keys, and values unless the keys hold them."""
+    both = {"k": arguments.k, "v": arguments.v}
+    return both if options.head_dim_v is None else {"k": arguments.k}
+
+
+def _seqlen_new(arguments: Arguments, options: Options) -> int:
+    rows = _new_rows(arguments, options)
+    given = [name for name, array in rows.items() if array is not None]
+    if not given:
         return 0
-    if k is None or v is None:
-        given, missing = ("k", "v") if v is None else ("v", "k")
-        raise ValueError(f"{given} is given and {missing} is not; pass both, or none to append")
-    for name, array in (("k", k), ("v", v)):
+    if len(given) < len(rows):
+        (missing,) = rows.keys() - given
+        raise ValueError(f"{given[0]} is given and {missing} is not; pass both, or none to append")
+    for name, array in rows.items():
         require_axes(name, array, 4, "batch, seqlen_new, heads and head_dim")
-    return int(k.shape[1])
+    return int(arguments.k.shape[1])
 
 
-def _check_new_rows(arguments: Arguments, problem: Problem) -> None:
+def _check_new_rows(arguments: Arguments, options: Options, problem: Problem) -> None:
     if arguments.k is None:
         return
-    for name, array, dim in (
-        ("k", arguments.k, problem.head_dim),
-        ("v", arguments.v, problem.head_dim_v),
-    ):
+    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
+    for name, array in _new_rows(arguments, options).items():
         if dtype_name(array) != problem.dtype or not array.dtype.isnative:
             raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.dtype}, as q has")
-        expected = (problem.batch, arguments.k.shape[1], problem.heads_kv, dim)
+        expected = (problem.batch, arguments.k.shape[1], problem.heads_kv, dims[name])
         require_shape(name, array, expected, f"rows of {name}_cache for each sequence of q")
     if problem.layout.new_keys:
-        for name in CACHES:
+        for name in _caches(options):
             cache = getattr(arguments, name)
             check_no_self_overlap(name, spec_of(cache, address_of(cache)))
 

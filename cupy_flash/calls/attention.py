@@ -162,7 +162,7 @@ class Call:
 
 def readable(arguments: Arguments, options: Options) -> Arguments:
     """The arrays, copied where kernels cannot read them as they lie and a copy will do."""
-    require_given(arguments, options.kind)
+    require_given(arguments, options)
     copied = {
         name: readable_in_place(array)
         for name, array in zip(arguments._fields, arguments, strict=True)
@@ -237,7 +237,7 @@ def prepare(
         else Launches(
             plan,
             PackedStruct(params_dtype(problem), fixed, sources, names),
-            TensorMaps({sources.get(n, n): maps[n] for n in maps}, names) if maps else None,
+            TensorMaps(maps, names, sources) if maps else None,
         ),
         qkv_step=qkv_step,
         is_cleared=has_no_keys and not problem.is_empty,
@@ -275,13 +275,16 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
     found = {name: name for name in ("q", "k", "v", "lse", "workspace", "counters")}
     found["out"] = "result"
     if is_cached:
-        found |= {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "keys": "keys"}
+        values = "k_cache" if plan.problem.values_in_keys else "v_cache"
+        found |= {"k": "k_cache", "v": values, "seqused_k": "cache_seqlens", "keys": "keys"}
     if plan.problem.layout.kind == "padded":
         found["seqused_k"] = "seqlens_k"
     if arguments.rotary_cos is not None:
         found["q"] = "q_rotated"
     if plan.problem.scales is not None:
         found |= {name: name for name in plan.problem.scales.given}
+        if plan.problem.values_in_keys and "v_scale" in found:
+            found["v_scale"] = "k_scale"
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "cache_batch_idx", "block_table"):
         if getattr(arguments, name) is not None:
             found[name] = name
@@ -291,10 +294,16 @@ def _sources(arguments: Arguments, plan: Plan) -> dict[str, str]:
 def append_spec(arguments: Arguments, problem: Problem, options: Options) -> append.AppendSpec:
     """The append of a call that brings new keys and values."""
     layout, cos = problem.layout, arguments.rotary_cos
-    arrays = (arguments.q, arguments.k, arguments.v, arguments.k_cache, arguments.v_cache)
+    scales, head_dim_v = problem.scales, problem.head_dim_v
+    v, v_cache = arguments.v, arguments.v_cache
+    if problem.values_in_keys:
+        # Then the keys are all there is to append.
+        head_dim_v, v, v_cache = 0, arguments.k, arguments.k_cache
+        scales = None if scales is None else scales._replace(v=None)
+    arrays = (arguments.q, arguments.k, v, arguments.k_cache, v_cache)
     specs = [spec_of(array, address_of(array)) for array in arrays]
-    q, k, v, k_cache, v_cache = specs
-    together = specs if problem.scales is None else specs[:3]
+    together = specs if scales is None else specs[:3]
+    q_spec, k_spec, v_spec, k_cache_spec, v_cache_spec = specs
     tables = [] if cos is None else [_rotary_alignment(t) for t in (cos, arguments.rotary_sin)]
     return append.AppendSpec(
         dtype=problem.dtype,
@@ -304,13 +313,13 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         heads_q=problem.heads_q,
         heads_kv=problem.heads_kv,
         head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
+        head_dim_v=head_dim_v,
         seqlen_cache=problem.seqlen_k,
-        q_strides=q.strides,
-        k_strides=k.strides,
-        v_strides=v.strides,
-        k_cache_strides=k_cache.strides,
-        v_cache_strides=v_cache.strides,
+        q_strides=q_spec.strides,
+        k_strides=k_spec.strides,
+        v_strides=v_spec.strides,
+        k_cache_strides=k_cache_spec.strides,
+        v_cache_strides=v_cache_spec.strides,
         caches=layout.caches,
         page_size=layout.page_size,
         pages=layout.pages,
@@ -323,10 +332,10 @@ def append_spec(arguments: Arguments, problem: Problem, options: Options) -> app
         rotary_interleaved=bool(options.rotary_interleaved),
         causal=problem.causal,
         alignment=min(spec.row_alignment() for spec in together),
-        cache_alignment=min(k_cache.row_alignment(), v_cache.row_alignment()),
+        cache_alignment=min(k_cache_spec.row_alignment(), v_cache_spec.row_alignment()),
         rotary_alignment=min(tables, default=MAX_ALIGNMENT),
-        cache_dtype=None if problem.scales is None else k_cache.dtype,
-        scales=problem.scales,
+        cache_dtype=None if scales is None else k_cache_spec.dtype,
+        scales=scales,
     )
 
 

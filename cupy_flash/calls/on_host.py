@@ -86,7 +86,7 @@ def _known(arguments: Arguments, options: Options, backend: str) -> _Known:
     key = (facts, options, backend, _gpu(backend), tuning.generation())
     known = _calls.get(key)
     if known is None:
-        require_given(arguments, options.kind)
+        require_given(arguments, options)
         problem = problem_of(arguments, options)
         goes_to_gpu = runs_on_gpu(problem, options, backend)
         tile = None if goes_to_gpu else requested_tile(problem, options)
@@ -200,7 +200,7 @@ def _on_cpu(
         "batch_invariant": problem.is_batch_invariant,
         "modified": modified,
     }
-    arrays = arguments.q, arguments.keys, arguments.values, out, lse
+    arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
     if options.kind == "packed":
         batches.varlen_forward(
             *arrays,
@@ -226,7 +226,8 @@ def _cache_scales(arguments: Arguments, problem: Problem) -> batches.CacheScales
     if problem.scales is None:
         return None
     one = np.float32(1)
-    k, v = (one if x is None else x for x in (arguments.k_scale, arguments.v_scale))
+    of_values = arguments.k_scale if problem.values_in_keys else arguments.v_scale
+    k, v = (one if x is None else x for x in (arguments.k_scale, of_values))
     return batches.CacheScales(k, v, problem.scales.computed)
 
 

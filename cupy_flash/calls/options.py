@@ -32,6 +32,8 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     rotary_interleaved: bool = True
     compute_scales: bool = False
+    # Where the values are columns of the keys: how many.
+    head_dim_v: int | None = None
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
@@ -145,6 +147,7 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "q_offset": _integer_or_none,
     "max_seqlen_q": _integer_or_none,
     "max_seqlen_k": _integer_or_none,
+    "head_dim_v": _integer_or_none,
     "num_splits": integer,
     "layout": _layout,
     "family": _name_or_none,

@@ -78,7 +78,7 @@ def attention(
             if found is not None:
                 return found
     require_backend(backend)
-    require_given(arguments, options.kind)
+    require_given(arguments, options)
     options = options.with_modifiers(modifiers).of_parts()
     arguments = arguments.parts_of_qkv(options.layout)
     if _all_are(np.ndarray, arguments.of_kind(options.kind)):
@@ -139,7 +139,7 @@ def plan(
         options = options.with_modifiers(modifiers)
     options = plain_options(options)
     require_backend(backend)
-    require_given(arguments, options.kind)
+    require_given(arguments, options)
     arguments, _ = normalized(arguments)
     arguments = type(arguments)(*map(as_cupy, arguments))
     problem = problem_of(_as_copied(arguments), options)
@@ -193,7 +193,7 @@ def _of_torch(
     modifiers: Modifiers | None,
 ) -> Any:
     """Attention of tensors on a GPU: what the checks of all kinds come to, in 5 us less."""
-    require_given(arguments, options.kind)
+    require_given(arguments, options)
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
         result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)

@@ -40,6 +40,10 @@ _STATE_BYTES = 144
 _CLUSTERS = (1, 2, 4, 8)
 # Keys of a tile of a cache of 8 bits: as many bytes as 16 of 16 bits.
 _QUANTIZED_KEYS = 32
+# Columns beyond which a warp's registers do not hold a row tile's queries and output, and how many
+# warps share them then. With those of 576 each has 144, and about 170 registers.
+_MOST_COLUMNS = 256
+_TEAM = 4
 # Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
 _SHARE_OF_SMS = 0.42
 # Units of keys for each block of a cluster up to which no other cluster has a share: 1024 keys of 4
@@ -98,7 +102,8 @@ class DecodeTile(Tile):
     Bc
         Keys of a warp's tile, 16 or 32.
     warps
-        Of a thread block; they share its keys.
+        Of a thread block; they share its keys. With wide heads a multiple of 4, which have the
+        same keys and share their columns.
     stages
         Tiles in a warp's ring: one in use, the others on their way.
     min_blocks
@@ -152,6 +157,8 @@ class DecodeFamily(Family[DecodeTile]):
         for Br, Bc, warps, min_blocks, cluster in itertools.product(
             (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *_CLUSTERS)
         ):
+            if warps % _team(problem):
+                continue
             tile = DecodeTile(Br, Bc, warps, 2, min_blocks, cluster)
             yield self._with_all_stages(problem, device, tile)
 
@@ -164,6 +171,11 @@ class DecodeFamily(Family[DecodeTile]):
             return f"Bc is {tile.Bc}; expected {_QUANTIZED_KEYS} of a cache of 8 bits"
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
+        team = _team(problem)
+        if tile.warps % team:
+            return f"warps is {tile.warps}; expected a multiple of {team} that share wide rows"
+        if team > 1 and tile.Br != 16:
+            return f"Br is {tile.Br}; expected 16 with warps that share wide rows"
         if not 2 <= tile.stages <= _MOST_STAGES:
             return f"stages is {tile.stages}; expected 2 to {_MOST_STAGES}"
         if tile.cluster not in (0, *_CLUSTERS):
@@ -197,7 +209,7 @@ class DecodeFamily(Family[DecodeTile]):
     def _registers(self, problem: Problem, tile: DecodeTile) -> int:
         """An estimate from below: queries, scores and output, and 40 for addresses and state."""
         row_tiles = tile.Br // 16
-        columns, columns_v = _padded_dims(problem)
+        columns, columns_v = (dim // _team(problem) for dim in _padded_dims(problem))
         return row_tiles * (columns // 4 + tile.Bc // 2 + columns_v // 2) + 40
 
     def default_tile(self, problem: Problem, device: Device) -> DecodeTile:
@@ -233,7 +245,8 @@ class DecodeFamily(Family[DecodeTile]):
         if page_size:
             most_in_clusters = min(most_in_clusters, _LITTLE if short_pages else _MUCH_IN_PAGES)
         suits_clusters = _has_clusters(device) and is_free and _bytes(problem) <= most_in_clusters
-        if device.arch == 90 and is_free and several_heads and not short_pages:
+        is_alone = _team(problem) == 1
+        if device.arch == 90 and is_free and several_heads and is_alone and not short_pages:
             # Four blocks of two warps on an SM, where each has whole sequences, begin and end at
             # different times. 8 heads, batch x keys, us of an H200 beside the next best: 64 x 1024
             # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 64 x 65536 3772, clusters
@@ -244,7 +257,8 @@ class DecodeFamily(Family[DecodeTile]):
                 tiles.insert(0, fine)
                 suits_clusters = suits_clusters and not has_much
             if has_much and problem.scales is None:
-                enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
+                of_all = _teams(problem, large) * _stage_bytes(problem, large)
+                enough = ceil_div(_ENOUGH_ON_THE_WAY, of_all)
                 most_stages = max(2, enough)
         if suits_clusters:
             yield from self._clustered(problem, device, large)
@@ -295,13 +309,14 @@ class DecodeFamily(Family[DecodeTile]):
         """The tile with as many stages as its share of the SM's shared memory has place for."""
         per_block = device.shared_memory_per_sm // tile.min_blocks - device.reserved_shared_memory
         per_block = min(per_block, device.shared_memory_per_block) - _kept_bytes(problem, tile)
-        per_block -= _STATE_BYTES
-        stages = per_block // (tile.warps * _stage_bytes(problem, tile))
+        per_block -= _meeting_bytes(problem, tile) + _STATE_BYTES
+        stages = per_block // (_teams(problem, tile) * _stage_bytes(problem, tile))
         return dataclasses.replace(tile, stages=max(0, min(_MOST_STAGES, stages)))
 
     def shared_memory(self, problem: Problem, tile: DecodeTile) -> int:
-        rings = tile.warps * tile.stages * _stage_bytes(problem, tile)
-        return rings + _kept_bytes(problem, tile) + _STATE_BYTES
+        rings = _teams(problem, tile) * tile.stages * _stage_bytes(problem, tile)
+        others = _meeting_bytes(problem, tile) + _kept_bytes(problem, tile)
+        return rings + others + _STATE_BYTES
 
     def threads(self, tile: DecodeTile) -> int:
         return 32 * tile.warps
@@ -337,7 +352,7 @@ class DecodeFamily(Family[DecodeTile]):
             problem,
             device,
             q_tiles=_row_tiles(problem, tile.Br),
-            key_tiles=ceil_div(problem.seqlen_k, tile.Bc * tile.warps),
+            key_tiles=ceil_div(problem.seqlen_k, _unit_keys(problem, tile)),
             blocks_per_sm=tile.min_blocks,
             group=_group(problem),
         )
@@ -374,8 +389,8 @@ class DecodeFamily(Family[DecodeTile]):
     def _blocks_of_sequence(self, problem: Problem, device: Device, tile: DecodeTile) -> int:
         """Thread blocks of a head that have keys of one sequence, where lengths are equal."""
         units = _units(problem, tile)
-        units_of_block = ceil_div(units, self._blocks(problem, device, tile)[2])
-        return ceil_div(units // problem.batch, units_of_block)
+        units_of_block = max(1, ceil_div(units, self._blocks(problem, device, tile)[2]))
+        return ceil_div(units // max(1, problem.batch), units_of_block)
 
     def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
         layout, launched = problem.layout, _launched(tile, split)
@@ -389,7 +404,9 @@ class DecodeFamily(Family[DecodeTile]):
             "Br": tile.Br,
             "Bc": tile.Bc,
             "warps": tile.warps,
+            "team": _team(problem),
             "stages": tile.stages,
+            "values_in_keys": problem.values_in_keys,
             "cluster_units": _CLUSTER_UNITS,
             "q_in_registers": True,
             "kept_rows": _kept_rows(problem, tile),
@@ -466,9 +483,23 @@ def _lines(problem: Problem, Br: int) -> int:
     return max(1, problem.heads_kv * _row_tiles(problem, Br))
 
 
+def _team(problem: Problem) -> int:
+    """Warps that share the columns of a head."""
+    return 1 if max(problem.head_dim, problem.head_dim_v) <= _MOST_COLUMNS else _TEAM
+
+
+def _teams(problem: Problem, tile: DecodeTile) -> int:
+    return tile.warps // _team(problem)
+
+
 def _padded_dims(problem: Problem) -> tuple[int, int]:
-    """Columns of keys and values in shared memory: whole steps of the tensor cores."""
-    return round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    """Columns of keys and of values: whole steps of the tensor cores for each of a team.
+
+    Values in keys have all of the keys', some of which may be none of the output's.
+    """
+    step = 16 * _team(problem)
+    columns = round_up(problem.head_dim, step)
+    return columns, columns if problem.values_in_keys else round_up(problem.head_dim_v, step)
 
 
 def _by_key(problem: Problem, scales: Strides | None) -> bool:
@@ -480,13 +511,15 @@ def _by_key(problem: Problem, scales: Strides | None) -> bool:
 
 
 def _key_bytes(problem: Problem) -> int:
-    """A key and its value in shared memory, and their scales."""
+    """A key and its value in shared memory, and their scales, which each of a team has."""
     size = ITEMSIZE[problem.tensors["k"].dtype]
     of_scales = 0
     if problem.scales is not None:
         each = problem.scales.given.values()
         of_scales = sum(_SCALE_BYTES for strides in each if _by_key(problem, strides))
-    return sum(_padded_dims(problem)) * size + of_scales
+    columns, columns_v = _padded_dims(problem)
+    columns += 0 if problem.values_in_keys else columns_v
+    return columns * size + of_scales * _team(problem)
 
 
 def _bytes(problem: Problem) -> int:
@@ -495,12 +528,23 @@ def _bytes(problem: Problem) -> int:
 
 
 def _stage_bytes(problem: Problem, tile: DecodeTile) -> int:
+    """Of all warps of a team."""
     return tile.Bc * _key_bytes(problem)
+
+
+def _meeting_bytes(problem: Problem, tile: DecodeTile) -> int:
+    """Where teams add up their scores, of two tiles in turns."""
+    return 2 * tile.warps * tile.Br * tile.Bc * 4 if _team(problem) > 1 else 0
+
+
+def _unit_keys(problem: Problem, tile: DecodeTile) -> int:
+    """A tile for each team."""
+    return tile.Bc * _teams(problem, tile)
 
 
 def _units(problem: Problem, tile: DecodeTile) -> int:
     """Units of keys that all sequences together may have; one without keys has one too."""
-    return problem.batch * max(1, ceil_div(problem.seqlen_k, tile.Bc * tile.warps))
+    return problem.batch * max(1, ceil_div(problem.seqlen_k, _unit_keys(problem, tile)))
 
 
 def _record_bytes(problem: Problem) -> int:

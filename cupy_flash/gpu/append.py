@@ -85,7 +85,7 @@ class AppendSpec:
         Of q, k and v.
     batch, seqlen_q, seqlen_new, heads_q, heads_kv, head_dim, head_dim_v
         Sizes of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_new, heads_kv,
-        head_dim or head_dim_v).
+        head_dim or head_dim_v). A head_dim_v of 0 is for keys that hold the values.
     seqlen_cache
         Rows that a sequence may have in the cache.
     q_strides, k_strides, v_strides
@@ -165,7 +165,8 @@ class AppendSpec:
         queries = self.heads_q * turned if self.rotary_dim else 0
         if self.scales is not None:
             # A warp has a row of a head.
-            return max(queries, 2 * self.heads_kv * _WARP)
+            rows = 2 if self.head_dim_v else 1
+            return max(queries, rows * self.heads_kv * _WARP)
         return queries + self.heads_kv * (turned + ceil_div(self.head_dim_v, width))
 
     def check(self) -> None:
@@ -186,9 +187,10 @@ class AppendSpec:
             raise TypeError(
                 f"rotary_cos and rotary_sin have dtype {self.rotary_dtype}; expected {expected}"
             )
-        for name, dim in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
-            if not 1 <= dim <= MAX_HEAD_DIM:
-                raise ValueError(f"{name} is {dim}; expected 1 to {MAX_HEAD_DIM}")
+        dims = ("head_dim", self.head_dim, 1), ("head_dim_v", self.head_dim_v, 0)
+        for name, dim, least in dims:
+            if not least <= dim <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} is {dim}; expected {least} to {MAX_HEAD_DIM}")
         if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"rotary_dim is {self.rotary_dim}; expected an even number, at most the head_dim "

@@ -41,13 +41,23 @@ class TensorMaps:
     Parameters
     ----------
     specs
-        By the name of their array's address, in the order in which the kernel has them.
+        By the name of their array, in the order in which the kernel has them.
     names
         Of the values that `at` is given, in order.
+    sources
+        Under which name the address of an array comes, where not under its own.
     """
 
-    def __init__(self, specs: Mapping[str, TensorMapSpec], names: Sequence[str]) -> None:
-        self._pick = operator.itemgetter(*map(tuple(names).index, specs))
+    def __init__(
+        self,
+        specs: Mapping[str, TensorMapSpec],
+        names: Sequence[str],
+        sources: Mapping[str, str] | None = None,
+    ) -> None:
+        sources = sources or {}
+        self._pick = operator.itemgetter(
+            *(tuple(names).index(sources.get(name, name)) for name in specs)
+        )
         size = len(specs) * _MAP_BYTES
         buffer = np.zeros(size + _MAP_ALIGNMENT, np.uint8)
         start = -buffer.ctypes.data % _MAP_ALIGNMENT

@@ -221,9 +221,9 @@ def kvcache_forward(
 
 def append(
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     k: Array,
-    v: Array,
+    v: Array | None,
     *,
     lengths: Array,
     cache_batch_idx: Array | None,
@@ -238,6 +238,7 @@ def append(
         As in :func:`kvcache_forward`. Only the appended rows change.
     k, v : numpy.ndarray, (batch, seqlen_new, heads_kv, dim)
         Of the caches' dtype, or to be quantized. Rows that the cache has no room for are dropped.
+        Without v and v_cache the keys hold the values.
     lengths : numpy.ndarray, (batch,)
         Rows of each sequence in the cache before.
     scales : CacheScales, optional
@@ -249,13 +250,16 @@ def append(
         cache_batch_idx=cache_batch_idx,
         block_table=block_table,
     )
+    of_keys, of_values = (None, None) if scales is None else scales[:2]
+    both = (k_cache, of_keys, k), (v_cache, of_values, v)
     for b, keys in enumerate(places):
-        if scales is None:
-            sequence_places.append(k_cache, keys, k[b])
-            sequence_places.append(v_cache, keys, v[b])
-        else:
-            quantized.append(k_cache, scales.k, keys, k[b], compute_scales=scales.computed)
-            quantized.append(v_cache, scales.v, keys, v[b], compute_scales=scales.computed)
+        for cache, scale, new in both:
+            if cache is None or new is None:
+                continue
+            if scales is None:
+                sequence_places.append(cache, keys, new[b])
+            else:
+                quantized.append(cache, scale, keys, new[b], compute_scales=scales.computed)
 
 
 def rotate(

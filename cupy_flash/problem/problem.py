@@ -66,6 +66,9 @@ class Problem:
         What is done to scores besides; None for nothing.
     scales
         Of a cache of 8 bits; None for one of q's dtype.
+    values_in_keys
+        Whether each value is the first head_dim_v columns of its key, in the same memory. v is then
+        a view of k like any other, and a kernel need not know.
     gradient
         What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
         forward one.
@@ -86,6 +89,7 @@ class Problem:
     layout: Layout
     score: ScoreSpec | None = None
     scales: Scales | None = None
+    values_in_keys: bool = False
     gradient: GradientSpec | None = None
 
     @property
@@ -224,6 +228,7 @@ def make_problem(
     batch_invariant: bool = False,
     score: ScoreSpec | None = None,
     scales: Scales | None = None,
+    values_in_keys: bool = False,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
@@ -257,6 +262,8 @@ def make_problem(
         Modifications.
     scales
         Of a cache of 8 bits.
+    values_in_keys
+        Whether v is a view of the first columns of k.
 
     Raises
     ------
@@ -347,6 +354,7 @@ def make_problem(
         ),
         score=score,
         scales=scales,
+        values_in_keys=values_in_keys,
     )
 
 

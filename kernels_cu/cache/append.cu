@@ -7,6 +7,8 @@
 // v. A step of decoding has few rows, and then nothing but latency counts: what a thread moves is
 // asked for before anything is known about where it goes.
 //
+// Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
+//
 // For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by
 // a scale, which the caller gives or the warp finds first: that of the row's largest magnitude.
 //
@@ -245,9 +247,11 @@ __device__ void append(const AppendParams& p) {
     const int k_index = index - q_pieces;
     const int v_index = k_index - k_pieces;
     if (v_index >= 0) {
-      const int head = v_index / Value::pieces;
-      const Value piece(row.source(p.new_v, head), v_index % Value::pieces);
-      if (Element* target = row.target(p.v, head, row.keys())) piece.store(target);
+      if constexpr (Config::head_dim_v > 0) {
+        const int head = v_index / Value::pieces;
+        const Value piece(row.source(p.new_v, head), v_index % Value::pieces);
+        if (Element* target = row.target(p.v, head, row.keys())) piece.store(target);
+      }
     } else if constexpr (rotates) {
       const int head = k_index / RotatedKey::pieces;
       RotatedKey piece(row.source(p.new_k, head), k_index % RotatedKey::pieces);
@@ -313,10 +317,11 @@ __device__ void append_quantized(const AppendParams& p) {
     for (int index = thread; index < pieces; index += threads) rotate_query(row, index);
   }
   if (row.row >= p.seqlen_new) return;
-  for (int index = thread / 32; index < 2 * p.heads_kv; index += threads / 32) {
-    const int head = index / 2;
+  constexpr int sides = Config::head_dim_v > 0 ? 2 : 1;
+  for (int index = thread / 32; index < sides * p.heads_kv; index += threads / 32) {
+    const int head = index / sides;
     const auto leave = [](auto&, const auto&) {};
-    if (index % 2 == 1) {
+    if (index % sides == 1) {
       quantize_row<Config, Value>(row, p.new_v, p.v, p.v_scale, head, leave);
     } else if constexpr (rotates) {
       quantize_row<Config, RotatedKey>(

@@ -10,6 +10,10 @@
 // rows they leave in device memory; of each few neighbours the last to arrive merges theirs, then
 // goes on with what other such groups have, up to the whole.
 //
+// Heads of more columns than a warp has registers for belong to teams of warps, each of which has
+// the columns' parts of the same keys (decode/team.cuh). Where the values are columns of their keys
+// (multi-head latent attention, DeepSeek-V2, 2024) a tile is read once and multiplied twice.
+//
 // A cache of 8 bits is read as it is: each warp makes 16-bit numbers of it in registers, which hold
 // all of them exactly, and multiplies scores and probabilities by the scales (decode/scales.cuh).
 #pragma once

@@ -86,7 +86,7 @@ struct Share {
 // One warp takes the share, and one of its lanes finds the parts.
 template <class Config>
 struct Shares {
-  static constexpr int unit_keys = Config::Bc * Config::warps;
+  static constexpr int unit_keys = Config::Bc * (Config::warps / Config::team);
   static constexpr int group = Config::group;  // query heads of a key/value head
   static constexpr unsigned cluster = Config::cluster > 0 ? Config::cluster : 1;  // blocks of one
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,7 @@ def problem(
     softmax_scale: float | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    values_in_keys: bool = False,
 ) -> Problem:
     """Sequences of `rows` query rows for each key/value head.
 
@@ -64,6 +66,7 @@ def problem(
         "batch": batch,
         "num_splits": num_splits,
         "batch_invariant": batch_invariant,
+        "values_in_keys": values_in_keys,
         **scale,
     }
     if layout == "packed":
@@ -593,3 +596,56 @@ def test_a_workspace_is_there_for_all_slots_that_blocks_may_use_on_any_gpu():
         lines = case.heads_kv * -(-rows // tile.Br)
         alone = split == WHOLE or (split == EVEN and clusters == 2 * lines)
         assert slots == counters == (0 if alone else clusters)
+
+
+# ---- Teams of warps, which share the columns of wide heads
+
+WIDE = DecodeTile(16, 16, warps=8, stages=4, min_blocks=1)
+
+
+def latent(**more: Any) -> Problem:
+    """Of the models that have multi-head latent attention."""
+    sizes = {"heads_kv": 1, "rows": 16, "group": 16, "head_dim": 576, "head_dim_v": 512}
+    return problem(**{**sizes, "values_in_keys": True, **more})
+
+
+def test_heads_of_more_than_256_columns_belong_to_teams_of_four_warps():
+    for dims, team in (((256, 256), 1), ((257, 8), 4), ((8, 257), 4), ((576, 512), 4)):
+        case = problem(head_dim=dims[0], head_dim_v=dims[1])
+        assert decode.config(case, WIDE, EVEN)["team"] == team
+
+
+def test_teams_have_whole_numbers_of_warps_and_16_rows():
+    case = latent()
+    assert decode.why_not_tile(case, h100, WIDE) is None
+    reason = decode.why_not_tile(case, h100, replace(WIDE, warps=6))
+    assert reason == "warps is 6; expected a multiple of 4 that share wide rows"
+    reason = decode.why_not_tile(case, h100, replace(WIDE, Br=32))
+    assert reason == "Br is 32; expected 16 with warps that share wide rows"
+    assert {t.warps for t in decode.tiles(case, h100)} == {4, 8}
+
+
+def test_a_ring_holds_values_that_are_columns_of_their_keys_once():
+    in_keys, apart = latent(), latent(values_in_keys=False)
+    # 16 keys of 576 columns for both teams, four times; and two turns of scores for each warp.
+    rings, scores = 2 * 4 * 16 * 576 * 2, 8 * 2 * 16 * 16 * 4
+    assert decode.shared_memory(in_keys, WIDE) == rings + scores + 144
+    tile = replace(WIDE, stages=2)
+    rings = 2 * 2 * 16 * (576 + 512) * 2
+    assert decode.shared_memory(apart, tile) == rings + scores + 144
+
+
+@pytest.mark.parametrize("dims", [(257, 300), (576, 512), (512, 512), (40, 576), (576, 1)])
+def test_wide_heads_are_served_from_sm_80_on(dims):
+    for arch in (arch for arch in known_architectures() if arch >= 80):
+        device = device_for_arch(f"sm_{arch}")
+        for alignment in (2, 16):
+            case = problem(head_dim=dims[0], head_dim_v=dims[1], alignment=alignment)
+            assert decode.why_not(case, device) is None
+            assert decode.why_not_tile(case, device, default_tile(case, device)) is None
+
+
+def test_a_unit_of_keys_is_a_tile_of_each_team():
+    case = latent(batch=1, seqlen_k=320)
+    # 10 units of two tiles.
+    assert launch_of(case, WIDE).grid == (1, 1, 10)

@@ -21,7 +21,7 @@ from cupy_flash.gpu.append import (
     prepare,
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.problem.arrays import DTYPES, ITEMSIZE
+from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, Scales
 from cupy_flash.problem.device import device_for_arch
 
 h100 = device_for_arch("sm_90")
@@ -213,7 +213,7 @@ def test_more_than_a_launch_takes_is_refused(changes, words):
             "have dtype float32; expected float64",
         ),
         ({"head_dim": 577}, ValueError, "head_dim is 577; expected 1 to 576"),
-        ({"head_dim_v": 0}, ValueError, "head_dim_v is 0; expected 1 to 576"),
+        ({"head_dim_v": -1}, ValueError, "head_dim_v is -1; expected 0 to 576"),
         (ROTARY | {"rotary_dim": 63}, ValueError, "rotary_dim is 63; expected an even number"),
         (ROTARY | {"rotary_dim": 130}, ValueError, "at most the head_dim 128"),
         (ROTARY | {"rotary_rows": 0}, ValueError, "have no rows; expected at least 1"),
@@ -259,6 +259,15 @@ def test_the_kernel_compiles_without_spills(arch, dtype):
     compile_spec(variant(dtype=dtype, **rotary), arch)
     compile_spec(variant(PAGED, dtype=dtype, rotary_interleaved=False, **rotary), arch)
     compile_spec(variant(PAGED, dtype=dtype), arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rotary", [{}, ROTARY])
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
+def test_keys_that_hold_the_values_are_all_that_is_appended(cache_dtype, rotary):
+    scales = Scales(k=(0, 0, 0)) if cache_dtype else None
+    spec = variant(PAGED, head_dim=576, head_dim_v=0, cache_dtype=cache_dtype, scales=scales)
+    compile_spec(variant(spec, **rotary))
 
 
 @needs_nvrtc

@@ -29,7 +29,6 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
 
 decode = DecodeFamily()
-HEAD_DIM = 16
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,17 @@ class Kind:
     group: int
     tile: DecodeTile
     num_splits: int = 0
+    head_dim: int = 16
 
     def __str__(self) -> str:
-        return f"{self.layout}-{self.group}-cluster{self.tile.cluster}-splits{self.num_splits}"
+        wide = f"-head_dim{self.head_dim}" if self.team > 1 else ""
+        name = f"{self.layout}-{self.group}-cluster{self.tile.cluster}-splits{self.num_splits}"
+        return name + wide
+
+    @property
+    def team(self) -> int:
+        """Warps that have the same keys."""
+        return 1 if self.head_dim <= 256 else 4
 
 
 def tile(Br: int = 16, warps: int = 1, cluster: int = 0) -> DecodeTile:
@@ -60,6 +67,7 @@ KINDS = (
     Kind("cache", 2, tile(cluster=1)),
     Kind("paged", 2, tile(warps=3)),
     Kind("paged", 7, tile(cluster=4)),
+    Kind("cache", 5, tile(warps=8), head_dim=320),
     Kind("cache", 3, tile(), num_splits=1),
     Kind("cache", 9, tile(), num_splits=3),
     Kind("packed", 2, tile(), num_splits=7),
@@ -123,7 +131,7 @@ class Batch:
         found = {}
         for b, (seqlen_q, keys) in enumerate(self.lengths()):
             row_tiles = -(-seqlen_q * self.kind.group // tile.Br)
-            units = max(1, -(-keys // (tile.Bc * tile.warps)))
+            units = max(1, -(-keys // (tile.Bc * tile.warps // self.kind.team)))
             for item in itertools.product([b], range(p.heads_kv), range(row_tiles)):
                 found[item] = units
         return found
@@ -193,7 +201,7 @@ def problem_of(
     kind: Kind, *, batch: int, heads_kv: int, seqlen_q: int, seqlen_k: int, new_keys: int = 0
 ) -> Problem:
     heads_q = heads_kv * kind.group
-    q, keys = spec(batch, seqlen_q, heads_q, HEAD_DIM), (heads_kv, HEAD_DIM)
+    q, keys = spec(batch, seqlen_q, heads_q, kind.head_dim), (heads_kv, kind.head_dim)
     if kind.layout == "dense":
         return make_contiguous_problem(
             dtype="float16",
@@ -202,8 +210,8 @@ def problem_of(
             seqlen_k=seqlen_k,
             heads_q=heads_q,
             heads_kv=heads_kv,
-            head_dim=HEAD_DIM,
-            head_dim_v=HEAD_DIM,
+            head_dim=kind.head_dim,
+            head_dim_v=kind.head_dim,
         )
     if kind.layout == "paged":
         page_size = 8
@@ -223,7 +231,7 @@ def problem_of(
         )
     packed = spec(1, batch * seqlen_k, *keys)
     return make_problem(
-        spec(1, batch * seqlen_q, heads_q, HEAD_DIM),
+        spec(1, batch * seqlen_q, heads_q, kind.head_dim),
         packed,
         packed,
         kind="packed",
@@ -348,7 +356,7 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     """What is left in the workspace, and the counters, are within it and each one's own."""
     schedule = batch.schedule
-    slot_bytes = batch.kind.tile.Br * (HEAD_DIM + 4) * 4
+    slot_bytes = batch.kind.tile.Br * (batch.kind.head_dim + 4) * 4
     left = [part for part in taken.parts if part.results > 1 and part.number == 0]
     slots = [part.slot for part in left]
     assert len(set(slots)) == len(slots)

@@ -75,8 +75,12 @@ class FakeArray:
         return self.dtype.itemsize
 
     def __getitem__(self, index: tuple[Any, ...]) -> FakeArray:
-        """A part along the third axis, the only way that arrays are cut."""
+        """A part along the third axis, or the first columns: no other way are arrays cut."""
         *_, part = index
+        if isinstance(part, slice):
+            assert index == (Ellipsis, slice(part.stop))
+            shape = (*self.shape[:-1], min(self.shape[-1], part.stop))
+            return FakeArray(shape, self.dtype, self.data, self.strides)
         assert index == (slice(None), slice(None), part)
         shape = (*self.shape[:2], *self.shape[3:])
         strides = (*self.strides[:2], *self.strides[3:])
@@ -111,12 +115,17 @@ class FakeMemory:
 class FakeTensorMaps:
     """Tensor maps that are nothing but their specs and the addresses that they are of."""
 
-    def __init__(self, specs: Mapping[str, TensorMapSpec], names: Sequence[str]) -> None:
-        self._specs, self._names = specs, names
+    def __init__(
+        self,
+        specs: Mapping[str, TensorMapSpec],
+        names: Sequence[str],
+        sources: Mapping[str, str] | None = None,
+    ) -> None:
+        self._specs, self._names, self._sources = specs, names, sources or {}
 
     def at(self, values: tuple[int, ...]) -> SimpleNamespace:
         of = dict(zip(self._names, values, strict=True))
-        addresses = tuple(of[name] for name in self._specs)
+        addresses = tuple(of[self._sources.get(name, name)] for name in self._specs)
         return SimpleNamespace(address=(tuple(self._specs.values()), addresses))
 
 

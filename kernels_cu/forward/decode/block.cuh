@@ -4,6 +4,7 @@
 #pragma once
 
 #include "forward/decode/scales.cuh"
+#include "forward/decode/team.cuh"
 #include "params.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
@@ -12,6 +13,7 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_8bit.cuh"
+#include "tile/team_columns.cuh"
 #include "grid/sequences.cuh"
 #include "grid/shares.cuh"
 
@@ -20,12 +22,12 @@
 // And what probabilities are rounded to.
 template <class Config, int row_tiles, bool quantized>
 struct DecodeProducts {
-  using type = Products16Bit<Config, row_tiles>;
+  using type = Products16Bit<TeamShare<Config>, row_tiles>;
   using Probability = typename Config::Element;
 };
 template <class Config, int row_tiles>
 struct DecodeProducts<Config, row_tiles, true> {
-  using type = Products8Bit<Config, row_tiles>;
+  using type = Products8Bit<TeamShare<Config>, row_tiles>;
   using Probability = half_t;
 };
 
@@ -44,33 +46,41 @@ struct DecodeBlock {
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using QueryLayout = SwizzledRows<Element, Products::columns>;
+  using Team = DecodeTeam<Config>;
 
   static_assert(Br == 16 || Br == 32, "a warp holds all rows");
   static_assert(Bc == 16 || Bc == 32, "a lane knows the page of at most one row");
   static_assert(Config::q_in_registers, "queries have no place in shared memory");
   static_assert(stages >= 2, "one tile in use, the others on their way");
 
-  // Shared memory: a ring for each warp, of stages of keys, values and scales.
+  // Shared memory: a ring for each warp, of stages of keys, values and scales. Values that are
+  // columns of the keys are read where those are.
   static constexpr int key_bytes = Bc * KeyLayout::row_bytes;
-  static constexpr int scales_offset = key_bytes + Bc * ValueLayout::row_bytes;
+  static constexpr int values_offset = Config::values_in_keys ? 0 : key_bytes;
+  static constexpr int scales_offset = values_offset + Bc * ValueLayout::row_bytes;
   static constexpr int stage_bytes = scales_offset + DecodeScales<Config>::bytes;
   static constexpr int ring_bytes = stages * stage_bytes;
-  static constexpr int rings_bytes = warps * ring_bytes;
+  static constexpr int team_bytes = Team::size * ring_bytes;
+  static constexpr int rings_bytes = Team::teams * team_bytes;
 
   static_assert(Br * QueryLayout::row_bytes <= stage_bytes, "queries come through a stage");
 
   // A partial result is a record of floats for each row: the output's columns, then the base that
-  // its probabilities are relative to, and their sum. A warp's takes the place of its ring.
-  static constexpr int columns = Products::columns_v;
-  static constexpr int record = columns + 4;
-  static_assert(Br * record * 4 <= ring_bytes, "a partial result fits");
+  // its probabilities are relative to, and their sum. A team's takes the place of its rings.
+  static constexpr int columns = Products::columns_v;  // a warp's
+  static constexpr int record_columns = Team::size * columns;
+  static constexpr int record = record_columns + 4;
+  // Of a record, with columns of the output.
+  static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
+  static_assert(Br * record * 4 <= team_bytes, "a partial result fits");
   static_assert(Meeting::fan <= Br, "and a row of each of a group");
 
-  // Behind the rings, in a cluster, a place for the results of an item of which the cluster's first
-  // part is this block's and others follow, and a barrier that counts the bytes that those send.
+  // Behind the rings, where teams add up their scores; then, in a cluster, a place for the results of
+  // an item of which the cluster's first part is this block's and others follow, and a barrier that
+  // counts the bytes that those send.
   static constexpr bool in_cluster = Config::cluster > 0;
   static constexpr int kept_floats = Config::kept_rows * record;
-  static constexpr int kept_offset = rings_bytes;
+  static constexpr int kept_offset = rings_bytes + Team::bytes;
   static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
 
   // What all warps know of the part that they work on: in registers it would be in each thread's.
@@ -120,7 +130,8 @@ struct DecodeBlock {
 
   __device__ void start(const Shares<Config>& shares) const {
     // Keys of all heads, 320 MiB with their values.
-    constexpr int key = (Config::head_dim + Config::head_dim_v) * int(sizeof(Stored));
+    constexpr int apart = Config::values_in_keys ? 0 : Config::head_dim_v;
+    constexpr int key = (Config::head_dim + apart) * int(sizeof(Stored));
     constexpr int64 few = (int64(320) << 20) / key;
     state.part.count = 0;
     // Keys and values are read once. Where they are few, they need not wait until what others wrote

@@ -70,7 +70,7 @@ struct DecodeCluster {
   // The part is the first of its item, and the others' results are there on return.
   __device__ void wait_for_sent() const {
     if (threadIdx.x == 0) {
-      const int bytes = block.tile_rows() * (Block::columns / 4 + 1) * 16;
+      const int bytes = block.tile_rows() * (Block::output_chunks + 1) * 16;
       ptx::mbarrier_arrive_expect_tx(Block::results_barrier(), (block.part.count - 1) * bytes);
     }
     ptx::mbarrier_wait_for_cluster(Block::results_barrier(), 0);

@@ -21,7 +21,7 @@ struct DecodeMerge {
   using Cluster = DecodeCluster<Config>;
   using Math = SoftmaxMath<float>;
   static constexpr int record = Block::record;
-  static constexpr int columns = Block::columns;
+  static constexpr int columns = Block::record_columns;
 
   const Block& block;
   const DecodeMemory<Config> memory;
@@ -31,12 +31,13 @@ struct DecodeMerge {
   // Where a merged result goes.
   enum class To { output, cluster, memory };
 
-  // The warps' results, in shared memory.
+  // The warps' results, or the teams', in shared memory.
   __device__ void merge_warps() const {
     const Part& part = block.part;
     const To to = part.is_whole() ? To::output : part.count == 1 ? To::memory : To::cluster;
-    merge<Config::warps>(Block::shared_floats(), Block::ring_bytes / 4, Config::warps, 0,
-                         block.tile_rows(), to, part.result);
+    constexpr int teams = Block::Team::teams;
+    merge<teams>(Block::shared_floats(), Block::team_bytes / 4, teams, 0, block.tile_rows(), to,
+                 part.result);
     if (part.count == 1) join();
   }
 
@@ -86,7 +87,7 @@ struct DecodeMerge {
   template <int Most>
   __device__ void merge(const float* source, int result_floats, int results, int first, int rows,
                         To to, int target) const {
-    constexpr int row_chunks = columns / 4;
+    constexpr int row_chunks = Block::output_chunks;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * row_chunks; i += 32 * Config::warps) {
       const int row = i / row_chunks;

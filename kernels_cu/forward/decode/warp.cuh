@@ -1,5 +1,6 @@
 // A warp of a thread block of the decode kernel: it streams tiles of keys through a ring of its
-// own, waits for nobody, and leaves a partial result.
+// own, waits for nobody, and leaves a partial result. Of wide heads a team of warps does so
+// together: each has a part of the columns, and only their scores meet (decode/team.cuh).
 #pragma once
 
 #include "forward/decode/block.cuh"
@@ -20,7 +21,8 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Rows = KeyRows<Config, typename Block::Stored>;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
-  static constexpr int warps = Config::warps;
+  using Team = typename Block::Team;
+  static constexpr int teams = Team::teams;
   static constexpr int stages = Config::stages;
   static constexpr int row_tiles = Block::row_tiles;
   static constexpr int columns = Block::columns;
@@ -45,17 +47,19 @@ struct DecodeWarp : DecodeBlock<Config> {
   typename Products::Output out;
   Softmax softmax;
   DecodeScales<Config> scales;
+  Team team;
 
   __device__ DecodeWarp(const typename Block::Arguments& params)
       : Block(params),
         ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
         scale_log2(exponent_scale<Config, float>(params)),
-        scales(params) {}
+        scales(params),
+        team(ptx::shared_address(Block::shared_floats()) + Block::rings_bytes) {}
 
   __device__ void attend() {
     const int last_seen = visible_end(tile_rows() - 1);
-    const int end = min(part.end * warps, ceil_div(last_seen, Bc));
-    const int first = part.begin * warps + warp;
+    const int end = min(part.end * teams, ceil_div(last_seen, Bc));
+    const int first = part.begin * teams + warp / Team::size;
     constexpr int last_stage = stages - 1;
     Rows rows_to_load(p, part, first, state.policy);
     scales.begin(part);
@@ -66,7 +70,7 @@ struct DecodeWarp : DecodeBlock<Config> {
     // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
     // memory too, is there once.
     int load_stage = 0;
-    for (int tile = first - last_stage * warps; tile < end; tile += warps) {
+    for (int tile = first - last_stage * teams; tile < end; tile += teams) {
       const bool visits = tile >= first;
       const int stage = load_stage == last_stage ? 0 : load_stage + 1;
       if (visits) ptx::cp_async_wait_group<stages - 2>();
@@ -78,10 +82,10 @@ struct DecodeWarp : DecodeBlock<Config> {
         __syncwarp();
       }
       const unsigned target = ring + load_stage * stage_bytes;
-      const int load_tile = tile + last_stage * warps;
+      const int load_tile = tile + last_stage * teams;
       if (load_tile < end) {
         const int page =
-            rows_to_load.template start<warps>(target, target + Block::key_bytes, load_tile);
+            rows_to_load.template start<teams>(target, target + Block::values_offset, load_tile);
         scales.start(target + Block::scales_offset, load_tile, page, part.sequence.seqlen_k);
       }
       if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
@@ -97,17 +101,20 @@ struct DecodeWarp : DecodeBlock<Config> {
 
   // Through a stage of the warp's ring, which is not needed yet.
   __device__ void start_queries(unsigned target) const {
+    using Columns = typename Rows::KeyColumns;
     using Copy =
-        WarpCopy<typename Block::QueryLayout, Element, Br, Config::head_dim, Config::alignment>;
+        WarpCopy<typename Block::QueryLayout, Element, Br, Columns::least, Config::alignment>;
     const Tensor& q = p.q;
+    const int member = Team::member();
     const Element* queries =
         q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
-        part.sequence.q_first * q.row_stride + Copy::first_column();
+        part.sequence.q_first * q.row_stride + member * Columns::padded + Copy::first_column();
     const int inside = tile_rows();
-    Copy::start(target, state.policy, [&](int row, bool& is_inside) {
+    const auto next_row = [&](int row, bool& is_inside) {
       is_inside = row < inside;
       return queries + this->query_of(row) * q.row_stride + this->head_of(row) * q.head_stride;
-    });
+    };
+    Copy::start(target, state.policy, next_row, Columns::left_of(member));
   }
 
   __device__ void reset() {
@@ -118,6 +125,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
     clear(scores);
     multiply_keys(stage);
+    team.add_up(scores);
     Softmax::template apply_factor<Config>(scores);
     modify_scores(first_key);
     if (needs_mask) {
@@ -153,10 +161,10 @@ struct DecodeWarp : DecodeBlock<Config> {
         for (int j = 0; j < Bc / 8; ++j) softmax.exponentiate(scores, i, j, base, scale_log2);
       }
       scales.multiply_probabilities(scores, stage + Block::scales_offset, out);
-      products.multiply_probabilities_values(out, scores, stage + Block::key_bytes);
+      products.multiply_probabilities_values(out, scores, stage + Block::values_offset);
     } else {
       products.multiply_probabilities_values(
-          out, scores, stage + Block::key_bytes,
+          out, scores, stage + Block::values_offset,
           [&](int i, int j) { softmax.exponentiate(scores, i, j, base, scale_log2); });
     }
   }
@@ -169,12 +177,12 @@ struct DecodeWarp : DecodeBlock<Config> {
     }
   }
 
-  // Writes the warp's result to shared memory, in the place of its ring.
+  // Writes the warp's result to shared memory, in the place of its ring; of a team, of their rings.
   __device__ void leave_result() {
     softmax.add_lanes();
-    float* result = Block::shared_floats() + warp * (Block::ring_bytes / 4);
-    // All lanes have left the ring.
-    __syncwarp();
+    float* result = Block::shared_floats() + warp / Team::size * (Block::team_bytes / 4);
+    // All lanes have left the ring, or the rings.
+    Team::meet();
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -182,17 +190,18 @@ struct DecodeWarp : DecodeBlock<Config> {
         const int row = row_of(i, half);
         if (row >= tile_rows()) continue;
         const SoftmaxRow<float>& state = softmax.rows[i][half];
-        float* target = result + row * Block::record;
+        float* record = result + row * Block::record;
+        float* target = record + warp % Team::size * columns;
         const float base =
             state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
         if constexpr (Config::quantized) {
           const auto left = scales.left(i, half);
-          target[columns] = base + left.raise;
-          target[columns + 1] = state.sum * left.lowered;
+          record[Block::record_columns] = base + left.raise;
+          record[Block::record_columns + 1] = state.sum * left.lowered;
           products.write_row(out, i, half, left.factor, target);
         } else {
-          target[columns] = base;
-          target[columns + 1] = state.sum;
+          record[Block::record_columns] = base;
+          record[Block::record_columns + 1] = state.sum;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
             *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {

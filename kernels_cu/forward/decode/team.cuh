@@ -1,0 +1,88 @@
+// How a team of warps adds up its scores. Each has a part of the columns of the same keys in a ring
+// of its own, and multiplies its queries with them: the sum of what all have is the scores. All
+// take the sums in the same order, and so have the same bits from then on: maxima, probabilities
+// and sums. Each multiplies those with its own columns of the values.
+//
+//   warp 0                        places            warp 1, ...
+//   --------------------------    ---------------   --------------------------
+//   scores of tile t          --> turn t % 2    <-- scores of tile t
+//   barrier  <------------- all are there ------------->  barrier
+//   sums                      <-- turn t % 2    --> sums
+//   scores of tile t + 1      --> other turn    <-- scores of tile t + 1
+//   barrier  <------------- and all have read tile t's -->  barrier
+//
+// A turn's places are written again two tiles on, behind the barrier between.
+#pragma once
+
+#include "ptx/barrier.cuh"
+#include "ptx/base.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct DecodeTeam {
+  static constexpr int size = Config::team;
+  static constexpr int teams = Config::warps / size;
+  static_assert(teams * size == Config::warps && teams <= 15, "whole teams, a barrier each");
+  static constexpr int fragments = Config::Br / 16 * (Config::Bc / 8);
+  static constexpr int fragment_bytes = 32 * 16;
+  static constexpr int turn_bytes = size * fragments * fragment_bytes;
+  static constexpr int team_bytes = size > 1 ? 2 * turn_bytes : 0;
+  static constexpr int bytes = teams * team_bytes;
+
+  const unsigned places;
+  int turn = 0;  // in bytes
+
+  __device__ explicit DecodeTeam(unsigned shared) : places(shared + number() * team_bytes) {}
+
+  __device__ static int number() { return threadIdx.x / 32 / size; }
+  __device__ static int member() { return threadIdx.x / 32 % size; }
+
+  // Until all of the team are here.
+  __device__ static void meet() {
+    if constexpr (size == 1) {
+      __syncwarp();
+    } else {
+      ptx::barrier_sync_aligned(1 + number(), 32 * size);
+    }
+  }
+
+  // Of fragments, each lane has its own.
+  template <int row_tiles, int key_tiles>
+  __device__ void add_up(float (&scores)[row_tiles][key_tiles][4]) {
+    if constexpr (size > 1) {
+      const unsigned lane = places + turn + threadIdx.x % 32 * 16;
+      const auto place = [&](int member, int i, int j) {
+        return lane + ((member * row_tiles + i) * key_tiles + j) * fragment_bytes;
+      };
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < key_tiles; ++j) {
+          ptx::st_shared_v4(place(member(), i, j),
+                            reinterpret_cast<const unsigned (&)[4]>(scores[i][j]));
+        }
+      }
+      meet();
+#pragma unroll
+      for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < key_tiles; ++j) {
+          unsigned parts[size][4];
+#pragma unroll
+          for (int m = 0; m < size; ++m) ptx::ld_shared_v4(parts[m], place(m, i, j));
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float sum = __uint_as_float(parts[0][c]);
+#pragma unroll
+            for (int m = 1; m < size; ++m) sum += __uint_as_float(parts[m][c]);
+            scores[i][j][c] = sum;
+          }
+        }
+      }
+      turn ^= turn_bytes;
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

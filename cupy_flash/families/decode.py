@@ -236,6 +236,13 @@ class DecodeFamily(Family[DecodeTile]):
         if problem.is_batch_invariant:
             # Bc and warps decide in which order a row's keys are summed up.
             tiles = small
+        elif _team(problem) > 1:
+            # Two teams hide each other's meetings. 16 heads of 576 columns that hold 512 of values,
+            # 128 x 8192 keys in pages of 64, us of an H200: 301; tiles of 16 keys 320, two blocks
+            # of a team with 32 keys 328 and with 16 331, one with 32 360. Of 8 bits two blocks take
+            # 292, two teams 319.
+            teams = [DecodeTile(16, Bc, warps=8, min_blocks=1) for Bc in (32, 16)]
+            tiles = [*teams, *small] if problem.scales is None else [*small, *teams]
         elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
             tiles = [*small, large]
         is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant

@@ -649,3 +649,11 @@ def test_a_unit_of_keys_is_a_tile_of_each_team():
     case = latent(batch=1, seqlen_k=320)
     # 10 units of two tiles.
     assert launch_of(case, WIDE).grid == (1, 1, 10)
+
+
+def test_two_teams_of_a_block_come_first_with_wide_heads():
+    case = latent(batch=128)
+    assert default_tile(case) == DecodeTile(16, 32, warps=8, stages=2, min_blocks=1)
+    # Where shared memory is less, with fewer keys.
+    assert default_tile(case, device_for_arch("sm_80")).Bc == 16
+    assert default_tile(latent(batch=128, values_in_keys=False)).warps == 8

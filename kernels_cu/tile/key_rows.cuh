@@ -65,14 +65,17 @@ struct PiecewiseCopy {
   __device__ static void start(unsigned shared, unsigned long long policy, RowAt row_at,
                                int columns) {
     const int copy = First + threadIdx.x % lanes;
-    const int elements = Block::elements_of(copy, columns);
+    constexpr int most = Block::copy_elements;
+    const int elements = Block::whole_rows ? most : max(0, min(most, columns - copy * most));
 #pragma unroll
     for (int pass = 0; pass < (Rows + rows_at_once - 1) / rows_at_once; ++pass) {
       const int row = threadIdx.x % 32 / lanes + pass * rows_at_once;
       bool is_inside;
-      const Element* source = row_at(row, is_inside) + copy * Block::copy_elements;
+      const Element* source = row_at(row, is_inside) + copy * most;
       if (Rows % rows_at_once != 0 && row >= Rows) continue;
-      Block::copy_one(Block::target(shared, row, copy), source, is_inside ? elements : 0, policy);
+      const unsigned target = shared + Layout::offset(row, copy / Block::copies_per_chunk) +
+                              copy % Block::copies_per_chunk * Block::copy_bytes;
+      Block::copy_one(target, source, is_inside ? elements : 0, policy);
     }
     if constexpr (left > lanes) {
       PiecewiseCopy<Layout, Element, Rows, Columns, Alignment, First + lanes>::start(

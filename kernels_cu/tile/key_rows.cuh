@@ -47,7 +47,8 @@ struct WarpCopy {
 
 // The same of rows with a number of copies that is no power of two, as a team's often are: in pieces
 // that are, so that no lane is idle, and none branches. 18 chunks are 16 of two rows at once, and
-// then 2 of sixteen. By one row of 18 lanes at once, 128 x 8192 keys of 576 columns take 416 us.
+// then 2 of sixteen. 128 x 8192 keys of 576 columns take an H200 328 us so, by one row of
+// 18 lanes at once 416.
 template <class Layout, class Element, int Rows, int Columns, int Alignment, int First = 0>
 struct PiecewiseCopy {
   using Block = RowCopy<Layout, Element, Rows, Columns, 32, Alignment>;

@@ -649,3 +649,21 @@ def test_a_unit_of_keys_is_a_tile_of_each_team():
     case = latent(batch=1, seqlen_k=320)
     # 10 units of two tiles.
     assert launch_of(case, WIDE).grid == (1, 1, 10)
+
+
+def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
+    together, apart = DecodeTile(16, 32, 8, 2, 1), DecodeTile(16, 32, 4, 2, 2)
+    assert default_tile(latent()) == together
+    assert default_tile(latent(rows=128, group=128)) == apart
+    # What decides in which order keys are summed up does not go by the number of rows.
+    for rows in (16, 128):
+        assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
+
+
+def test_wide_heads_of_any_rows_go_to_decode_where_nobody_else_has_tensor_cores_for_them():
+    many = {"rows": 16 * 40, "group": 16}
+    assert make_plan(latent(layout="pages of 64", **many), h100).family == "decode"
+    assert decode.why_not_first(latent(**many), device_for_arch("sm_80")) is None
+    reason = decode.why_not_first(latent(**many), h100)
+    assert reason == "is for 1 to 128 query rows of a key/value head, and here are 640"
+    assert decode.why_not_first(latent(rows=128, group=128), h100) is None

@@ -36,9 +36,11 @@ def test_values_are_read_where_the_keys_are(page_size: int, cache_dtype: str | N
     if cache_dtype:
         inputs = inputs.with_cache_of(cache_dtype)
     _, k, v = inputs.host
-    assert np.shares_memory(k, v) and v.shape[-1] == 16
+    assert np.shares_memory(k, v)
+    assert v.shape[-1] == 16
     call = inputs.call(on_gpu=False, backend="cpu")
-    assert call.args[2] is None and call.keywords["head_dim_v"] == 16
+    assert call.args[2] is None
+    assert call.keywords["head_dim_v"] == 16
     out = call()
     assert out.shape == (2, 1, 4, 16)
     check = Check(inputs, 0, on_gpu=False)

@@ -8,7 +8,7 @@ dims are compile-time constants from 1 to 576 each, so "everything" is taken at 
   short ones, which may have tiles of their own; gradients of long ones; packed ones; and decoding
   few sequences and many, their caches in pages of 16 rows and in none.
 - `all_plans`: for every family that serves it, every dtype x the head dims of published models x
-  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also two pairs
+  full and causal x long, short and split, rows aligned to 16 bytes; for each dtype also three pairs
   of different head dims, one of them odd, whose rows are aligned to single elements, and a negative
   softmax_scale; gradients of long ones; packed sequences and caches, in pages of 16 rows and in
   none; and each tile of the tuned tables, where it fits.
@@ -34,10 +34,12 @@ from cupy_flash.problem.problem import Problem
 
 from ..cases.cases import Case
 
-# From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256).
-HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
-# (head_dim, head_dim_v): DeepSeek's, and an odd pair, read element by element.
-_MIXED_HEAD_DIMS = ((192, 128), (65, 33))
+# From MiniLM (32) and ViT or GPT-2 (64) over LLaMA (128) to DeepSeek (192) and Gemma (256, and 512
+# in global layers).
+HEAD_DIMS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# (head_dim, head_dim_v): DeepSeek's, as heads and as latent rows, and an odd pair, read element by
+# element.
+_MIXED_HEAD_DIMS = ((192, 128), (576, 512), (65, 33))
 _COMMON_HEAD_DIMS = (64, 128)
 _PAGE_SIZE = 16
 _COMMON_DTYPES = ("bfloat16", "float16", "float32")

@@ -149,11 +149,8 @@ class DecodeFamily(Family[DecodeTile]):
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         rows = _rows(problem)
-        is_wide, is_paged = _team(problem) > 1, problem.layout.page_size > 0
-        # No other family has tensor cores for heads so wide, but `hopper` for rows in no pages.
-        if is_wide and (device.arch != 90 or is_paged):
-            return None
-        most = 16 * _MOST_SHARED_TILES if is_wide else _MOST_ROWS
+        # 128 query heads of latent attention are one query's rows.
+        most = 16 * _MOST_SHARED_TILES if _team(problem) > 1 else _MOST_ROWS
         if not 1 <= rows <= most:
             return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
         if problem.seqlen_k < _FEWEST_KEYS:

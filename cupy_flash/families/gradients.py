@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cupy_flash.families import other_gradients
-from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up
+from cupy_flash.families.contract import MAX_GRID, ceil_div, heads_in_l2, round_up, why_not_scale
 from cupy_flash.families.schedule import ROW_TERMS, Launch, Schedule, TensorMapSpec
 from cupy_flash.problem.arrays import ITEMSIZE
 from cupy_flash.problem.device import Device
@@ -21,6 +21,8 @@ _TERMS_THREADS = 256
 # Parts of the workspace begin on multiples of this.
 _PART_BYTES = 512
 _WORD = 4
+# Of what is summed up on tensor cores.
+_WIDEST = 256
 
 
 def why_not(problem: Problem) -> str | None:
@@ -28,6 +30,13 @@ def why_not(problem: Problem) -> str | None:
     if problem.layout.page_size or problem.layout.kind == "cached":
         return "computes no gradients of a cache"
     return None
+
+
+def why_not_tensor_cores(problem: Problem) -> str | None:
+    """Why no kernel of gradients on tensor cores serves a problem; None if they may."""
+    if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
+        return f"its sums of dk and dv need too many registers for head dims over {_WIDEST}"
+    return why_not(problem) or why_not_scale(problem)
 
 
 def row_lanes(problem: Problem) -> int:

@@ -10,7 +10,6 @@ from cupy_flash.families import gradients
 from cupy_flash.families.contract import (
     Family,
     round_up,
-    why_not_scale,
     why_not_shared_memory,
 )
 from cupy_flash.families.gradients import QuerySums
@@ -90,7 +89,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"needs sm_90 for wgmma, not {device.sm}"
         if not device.arch_specific:
             return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
-        if reason := gradients.why_not(problem) or why_not_scale(problem):
+        if reason := gradients.why_not_tensor_cores(problem):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "the copy engine cannot address arrays without rows"

@@ -21,7 +21,8 @@ class MmaTile(Tile):
     Attributes
     ----------
     warps
-        Of a thread block; each owns 16 or 32 of the Br rows.
+        Of a thread block; each owns 16 or 32 of the Br rows. Of wide heads two warps may share
+        16 rows: each scores half of the keys and holds half of the output's columns.
     stages
         Tiles of keys or values in the shared-memory ring, 2 to 4: one in use, the others on
         their way.
@@ -36,6 +37,11 @@ class MmaTile(Tile):
     q_in_registers: int = 0
     min_blocks: int = 1
 
+    @property
+    def shares(self) -> int:
+        """Warps that share rows."""
+        return 2 if self.Br == 8 * self.warps else 1
+
 
 # By the bytes of an element, of an SM in calls that are short enough to split: 0.7 of what 132 SMs
 # of an H100 reach together in long ones (see `split.py`).
@@ -43,6 +49,8 @@ _TFLOPS_PER_SM = {2: 2.1, 4: 0.32}
 # Of the tiles that are searched.
 _MOST_WARPS = 8
 _MOST_ROWS = 2 * 16 * _MOST_WARPS
+# Heads that are wider than this have tiles whose warps share rows.
+_WIDE = 256
 
 
 def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
@@ -75,14 +83,31 @@ def _preferred_tiles(problem: Problem, device: Device) -> list[MmaTile]:
         # 269 / 182.
         large = [MmaTile(128, 64)] if hopper and not paged else []
         return [*large, MmaTile(64, 64), MmaTile(64, 32)]
+    if widest > _WIDE:
+        # On an H200, 4 heads of 512, 4096 tokens full / causal, 16384 full / causal: 64x64
+        # 235 / 141, 268 / 262; 64x32 213 / 126, with 4 stages 212 / 124, 228 / 227;
+        # two blocks of 32x32 213 / 131.
+        # Paged, 64x64 spills where the output takes all but 110 registers.
+        large = [] if paged and problem.head_dim_v > 512 else [MmaTile(64, 64, warps=8)]
+        return [*large, MmaTile(64, 32, warps=8), MmaTile(32, 32), MmaTile(16, 32, warps=2)]
     # 64x64 329 / 302, 274 / 192; 64x48 318 / 292, 258 / 182; 64x32 283 / 264, 241 / 178.
     return [MmaTile(64, 64), MmaTile(64, 32), MmaTile(32, 32, warps=2)]
 
 
-def _padded_dims(problem: Problem) -> tuple[int, int]:
+def _padded_dims(problem: Problem, tile: MmaTile) -> tuple[int, int]:
     """Columns of Q and K, and of V, in shared memory: whole steps of the tensor cores."""
-    step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16)
+    step, step_v = (8, 32) if problem.dtype == "float32" else (16, 16 * tile.shares)
     return round_up(problem.head_dim, step), round_up(problem.head_dim_v, step_v)
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > _WIDE
+
+
+def _rows(problem: Problem, warps: int) -> tuple[int, ...]:
+    """The query rows that a tile of so many warps may have, fewest last."""
+    shared = (8 * warps,) if _is_wide(problem) else ()
+    return (16 * warps, 32 * warps, *shared)
 
 
 class MmaFamily(Family[MmaTile]):
@@ -108,11 +133,17 @@ class MmaFamily(Family[MmaTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaTile]:
-        for warps, row_tiles, Bc, stages, q_in_registers, min_blocks in itertools.product(
-            (2, 4, _MOST_WARPS), (1, 2), (32, 48, 64, 80, 96, 128), (2, 3, 4), (0, 1), (1, 2, 3)
+        rows_of_warp = _rows(problem, 1)
+        for warps, rows, Bc, stages, q_in_registers, min_blocks in itertools.product(
+            (2, 4, _MOST_WARPS),
+            rows_of_warp,
+            (32, 48, 64, 80, 96, 128),
+            (2, 3, 4),
+            (0, 1),
+            (1, 2, 3),
         ):
             yield MmaTile(
-                Br=warps * row_tiles * 16,
+                Br=warps * rows,
                 Bc=Bc,
                 warps=warps,
                 stages=stages,
@@ -123,10 +154,11 @@ class MmaFamily(Family[MmaTile]):
     def why_not_tile(self, problem: Problem, device: Device, tile: MmaTile) -> str | None:
         if not 1 <= tile.warps <= 16:
             return f"warps is {tile.warps}; expected 1 to 16"
-        if tile.Br not in (16 * tile.warps, 32 * tile.warps):
-            return f"Br is {tile.Br}; expected 16 or 32 rows for each of {tile.warps} warps"
-        if tile.Bc < 16 or tile.Bc % 16:
-            return f"Bc is {tile.Bc}; expected a multiple of 16"
+        if tile.Br not in _rows(problem, tile.warps):
+            halves = "8, " if _is_wide(problem) else ""
+            return f"Br is {tile.Br}; expected {halves}16 or 32 rows for each of {tile.warps} warps"
+        if tile.Bc < 16 or tile.Bc % (16 * tile.shares):
+            return f"Bc is {tile.Bc}; expected a multiple of {16 * tile.shares}"
         if not 2 <= tile.stages <= 4:
             return f"stages is {tile.stages}; expected 2 to 4"
         if tile.q_in_registers not in (0, 1):
@@ -144,11 +176,11 @@ class MmaFamily(Family[MmaTile]):
 
     def _registers(self, problem: Problem, tile: MmaTile) -> int:
         """An estimate from below: fragments that live at once, and 30 for addresses and state."""
-        row_tiles = tile.Br // (16 * tile.warps)
-        columns, columns_v = _padded_dims(problem)
+        row_tiles = tile.Br * tile.shares // (16 * tile.warps)
+        columns, columns_v = _padded_dims(problem, tile)
         words = problem.itemsize / 4
         scores = row_tiles * tile.Bc // 2
-        output = row_tiles * columns_v // 2
+        output = row_tiles * columns_v // tile.shares // 2
         queries = int(row_tiles * columns * words) // 2 if tile.q_in_registers else 0
         products = 16 if problem.itemsize == 2 else 16 + 32 * row_tiles
         return scores + output + queries + products + 30
@@ -163,7 +195,7 @@ class MmaFamily(Family[MmaTile]):
         return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
 
     def shared_memory(self, problem: Problem, tile: MmaTile) -> int:
-        columns = max(*_padded_dims(problem))
+        columns = max(*_padded_dims(problem, tile))
         return (tile.Br + tile.stages * tile.Bc) * columns * problem.itemsize
 
     def threads(self, tile: MmaTile) -> int:

@@ -14,7 +14,6 @@ from cupy_flash.families.contract import (
     ceil_div,
     round_up,
     why_not_blocks,
-    why_not_scale,
 )
 from cupy_flash.families.gradients import QuerySums
 from cupy_flash.families.schedule import KEY_GRADIENTS, QUERY_GRADIENTS, Launch, Schedule, Split
@@ -99,7 +98,7 @@ class MmaBackwardFamily(Family[MmaBackwardTile]):
             return f"needs sm_80 or later, and {device.name} is {device.sm}"
         if problem.dtype == "float64":
             return "has no products of float64"
-        if reason := gradients.why_not(problem) or why_not_scale(problem):
+        if reason := gradients.why_not_tensor_cores(problem):
             return reason
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, _SMALL[-1])

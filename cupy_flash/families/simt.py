@@ -77,9 +77,9 @@ class SimtFamily(Family[SimtTile]):
         return self.why_not_tile(problem, device, self.default_tile(problem, device))
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[SimtTile]:
-        few_queries = _has_few_queries(problem)
+        thin = _has_few_queries(problem) or _holds_few_rows(problem)
         for rows, row_threads, threads, keys, share_kv, unroll in itertools.product(
-            (2,) if few_queries else (8, 4),
+            (2,) if thin else (8, 4),
             (8, 16, 4, 32),
             (64, 128, 256),
             (128, 64, 32, 16),
@@ -87,7 +87,7 @@ class SimtFamily(Family[SimtTile]):
             (1, 2),
         ):
             tile = SimtTile(threads * rows // row_threads, keys, threads, rows, share_kv, unroll)
-            if few_queries or _multiplications_bind(problem, tile):
+            if thin or _multiplications_bind(problem, tile):
                 yield tile
 
     def why_not_tile(self, problem: Problem, device: Device, tile: SimtTile) -> str | None:
@@ -135,7 +135,7 @@ class SimtFamily(Family[SimtTile]):
             blocks = self._blocks_per_sm(problem, device, tile)
             if blocks * tile.threads >= _ENOUGH_THREADS:
                 return tile
-        return legal[0] if legal else _SMALLEST
+        return legal[0] if legal else _smallest(problem)
 
     def registers(self, problem: Problem, tile: SimtTile) -> int:
         """The 32-bit registers that a thread may use.
@@ -216,6 +216,17 @@ def _has_few_queries(problem: Problem) -> bool:
     return ragged.query_rows(problem) <= _FEW
 
 
+def _holds_few_rows(problem: Problem) -> bool:
+    """Whether a thread has the registers for the outputs of two rows, no more."""
+    return problem.dtype == "float64" and problem.head_dim_v > _WIDE_FROM
+
+
+def _smallest(problem: Problem) -> SimtTile:
+    """Fits wherever the kernel runs, but for float64: heads over 384 wide do not fit 64 KiB."""
+    is_wide = max(problem.head_dim, problem.head_dim_v) > _WIDE_FROM
+    return _WIDE[8][-1] if is_wide and problem.dtype == "float64" else SimtTile(8, 16, 64, 2, 1, 1)
+
+
 def _keys_and_columns(problem: Problem, tile: SimtTile) -> tuple[int, int]:
     """How many scores and outputs of each of its rows a thread keeps."""
     width = 16 // _accumulator_size(problem)
@@ -242,9 +253,12 @@ def _preferred_tiles(problem: Problem) -> tuple[SimtTile, ...]:
     256 threads keep eight warps; Bc shrinks before Br does, for a tile of keys is read again by
     every query tile.
     """
-    if _has_few_queries(problem):
-        return _FEW_QUERIES
     dim = max(problem.head_dim, problem.head_dim_v)
+    wide = _WIDE[_accumulator_size(problem)] if dim > _WIDE_FROM else ()
+    if _has_few_queries(problem):
+        return (*_FEW_QUERIES, *wide)
+    if wide:
+        return wide
     column = 0 if dim <= 64 else 1 if dim <= 128 else 2
     return _PREFERRED[_accumulator_size(problem)][column]
 
@@ -287,7 +301,25 @@ _PREFERRED = {
         ),
     ),
 }
+# Head dims over this: where the outputs of 4 rows do not fit 16 threads, all lanes of a warp share
+# a row. As many rows and keys as the shared memory of sm_90, sm_80, sm_86 and sm_75 holds, in turn.
+_WIDE_FROM = 256
+_WIDE = {
+    4: (
+        SimtTile(64, 64, 256, 4, 1, 2),
+        SimtTile(64, 32, 256, 4, 1, 2),
+        SimtTile(32, 64, 256, 4, 1, 2),
+        SimtTile(32, 32, 256, 4, 1, 2),
+        SimtTile(16, 32, 128, 4, 1, 2),
+        SimtTile(8, 32, 64, 4, 1, 2),
+        SimtTile(8, 16, 64, 2, 1, 1),
+    ),
+    8: (
+        SimtTile(16, 32, 256, 2, 1, 2),
+        SimtTile(8, 32, 128, 2, 1, 2),
+        SimtTile(8, 16, 128, 1, 1, 1),
+        SimtTile(4, 16, 64, 1, 1, 1),
+    ),
+}
 # One query tile whatever its height: a low one, whose blocks split the keys among more warps.
 _FEW_QUERIES = (SimtTile(16, 32, 128, 2, 0, 2), SimtTile(16, 32, 128, 2, 1, 2))
-# Fits wherever the kernel runs: float64 at head_dim 256 in 64 KiB.
-_SMALLEST = SimtTile(8, 16, 64, 2, 1, 1)

@@ -5,9 +5,14 @@
 // from the last to the first. Each warp owns 16 or 32 of the rows, so that softmax needs no
 // communication beyond four lanes and P never leaves the registers: the accumulator fragment of
 // Q.K^T is, pair by pair, the operand fragment of P.V.
+//
+// The output of 16 rows of a wide head does not fit a warp's registers: there two warps share the
+// rows. Each scores half of a tile's keys, they put the scores together through the keys' place in
+// shared memory, and each multiplies the probabilities with half of the columns of V.
 #pragma once
 
 #include "params.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/base.cuh"
 #include "score/mask.cuh"
 #include "score/modify.cuh"
@@ -27,12 +32,12 @@
 
 template <class Element>
 struct ProductsOf {
-  template <class Config, int row_tiles>
-  using type = Products16Bit<Config, row_tiles>;
+  template <class Config, int row_tiles, int shares>
+  using type = Products16Bit<Config, row_tiles, shares>;
 };
 template <>
 struct ProductsOf<float> {
-  template <class Config, int row_tiles>
+  template <class Config, int row_tiles, int shares>
   using type = ProductsTf32x3<Config, row_tiles>;
 };
 
@@ -54,15 +59,17 @@ struct MmaForward : MmaWork<Config> {
   static constexpr int Bc = Config::Bc;
   static constexpr int stages = Config::stages;
   static constexpr int threads = 32 * Config::warps;
-  static constexpr int warp_rows = Br / Config::warps;
+  static constexpr int shares = Br < 16 * Config::warps ? 16 * Config::warps / Br : 1;
+  static constexpr int warp_rows = Br / (Config::warps / shares);
   static constexpr int row_tiles = warp_rows / 16;
-  using Products = typename ProductsOf<Element>::template type<Config, row_tiles>;
+  using Products = typename ProductsOf<Element>::template type<Config, row_tiles, shares>;
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
+  static_assert(shares == 1 || sizeof(Element) == 2, "of float32 no head is wide");
   static_assert(stages >= 2 && stages <= 4, "one tile in use, one to three on their way");
 
   // Shared memory: Q, whose place the output takes at the end, then the ring of K and V tiles.
@@ -71,6 +78,8 @@ struct MmaForward : MmaWork<Config> {
   static constexpr int q_bytes = Br * row_bytes;
   static constexpr int stage_bytes = Bc * row_bytes;
   static_assert(q_bytes + stages * stage_bytes == Config::shared_memory, "as the host planned");
+  static_assert(shares == 1 || Br * Bc * int(sizeof(float)) <= stage_bytes,
+                "the scores fit where the keys were");
 
   template <int Rows, int Columns, class Layout>
   using Copy = RowCopy<Layout, Element, Rows, Columns, threads, Config::alignment>;
@@ -82,7 +91,7 @@ struct MmaForward : MmaWork<Config> {
   const Place<Config>* place;  // of a sequence, else null
   const Mask<Config, Config::group> mask;
   const KeyTiles tiles;
-  const int warp = threadIdx.x / 32;
+  const int group = threadIdx.x / 32 / shares;  // numbers the warps that share rows
   const int lane = threadIdx.x % 32;
   const int first_row;  // of the rows that this lane holds a part of, see row_of()
   const unsigned q_shared;
@@ -162,7 +171,7 @@ struct MmaForward : MmaWork<Config> {
   }
 
   __device__ unsigned warp_queries() const {
-    return q_shared + warp * warp_rows * KeyLayout::row_bytes;
+    return q_shared + group * warp_rows * KeyLayout::row_bytes;
   }
 
   // The ring takes the keys and values of the last tile, of the one before, and so on, each in the
@@ -228,8 +237,7 @@ struct MmaForward : MmaWork<Config> {
     // of it only the values are asked for here, and only with two stages.
     const unsigned k_shared = await_tile<0>(tile);
     if (stages == 2) load_tile<stages - 1, Edge>(tile);
-    clear(scores);
-    products.multiply_queries_keys(scores, warp_queries(), k_shared);
+    score_keys(k_shared);
     if (stages > 2) load_tile<stages - 1, false>(tile);
     softmax.template apply_factor<Config>(scores);
     modify_scores(tile * Bc);
@@ -246,8 +254,22 @@ struct MmaForward : MmaWork<Config> {
     if (stages > 2) load_tile<stages, false>(tile);
   }
 
+  __device__ void score_keys(unsigned k_shared) {
+    if constexpr (shares == 1) {
+      clear(scores);
+      products.multiply_queries_keys(scores, warp_queries(), k_shared);
+    } else {
+      typename Products::ScoreShare own;
+      clear(own);
+      products.multiply_queries_keys(own, warp_queries(), k_shared);
+      // The keys have been read by all; what takes their place is asked for behind await_tile<1>.
+      __syncthreads();
+      Products::exchange(scores, own, k_shared, group);
+    }
+  }
+
   __device__ int first_row_of(const Work& work) const {
-    return work.q_begin + warp * warp_rows + lane / 4;
+    return work.q_begin + group * warp_rows + lane / 4;
   }
 
   // The row of the accumulators' upper (0) or lower (1) half in row tile i.
@@ -297,7 +319,13 @@ struct MmaForward : MmaWork<Config> {
   }
 
   __device__ static void settle(const Params& p, const Work& work, const Place<Config>* place) {
-    const int first = work.q_begin + threadIdx.x / 32 * warp_rows;
+    const unsigned group = threadIdx.x / 32 / shares;
+    const int first = work.q_begin + group * warp_rows;
+    // Written by all warps that share the rows.
+    if constexpr (shares > 1) {
+      ptx::barrier_sync_aligned(1 + group, 32 * shares);
+      if (Products::share() > 0) return;
+    }
     settle_few_seen<Config>(p, work, place, first, min(first + warp_rows, p.seqlen_q));
   }
 
@@ -314,7 +342,7 @@ struct MmaForward : MmaWork<Config> {
         if constexpr (Config::modified) {
           finish_modified(p, score_row(p, work, place, row).head, state, out[i][0] + 2 * half);
         }
-        if (lane % 4 == 0 && row < p.seqlen_q) {
+        if (lane % 4 == 0 && Products::share() == 0 && row < p.seqlen_q) {
           const int64 index = index_of(p, work, place, row);
           if (Config::split_keys) {
             *partials.lse_row(work.split, index) = log_sum_exp(state);
@@ -368,7 +396,7 @@ struct MmaForward : MmaWork<Config> {
   // Through shared memory, each warp its own rows, so that global memory sees whole chunks.
   __device__ void write_output(const Params& p, const Work& work, const Place<Config>* place) {
     __syncthreads();
-    const int warp_row = warp * warp_rows;
+    const int warp_row = group * warp_rows;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -376,11 +404,16 @@ struct MmaForward : MmaWork<Config> {
         products.stage_row(out, i, half, q_shared, warp_row + 16 * i + 8 * half + lane / 4);
       }
     }
-    __syncwarp();
+    if constexpr (shares == 1) {
+      __syncwarp();
+    } else {
+      ptx::barrier_sync_aligned(1 + group, 32 * shares);
+    }
     Element* output = p.out.head<Element>(work.batch, work.head);
     constexpr int elements = ValueLayout::chunk_elements;
 #pragma unroll
-    for (int first = 0; first < warp_rows * ValueLayout::chunks; first += 32) {
+    for (int pass = 0; pass < warp_rows * ValueLayout::chunks; pass += 32 * shares) {
+      const int first = pass + 32 * Products::share();
       const int row = warp_row + (first + lane) / ValueLayout::chunks;
       const int chunk = (first + lane) % ValueLayout::chunks;
       if (work.q_begin + row >= p.seqlen_q) continue;

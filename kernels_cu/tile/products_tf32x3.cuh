@@ -53,6 +53,9 @@ struct ProductsTf32x3 {
   const int lane = threadIdx.x % 32;
   QueryFragments<KeyLayout, row_tiles, k_steps, Config::q_in_registers> queries;
 
+  // No two warps share rows.
+  __device__ static int share() { return 0; }
+
   // d[i][t] += a[i] b[t] for all row tiles and Tiles column tiles, the small terms first. Products
   // that wait for each other's sums stand a whole round apart.
   template <int Tiles>

@@ -660,10 +660,15 @@ def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
         assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
 
 
-def test_wide_heads_of_any_rows_go_to_decode_where_nobody_else_has_tensor_cores_for_them():
-    many = {"rows": 16 * 40, "group": 16}
-    assert make_plan(latent(layout="pages of 64", **many), h100).family == "decode"
-    assert decode.why_not_first(latent(**many), device_for_arch("sm_80")) is None
-    reason = decode.why_not_first(latent(**many), h100)
-    assert reason == "is for 1 to 128 query rows of a key/value head, and here are 640"
-    assert decode.why_not_first(latent(rows=128, group=128), h100) is None
+def test_wide_heads_of_up_to_128_rows_go_to_decode():
+    assert make_plan(latent(layout="pages of 64", rows=128, group=128), h100).family == "decode"
+    reason = decode.why_not_first(latent(rows=144, group=16), h100)
+    assert reason == "is for 1 to 128 query rows of a key/value head, and here are 144"
+
+
+def test_two_teams_of_a_block_come_first_with_wide_heads():
+    case = latent(batch=128)
+    assert default_tile(case) == DecodeTile(16, 32, warps=8, stages=2, min_blocks=1)
+    # Where shared memory is less, with fewer keys.
+    assert default_tile(case, device_for_arch("sm_80")).Bc == 16
+    assert default_tile(latent(batch=128, values_in_keys=False)).warps == 8

@@ -12,7 +12,7 @@ import pytest
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.families.mma import MmaFamily, MmaTile
 from cupy_flash.problem.arrays import ITEMSIZE, ArraySpec
-from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
 from cupy_flash.problem.problem import Problem, make_problem
 
@@ -79,6 +79,7 @@ def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():
     [
         (MmaTile(64, 32, warps=17), "warps is 17; expected 1 to 16"),
         (MmaTile(96, 32), "Br is 96; expected 16 or 32 rows for each of 4 warps"),
+        (MmaTile(32, 32), "Br is 32; expected 16 or 32 rows for each of 4 warps"),
         (MmaTile(64, 24), "Bc is 24; expected a multiple of 16"),
         (MmaTile(64, 8), "Bc is 8; expected a multiple of 16"),
         (MmaTile(64, 32, stages=1), "stages is 1; expected 2 to 4"),
@@ -92,6 +93,27 @@ def test_float64_and_gpus_before_ampere_are_refused_with_the_reason():
 )
 def test_a_tile_that_cannot_run_is_told_why(tile, words):
     assert words in mma.why_not_tile(problem(head_dim=192), h100, tile)
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"),
+    [
+        (MmaTile(48, 32, warps=8), "Br is 48; expected 8, 16 or 32 rows for each of 8 warps"),
+        (MmaTile(64, 48, warps=8), "Bc is 48; expected a multiple of 32"),
+        (MmaTile(64, 32, warps=4), "registers per thread; 255 are left"),
+    ],
+)
+def test_of_wide_heads_two_warps_share_rows(tile, words):
+    assert words in mma.why_not_tile(problem(head_dim=512), h100, tile)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch >= 80])
+def test_heads_of_any_width_have_a_tile_on_any_gpu_with_these_tensor_cores(arch):
+    device = device_for_arch(arch)
+    for head_dim, head_dim_v in itertools.product((1, 257, 384, 512, 576), repeat=2):
+        case = problem("bfloat16", head_dim, head_dim_v)
+        assert mma.why_not(case, device) is None
+        assert mma.why_not_tile(case, device, mma.default_tile(case, device)) is None
 
 
 def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():
@@ -119,6 +141,12 @@ def test_shared_memory_is_the_query_tile_and_the_ring_with_rows_padded_to_whole_
     for stages in (2, 3, 4):
         tile = MmaTile(64, 32, stages=stages)
         assert mma.shared_memory(case, tile) == (64 + stages * 32) * row_bytes
+
+
+def test_warps_that_share_rows_take_whole_steps_of_32_columns_of_v():
+    case, tile = problem("bfloat16", 300, 520), MmaTile(64, 32, warps=8)
+    assert mma.shared_memory(case, tile) == (64 + 2 * 32) * 2 * 544
+    assert mma.shared_memory(case, MmaTile(64, 32)) == (64 + 2 * 32) * 2 * 528
 
 
 @pytest.mark.parametrize(("seqlen", "q_tiles"), [(1, 1), (64, 1), (65, 2), (799, 13)])
@@ -180,9 +208,9 @@ class SwizzledRows:
         return int(eval(ADVANCE, {}, self.constants | names))
 
 
-# Every width that head_dim 1 to 256 is padded to, in chunks of 16 bytes: steps of 16 columns of 2
-# bytes, of 8 (Q, K) or 32 (V) columns of 4.
-WIDTHS = sorted({n // 8 for n in range(16, 257, 16)} | {n // 4 for n in range(8, 257, 8)})
+# Every width that head_dim 1 to 576 is padded to, in chunks of 16 bytes: steps of 16 columns of 2
+# bytes, and up to 128 of 8 (Q, K) or 32 (V) columns of 4.
+WIDTHS = sorted({n // 8 for n in range(16, 577, 16)} | {n // 4 for n in range(8, 129, 8)})
 
 
 def test_the_swizzle_is_the_common_divisor_of_the_chunks_and_eight():

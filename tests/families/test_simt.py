@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from cupy_flash.families.simt import SimtFamily, SimtTile
 from cupy_flash.problem.arrays import DTYPES
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import make_contiguous_problem
+from cupy_flash.problem.problem import MAX_HEAD_DIM, make_contiguous_problem
 
 simt = SimtFamily()
 h100 = device_for_arch("sm_90")
@@ -32,13 +33,28 @@ def problem(dtype="float32", head_dim=64, head_dim_v=None, **sizes):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_architecture_has_a_default_tile_for_every_head_dim(arch, dtype):
     device = device_for_arch(arch)
-    for head_dim in (1, 31, 32, 64, 80, 96, 128, 192, 255, 256):
-        for head_dim_v in (1, 33, head_dim, 256):
+    # 16 keys of more columns in float64 do not fit Turing's 64 KiB.
+    widest = 384 if (arch, dtype) == (75, "float64") else MAX_HEAD_DIM
+    for head_dim in (1, 31, 32, 64, 80, 96, 128, 192, 255, 256, 257, 384, widest):
+        for head_dim_v in (1, 33, head_dim, 256, widest):
             for seqlen_q in (1, 799):
                 case = problem(dtype, head_dim, head_dim_v, seqlen_q=seqlen_q)
                 tile = simt.default_tile(case, device)
                 assert simt.why_not(case, device) is None
                 assert simt.why_not_tile(case, device, tile) is None
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (1, 512), (512, 1)])
+def test_float64_heads_that_do_not_fit_turing_are_refused_with_both_sizes(dims):
+    reason = simt.why_not(problem("float64", *dims), device_for_arch(75))
+    assert re.fullmatch(
+        r"needs \d+ bytes of shared memory, and sm_75 allows 65536 per block", reason
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_heads_have_a_search_space(dtype):
+    assert len(list(simt.tiles(problem(dtype, 512), h100))) >= 4
 
 
 def test_an_architecture_before_turing_is_refused_by_name():

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_info
 
 from cupy_flash.host import cpu, gradient_sources, online
 from cupy_flash.host.cpu import candidate_tiles, default_tile, forward, scratch_bytes
-from cupy_flash.problem.problem import Problem, make_contiguous_problem
+from cupy_flash.problem.problem import MAX_HEAD_DIM, Problem, make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import attention_naive, attention_reference, error_bound, max_error
 
@@ -113,6 +113,19 @@ def test_equals_the_reference_for_any_shape_tile_mask_scale_and_layout(data):
         Bc=draw(st.integers(1, 300)),
         threads=draw(st.integers(1, 3)),
     )
+
+
+@settings(relaxed, max_examples=12)
+@given(
+    st.tuples(st.integers(1, MAX_HEAD_DIM), st.integers(257, MAX_HEAD_DIM), st.booleans()),
+    st.sampled_from(FLOATS),
+    st.booleans(),
+    st.integers(0, 2**32),
+)
+def test_heads_of_any_width_equal_the_reference(widths, dtype, causal, seed):
+    narrow, wide, of_keys = widths
+    dims = (wide, narrow) if of_keys else (narrow, wide)
+    check(*random_qkv(40, 70, dims=dims, dtype=dtype, seed=seed), causal=causal)
 
 
 @settings(relaxed, max_examples=40)

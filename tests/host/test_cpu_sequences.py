@@ -33,8 +33,8 @@ heads = st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 2), (3, 1)])
 tiles = st.sampled_from([None, None, Tile(7, 5), Tile(64, 64)])
 common = {
     "dtype": st.sampled_from(sorted(DTYPES)),
-    "head_dim": st.sampled_from([8, 24, 64]),
-    "head_dim_v": st.sampled_from([1, 16, 72]),
+    "head_dim": st.sampled_from([8, 24, 64, 320]),
+    "head_dim_v": st.sampled_from([1, 16, 72, 300]),
     "causal": st.booleans(),
     "softmax_scale": st.sampled_from([None, 0.0, -0.1, 0.3]),
     "page_size": st.sampled_from(PAGE_SIZES),

@@ -38,50 +38,49 @@ pytestmark = [
     ),
 ]
 
-# Of the second block all columns are there, or a part of a slab; its queries or values may be none.
+# The second block has as many columns as the first, fewer, or none of the queries. One dtype each,
+# and few rows and split keys of the first only, so that there are not too many kernels.
 DIMS = {
-    (512, 512): ("float16", "bfloat16"),
-    (576, 512): ("bfloat16",),
-    (264, 264): ("float16",),
-    (320, 376): ("bfloat16",),
-    (512, 8): ("float16",),
-    (8, 424): ("bfloat16",),
-    (400, 256): ("float16",),
+    (512, 512): "bfloat16",
+    (576, 512): "float16",
+    (264, 264): "float16",
+    (8, 424): "bfloat16",
 }
-# More query tiles than a GPU has room for: each pair of blocks goes on to others.
+# More query tiles than there are pairs of SMs: each pair of blocks goes on to others.
 MANY = Case(
     "hopper",
     "bfloat16",
     133,
-    450,
-    batch=4,
-    heads_q=36,
+    250,
+    batch=3,
+    heads_q=24,
     heads_kv=12,
     head_dim=512,
     head_dim_v=512,
     causal=True,
 )
-PROBLEMS, CHUNK = 200, 10
+PROBLEMS, CHUNK = 60, 4
 
 
 def random_case(draw: random.Random) -> Case:
     dims = draw.choice(list(DIMS))
-    seqlen_q, seqlen_k = draw.randint(1, 500), draw.randint(1, 500)
-    batch, heads_kv, group = draw.randint(1, 3), draw.randint(1, 2), draw.choice((1, 1, 3))
+    seqlen_q, seqlen_k = draw.randint(65, 300), draw.randint(1, 400)
+    batch, heads_kv, group = draw.randint(2, 3), draw.randint(5, 6), draw.choice((2, 3))
     kind = draw.random()
-    if kind < 0.1:
-        seqlen_q = draw.choice((0, 1, 2, 7, 64))
+    if kind < 0.1 and dims == (512, 512):
+        seqlen_q = draw.choice((1, 2, 7, 64))
     elif kind < 0.2:
         seqlen_k = draw.randint(1, 9)
-    elif kind < 0.3:
+    elif kind < 0.35 and dims == (512, 512):
         # Split keys.
-        seqlen_k, batch, heads_kv = draw.randint(700, 5000), 1, 1
-    elif kind < 0.4:
-        seqlen_q, batch, heads_kv, group = draw.randint(1, 300), 3, 8, 5
+        seqlen_k, batch, heads_kv, group = draw.randint(700, 3000), 1, 1, draw.choice((1, 2))
+    elif kind < 0.5:
+        # More query tiles than pairs of SMs.
+        seqlen_q, seqlen_k, batch, heads_kv, group = draw.randint(65, 140), 70, 3, 8, 3
     causal = draw.random() < 0.5
     return Case(
         "hopper",
-        draw.choice(DIMS[dims]),
+        DIMS[dims],
         seqlen_q,
         seqlen_k,
         batch=batch,
@@ -90,7 +89,7 @@ def random_case(draw: random.Random) -> Case:
         head_dim=dims[0],
         head_dim_v=dims[1],
         causal=causal,
-        q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind < 0.7 else None,
+        q_offset=draw.randint(-seqlen_q - 9, seqlen_k + 9) if causal and kind > 0.5 else None,
         softmax_scale=draw.choice((None, None, 0.0, draw.uniform(0.01, 0.2))),
         layout=draw.choice(("bshd", "bhsd")),
     )
@@ -107,34 +106,24 @@ def test_random_problems_are_right(cases: list[Case]) -> None:
     check_all(cases)
 
 
-@pytest.mark.parametrize("head_dim", [258, 260, 384, 511])
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_rows_that_end_within_a_slab_are_right(head_dim: int, layout: str) -> None:
-    # Rows of an odd number of elements, in arrays whose rows begin on 16 bytes.
-    check(
-        dataclasses.replace(
-            MANY, head_dim=head_dim, head_dim_v=head_dim, layout=layout, batch=1, heads_q=12
-        )
-    )
+def test_rows_that_end_within_a_slab_are_right() -> None:
+    # Of an odd number of elements, in arrays whose rows begin on 16 bytes.
+    check(dataclasses.replace(MANY, head_dim=511, head_dim_v=259, layout="bhsd"))
 
 
 def tiles() -> Iterator[Case]:
     """Each with as many stages as fit."""
     family, device = FORWARD["hopper"], current_device()
-    for start in (MANY, dataclasses.replace(MANY, dtype="float16", head_dim=288, head_dim_v=320)):
-        for Br, Bc, q_stages, q_steps, turns in (
-            (64, 64, 1, 0, 0),
-            (64, 80, 1, 4, 0),
-            (64, 32, 2, 2, 0),
-            (128, 48, 1, 0, 1),
-            (128, 32, 1, 2, 0),
-            (128, 16, 1, 0, 1),
-        ):
-            made = (HopperTile(Br, Bc, n, q_stages, q_steps, turns) for n in range(8, 1, -1))
-            problem = start.problem()
-            legal = (t for t in made if family.why_not_tile(problem, device, t) is None)
-            if tile := next(legal, None):
-                yield dataclasses.replace(start, tile=tile)
+    problem = MANY.problem()
+    for Br, Bc, q_stages, q_steps, turns in (
+        (64, 80, 1, 4, 0),
+        (64, 32, 2, 2, 0),
+        (128, 48, 1, 0, 0),
+    ):
+        made = (HopperTile(Br, Bc, n, q_stages, q_steps, turns) for n in range(8, 1, -1))
+        legal = (t for t in made if family.why_not_tile(problem, device, t) is None)
+        if tile := next(legal, None):
+            yield dataclasses.replace(MANY, tile=tile)
 
 
 @pytest.mark.parametrize("case", list(tiles()), ids=str)
@@ -167,29 +156,26 @@ def test_a_captured_call_replays_on_new_contents() -> None:
 
 def random_sequences(seed: int) -> VarlenCase | KVCacheCase:
     draw, rng = random.Random(f"wide {seed}"), np.random.default_rng(seed)
-    dims = draw.choice(list(DIMS))
     heads_kv, group = draw.randint(1, 3), draw.choice((1, 2, 4))
-    batch = draw.choice((1, 2, 5, 60))
-    longest = draw.choice((30, 300, 900)) if batch <= 5 else 60
+    batch = draw.choice((2, 5, 60))
     common: dict[str, Any] = {
-        "dtype": draw.choice(DIMS[dims]),
-        "head_dim": dims[0],
-        "head_dim_v": dims[1],
+        "dtype": "float16",
+        "head_dim": 576,
+        "head_dim_v": 512,
         "heads_q": heads_kv * group,
         "heads_kv": heads_kv,
         "causal": draw.random() < 0.6,
         "seed": seed,
     }
-    lengths = ragged_lengths(rng, batch, longest)
+    lengths = ragged_lengths(rng, batch, draw.choice((300, 600)) if batch <= 5 else 60)
     if seed % 2:
-        seqlens_q = draw.choice((lengths, ragged_lengths(rng, batch, longest)))
+        seqlens_q = draw.choice((lengths, ragged_lengths(rng, batch, max(lengths))))
         return VarlenCase(seqlens_q, lengths, seqused=draw.random() < 0.4, **common)
-    seqlen_q = draw.choice((1, 17, 100, 300) if batch <= 5 else (1, 9, 70))
-    seqlen_new = draw.choice((0, seqlen_q, 3))
-    return KVCacheCase(lengths, seqlen_q=seqlen_q, seqlen_new=seqlen_new, **common)
+    seqlen_q = draw.choice((100, 200) if batch <= 5 else (9, 70))
+    return KVCacheCase(lengths, seqlen_q=seqlen_q, seqlen_new=draw.choice((0, 3)), **common)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_sequences_are_right(seed: int) -> None:
     case = random_sequences(seed)
     if isinstance(case, VarlenCase):
@@ -198,12 +184,12 @@ def test_random_sequences_are_right(seed: int) -> None:
         check_kvcache(Place("hopper"), case)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_modifications_are_right(seed: int) -> None:
     import cupy
 
     rng = np.random.default_rng(seed)
     dtype = str(rng.choice(["float16", "bfloat16"]))
     kind = str(rng.choice([kind for kind in KINDS if kind != "paged"]))
-    call = random_call(rng, dtype, kind, few_rows=False, head_dims=(264, 320, 512))
+    call = random_call(rng, dtype, kind, few_rows=False, head_dims=(264, 512))
     call.check(cupy, family="hopper")

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cupy_flash.errors import UnsupportedError
@@ -18,7 +18,7 @@ from cupy_flash.planning.tuning import Entry, problem_class
 from cupy_flash.problem.arrays import DTYPES, ArraySpec
 from cupy_flash.problem.device import ARCHITECTURES, device_for_arch
 from cupy_flash.problem.layout import Layout
-from cupy_flash.problem.problem import Problem, make_problem
+from cupy_flash.problem.problem import MAX_HEAD_DIM, Problem, make_problem
 
 H100, A100, TURING = (device_for_arch(arch) for arch in ("sm_90", "sm_80", "sm_75"))
 relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
@@ -70,7 +70,7 @@ def cached(
 def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
     """Any sequences, of any sizes."""
     heads_kv, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
-    dims = st.one_of(st.sampled_from([64, 128, 192, 256]), st.integers(1, 256))
+    dims = st.one_of(st.sampled_from([64, 128, 192, 256, 512]), st.integers(1, MAX_HEAD_DIM))
     sizes: dict[str, Any] = {
         "batch": draw(st.integers(0, 300)),
         "seqlen_q": draw(st.one_of(st.integers(0, 40), st.integers(0, 2**16))),
@@ -93,6 +93,9 @@ devices = st.sampled_from(ARCHITECTURES).map(device_for_arch)
 @relaxed
 @given(problems(), devices)
 def test_any_sequences_get_a_legal_tile_on_any_gpu(case, device):
+    # Turing's 64 KiB hold no 16 keys of more than 384 columns in float64.
+    is_wide = max(case.head_dim, case.head_dim_v) > 384
+    assume(device.arch > 75 or case.dtype != "float64" or not is_wide)
     plan = make_plan(case, device)
     family = FORWARD[plan.family]
     assert family.serves_sequences

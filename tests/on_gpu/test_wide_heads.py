@@ -1,0 +1,173 @@
+"""Heads of more than 256 columns against the reference, in every family that takes them, on a
+GPU."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import numpy as np
+import pytest
+from support.gpu_sequences import (
+    ON_GPU,
+    Place,
+    check_kvcache,
+    check_varlen,
+    kvcache,
+    varlen,
+)
+from support.gpu_sequences import (
+    of_cases as of_sequences,
+)
+from support.gpu_support import DTYPES, Case, check
+from support.gradient_calls import KINDS as GRADIENT_KINDS
+from support.gradient_calls import random_gradient_call
+from support.gradient_rule import check_gradients
+from support.modified_calls import KINDS, random_call
+
+from cupy_flash.families import FORWARD
+from cupy_flash.families.mma import MmaTile
+
+pytestmark = pytest.mark.gpu
+
+# head_dim and head_dim_v: of global layers, of latent attention, ragged ones, and one side alone.
+WIDE = [(257, 257), (288, 320), (320, 288), (384, 384), (512, 512), (576, 512), (576, 576)]
+WIDE += [(64, 512), (512, 33), (300, 513)]
+WIDE_GRADIENTS = (264, 320, 512, 576)
+FAMILIES = list(FORWARD)
+DENSE = [
+    Case(
+        family,
+        dtype,
+        (77, 200, 1)[index % 3],
+        (333, 150, 1000)[index % 3],
+        head_dim=dim,
+        head_dim_v=dim_v,
+        causal=causal,
+    )
+    for family in FAMILIES
+    for index, (dim, dim_v) in enumerate(WIDE)
+    for dtype in DTYPES
+    for causal in (False, True)
+]
+
+
+@pytest.mark.parametrize("case", [case for case in DENSE if case.is_supported()], ids=str)
+def test_wide_heads_are_right(case: Case) -> None:
+    check(case)
+
+
+TILES = [
+    MmaTile(64, 64, warps=8),
+    MmaTile(64, 32, warps=8, stages=3),
+    MmaTile(64, 32, warps=8, stages=4),
+    MmaTile(32, 64),
+    MmaTile(32, 32),
+    MmaTile(16, 32, warps=2),
+    MmaTile(64, 32),
+]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (576, 384), (512, 192)])
+def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int) -> None:
+    for dtype, causal in (("float16", False), ("bfloat16", True)):
+        case = Case(
+            "mma",
+            dtype,
+            131,
+            270,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            causal=causal,
+            tile=tile,
+        )
+        if FORWARD["mma"].why_not_tile(case.problem(), case.plan().device, tile) is None:
+            check(case)
+
+
+@pytest.mark.parametrize("alignment", [2, 4, 8])
+def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
+    for family, layout in itertools.product(("mma", "simt"), ("bshd", "bhsd")):
+        check(
+            Case(
+                family,
+                "bfloat16",
+                100,
+                170,
+                head_dim=320,
+                head_dim_v=515,
+                layout=layout,
+                alignment=alignment,
+            )
+        )
+
+
+@pytest.mark.parametrize("test", range(10))
+def test_modified_wide_heads_are_right(test: int) -> None:
+    import cupy
+
+    for seed in range(4 * test, 4 * test + 4):
+        rng = np.random.default_rng([zlib.crc32(b"wide"), seed])
+        family = str(rng.choice(["mma", "mma", "simt", "any"]))
+        dtypes = ["float16", "bfloat16"] if family == "mma" else list(DTYPES)
+        call = random_call(
+            rng,
+            str(rng.choice(dtypes)),
+            str(rng.choice(["equal", *KINDS])),
+            few_rows=bool(rng.integers(4) == 0),
+            head_dims=(264, 320, 512, 576),
+        )
+        call.check(cupy, family=None if family == "any" else family)
+
+
+@pytest.mark.parametrize("place", ON_GPU, ids=str)
+@of_sequences(
+    varlen(dtype=dtype, head_dim=dim, head_dim_v=dim_v, causal=causal)
+    for dtype, dim, dim_v, causal in (
+        ("bfloat16", 512, 512, True),
+        ("float16", 576, 512, False),
+        ("float32", 320, 400, True),
+        ("float64", 512, 512, True),
+    )
+)
+def test_packed_wide_heads_are_right(place: Place, case) -> None:
+    check_varlen(place, case)
+
+
+@pytest.mark.parametrize("place", ON_GPU, ids=str)
+@of_sequences(
+    kvcache(
+        dtype=dtype,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        seqlen_q=seqlen_q,
+        seqlen_new=seqlen_q,
+        page_size=page_size,
+        causal=True,
+        rotary_dim=rotary_dim,
+    )
+    for dtype, dim, dim_v, page_size, seqlen_q, rotary_dim in (
+        ("bfloat16", 512, 512, 16, 1, 512),
+        ("bfloat16", 512, 512, 64, 40, 512),
+        ("float16", 576, 512, 3, 2, 64),
+        ("float16", 576, 576, 0, 70, 576),
+        ("float32", 320, 320, 16, 5, 320),
+        ("float64", 512, 512, 0, 3, 512),
+    )
+)
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> None:
+    check_kvcache(place, case, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("test", range(8))
+def test_gradients_of_wide_heads_are_right(test: int) -> None:
+    import cupy
+
+    for number in range(3):
+        rng = np.random.default_rng([zlib.crc32(b"wide"), test])
+        sizes = np.random.default_rng([test, number])
+        dtype, kind = list(DTYPES)[test % 4], str(rng.choice(GRADIENT_KINDS))
+        call = random_gradient_call(rng, dtype, kind, head_dims=WIDE_GRADIENTS, sizes=sizes)
+        check_gradients(call, call.run(cupy))

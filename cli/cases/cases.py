@@ -62,6 +62,8 @@ class Case:
         One of `DIRECTIONS`: the call, or the one of its gradients, of q, k and v in their dtype.
     cache_dtype
         Of a cache of 8 bits, which has a scale for each head; None for one of `dtype`.
+    values_in_keys
+        Whether the values of a cache are the first head_dim_v columns of its keys.
     """
 
     dtype: str
@@ -85,6 +87,7 @@ class Case:
     mods: Mods = PLAIN
     direction: str = "forward"
     cache_dtype: str | None = None
+    values_in_keys: bool = False
 
     def as_record(self) -> dict[str, Any]:
         """Its fields as JSON holds them."""
@@ -210,6 +213,8 @@ class Case:
         self._require_consistent()
         dtypes = (self.dtype, *(self.cache_dtype or self.dtype,) * 2)
         q, k, v = map(ArraySpec.contiguous, self.bshd_shapes, dtypes)
+        if self.values_in_keys:
+            v = dataclasses.replace(k, shape=v.shape)
         packed = self.kind == "varlen"
         pages = self.pages_per_sequence
         return make_problem(
@@ -227,6 +232,7 @@ class Case:
             softmax_scale=self.softmax_scale,
             score=score_of(self.mods, self.sizes, causal=self.causal),
             scales=Scales(_OF_HEADS, _OF_HEADS) if self.cache_dtype else None,
+            values_in_keys=self.values_in_keys,
         )
 
     def _require_consistent(self) -> None:
@@ -243,6 +249,8 @@ class Case:
             raise ValueError("only a cache is paged, appended to or rotated")
         if self.cache_dtype and (not self.is_cached or self.append):
             raise ValueError("only a cache that nothing is appended to is of 8 bits here")
+        if self.values_in_keys and (not self.is_cached or self.append):
+            raise ValueError("only a cache that nothing is appended to has values in its keys here")
         if self.rotary and (not self.append or self.head_dim % 2):
             raise ValueError("rotary embeddings need rows to append, and an even head_dim")
         if self.lengths is not None and (
@@ -302,7 +310,8 @@ class Case:
     @property
     def _key_bytes(self) -> int:
         """Bytes of a key and its value."""
-        return (self.head_dim + self.head_dim_v) * ITEMSIZE[self.cache_dtype or self.dtype]
+        columns = self.head_dim + (0 if self.values_in_keys else self.head_dim_v)
+        return columns * ITEMSIZE[self.cache_dtype or self.dtype]
 
     @property
     def array_bytes(self) -> int:
@@ -419,6 +428,7 @@ def _texts(case: Case) -> dict[str, str]:
 def _kind_text(case: Case) -> str:
     if case.is_cached:
         lies = f"pages of {case.page_size}" if case.page_size else "cache"
+        lies = f"latent {lies}" if case.values_in_keys else lies
         return f"{case.cache_dtype} {lies}" if case.cache_dtype else lies
     return "" if case.is_dense else case.kind
 

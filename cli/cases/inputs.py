@@ -170,6 +170,10 @@ class Inputs:
             **(self.more_gpu if on_gpu else self.more),
             **modifications,
         }
+        if case.values_in_keys:
+            options["head_dim_v"] = case.head_dim_v
+            options.pop("v_scale", None)
+            return (q, k, None), options
         if case.is_cached:
             return (q, k, v), options
         options |= {"max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
@@ -191,7 +195,10 @@ class Inputs:
             if arrays is None:
                 return None
             q, k, v = arrays
-            return q, k.reshape(k_shape), v.reshape(v_shape)
+            pages = k.reshape(k_shape)
+            if case.values_in_keys:
+                return q, pages, pages[..., : case.head_dim_v]
+            return q, pages, v.reshape(v_shape)
 
         made = Inputs(case, paged(self._gpu), paged(self._host), more, self.seed)
         made._drawn = self._drawn
@@ -201,7 +208,9 @@ class Inputs:
         """Inputs of the same step on the cache in 8 bits, with a scale for each head."""
         case = dataclasses.replace(self.case, cache_dtype=dtype)
         q, k, v = self._gpu or self.host
-        arrays = (q, quantized.quantized(k, dtype), quantized.quantized(v, dtype))
+        keys = quantized.quantized(k, dtype)
+        in_keys = keys[..., : case.head_dim_v]
+        arrays = (q, keys, in_keys if case.values_in_keys else quantized.quantized(v, dtype))
         of_heads = np.full(case.heads_kv, quantized.SCALE, np.float32)
         more = dict(self.more) | {"k_scale": of_heads, "v_scale": of_heads}
         gpu, host = (None, arrays) if self._gpu is None else (arrays, None)
@@ -283,7 +292,11 @@ def random_inputs(case: Case, seed: int, *, on_gpu: bool) -> Inputs:
     # Not RandomState: CuPy's needs the cuRAND library.
     generator = xp.random.default_rng(seed)
     dtype = numpy_dtype(case.dtype)
-    q, k, v = (_normal(xp, generator, shape, dtype) for shape in shapes_of_qkv)
+    if case.values_in_keys:
+        q, k = (_normal(xp, generator, shape, dtype) for shape in shapes_of_qkv[:2])
+        v = k[..., : case.head_dim_v]
+    else:
+        q, k, v = (_normal(xp, generator, shape, dtype) for shape in shapes_of_qkv)
     more = sequences.arrays_of(case, seed)
     if on_gpu:
         return Inputs(case, _gpu=(q, k, v), more=more, seed=seed)

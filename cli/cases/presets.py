@@ -113,6 +113,13 @@ def _decode(batch: int, seqlen_k: int) -> Case:
     return Case("bfloat16", batch, 1, seqlen_k, 32, 8, 128, 128, kind="cache")
 
 
+def _latent(batch: int, seqlen_k: int, heads: int) -> Case:
+    """One query row of a model with multi-head latent attention: all heads read one latent."""
+    return Case(
+        *("bfloat16", batch, 1, seqlen_k, heads, 1, 576, 512), kind="cache", values_in_keys=True
+    )
+
+
 # Of the varlen preset: lengths from 16 to the longest.
 _PACKED = long_tail(32, 16384, seed=0)
 
@@ -214,6 +221,27 @@ _PRESETS = {
         providers=("cupy_flash", "cupy_flash-float8", "cupy_flash-int8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8, -int8: the same cache in 8 bits, a scale for each head",),
+    ),
+    "mla": Preset(
+        "Decoding with multi-head latent attention: values are 512 of the 576 columns of one key",
+        cases=tuple(
+            _latent(batch, seqlen_k, heads)
+            for heads in (16, 128)
+            for batch, seqlen_k in (
+                *((1, seqlen_k) for seqlen_k in (4096, 32768)),
+                *((16, seqlen_k) for seqlen_k in (4096, 32768)),
+                *((128, seqlen_k) for seqlen_k in (4096, 8192, 16384, 32768)),
+            )
+        ),
+        providers=(
+            *("cupy_flash", "cupy_flash-float8", "cupy_flash-int8", "cupy_flash-page16"),
+            *("torch-cudnn", "torch-flash", "torch-efficient"),
+        ),
+        baseline=("torch-cudnn", "torch-flash", "torch-efficient"),
+        notes=(
+            "GB/s are those of the latent, read once; cupy_flash-float8, -int8: in 8 bits, a scale "
+            "for each head; cupy_flash-page16: in shuffled pages of 16 rows",
+        ),
     ),
     "varlen": Preset(
         "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",

@@ -43,6 +43,7 @@ CASE_FIELDS = (
 OPTIONAL_FIELDS = (
     *("kind", "page_size", "append", "rotary", "asked_splits", "lengths", "mods"),
     "direction",
+    "values_in_keys",
 )
 
 # What a head's parts are, where a record has them.
@@ -168,6 +169,7 @@ _FITS_OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "lengths": _is_list_of_counts,
     "mods": _is_modifications,
     "direction": lambda value: value in DIRECTIONS,
+    "values_in_keys": lambda value: isinstance(value, bool),
 }
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "provider": _is_text,
@@ -228,6 +230,7 @@ def case_of(row: Row) -> Case:
         lengths=tuple(row["lengths"]) if row.get("lengths") else None,
         mods=Mods.parse(row.get("mods") or ""),
         direction=row.get("direction") or "forward",
+        values_in_keys=bool(row.get("values_in_keys")),
     )
 
 
@@ -242,6 +245,7 @@ def optional_fields(case: Case) -> dict[str, Any]:
         "lengths": list(case.lengths) if case.lengths else None,
         "mods": str(case.mods) or None,
         "direction": case.direction if case.is_backward else None,
+        "values_in_keys": case.values_in_keys or None,
     }
 
 

@@ -44,6 +44,8 @@ _QUANTIZED_KEYS = 32
 # warps share them then. With those of 576 each has 144, and about 170 registers.
 _MOST_COLUMNS = 256
 _TEAM = 4
+# Row tiles of a head up to which two teams are better off in one thread block.
+_MOST_TILES_TOGETHER = 2
 # Of the SMs, with which thread blocks of clusters take keys and values as fast as with all.
 _SHARE_OF_SMS = 0.42
 # Units of keys for each block of a cluster up to which no other cluster has a share: 1024 keys of 4
@@ -147,8 +149,10 @@ class DecodeFamily(Family[DecodeTile]):
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         rows = _rows(problem)
-        if not 1 <= rows <= _MOST_ROWS:
-            return f"is for 1 to {_MOST_ROWS} query rows of a key/value head, and here are {rows}"
+        # 128 query heads of latent attention are one query's rows.
+        most = 16 * _MOST_SHARED_TILES if _team(problem) > 1 else _MOST_ROWS
+        if not 1 <= rows <= most:
+            return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
         if problem.seqlen_k < _FEWEST_KEYS:
             return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         return None
@@ -224,6 +228,10 @@ class DecodeFamily(Family[DecodeTile]):
 
     def _preferred_tiles(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
         """Tiles from the best down, of which the first that fits is the default."""
+        if _team(problem) > 1:
+            for tile in self._tiles_of_teams(problem):
+                yield self._with_all_stages(problem, device, tile)
+            return
         wide = max(problem.head_dim, problem.head_dim_v) > 128
         keys = 16 if problem.scales is None else _QUANTIZED_KEYS
         small = [DecodeTile(16, keys, min_blocks=2), DecodeTile(16, keys, min_blocks=1)]
@@ -236,13 +244,6 @@ class DecodeFamily(Family[DecodeTile]):
         if problem.is_batch_invariant:
             # Bc and warps decide in which order a row's keys are summed up.
             tiles = small
-        elif _team(problem) > 1:
-            # Two teams hide each other's meetings. 16 heads of 576 columns that hold 512 of values,
-            # 128 x 8192 keys in pages of 64, us of an H200: 301; tiles of 16 keys 320, two blocks
-            # of a team with 32 keys 328 and with 16 331, one with 32 360. Of 8 bits two blocks take
-            # 292, two teams 319.
-            teams = [DecodeTile(16, Bc, warps=8, min_blocks=1) for Bc in (32, 16)]
-            tiles = [*teams, *small] if problem.scales is None else [*small, *teams]
         elif problem.batch > _MANY and problem.seqlen_k < _SHORT:
             tiles = [*small, large]
         is_free = _is_balanced(problem, 16) and not problem.is_batch_invariant
@@ -252,8 +253,7 @@ class DecodeFamily(Family[DecodeTile]):
         if page_size:
             most_in_clusters = min(most_in_clusters, _LITTLE if short_pages else _MUCH_IN_PAGES)
         suits_clusters = _has_clusters(device) and is_free and _bytes(problem) <= most_in_clusters
-        is_alone = _team(problem) == 1
-        if device.arch == 90 and is_free and several_heads and is_alone and not short_pages:
+        if device.arch == 90 and is_free and several_heads and not short_pages:
             # Four blocks of two warps on an SM, where each has whole sequences, begin and end at
             # different times. 8 heads, batch x keys, us of an H200 beside the next best: 64 x 1024
             # 76.4, 77.7; 64 x 4096 249.6, 250.7; 64 x 8192 478.5, 478.6; 64 x 65536 3772, clusters
@@ -264,8 +264,7 @@ class DecodeFamily(Family[DecodeTile]):
                 tiles.insert(0, fine)
                 suits_clusters = suits_clusters and not has_much
             if has_much and problem.scales is None:
-                of_all = _teams(problem, large) * _stage_bytes(problem, large)
-                enough = ceil_div(_ENOUGH_ON_THE_WAY, of_all)
+                enough = ceil_div(_ENOUGH_ON_THE_WAY, large.warps * _stage_bytes(problem, large))
                 most_stages = max(2, enough)
         if suits_clusters:
             yield from self._clustered(problem, device, large)
@@ -273,6 +272,24 @@ class DecodeFamily(Family[DecodeTile]):
             full = self._with_all_stages(problem, device, tile)
             most = full.stages if any(tile is other for other in small) else most_stages
             yield dataclasses.replace(full, stages=min(most, full.stages))
+
+    def _tiles_of_teams(self, problem: Problem) -> Iterator[DecodeTile]:
+        """Two teams on an SM, in one thread block or one in each of two.
+
+        Of 128 x 8192 keys of 576 columns, 512 of them the values, 16 query heads, on an H200: one
+        block of two teams 301 us, with tiles of 16 keys 320, two blocks 328, one team 360. In 8
+        bits two blocks 292, one 319; of 64 x 4096 keys, 128 query heads, 556 and 611.
+        """
+        together = DecodeTile(16, _QUANTIZED_KEYS, warps=2 * _TEAM, min_blocks=1)
+        apart = DecodeTile(16, _QUANTIZED_KEYS, warps=_TEAM, min_blocks=2)
+        finer = [dataclasses.replace(tile, Bc=16) for tile in (together, apart)]
+        # What decides in which order keys are summed up must not go by the number of rows.
+        several = _row_tiles(problem, 16) > _MOST_TILES_TOGETHER and not problem.is_batch_invariant
+        if problem.scales is not None or several:
+            yield from (apart, together, *reversed(finer))
+        else:
+            yield from (together, *finer, apart)
+        yield from (dataclasses.replace(tile, min_blocks=1) for tile in (apart, finer[1]))
 
     def _clustered(
         self, problem: Problem, device: Device, tile: DecodeTile

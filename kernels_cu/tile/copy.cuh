@@ -93,19 +93,12 @@ struct RowCopy {
     for (int first = 0; first < copies_per_row; first += columns_at_once) {
       const int copy = first + thread % columns_at_once;
       if (copies_per_row % columns_at_once != 0 && copy >= copies_per_row) break;
-      const int elements = elements_of(copy, columns);
-      copy_one(target(shared, row, copy), source + first * copy_elements, is_there ? elements : 0,
-               policy);
+      int elements =
+          whole_rows ? copy_elements : max(0, min(copy_elements, columns - copy * copy_elements));
+      copy_one(shared + Layout::offset(row, copy / copies_per_chunk) +
+                   copy % copies_per_chunk * copy_bytes,
+               source + first * copy_elements, is_there ? elements : 0, policy);
     }
-  }
-
-  // Where a copy of a row goes, and how many elements it has if the row has `columns`.
-  static __device__ unsigned target(unsigned shared, int row, int copy) {
-    return shared + Layout::offset(row, copy / copies_per_chunk) +
-           copy % copies_per_chunk * copy_bytes;
-  }
-  static __device__ int elements_of(int copy, int columns) {
-    return whole_rows ? copy_elements : max(0, min(copy_elements, columns - copy * copy_elements));
   }
 
   static __device__ void copy_one(unsigned target, const Element* source, int elements,

@@ -651,6 +651,21 @@ def test_a_unit_of_keys_is_a_tile_of_each_team():
     assert launch_of(case, WIDE).grid == (1, 1, 10)
 
 
+def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
+    together, apart = DecodeTile(16, 32, 8, 2, 1), DecodeTile(16, 32, 4, 2, 2)
+    assert default_tile(latent()) == together
+    assert default_tile(latent(rows=128, group=128)) == apart
+    # What decides in which order keys are summed up does not go by the number of rows.
+    for rows in (16, 128):
+        assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
+
+
+def test_wide_heads_of_up_to_128_rows_go_to_decode():
+    assert make_plan(latent(layout="pages of 64", rows=128, group=128), h100).family == "decode"
+    reason = decode.why_not_first(latent(rows=144, group=16), h100)
+    assert reason == "is for 1 to 128 query rows of a key/value head, and here are 144"
+
+
 def test_two_teams_of_a_block_come_first_with_wide_heads():
     case = latent(batch=128)
     assert default_tile(case) == DecodeTile(16, 32, warps=8, stages=2, min_blocks=1)

@@ -512,7 +512,7 @@ def test_a_record_reads_back_as_its_cases(tmp_path: Path) -> None:
 def test_rows_of_other_cases_say_nothing_of_sequences(tmp_path: Path) -> None:
     (row,) = record(tmp_path, *FAST, "--seqlen-q", "5")["rows"]
 
-    assert [row[name] for name in records.OPTIONAL_FIELDS] == [None] * 8
+    assert [row[name] for name in records.OPTIONAL_FIELDS] == [None] * 9
     assert row["kv_tb_per_s"] is None
 
 

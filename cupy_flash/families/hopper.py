@@ -137,8 +137,6 @@ class HopperFamily(Family[HopperTile]):
             return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
         if reason := why_not_scale(problem):
             return reason
-        if problem.head_dim_v > 256:
-            return "a product of a warpgroup has 256 columns at most, so its head_dim_v has"
         if problem.seqlen_k == 0:
             return "the copy engine cannot address arrays without keys"
         if reason := self._why_not_sequences(problem):

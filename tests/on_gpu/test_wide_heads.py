@@ -47,8 +47,8 @@ DENSE = [
     )
     for family in FAMILIES
     for index, (dim, dim_v) in enumerate(WIDE)
-    for dtype in DTYPES
-    for causal in (False, True)
+    # Each width in one dtype and mask, since each takes long to compile.
+    for dtype, causal in [(list(DTYPES)[index % len(DTYPES)], index % 3 == 0)]
 ]
 
 
@@ -60,7 +60,6 @@ def test_wide_heads_are_right(case: Case) -> None:
 TILES = [
     MmaTile(64, 64, warps=8),
     MmaTile(64, 32, warps=8, stages=3),
-    MmaTile(64, 32, warps=8, stages=4),
     MmaTile(32, 64),
     MmaTile(32, 32),
     MmaTile(16, 32, warps=2),
@@ -103,11 +102,11 @@ def test_wide_rows_of_any_alignment_are_right(alignment: int) -> None:
         )
 
 
-@pytest.mark.parametrize("test", range(10))
+@pytest.mark.parametrize("test", range(4))
 def test_modified_wide_heads_are_right(test: int) -> None:
     import cupy
 
-    for seed in range(4 * test, 4 * test + 4):
+    for seed in range(2 * test, 2 * test + 2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), seed])
         family = str(rng.choice(["mma", "mma", "simt", "any"]))
         dtypes = ["float16", "bfloat16"] if family == "mma" else list(DTYPES)
@@ -161,11 +160,11 @@ def test_cached_wide_heads_are_right(place: Place, case, num_splits: int) -> Non
     check_kvcache(place, case, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("test", range(8))
+@pytest.mark.parametrize("test", range(4))
 def test_gradients_of_wide_heads_are_right(test: int) -> None:
     import cupy
 
-    for number in range(3):
+    for number in range(2):
         rng = np.random.default_rng([zlib.crc32(b"wide"), test])
         sizes = np.random.default_rng([test, number])
         dtype, kind = list(DTYPES)[test % 4], str(rng.choice(GRADIENT_KINDS))

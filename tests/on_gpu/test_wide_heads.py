@@ -67,8 +67,16 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(512, 512), (576, 384), (512, 192)])
+TILED = [
+    (tile, *dims)
+    for dims in ((512, 512), (576, 384), (512, 192))
+    for tile in TILES
+    # Warps with rows of their own have no registers for an output of 512 columns.
+    if dims != (512, 512) or tile != MmaTile(64, 32)
+]
+
+
+@pytest.mark.parametrize(("tile", "head_dim", "head_dim_v"), TILED, ids=str)
 def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int) -> None:
     for dtype, causal in (("float16", False), ("bfloat16", True)):
         case = Case(

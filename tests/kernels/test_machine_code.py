@@ -64,13 +64,16 @@ def most_spilled(kernel: Any, plan: Plan) -> int:
     if kernel.family == "hopper":
         return 32
     if kernel.family == "decode":
-        # At head_dim 256 all 255 registers are in use. More if each row has a page, whose address
-        # must be found, for sm_100, and in tiles of 32 rows; and with CUDA 12.9 for all.
+        # At head_dim 256, and in tiles of 32 rows, all 255 registers are in use. There the four
+        # words of the sequence that a share begins in are stored on each of the ways to find it, 80
+        # bytes in all ahead of the first barrier, and read once; the loop over keys has none. More
+        # if each row has a page, whose address must be found, for sm_100, and with CUDA 12.9 for all.
         from cupy.cuda import nvrtc
 
-        more = kernel.case.page_size == 1 or kernel.arch == 100 or plan.tile.Br == 32
+        more = kernel.case.page_size == 1 or kernel.arch == 100
         more = more or nvrtc.getVersion() < (13, 0)
-        return 48 if more else 32
+        all_in_use = plan.problem.head_dim > 192 or plan.tile.Br == 32
+        return (48 if more else 32) + (64 if all_in_use else 0)
     # The one tile that is faster than smaller ones although it spills, see its family.
     problem = plan.problem
     return 16 if (problem.dtype, problem.head_dim, kernel.arch) == ("float32", 128, 90) else 0

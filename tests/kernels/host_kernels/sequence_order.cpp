@@ -27,8 +27,9 @@ void print_visits(const Params& p, int threads, int section_keys) {
     const SequenceOrder order(p);
     static Visit<true> next;
     const bool is_first = threadIdx.x == 0;
+    const auto take = [&] { return order.take(); };
     while (true) {
-      take_visit<Config<Causal>>(p, order, section_keys, next, is_first);
+      take_visit<Config<Causal>>(p, order, take, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
         std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,

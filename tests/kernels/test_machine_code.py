@@ -67,7 +67,7 @@ def most_spilled(kernel: Any, plan: Plan) -> int:
         # At head_dim 256, and in tiles of 32 rows, all 255 registers are in use. There the four
         # words of the sequence that a share begins in are stored on each of the ways to find it, 80
         # bytes in all ahead of the first barrier, and read once; the loop over keys has none. More
-        # if each row has a page, whose address must be found, for sm_100, and with CUDA 12.9 for all.
+        # if each row has a page, whose address must be found, for sm_100, and with CUDA 12.9.
         from cupy.cuda import nvrtc
 
         more = kernel.case.page_size == 1 or kernel.arch == 100

@@ -149,8 +149,10 @@ class DecodeFamily(Family[DecodeTile]):
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         rows = _rows(problem)
-        # 128 query heads of latent attention are one query's rows.
-        most = 16 * _MOST_SHARED_TILES if _team(problem) > 1 else _MOST_ROWS
+        most = _MOST_ROWS
+        if _team(problem) > 1:
+            # 128 query heads of latent attention are one query's rows.
+            most = max(most, min(_group(problem), 16 * _MOST_SHARED_TILES))
         if not 1 <= rows <= most:
             return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
         if problem.seqlen_k < _FEWEST_KEYS:

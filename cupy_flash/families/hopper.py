@@ -141,13 +141,13 @@ class HopperFamily(Family[HopperTile]):
             return "the copy engine cannot address arrays without keys"
         if reason := self._why_not_sequences(problem):
             return reason
+        if problem.dtype == "float32":
+            return self._why_not_float32(problem, device)
         if _columns(problem, problem.head_dim_v) > _MOST_COLUMNS:
             return (
                 f"two blocks write {2 * _MOST_COLUMNS} columns of a head's output at most, not "
                 f"{problem.head_dim_v}"
             )
-        if problem.dtype == "float32":
-            return self._why_not_float32(problem, device)
         if problem.alignment < STRIDE_UNIT:
             return (
                 f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "

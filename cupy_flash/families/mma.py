@@ -106,7 +106,7 @@ def _is_wide(problem: Problem) -> bool:
 
 def _rows(problem: Problem, warps: int) -> tuple[int, ...]:
     """The query rows that a tile of so many warps may have, fewest last."""
-    shared = (8 * warps,) if _is_wide(problem) else ()
+    shared = (8 * warps,) if _is_wide(problem) and warps % 2 == 0 else ()
     return (16 * warps, 32 * warps, *shared)
 
 

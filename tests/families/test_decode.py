@@ -660,10 +660,11 @@ def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
         assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
 
 
-def test_wide_heads_of_up_to_128_rows_go_to_decode():
+def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode():
     assert make_plan(latent(layout="pages of 64", rows=128, group=128), h100).family == "decode"
-    reason = decode.why_not_first(latent(rows=144, group=16), h100)
-    assert reason == "is for 1 to 128 query rows of a key/value head, and here are 144"
+    for rows, group, most in ((144, 144, 128), (33, 1, 32), (128, 16, 32)):
+        reason = decode.why_not_first(latent(rows=rows, group=group), h100)
+        assert reason == f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
 
 
 def test_two_teams_of_a_block_come_first_with_wide_heads():

@@ -103,7 +103,7 @@ WRONG_VALUES: dict[str, tuple[Change, str]] = {
         lambda q, k, v: ((q, k[:, :, :0], v[:, :, :0]), {}),
         "k and v have no heads",
     ),
-    "head_dim over 256": (
+    "head_dim over 576": (
         lambda q, k, v: (tuple(zeros(1, 8, 1, 577) for _ in range(3)), {}),
         "head_dim of q and k is 577; expected 1 to 576",
     ),

@@ -1,8 +1,4 @@
-"""The arrays of an attention call, whichever public function it came by, and what they ask for.
-
-Shapes, dtypes and options are checked for every kind of array; contents, which say where sequences
-lie, only of arrays in host memory (`cupy_flash.calls.contents`).
-"""
+"""The arrays of an attention call, whichever public function it came by, all of one kind."""
 
 from __future__ import annotations
 
@@ -23,44 +19,16 @@ from cupy_flash.arrays.kinds import (
     way_back,
 )
 from cupy_flash.arrays.strided import (
-    address_of,
-    array_module,
-    dtype_name,
-    is_aligned,
     kind_of,
-    new_spec,
-    require_4d,
-    require_axes,
-    require_dtype,
-    require_float,
-    require_in_place,
-    require_int32,
-    require_layout,
-    require_shape,
-    spec_of,
-    to_bshd,
 )
 from cupy_flash.calls.modifiers import (
     NO_FUNCTIONS,
     Functions,
     Modifiers,
-    canonical,
     read_modifiers,
-    score_spec,
 )
 from cupy_flash.calls.options import Options
-from cupy_flash.mods.shapes import Sizes, refuse_seqlens
-from cupy_flash.problem.arrays import (
-    DTYPES,
-    LARGEST_QUANTIZED,
-    ArraySpec,
-    Scales,
-    Strides,
-    check_no_self_overlap,
-)
-from cupy_flash.problem.problem import Problem, make_problem
-from cupy_flash.problem.score import ScoreSpec
-from cupy_flash.problem.values import check_bool, check_count, count
+from cupy_flash.problem.problem import Problem
 
 
 class Arguments(NamedTuple):
@@ -189,7 +157,7 @@ _REQUIRED = {
     "packed": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "cached": ("q", "k_cache", "v_cache"),
 }
-_INT32 = frozenset(
+INT32 = frozenset(
     {
         "block_table",
         "cu_seqlens_q",
@@ -272,7 +240,7 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
     for name, array in zip(given._fields[1:], given[1:], strict=True):
         if array is None and name in given._field_defaults:
             continue
-        if name in _INT32:
+        if name in INT32:
             found[name] = normalize_int32(name, array, on_host=on_host)
             continue
         if name in SCALES:
@@ -283,44 +251,6 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")
     return given._replace(**found), convert
-
-
-def problem_of(arguments: Arguments, options: Options) -> Problem:
-    """The problem that NumPy or CuPy arrays pose.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For what no kernel computes; the message names the argument.
-    """
-    check_bool("return_lse", options.return_lse)
-    for name in _INT32:
-        if (array := getattr(arguments, name, None)) is not None:
-            require_int32(name, array)
-    return _PROBLEM_OF[options.kind](arguments, options)
-
-
-def _score(
-    arguments: Arguments, options: Options, dtype: str, *sizes: int, **more: int
-) -> ScoreSpec | None:
-    """What a kernel is made for of the call's modifications."""
-    modifiers = options.modifiers
-    if modifiers is None:
-        return None
-    found = Sizes(dtype, *sizes, **more)
-    arrays = canonical(modifiers, arguments.of_modifiers, found)
-    return score_spec(modifiers, arrays, found, causal=options.causal)
-
-
-def sizes_of(problem: Problem, options: Options) -> Sizes:
-    """Sizes that the modifications of a problem's call have to fit."""
-    p = problem
-    if not p.layout.packed_q:
-        return Sizes(p.dtype, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
-    # As the call names them: a problem's are no longer than the arrays.
-    seqlen_q = count("max_seqlen_q", options.max_seqlen_q)
-    seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
-    return Sizes(p.dtype, p.batch, p.heads_q, seqlen_q, seqlen_k, p.layout.total_q)
 
 
 def check_qkv(qkv: Any, layout: str) -> None:
@@ -334,311 +264,3 @@ def check_qkv(qkv: Any, layout: str) -> None:
         )
     if layout != "bshd":
         raise ValueError(f"layout is {layout!r}; packed arrays are 'bshd'")
-
-
-def _equal_problem(arguments: Arguments, options: Options) -> Problem:
-    require_layout(options.layout)
-    arrays = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
-    if arguments.out is not None:
-        arrays["out"] = arguments.out
-    for name, array in arrays.items():
-        require_4d(name, array)
-        require_float(name, array)
-    if arguments.out is not None:
-        require_in_place("out", arguments.out)
-    specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
-    if arguments.out is None:
-        shape = (*arguments.q.shape[:3], arguments.v.shape[3])
-        specs["out"] = new_spec(shape, options.layout, dtype_name(arguments.q))
-    q, k = specs["q"], specs["k"]
-    is_padded = getattr(arguments, "seqlens_k", None) is not None
-    score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return make_problem(
-        *(specs[name] for name in ("q", "k", "v", "out")),
-        kind="padded" if is_padded else "equal",
-        score=score,
-        causal=options.causal,
-        softmax_scale=options.softmax_scale,
-        q_offset=options.q_offset,
-    )
-
-
-def _packed_problem(arguments: Arguments, options: Options) -> Problem:
-    q, k, v, out, _, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k = arguments[:9]
-    packed = "total length, heads and head_dim"
-    require_axes("q", q, 3, packed)
-    for name, array in (("k", k), ("v", v)):
-        if block_table is None:
-            require_axes(name, array, 3, packed)
-        else:
-            require_axes(name, array, 4, "pages, page_size, heads and head_dim, as of block_table")
-    if out is not None:
-        expected = (*q.shape[:2], v.shape[-1])
-        require_shape("out", out, expected, "as q, but with the head_dim of v")
-    require_axes("cu_seqlens_q", cu_seqlens_q, 1, "where each sequence begins, and the end")
-    if cu_seqlens_q.shape[0] == 0:
-        raise ValueError("cu_seqlens_q is empty; expected batch + 1 integers, at least one")
-    batch = cu_seqlens_q.shape[0] - 1
-    require_shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "as cu_seqlens_q")
-    if seqused_k is not None:
-        require_shape("seqused_k", seqused_k, (batch,), "one length for each sequence")
-    refuse_seqlens(getattr(arguments, "seqlens_k", None), "seqused_k")
-    table = _table(block_table, batch)
-    max_seqlen_k = count("max_seqlen_k", options.max_seqlen_k)
-    score = _score(
-        arguments,
-        options,
-        dtype_name(q),
-        batch,
-        q.shape[1],
-        count("max_seqlen_q", options.max_seqlen_q),
-        max_seqlen_k,
-        total_q=q.shape[0],
-    )
-    return make_problem(
-        *_specs(arguments, options),
-        kind="packed",
-        score=score,
-        batch=batch,
-        max_seqlen_q=options.max_seqlen_q,
-        max_seqlen_k=options.max_seqlen_k,
-        block_table=table,
-        num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant,
-        causal=options.causal,
-        softmax_scale=options.softmax_scale,
-    )
-
-
-def _cached_problem(arguments: Arguments, options: Options) -> Problem:
-    """Where q is rotated, attention reads the contiguous array that it is rotated into."""
-    q, block_table = arguments.q, arguments.block_table
-    require_axes("q", q, 4, "batch, seqlen, heads and head_dim")
-    batch = q.shape[0]
-    first = "caches, seqlen" if block_table is None else "pages, page_size"
-    for name in _caches(options):
-        require_axes(name, getattr(arguments, name), 4, f"{first}, heads and head_dim")
-        require_in_place(name, getattr(arguments, name), ": a cache is not copied")
-    if arguments.out is not None:
-        require_axes("out", arguments.out, 4, "batch, seqlen, heads and head_dim")
-    for name, array, meaning in (
-        (
-            "cache_seqlens",
-            arguments.cache_seqlens,
-            "one length for each sequence; where all have one, pass an integer",
-        ),
-        ("cache_batch_idx", arguments.cache_batch_idx, "one cache for each sequence"),
-    ):
-        if array is not None:
-            require_shape(name, array, (batch,), meaning)
-    if arguments.cache_batch_idx is not None and block_table is not None:
-        raise ValueError("cache_batch_idx and block_table both say where a cache is; pass one")
-    if options.head_dim_v is not None:
-        _check_values_in_keys(arguments.k_cache.shape[3], options.head_dim_v)
-    q_spec, k_spec, v_spec, out_spec = _specs(arguments, options)
-    if arguments.rotary_cos is not None:
-        q_spec = ArraySpec.contiguous(q_spec.shape, q_spec.dtype)
-    refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
-    table = _table(block_table, batch)
-    capacity = k_spec.shape[1] * (1 if table is None else table[0])
-    scales = _cache_scales(arguments, options, k_spec)
-    heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
-    problem = make_problem(
-        q_spec,
-        k_spec,
-        v_spec,
-        out_spec,
-        kind="cached",
-        score=_score(arguments, options, q_spec.dtype, batch, heads_q, seqlen_q, capacity),
-        block_table=table,
-        chosen_caches=arguments.cache_batch_idx is not None,
-        new_keys=_seqlen_new(arguments, options),
-        num_splits=options.num_splits,
-        batch_invariant=options.batch_invariant,
-        causal=options.causal,
-        softmax_scale=options.softmax_scale,
-        scales=scales,
-        values_in_keys=options.head_dim_v is not None,
-    )
-    _check_new_rows(arguments, options, problem)
-    _check_rotary(arguments, options, problem)
-    return problem
-
-
-_PROBLEM_OF = {
-    "equal": _equal_problem,
-    "qkvpacked": _equal_problem,
-    "packed": _packed_problem,
-    "cached": _cached_problem,
-}
-
-
-def _caches(options: Options) -> tuple[str, ...]:
-    """Names of the caches that there are."""
-    return CACHES if options.head_dim_v is None else CACHES[:1]
-
-
-def _check_values_in_keys(head_dim: int, head_dim_v: int) -> None:
-    if not 1 <= head_dim_v <= head_dim:
-        raise ValueError(
-            f"head_dim_v is {head_dim_v}; expected 1 to {head_dim}, the columns of k_cache"
-        )
-
-
-def _specs(
-    arguments: Arguments, options: Options
-) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:
-    q, out, values = arguments.q, arguments.out, arguments.values_of(options)
-    k, v = ("k", "v") if arguments.k_cache is None else CACHES
-    for name, array in (("q", q), (k, arguments.keys), (v, values), ("out", out)):
-        if array is not None:
-            more = LARGEST_QUANTIZED if name in CACHES else ()
-            require_float(name, array, (*DTYPES, *more))
-    if out is not None:
-        require_in_place("out", out)
-    inputs = (q, arguments.keys, values)
-    q_spec, k_spec, v_spec = (spec_of(array, address_of(array)) for array in inputs)
-    return q_spec, k_spec, v_spec, None if out is None else spec_of(out, address_of(out))
-
-
-def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> Scales | None:
-    """How the scales of caches of 8 bits lie; None for others, which have none."""
-    names = _caches(options)
-    given = {name: getattr(arguments, name) for name in SCALES[: len(names)]}
-    computed = options.compute_scales
-    dtypes = {dtype_name(getattr(arguments, name)) for name in names}
-    if not dtypes & LARGEST_QUANTIZED.keys():
-        for name, array in given.items():
-            if array is not None:
-                raise ValueError(f"{name} is for caches of 8 bits; these are {cache.dtype}")
-        if computed:
-            raise ValueError(f"compute_scales is for caches of 8 bits; these are {cache.dtype}")
-        return None
-    if dtype_name(arguments.q) == "float64":
-        raise TypeError(
-            "q has dtype float64; caches of 8 bits are for float16, bfloat16 and float32"
-        )
-    shape = cache.shape[:3]
-    strides = {name: _strides_of_scale(name, array, shape) for name, array in given.items()}
-    if computed:
-        if arguments.k is None:
-            raise ValueError("compute_scales is of the new rows; pass k and v with it")
-        for name, array in given.items():
-            if array is None or tuple(array.shape) != shape:
-                found = "None" if array is None else f"of shape {tuple(array.shape)}"
-                raise ValueError(
-                    f"{name} is {found}; compute_scales writes one for each row and head, {shape}"
-                )
-            check_no_self_overlap(
-                name, ArraySpec((*shape, 1), strides[name] or (0, 0, 0), "float32")
-            )
-    of_keys = strides["k_scale"]
-    return Scales(of_keys, strides.get("v_scale", of_keys), computed)
-
-
-def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> Strides | None:
-    if array is None:
-        return None
-    require_dtype(name, array, ("float32",))
-    try:
-        block, row, head = array_module(array).broadcast_to(array, shape).strides
-    except ValueError:
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}, which does not broadcast to {shape}: caches "
-            "or pages, their rows, and heads"
-        ) from None
-    size = array.itemsize
-    odd = any(stride % size for stride in (block, row, head)) or not is_aligned(array)
-    if odd and not isinstance(array, np.ndarray):
-        raise ValueError(
-            f"{name} lies at address {address_of(array):#x} with strides {array.strides}; expected "
-            f"multiples of {size} bytes"
-        )
-    return block // size, row // size, head // size
-
-
-def _table(block_table: Any | None, batch: int) -> tuple[int, int] | None:
-    if block_table is None:
-        return None
-    require_axes("block_table", block_table, 2, "batch and pages of a sequence")
-    if block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table has {block_table.shape[0]} rows; expected {batch}, one for each sequence"
-        )
-    return block_table.shape[1], block_table.strides[0] // block_table.itemsize
-
-
-def _new_rows(arguments: Arguments, options: Options) -> dict[str, Any]:
-    """What there may be to append: keys, and values unless the keys hold them."""
-    both = {"k": arguments.k, "v": arguments.v}
-    return both if options.head_dim_v is None else {"k": arguments.k}
-
-
-def _seqlen_new(arguments: Arguments, options: Options) -> int:
-    rows = _new_rows(arguments, options)
-    given = [name for name, array in rows.items() if array is not None]
-    if not given:
-        return 0
-    if len(given) < len(rows):
-        (missing,) = rows.keys() - given
-        raise ValueError(f"{given[0]} is given and {missing} is not; pass both, or none to append")
-    for name, array in rows.items():
-        require_axes(name, array, 4, "batch, seqlen_new, heads and head_dim")
-    return int(arguments.k.shape[1])
-
-
-def _check_new_rows(arguments: Arguments, options: Options, problem: Problem) -> None:
-    if arguments.k is None:
-        return
-    dims = {"k": problem.head_dim, "v": problem.head_dim_v}
-    for name, array in _new_rows(arguments, options).items():
-        if dtype_name(array) != problem.dtype or not array.dtype.isnative:
-            raise TypeError(f"{name} has dtype {array.dtype}; expected {problem.dtype}, as q has")
-        expected = (problem.batch, arguments.k.shape[1], problem.heads_kv, dims[name])
-        require_shape(name, array, expected, f"rows of {name}_cache for each sequence of q")
-    if problem.layout.new_keys:
-        for name in _caches(options):
-            cache = getattr(arguments, name)
-            check_no_self_overlap(name, spec_of(cache, address_of(cache)))
-
-
-def _check_rotary(arguments: Arguments, options: Options, problem: Problem) -> None:
-    check_bool("rotary_interleaved", options.rotary_interleaved)
-    cos, sin = arguments.rotary_cos, arguments.rotary_sin
-    if cos is None and sin is None:
-        return
-    if cos is None or sin is None:
-        given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
-        raise ValueError(f"rotary_{given} is given and rotary_{missing} is not; pass both or none")
-    if arguments.k is None:
-        raise ValueError("rotary_cos and rotary_sin rotate k and q; pass k and v with them")
-    accumulator = "float64" if problem.dtype == "float64" else "float32"
-    dtypes = tuple(dict.fromkeys((problem.dtype, accumulator)))
-    for name, array in (("rotary_cos", cos), ("rotary_sin", sin)):
-        require_axes(name, array, 2, "positions and rotary_dim / 2")
-        if dtype_name(array) not in dtypes or not array.dtype.isnative:
-            raise TypeError(
-                f"{name} has dtype {array.dtype}; expected {' or '.join(dtypes)}, with q "
-                f"{problem.dtype}"
-            )
-    require_shape("rotary_sin", sin, tuple(cos.shape), "as rotary_cos")
-    if cos.dtype != sin.dtype:
-        raise TypeError(f"rotary_sin has dtype {sin.dtype}; expected {cos.dtype}, as rotary_cos")
-    rows, half = cos.shape
-    check_count("number of rows of rotary_cos", rows)
-    if not 2 <= 2 * half <= problem.head_dim:
-        raise ValueError(
-            f"rotary_cos has {half} columns for a rotary_dim of {2 * half}; expected a rotary_dim "
-            f"of 2 to {problem.head_dim}, the head_dim"
-        )
-    least = max(positions(arguments, problem), 1)
-    if rows < least:
-        raise ValueError(
-            f"rotary_cos has {rows} rows; expected at least {least}, one for each position"
-        )
-
-
-def positions(arguments: Arguments, problem: Problem) -> int:
-    """How many positions are rotated to, from the length of the cache on."""
-    q_rows = 0 if problem.is_empty else problem.seqlen_q if problem.causal else 1
-    return max(q_rows, int(arguments.k.shape[1]))

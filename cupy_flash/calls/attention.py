@@ -16,18 +16,12 @@ from cupy_flash.arrays.strided import (
     readable_in_place,
     spec_of,
 )
-from cupy_flash.calls.arguments import (
-    IN_PLACE,
-    Arguments,
-    problem_of,
-    require_given,
-    sizes_of,
-    written_arrays,
-)
+from cupy_flash.calls.arguments import IN_PLACE, Arguments, require_given, written_arrays
 from cupy_flash.calls.block_maps import map_of_mask, map_spec
 from cupy_flash.calls.contents import LengthLimit, length_limits, require_length
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import problem_of, sizes_of
 from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.params import params_dtype
 from cupy_flash.gpu import append

@@ -8,7 +8,6 @@ from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
 from cupy_flash.arrays.strided import address_of, as_cupy, is_aligned, readable_in_place
-from cupy_flash.calls.arguments import sizes_of
 from cupy_flash.calls.attention import fixed_fields
 from cupy_flash.calls.gradients import (
     WRITTEN,
@@ -18,6 +17,7 @@ from cupy_flash.calls.gradients import (
 )
 from cupy_flash.calls.modifiers import Functions, canonical, packed_arguments
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import sizes_of
 from cupy_flash.calls.results import Maker, MemoryMaker, maker, memory_maker
 from cupy_flash.families.other_gradients import bias_fields
 from cupy_flash.families.params import params_dtype

@@ -16,8 +16,9 @@ from cupy_flash.arrays.strided import (
     spec_of,
     to_bshd,
 )
-from cupy_flash.calls.arguments import Arguments, problem_of, with_modifiers
+from cupy_flash.calls.arguments import Arguments, with_modifiers
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import problem_of
 from cupy_flash.calls.results import ResultSpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import OF_MOD, ROWS, GradientSpec

@@ -9,7 +9,6 @@ import numpy as np
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import readable_in_place, to_bshd
 from cupy_flash.calls import on_gpu
-from cupy_flash.calls.arguments import sizes_of
 from cupy_flash.calls.backends import require_cpu_family
 from cupy_flash.calls.contents import check_contents
 from cupy_flash.calls.gradients import (
@@ -22,6 +21,7 @@ from cupy_flash.calls.modifiers import Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.on_host import require_writable, runs_on_gpu, upload_order
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import sizes_of
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.schedule import Schedule
 from cupy_flash.gpu.environment import cupy_module, gpu_unavailable

@@ -9,18 +9,13 @@ import numpy as np
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls import on_gpu
-from cupy_flash.calls.arguments import (
-    Arguments,
-    problem_of,
-    require_given,
-    sizes_of,
-    written_arrays,
-)
+from cupy_flash.calls.arguments import Arguments, require_given, written_arrays
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
 from cupy_flash.calls.modifiers import on_host as modifiers_on_host
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import problem_of, sizes_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
 from cupy_flash.planning import tuning

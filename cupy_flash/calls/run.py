@@ -22,13 +22,13 @@ from cupy_flash.calls.arguments import (
     Arguments,
     modified,
     normalized,
-    problem_of,
     require_given,
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
+from cupy_flash.calls.problems import problem_of
 from cupy_flash.calls.results import as_tensor
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import compiler

@@ -654,7 +654,10 @@ def test_a_unit_of_keys_is_a_tile_of_each_team():
 def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
     together, apart = DecodeTile(16, 32, 8, 2, 1), DecodeTile(16, 32, 4, 2, 2)
     assert default_tile(latent()) == together
+    assert default_tile(latent(values_in_keys=False)).warps == 8
     assert default_tile(latent(rows=128, group=128)) == apart
+    # Where shared memory is less, with fewer keys.
+    assert default_tile(latent(), device_for_arch("sm_80")).Bc == 16
     # What decides in which order keys are summed up does not go by the number of rows.
     for rows in (16, 128):
         assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
@@ -665,11 +668,3 @@ def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode():
     for rows, group, most in ((144, 144, 128), (33, 1, 32), (128, 16, 32)):
         reason = decode.why_not_first(latent(rows=rows, group=group), h100)
         assert reason == f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
-
-
-def test_two_teams_of_a_block_come_first_with_wide_heads():
-    case = latent(batch=128)
-    assert default_tile(case) == DecodeTile(16, 32, warps=8, stages=2, min_blocks=1)
-    # Where shared memory is less, with fewer keys.
-    assert default_tile(case, device_for_arch("sm_80")).Bc == 16
-    assert default_tile(latent(batch=128, values_in_keys=False)).warps == 8

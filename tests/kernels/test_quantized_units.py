@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from cupy_flash import plan_with_kvcache
-from cupy_flash.calls.arguments import Arguments, problem_of
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.attention import append_spec
 from cupy_flash.calls.options import Options
+from cupy_flash.calls.problems import problem_of
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
 from cupy_flash.gpu.append import AppendSpec, append_unit, prepare

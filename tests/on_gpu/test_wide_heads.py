@@ -19,7 +19,7 @@ from support.gpu_sequences import (
 from support.gpu_sequences import (
     of_cases as of_sequences,
 )
-from support.gpu_support import DTYPES, Case, check
+from support.gpu_support import DTYPES, Case, check, current_device
 from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import random_gradient_call
 from support.gradient_rule import check_gradients
@@ -89,8 +89,11 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
             causal=causal,
             tile=tile,
         )
-        if FORWARD["mma"].why_not_tile(case.problem(), case.plan().device, tile) is None:
-            check(case)
+        if reason := FORWARD["mma"].why_not_tile(case.problem(), current_device(), tile):
+            # Less shared memory than the GPUs with most have.
+            assert "shared memory" in reason
+            pytest.skip(reason)
+        check(case)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8])

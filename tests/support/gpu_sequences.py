@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from cupy_flash import UnsupportedError, flash_attention_varlen, flash_attention_with_kvcache
-from cupy_flash.calls import arguments as calls
+from cupy_flash.calls import problems
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.attention import append_spec
 from cupy_flash.calls.options import Options
 from cupy_flash.cli.build.build import Job
@@ -351,14 +352,14 @@ def jobs_of(
         softmax_scale=case.softmax_scale,
         num_splits=num_splits,
     )
-    given = {name: arguments[name] for name in calls.Arguments._fields if name in arguments}
+    given = {name: arguments[name] for name in Arguments._fields if name in arguments}
     most = {name: arguments[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in arguments}
     if isinstance(case, KVCacheCase):
         asked = asked._replace(rotary_interleaved=case.rotary_interleaved)
-    posed = calls.problem_of(calls.Arguments(**given), asked._replace(**most))
+    posed = problems.problem_of(Arguments(**given), asked._replace(**most))
     appends = []
     if isinstance(case, KVCacheCase) and case.seqlen_new:
-        unit = append_unit(append_spec(calls.Arguments(**given), posed, asked))
+        unit = append_unit(append_spec(Arguments(**given), posed, asked))
         appends.append(Job(unit, device, tuple((entry, 0) for entry in unit.entries)))
     with contextlib.suppress(UnsupportedError):
         plan = make_plan(posed, device, family=family)
@@ -370,8 +371,8 @@ def decode_on_h100(arguments: dict[str, Any]) -> Plan:
 
     `arguments` are NumPy arrays and options.
     """
-    caches = calls.Arguments(**{name: arguments.get(name) for name in calls.Arguments._fields})
-    posed = calls.problem_of(caches, Options("cached", causal=arguments["causal"]))
+    caches = Arguments(**{name: arguments.get(name) for name in Arguments._fields})
+    posed = problems.problem_of(caches, Options("cached", causal=arguments["causal"]))
     return make_plan(posed, device_for_arch("sm_90"), family="decode")
 
 

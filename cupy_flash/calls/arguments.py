@@ -185,6 +185,10 @@ def written_arrays(problem: Problem) -> tuple[str, ...]:
     return (*CACHES[first], *(SCALES[first] if computed else ()), "out")
 
 
+# Where a cache of latent attention may be meant.
+_WITHOUT_VALUES = (
+    "; where the values are the first columns of the keys pass head_dim_v, the number of them"
+)
 # What keys have in place of, where they hold the values.
 _OF_VALUES = ("v_cache", "v", "v_scale")
 
@@ -197,7 +201,8 @@ def require_given(arguments: Arguments, options: Options) -> None:
     in_keys = options.head_dim_v is not None
     for name in _REQUIRED[options.kind]:
         if getattr(arguments, name) is None and not (in_keys and name in _OF_VALUES):
-            raise no_array(name, None)
+            hint = _WITHOUT_VALUES if name == "v_cache" else ""
+            raise TypeError(f"{no_array(name, None)}{hint}")
     for name in _OF_VALUES if in_keys else ():
         if getattr(arguments, name) is not None:
             raise ValueError(

@@ -92,7 +92,8 @@ def test_what_does_not_go_with_values_in_keys_is_refused_by_name(rng):
     assert_refused(ValueError, f"v_cache {both}", arguments | {"v_cache": values})
     assert_refused(ValueError, f"v {both}", arguments | {"v": values[:, :2]})
     assert_refused(ValueError, f"v_scale {both}", arguments | {"v_scale": np.ones(1, np.float32)})
-    assert_refused(TypeError, "v_cache is a NoneType", arguments | {"head_dim_v": None})
+    hint = "v_cache is a NoneType.*the first columns of the keys pass head_dim_v"
+    assert_refused(TypeError, hint, arguments | {"head_dim_v": None})
     assert_refused(ValueError, "head_dim_v is 73; expected 1 to 72", arguments | {"head_dim_v": 73})
     assert_refused(ValueError, "head_dim_v is 0; expected 1 to 72", arguments | {"head_dim_v": 0})
     assert_refused(TypeError, "head_dim_v is 4.5", arguments | {"head_dim_v": 4.5})

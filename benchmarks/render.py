@@ -12,6 +12,7 @@ benchmarks/results/. WHAT is as in the comments of `figures` that quotes.py read
     {{overview: TITLE = WHAT in RECORDS; ...}}   a line for each comparison
     {{figure NAME | ALT | FIELD of PROVIDERS by FIELD for FIELDS [where ...] in RECORDS}}
     {{cpu RECORD}} {{tuning RECORD}} {{roofline RECORD}} {{records}}
+    {{if RECORD}} ... {{end}}                    what is left out until there is such a record
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ LINK = "../benchmarks/results"
 # Beside the page.
 FIGURES = "figures"
 
+_OPTIONAL = re.compile(r"\{\{if (\w+)\}\}\n+(.*?)\{\{end\}\}\n+", re.DOTALL)
 _DIRECTIVE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _FIGURE = re.compile(r"(\w+) of ([\w -]+) by (\w+) for (.+?)(?: where (.+?))? in (.+)")
 
@@ -75,7 +77,10 @@ class Page:
     def __init__(self, template: str, results: Path) -> None:
         self.results = results
         self.figures: dict[str, str] = {}
-        self.text = wrapped(_DIRECTIVE.sub(self._filled, template))
+        self.text = wrapped(_DIRECTIVE.sub(self._filled, _OPTIONAL.sub(self._kept, template)))
+
+    def _kept(self, match: re.Match[str]) -> str:
+        return match[2] if (self.results / f"{match[1]}.json").is_file() else ""
 
     def _filled(self, match: re.Match[str]) -> str:
         directive = " ".join(match[1].split())

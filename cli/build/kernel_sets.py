@@ -231,6 +231,7 @@ def problem_of_class(text: str) -> Problem | None:
         page_size=found.page_size,
         direction=found.direction,
         cache_dtype=found.cache_dtype,
+        values_in_keys=found.values_in_keys,
     )
     try:
         problem = case.problem()

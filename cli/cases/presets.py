@@ -243,6 +243,17 @@ _PRESETS = {
             "for each head; cupy_flash-page16: in shuffled pages of 16 rows",
         ),
     ),
+    "wide": Preset(
+        "Heads of 512 columns beside as many columns in heads of 256, of the same FLOPs",
+        cases=tuple(
+            square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
+            for head_dim in (256, 512)
+            for causal in (False, True)
+            for seqlen in (4096, 16384)
+        ),
+        providers=("cupy_flash", "torch-efficient", "torch-math"),
+        baseline=("torch-efficient", "torch-math"),
+    ),
     "varlen": Preset(
         "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
         cases=(_packed(causal=False), _packed(causal=True)),

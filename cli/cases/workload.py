@@ -75,6 +75,8 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _LENGTHS = ((512, 1024), (2048, 4096), (8192, 16384))
 _HIDDEN = 2048
 _TOKENS = {2: 16384, 4: 4096}
+# Rows of a page, as `bench --preset mla` has them.
+_LATENT_PAGE = 16
 
 
 def common() -> list[Weighted]:
@@ -118,12 +120,35 @@ def decode_quantized() -> list[Weighted]:
     ]
 
 
+def mla() -> list[Weighted]:
+    """`presets`' latent attention in both 16-bit types, in pages and not, in 16 and 8 bits."""
+    return [
+        Weighted(case, 1e9 / case.kv_bytes)
+        for dtype, page_size, stored in itertools.product(
+            ("bfloat16", "float16"), (0, _LATENT_PAGE), (None, *LARGEST_QUANTIZED)
+        )
+        for named in presets.preset("mla", (dtype,)).cases
+        for case in (dataclasses.replace(named, page_size=page_size, cache_dtype=stored),)
+    ]
+
+
 def varlen() -> list[Weighted]:
     """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
     return [
         Weighted(case, 1e12 / case.flops())
         for dtype in ("bfloat16", "float16")
         for case in presets.preset("varlen", (dtype,)).cases
+    ]
+
+
+def wide() -> list[Weighted]:
+    """Heads of 512 columns in both 16-bit types, weighted by the inverse of their work."""
+    return [
+        Weighted(case, 1e12 / case.flops())
+        for dtype in ("bfloat16", "float16")
+        for case in presets.preset("wide", (dtype,)).cases
+        # `common` has those of 256.
+        if case.head_dim == 512
     ]
 
 
@@ -139,7 +164,9 @@ PRESETS: dict[str, Callable[[], list[Weighted]]] = {
     "common": common,
     "decode": decode,
     "decode-quantized": decode_quantized,
+    "mla": mla,
     "varlen": varlen,
+    "wide": wide,
     "common-backward": lambda: _backward(common()),
     "varlen-backward": lambda: _backward(varlen()),
 }
@@ -160,6 +187,7 @@ _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
 _KINDS_OF = {
     "page_size": ("cache",),
     "cache_dtype": ("cache",),
+    "values_in_keys": ("cache",),
     "append": ("cache",),
     "rotary": ("cache",),
     "lengths": ("cache", "varlen"),
@@ -248,7 +276,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         if name == "lengths":
             numbers = value if isinstance(value, list) else text.split()
             return tuple(_whole_number(str(number), least=1) for number in numbers)
-        if name in ("causal", "append", "rotary"):
+        if name in ("causal", "append", "rotary", "values_in_keys"):
             return _one_of(text.lower(), (*_TRUE, *_FALSE)) in _TRUE
         if name in ("softmax_scale", "weight"):
             number = float(text)

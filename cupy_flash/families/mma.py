@@ -133,17 +133,16 @@ class MmaFamily(Family[MmaTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[MmaTile]:
-        rows_of_warp = _rows(problem, 1)
-        for warps, rows, Bc, stages, q_in_registers, min_blocks in itertools.product(
-            (2, 4, _MOST_WARPS),
-            rows_of_warp,
+        sizes = [(warps, Br) for warps in (2, 4, _MOST_WARPS) for Br in _rows(problem, warps)]
+        for (warps, Br), Bc, stages, q_in_registers, min_blocks in itertools.product(
+            sizes,
             (32, 48, 64, 80, 96, 128),
             (2, 3, 4),
             (0, 1),
             (1, 2, 3),
         ):
             yield MmaTile(
-                Br=warps * rows,
+                Br=Br,
                 Bc=Bc,
                 warps=warps,
                 stages=stages,

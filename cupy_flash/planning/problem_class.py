@@ -25,7 +25,8 @@ class ProblemClass:
         Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
     kind
         How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
-        or "packed-page16"; else empty. Of a cache of 8 bits with its dtype ahead: "int8-cache".
+        or "packed-page16"; else empty. Of a cache whose keys hold the values with "latent" ahead,
+        and of 8 bits with its dtype: "int8-latent-cache".
     direction
         As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
     """
@@ -100,12 +101,18 @@ class ProblemClass:
         stored = self.kind.partition("-")[0]
         return stored if stored in LARGEST_QUANTIZED else None
 
+    @property
+    def values_in_keys(self) -> bool:
+        """As in `Problem`."""
+        return _LATENT in self.kind.split("-")
 
+
+_LATENT = "latent"
 _QUANTIZED = "|".join(LARGEST_QUANTIZED)
 _TEXT = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
-    rf"(?: (?P<kind>packed|packed-page\d+|(?:(?:{_QUANTIZED})-)?(?:cache|page\d+)))?"
+    rf"(?: (?P<kind>packed|packed-page\d+|(?:(?:{_QUANTIZED})-)?(?:{_LATENT}-)?(?:cache|page\d+)))?"
     r"(?: (?P<direction>backward))?"
 )
 
@@ -115,9 +122,10 @@ def _kind(problem: Problem) -> str:
     if layout.is_equal:
         return ""
     stored = "" if problem.scales is None else problem.tensors["k"].dtype
+    latent = _LATENT if problem.values_in_keys else ""
     queries = "packed" if layout.packed_q else ""
     keys = f"page{layout.page_size}" if layout.page_size else "" if queries else "cache"
-    return "-".join(filter(None, (stored, queries, keys)))
+    return "-".join(filter(None, (stored, latent, queries, keys)))
 
 
 def _bucket(value: int, most: int) -> int:

@@ -116,6 +116,15 @@ def test_heads_of_any_width_have_a_tile_on_any_gpu_with_these_tensor_cores(arch)
         assert mma.why_not_tile(case, device, mma.default_tile(case, device)) is None
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch >= 80])
+def test_tiles_whose_warps_share_rows_are_among_those_to_tune(arch):
+    case, device = problem("bfloat16", 512), device_for_arch(arch)
+    tiles = list(mma.tiles(case, device))
+
+    assert mma.default_tile(case, device) in tiles
+    assert {tile.shares for tile in tiles} == {2}
+
+
 def test_more_blocks_per_sm_than_its_shared_memory_holds_are_refused():
     case, small = problem(head_dim=16), device_for_arch("sm_86")
     tile = MmaTile(16, 256, warps=1, stages=4, min_blocks=3)

@@ -175,6 +175,17 @@ def test_prose_is_wrapped_and_tables_are_not(results: Path) -> None:
     assert rest == ["- short", "", f"| {'cell ' * 40}|"]
 
 
+def test_what_is_of_a_record_that_is_not_there_yet_is_left_out(results: Path) -> None:
+    template = (
+        "Before.\n\n{{if grid}}\n\n{{0.0: min cupy_flash median_ms in grid}} ms.\n\n{{end}}\n\n"
+        "Behind.\n"
+    )
+
+    assert page(template, results) == "Before.\n\n1.0 ms.\n\nBehind.\n"
+    (results / "grid.json").unlink()
+    assert page(template, results) == "Before.\n\nBehind.\n"
+
+
 FIGURE = (
     "{{figure rate | Rates | tflops of cupy_flash torch-flash by seqlen_q for causal in grid}}\n"
 )

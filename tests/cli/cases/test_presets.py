@@ -103,6 +103,18 @@ def test_grouped_heads_stand_beside_plain_ones_of_the_same_flops() -> None:
             assert sizes[batch, seqlen, heads, 8] == sizes[batch, seqlen, heads, heads]
 
 
+def test_wide_heads_stand_beside_heads_of_256_columns_of_the_same_flops() -> None:
+    preset = presets.preset("wide")
+    flops = {(c.head_dim, c.causal, c.seqlen_q): c.problem().flops() for c in preset.cases}
+
+    assert len(flops) == len(preset.cases) == 8
+    assert {c.batch * c.seqlen_q for c in preset.cases} == {16384}
+    assert {c.heads_q * c.head_dim for c in preset.cases} == {2048}
+    for causal in (False, True):
+        for seqlen in (4096, 16384):
+            assert flops[512, causal, seqlen] == flops[256, causal, seqlen]
+
+
 def test_the_memory_preset_doubles_the_sequence_from_1k_to_32k() -> None:
     preset = presets.preset("memory")
 

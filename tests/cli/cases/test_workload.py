@@ -251,6 +251,27 @@ def test_caches_pages_and_packed_sequences_are_classes_apart_from_blocks() -> No
     ]
 
 
+def test_a_latent_is_a_class_apart_from_values_of_their_own(tmp_path: Path) -> None:
+    row = {
+        **{"seqlen_q": 1, "seqlen_k": 4096, "heads_q": 16, "heads_kv": 1, "head_dim": 576},
+        **{"head_dim_v": 512, "kind": "cache"},
+    }
+    latent, apart, stored = read_json(
+        tmp_path,
+        row | {"values_in_keys": True},
+        row | {"values_in_keys": "no"},
+        row | {"values_in_keys": "yes", "cache_dtype": "int8"},
+    )
+    name = "bfloat16 d576 dv512 full q1 k4096 rows16 align16"
+
+    assert (latent.case.values_in_keys, apart.case.values_in_keys) == (True, False)
+    assert [group.problem_class for group in groups_of([latent, apart, stored])] == [
+        f"{name} {kind}" for kind in ("latent-cache", "cache", "int8-latent-cache")
+    ]
+    said = message(tmp_path, ROW | {"values_in_keys": True})
+    assert "values_in_keys, which needs kind cache" in said
+
+
 def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -270,20 +291,25 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
 
 
 @pytest.mark.parametrize(
-    ("preset", "cache_dtypes"),
-    [("decode", {None}), ("decode-quantized", {"float8_e4m3fn", "int8"})],
+    ("preset", "cache_dtypes", "page_sizes"),
+    [
+        ("decode", {None}, {0, 1, 16, 64}),
+        ("decode-quantized", {"float8_e4m3fn", "int8"}, {0, 1, 16, 64}),
+        ("mla", {None, "float8_e4m3fn", "int8"}, {0, 16}),
+    ],
 )
-def test_the_decode_presets_have_pages_too_and_their_cases_count_alike(
-    preset: str, cache_dtypes: set[str | None]
+def test_presets_of_decoding_have_pages_too_and_their_cases_count_alike(
+    preset: str, cache_dtypes: set[str | None], page_sizes: set[int]
 ) -> None:
     groups = groups_of(PRESETS[preset]())
     cases = [weighted.case for group in groups for weighted in group.cases]
 
     assert {case.cache_dtype for case in cases} == cache_dtypes
-    assert {case.page_size for case in cases} == {0, 1, 16, 64}
+    assert {case.page_size for case in cases} == page_sizes
+    assert {case.values_in_keys for case in cases} == {preset == "mla"}
     assert {case.dtype for case in cases} == {"bfloat16", "float16"}
     for group in groups:
-        assert len({weighted.case.page_size for weighted in group.cases}) == 1
+        assert len({(c.case.page_size, c.case.cache_dtype) for c in group.cases}) == 1
         moved = [weighted.weight * weighted.case.kv_bytes for weighted in group.cases]
         assert moved == pytest.approx([moved[0]] * len(moved))
 

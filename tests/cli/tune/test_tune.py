@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -30,7 +31,7 @@ from cupy_flash.cli.tune import saver as saver_module
 from cupy_flash.cli.tune import sweep as sweep_module
 from cupy_flash.cli.tune import tune as tune_module
 from cupy_flash.cli.tune.candidates import Candidate, Limits, cpu_candidates, evenly, gpu_candidates
-from cupy_flash.cli.tune.findings import print_ranking
+from cupy_flash.cli.tune.findings import entry_of, finding_of, print_ranking
 from cupy_flash.cli.tune.live import Live
 from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
 from cupy_flash.families.schedule import Launch
@@ -1023,9 +1024,10 @@ def test_what_names_its_cases_takes_no_options_on_sequences(kind: str, tmp_path:
     assert "--cache does not go with --" in refused(result)
 
 
-def test_the_decode_preset_tunes_the_family_that_serves_caches() -> None:
+@pytest.mark.parametrize("preset", ["decode", "decode-quantized", "mla"])
+def test_presets_of_decoding_tune_the_family_that_serves_caches(preset: str) -> None:
     sweeps = plan_sweeps(
-        groups_of(PRESETS["decode"]()), device_for_arch(90), None, Limits(max_tiles=3)
+        groups_of(PRESETS[preset]()), device_for_arch(90), None, Limits(max_tiles=3)
     )
 
     assert {sweep.family for sweep in sweeps} == {"decode"}
@@ -1040,3 +1042,49 @@ def test_the_varlen_preset_tunes_the_family_that_serves_packed_sequences() -> No
 
         assert {sweep.family for sweep in sweeps} == {family}
         assert all(len(sweep.candidates) > 1 for sweep in sweeps)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_what_is_tuned_of_caches_is_found_again_by_calls_like_them_alone(
+    is_latent: bool, cache_dtype: str | None, page_size: int
+) -> None:
+    sizes = (1, 576, 512) if is_latent else (4, 128, 128)
+    case = Case(
+        *("bfloat16", 2, 1, 4096, 16, *sizes),
+        kind="cache",
+        page_size=page_size,
+        cache_dtype=cache_dtype,
+        values_in_keys=is_latent,
+    )
+    device = device_for_arch(90)
+    (sweep,) = plan_sweeps(groups_of([Weighted(case)]), device, None, Limits())
+    best = next(c for c in sweep.candidates if not c.is_default)
+    default = next(c for c in sweep.candidates if c.is_default)
+    best.medians_ms, default.medians_ms = [1.0], [2.0]
+    tuning.save(entry_of(finding_of(sweep, [best, default], device.name, 2.0), device))
+
+    def planned(cache_dtype: str | None, head_dim_v: int | None) -> Plan:
+        q, k, v = (np.empty(shape, ml_dtypes.bfloat16) for shape in case.bshd_shapes)
+        if cache_dtype:
+            k, v = (np.empty(x.shape, cache_dtype) for x in (k, v))
+        return cupy_flash.plan_with_kvcache(
+            q,
+            k,
+            v if head_dim_v is None else None,
+            cache_seqlens=4000,
+            block_table=np.zeros((2, 256), np.int32) if page_size else None,
+            head_dim_v=head_dim_v,
+            arch="sm_90",
+        )
+
+    found = planned(cache_dtype, 512 if is_latent else None)
+    assert found.tile == best.tile
+    assert "from the tuned table" in found.reason
+    for other in (
+        planned("int8" if cache_dtype is None else None, 512 if is_latent else None),
+        planned(cache_dtype, None if is_latent else 128),
+        planned(cache_dtype, 256 if is_latent else 64),
+    ):
+        assert "default tile" in other.reason

@@ -201,14 +201,14 @@ def flash_attention_with_kvcache(
         None,
         None,
         None,
+        k_scale,
+        v_scale,
         k_cache,
         v_cache,
         lengths,
         cache_batch_idx,
         rotary_cos,
         rotary_sin,
-        k_scale,
-        v_scale,
     )
     options = Options(
         "cached",

@@ -29,6 +29,8 @@ def flash_attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Any | None = None,
     block_table: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
     return_lse: bool = False,
     out: Any | None = None,
     num_splits: int = 0,
@@ -49,8 +51,9 @@ def flash_attention_varlen(
         Queries of all sequences. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array
         that speaks DLPack. Read in place with a contiguous last axis, else copied.
     k : array, shape (total_k, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
-        Keys, of the same dtype and kind; in pages with block_table. heads_q is a multiple of
-        heads_kv; query head h reads head h // (heads_q // heads_kv).
+        Keys, of the same dtype and kind, or of 8 bits: int8 or float8_e4m3fn, for which q is of 16
+        bits on a GPU. In pages with block_table. heads_q is a multiple of heads_kv; query head h
+        reads head h // (heads_q // heads_kv).
     v : array, shape (total_k, heads_kv, head_dim_v) or (pages, page_size, heads_kv, head_dim_v)
         Values. Head dims are 1 to 576, head_dim_v may differ from head_dim.
     cu_seqlens_q : array of int32, shape (batch + 1,)
@@ -76,6 +79,10 @@ def flash_attention_varlen(
     block_table : array of int32, shape (batch, max_pages), optional
         Key j of sequence b is row j % page_size of page block_table[b, j // page_size]. Entries
         behind the pages that a sequence needs are not read.
+    k_scale, v_scale : arrays of float32, or numbers, optional
+        Of keys and values of 8 bits, whose numbers stand for themselves times their scale; 1 if not
+        given. Arrays broadcast to (total_k, heads_kv), or to (pages, page_size, heads_kv): see
+        `flash_attention_with_kvcache`.
     return_lse : bool
         Also return the log-sum-exp of each row's scaled scores.
     out : array, optional
@@ -88,8 +95,8 @@ def flash_attention_varlen(
         The bits of a row's result depend on nothing but its own sequence: not on what else is in
         the batch, and not on how many of the sequence's queries the call holds. Excludes
         num_splits > 1. It costs time: on a GPU sequences of all lengths go to one family and tile,
-        `mma` or, where that cannot serve, `simt`; and keys are not split where the batch has too
-        few query tiles for the GPU.
+        `mma` or, where that cannot serve, `simt`, with keys of 8 bits `decode`; and keys are not
+        split where the batch has too few query tiles for the GPU.
     backend : {"auto", "gpu", "cpu"}
         Where NumPy arrays are computed. "auto": on the GPU where there is one that
         can.
@@ -151,7 +158,19 @@ def flash_attention_varlen(
     (7, 2, 8)
     """
     return run.attention(
-        Arguments(q, k, v, out, None, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k),
+        Arguments(
+            q,
+            k,
+            v,
+            out,
+            None,
+            block_table,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            k_scale,
+            v_scale,
+        ),
         Options(
             "packed",
             causal,
@@ -185,6 +204,8 @@ def plan_varlen(
     softmax_scale: float | None = None,
     seqused_k: Any | None = None,
     block_table: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
     backend: str = "auto",
@@ -198,7 +219,7 @@ def plan_varlen(
     Parameters
     ----------
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-    seqused_k, block_table, num_splits, batch_invariant, backend, family, tile
+    seqused_k, block_table, k_scale, v_scale, num_splits, batch_invariant, backend, family, tile
         As in `flash_attention_varlen`. The arrays are not read.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
@@ -210,7 +231,17 @@ def plan_varlen(
         longest sequence; it chooses one for each run of equal ones.
     """
     return run.plan(
-        Arguments(q, k, v, None, None, block_table, cu_seqlens_q, cu_seqlens_k, seqused_k),
+        Arguments(
+            q,
+            k,
+            v,
+            block_table=block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        ),
         Options(
             "packed",
             causal,

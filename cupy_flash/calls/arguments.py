@@ -48,15 +48,15 @@ class Arguments(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_k: Any = None
     seqused_k: Any = None
+    # Of keys and values of 8 bits.
+    k_scale: Any = None
+    v_scale: Any = None
     k_cache: Any = None
     v_cache: Any = None
     cache_seqlens: Any = None
     cache_batch_idx: Any = None
     rotary_cos: Any = None
     rotary_sin: Any = None
-    # Of caches of 8 bits.
-    k_scale: Any = None
-    v_scale: Any = None
 
     @property
     def like(self) -> Any:
@@ -148,7 +148,7 @@ def _of_kind_and_modifiers(self: Arguments, kind: str) -> tuple[Any, ...]:
 FIELDS = {
     "equal": slice(0, 4),
     "qkvpacked": slice(3, 5),
-    "packed": slice(0, 9),
+    "packed": slice(0, 11),
     "cached": slice(0, 17),
 }
 _REQUIRED = {

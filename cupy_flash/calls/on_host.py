@@ -194,6 +194,7 @@ def _on_cpu(
         "tile": tile,
         "batch_invariant": problem.is_batch_invariant,
         "modified": modified,
+        "scales": _scales(arguments, problem),
     }
     arrays = arguments.q, arguments.keys, arguments.values_of(options), out, lse
     if options.kind == "packed":
@@ -211,13 +212,12 @@ def _on_cpu(
             *arrays,
             lengths=arguments.cache_seqlens,
             cache_batch_idx=arguments.cache_batch_idx,
-            scales=_cache_scales(arguments, problem),
             **same,
         )
 
 
-def _cache_scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | None:
-    """The scales of caches of 8 bits, 1 where none are given."""
+def _scales(arguments: Arguments, problem: Problem) -> batches.CacheScales | None:
+    """The scales of keys and values of 8 bits, 1 where none are given."""
     if problem.scales is None:
         return None
     one = np.float32(1)
@@ -259,7 +259,7 @@ def _appended(
             lengths=lengths,
             cache_batch_idx=arguments.cache_batch_idx,
             block_table=arguments.block_table,
-            scales=_cache_scales(arguments, problem),
+            scales=_scales(arguments, problem),
         )
     return arguments._replace(
         q=q,

@@ -144,8 +144,9 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
         max_seqlen_k,
         total_q=q.shape[0],
     )
+    specs = _specs(arguments, options)
     return make_problem(
-        *_specs(arguments, options),
+        *specs,
         kind="packed",
         score=score,
         batch=batch,
@@ -156,6 +157,7 @@ def _packed_problem(arguments: Arguments, options: Options) -> Problem:
         batch_invariant=options.batch_invariant,
         causal=options.causal,
         softmax_scale=options.softmax_scale,
+        scales=_scales_of_keys(arguments, options, specs[1]),
     )
 
 
@@ -190,7 +192,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
     refuse_seqlens(getattr(arguments, "seqlens_k", None), "cache_seqlens")
     table = _table(block_table, batch)
     capacity = k_spec.shape[1] * (1 if table is None else table[0])
-    scales = _cache_scales(arguments, options, k_spec)
+    scales = _scales_of_keys(arguments, options, k_spec)
     heads_q, seqlen_q = q_spec.shape[2], q_spec.shape[1]
     problem = make_problem(
         q_spec,
@@ -239,10 +241,11 @@ def _specs(
 ) -> tuple[ArraySpec, ArraySpec, ArraySpec, ArraySpec | None]:
     q, out, values = arguments.q, arguments.out, arguments.values_of(options)
     k, v = ("k", "v") if arguments.k_cache is None else CACHES
+    # Keys of 8 bits have no gradients.
+    more = LARGEST_QUANTIZED if options.wrt is None else ()
     for name, array in (("q", q), (k, arguments.keys), (v, values), ("out", out)):
         if array is not None:
-            more = LARGEST_QUANTIZED if name in CACHES else ()
-            require_float(name, array, (*DTYPES, *more))
+            require_float(name, array, (*DTYPES, *(more if name in (k, v) else ())))
     if out is not None:
         require_in_place("out", out)
     inputs = (q, arguments.keys, values)
@@ -250,24 +253,24 @@ def _specs(
     return q_spec, k_spec, v_spec, None if out is None else spec_of(out, address_of(out))
 
 
-def _cache_scales(arguments: Arguments, options: Options, cache: ArraySpec) -> Scales | None:
-    """How the scales of caches of 8 bits lie; None for others, which have none."""
-    names = _caches(options)
-    given = {name: getattr(arguments, name) for name in SCALES[: len(names)]}
-    computed = options.compute_scales
-    dtypes = {dtype_name(getattr(arguments, name)) for name in names}
+def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> Scales | None:
+    """How the scales of keys and values of 8 bits lie; None for others, which have none."""
+    in_keys, computed = options.head_dim_v is not None, options.compute_scales
+    given = {name: getattr(arguments, name) for name in SCALES[: 1 if in_keys else 2]}
+    what = "keys and values" if arguments.k_cache is None else "caches"
+    dtypes = {dtype_name(array) for array in (arguments.keys, arguments.values_of(options))}
     if not dtypes & LARGEST_QUANTIZED.keys():
         for name, array in given.items():
             if array is not None:
-                raise ValueError(f"{name} is for caches of 8 bits; these are {cache.dtype}")
+                raise ValueError(f"{name} is for {what} of 8 bits; these are {keys.dtype}")
         if computed:
-            raise ValueError(f"compute_scales is for caches of 8 bits; these are {cache.dtype}")
+            raise ValueError(f"compute_scales is for {what} of 8 bits; these are {keys.dtype}")
         return None
     if dtype_name(arguments.q) == "float64":
         raise TypeError(
-            "q has dtype float64; caches of 8 bits are for float16, bfloat16 and float32"
+            f"q has dtype float64; {what} of 8 bits are for float16, bfloat16 and float32"
         )
-    shape = cache.shape[:3]
+    shape = keys.shape[:3]
     strides = {name: _strides_of_scale(name, array, shape) for name, array in given.items()}
     if computed:
         if arguments.k is None:

@@ -27,8 +27,10 @@ from cupy_flash.problem.gradient import ROWS
 # Calls without out and modifications read their arrays by nothing but the addresses.
 _NO_ARRAYS = Arguments()
 # From where on arrays of packed sequences are cu_seqlens_q, cu_seqlens_k and seqused_k.
-_LENGTHS = Arguments._fields.index("cu_seqlens_q")
+_FIRST_LENGTHS = Arguments._fields.index("cu_seqlens_q")
 _NO_LENGTHS_AT = (0, 0, 0)
+_LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTHS_AT))
+_LENGTHS_BEHIND = slice(_LENGTHS.start - len(ROWS), _LENGTHS.stop - len(ROWS))
 _ALL_ROWS = (True,) * len(ROWS)
 
 
@@ -157,7 +159,7 @@ def gradients(
     if pull_back is None:
         key = needed, of_gradients
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
-    lengths_at = addresses[_LENGTHS:] or _NO_LENGTHS_AT
+    lengths_at = addresses[_LENGTHS] or _NO_LENGTHS_AT
     at = (q_at, k_at, v_at, out_at, dout_at, lse_at, dlse_at, 0, 0, 0, *lengths_at)
     new = _on_stream_of(q, pull_back.run, (), at)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
@@ -174,7 +176,7 @@ def _prepare_and_run(
     if not is_torch_on_gpu(*of_results):
         return None
     (q, k, v, out, lse), (dout, dlse) = saved, of_results
-    lengths = recorded.arrays_behind[_LENGTHS - len(ROWS) :]
+    lengths = recorded.arrays_behind[_LENGTHS_BEHIND]
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)

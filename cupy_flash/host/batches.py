@@ -71,6 +71,7 @@ def varlen_forward(
     block_table: Array | None,
     causal: bool,
     softmax_scale: float,
+    scales: CacheScales | None = None,
     tile: Tile | None = None,
     batch_invariant: bool = False,
     threads: int | None = None,
@@ -104,6 +105,8 @@ def varlen_forward(
         Query ``i`` of a sequence sees only its keys ``j <= i + seqlen_k - seqlen_q``.
     softmax_scale : float
         Factor on the scores.
+    scales : CacheScales, optional
+        Of keys and values of 8 bits.
     tile : Tile, optional
         A default if not given. With ``batch_invariant`` only its Bc has an influence on the bits.
     batch_invariant : bool
@@ -119,8 +122,9 @@ def varlen_forward(
         return
     paged = block_table is not None
     integers = cu_seqlens_q, cu_seqlens_k, seqused_k
-    # Modifications count from the beginning of each sequence.
-    join = not batch_invariant and modified is None
+    # Modifications count from the beginning of each sequence, and what 8 bits stand for is made of
+    # one sequence at a time.
+    join = not batch_invariant and modified is None and scales is None
     facts: tuple[Any, ...] = (
         *(None if x is None else (x.tobytes(), x.dtype) for x in integers),
         *(max_seqlen_q, max_seqlen_k, len(q), k.shape[1] if paged else len(k)),
@@ -146,7 +150,7 @@ def varlen_forward(
             first = FIRST._replace(b=b, q_start=rows.first, k_start=keys.first)
         pieces.append(_Piece.whole(q_rows, out_rows, lse_rows, keys, first))
     k, v = (k, v) if paged else (k[None], v[None])
-    batch = _Batch(k, v, causal, softmax_scale, modified)
+    batch = _Batch(*_blocks(k, v, scales, q.dtype), causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
 
 
@@ -186,17 +190,9 @@ def kvcache_forward(
         Rows of each sequence in the cache, those of :func:`append` included.
     cache_batch_idx : numpy.ndarray, (batch,), or None
         The index of each sequence's cache; 0, 1, ... if None.
-    scales : CacheScales, optional
-        Of caches of 8 bits.
-    block_table, causal, softmax_scale, tile, batch_invariant, threads, modified
+    block_table, causal, softmax_scale, scales, tile, batch_invariant, threads, modified
         As in :func:`varlen_forward`, but with a bias and mask of four axes.
     """
-    k_blocks: Blocks = k_cache
-    v_blocks: Blocks = v_cache
-    if scales is not None:
-        compute = compute_dtype(q.dtype)
-        k_blocks = QuantizedBlocks(k_cache, scales.k, compute)
-        v_blocks = QuantizedBlocks(v_cache, scales.v, compute)
     places = find_cached_keys(
         lengths,
         cache_shape=k_cache.shape,
@@ -207,7 +203,6 @@ def kvcache_forward(
     queries = (Queries(b * seqlen_q, seqlen_q) for b in range(len(q)))
     pieces = []
     b = 0
-    # What 8 bits stand for is made of one sequence at a time.
     joins = not batch_invariant and scales is None
     for _, keys, count in equal_runs(zip(queries, places, strict=True), joins):
         some = slice(b, b + count)
@@ -215,8 +210,18 @@ def kvcache_forward(
         first = FIRST if modified is None else FIRST._replace(b=b)
         pieces.append(_Piece.whole(q[some], out[some], lse_rows, keys, first))
         b += count
-    batch = _Batch(k_blocks, v_blocks, causal, softmax_scale, modified)
+    batch = _Batch(*_blocks(k_cache, v_cache, scales, q.dtype), causal, softmax_scale, modified)
     _forward(pieces, batch, tile, batch_invariant, threads)
+
+
+def _blocks(
+    k: Array, v: Array, scales: CacheScales | None, dtype: np.dtype[Any]
+) -> tuple[Blocks, Blocks]:
+    """Keys and values, or what those of 8 bits stand for beside queries of a dtype."""
+    if scales is None:
+        return k, v
+    compute = compute_dtype(dtype)
+    return QuantizedBlocks(k, scales.k, compute), QuantizedBlocks(v, scales.v, compute)
 
 
 def append(

@@ -25,8 +25,8 @@ class ProblemClass:
         Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
     kind
         How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
-        or "packed-page16"; else empty. Of a cache whose keys hold the values with "latent" ahead,
-        and of 8 bits with its dtype: "int8-latent-cache".
+        or "packed-page16"; else empty. Of keys that hold the values with "latent" ahead, and of
+        keys of 8 bits with their dtype: "int8-latent-cache".
     direction
         As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
     """
@@ -88,7 +88,7 @@ class ProblemClass:
     @property
     def packed(self) -> bool:
         """Whether the queries are packed."""
-        return self.kind.startswith("packed")
+        return "packed" in self.kind.split("-")
 
     @property
     def page_size(self) -> int:
@@ -97,7 +97,7 @@ class ProblemClass:
 
     @property
     def cache_dtype(self) -> str | None:
-        """Of a cache of 8 bits."""
+        """Of keys of 8 bits."""
         stored = self.kind.partition("-")[0]
         return stored if stored in LARGEST_QUANTIZED else None
 
@@ -112,7 +112,8 @@ _QUANTIZED = "|".join(LARGEST_QUANTIZED)
 _TEXT = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
-    rf"(?: (?P<kind>packed|packed-page\d+|(?:(?:{_QUANTIZED})-)?(?:{_LATENT}-)?(?:cache|page\d+)))?"
+    rf"(?: (?P<kind>(?:(?:{_QUANTIZED})-)?"
+    rf"(?:packed|packed-page\d+|(?:{_LATENT}-)?(?:cache|page\d+))))?"
     r"(?: (?P<direction>backward))?"
 )
 

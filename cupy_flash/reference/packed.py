@@ -73,6 +73,8 @@ def attention_varlen_reference(
     softmax_scale: float | None = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     **modifications: Unpack[Modifications],
 ) -> tuple[Any, Any]:
     """Attention of sequences packed one behind the other, in float64 by the plain formula.
@@ -101,6 +103,9 @@ def attention_varlen_reference(
         The number of keys of each sequence, in place of the difference in ``cu_seqlens_k``.
     block_table : integer array, (batch, max_pages), optional
         The pages of each sequence in order.
+    k_scale, v_scale : numbers or float32 arrays, optional
+        Of keys and values of 8 bits, broadcast to (total_k, heads_kv) or (pages, page_size,
+        heads_kv).
     **modifications
         As of :func:`~cupy_flash.reference.attention_reference`; without seqlens_k.
 
@@ -127,12 +132,16 @@ def attention_varlen_reference(
     modified = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
+    k_blocks, v_blocks = (
+        _standing_for(x if block_table is not None else x[None], scale)
+        for x, scale in ((k, k_scale), (v, v_scale))
+    )
     for found, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
         block_table=block_table,
     ):
-        k_own, v_own = (keys_of(x, keys, paged=block_table is not None) for x in (k, v))
+        k_own, v_own = (sequence_places.read(x, keys) for x in (k_blocks, v_blocks))
         one = q[found.rows], k_own, v_own
         one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
         out[found.rows], lse[:, found.rows] = one_out, one_lse
@@ -185,9 +194,9 @@ def packed_sequences(
         yield found, keys, FIRST._replace(b=b, q_start=found.first, k_start=k_start)
 
 
-def keys_of(x: Any, keys: Keys, *, paged: bool = False) -> Any:
-    """Of k, v or a gradient, the rows of one sequence: a view, unless they are in pages."""
-    return sequence_places.read(x if paged else x[None], keys)
+def keys_of(x: Any, keys: Keys) -> Any:
+    """Of packed k, v or a gradient, the rows of one sequence: a view."""
+    return sequence_places.read(x[None], keys)
 
 
 def attention_with_kvcache_reference(
@@ -326,6 +335,14 @@ def attention_with_kvcache_reference(
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
+
+
+def _standing_for(blocks: Any, scale: Any) -> Any:
+    """What keys or values of 8 bits stand for; others as they are."""
+    if dtype_name(blocks) not in LARGEST_QUANTIZED:
+        return blocks
+    scales = _scales(scale, blocks, of_rows=False)
+    return QuantizedBlocks(blocks, scales, array_module(blocks).float64)
 
 
 def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:

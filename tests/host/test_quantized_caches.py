@@ -13,11 +13,18 @@ from support.quantized_support import (
     CACHE_DTYPES,
     SCALES,
     QuantizedCase,
+    random_packed_case,
     random_quantized_case,
 )
-from support.sequence_support import KVCacheCase, Truth
+from support.sequence_support import KVCacheCase, Truth, VarlenCase
 
-from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
+from cupy_flash import (
+    flash_attention_varlen,
+    flash_attention_varlen_backward,
+    flash_attention_with_kvcache,
+    plan_varlen,
+    plan_with_kvcache,
+)
 from cupy_flash.arrays.kinds import normalize_scale
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.host.batches import rotate
@@ -83,12 +90,24 @@ def test_many_rows_of_queries_are_right(page_size: int) -> None:
 
 
 def test_windows_and_sinks_are_right() -> None:
-    case = QuantizedCase(dataclasses.replace(SMALL, seqlen_new=0), "float8_e4m3fn", "head")
-    arguments = case.arguments()
-    more = {"window_size": (3, 0), "sinks": np.array([0.5, -1, 2, 0], np.float32)}
-    out = flash_attention_with_kvcache(**arguments, **more)
-    expected = attention_with_kvcache_reference(**arguments, **more)
-    np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-7)
+    check(QuantizedCase(SMALL, "float8_e4m3fn", "head", window=(3, 0), sinks=True))
+
+
+@pytest.mark.parametrize("chunk", range(5))
+def test_random_packed_queries_are_right(chunk: int) -> None:
+    rng = np.random.default_rng([20262, chunk])
+    for _ in range(20):
+        case = random_packed_case(rng)
+        arguments = case.arguments()
+        with np.errstate(all="ignore"):
+            truth = Truth.of_varlen(arguments)
+        shape = (*arguments["q"].shape[:-1], case.base.head_dim_v)
+        out = np.full(shape, np.nan, arguments["q"].dtype)
+        _, lse = flash_attention_varlen(
+            **arguments, out=out, return_lse=True, batch_invariant=bool(rng.integers(2))
+        )
+        truth.check(out, lse)
+        assert np.isnan(out[~truth.owned].astype(np.float32)).all()
 
 
 def test_numbers_are_rounded_to_nearest_even_and_limited() -> None:
@@ -235,3 +254,76 @@ def test_scales_are_for_caches_of_8_bits() -> None:
     for more in ({"k_scale": 2.0}, {"v_scale": np.ones(2, np.float32)}, {"compute_scales": True}):
         with pytest.raises(ValueError, match="is for caches of 8 bits; these are bfloat16"):
             flash_attention_with_kvcache(**arguments, **more)
+
+
+PACKED = QuantizedCase(
+    VarlenCase((5, 0, 19), (40, 3, 19), "bfloat16", causal=True, filler=0), "int8", "row"
+)
+
+
+@pytest.mark.parametrize("scales", ["none", "number", "head", "page", "row"])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_packed_queries_get_what_keys_of_numbers_get(page_size: int, scales: str) -> None:
+    base = dataclasses.replace(PACKED.base, page_size=page_size)
+    arguments = QuantizedCase(base, "float8_e4m3fn", scales).arguments()
+    plain = {name: x for name, x in arguments.items() if name not in ("k_scale", "v_scale")}
+    plain["q"] = plain["q"].astype(np.float32)
+    for name in ("k", "v"):
+        scale = arguments[f"{name}_scale"]
+        scale = np.float32(1) if scale is None else np.asarray(scale, np.float32)
+        plain[name] = arguments[name].astype(np.float32) * scale[..., None]
+    expected = flash_attention_varlen(**plain, backend="cpu")
+    out = flash_attention_varlen(**arguments, backend="cpu")
+    np.testing.assert_allclose(out[:24].astype(np.float32), expected[:24], rtol=2**-8)
+
+
+def test_one_family_of_a_gpu_reads_them_for_packed_queries() -> None:
+    arguments = PACKED.arguments()
+    made = plan_varlen(**arguments, arch="sm_90")
+    assert (made.family, made.problem.layout.kind) == ("decode", "packed")
+    assert made.problem.scales is not None
+    # Of rows and of heads, which lie behind each other.
+    assert made.problem.scales.given == {"k_scale": (0, 2, 1), "v_scale": (0, 2, 1)}
+
+
+BAD_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "two dtypes": (
+        {"v": np.zeros((67, 2, 64), ml_dtypes.float8_e4m3fn)},
+        TypeError,
+        "k and v must have one dtype, but are int8 and float8_e4m3fn",
+    ),
+    "a shape of scales": (
+        {"v_scale": np.ones(3, np.float32)},
+        ValueError,
+        r"v_scale has shape \(3,\), which does not broadcast to \(1, 67, 2\)",
+    ),
+    "float64": (
+        {"q": np.zeros((29, 4, 64))},
+        TypeError,
+        "keys and values of 8 bits are for float16, bfloat16 and float32",
+    ),
+    "16 bits": (
+        {name: np.zeros((67, 2, 64), ml_dtypes.bfloat16) for name in ("k", "v")},
+        ValueError,
+        "k_scale is for keys and values of 8 bits; these are bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PACKED)
+def test_what_does_not_go_together_is_refused_of_packed_queries(name: str) -> None:
+    changes, error, words = BAD_PACKED[name]
+    with pytest.raises(error, match=words):
+        flash_attention_varlen(**PACKED.arguments() | changes)
+
+
+def test_keys_of_8_bits_have_no_gradients() -> None:
+    arguments = PACKED.arguments()
+    q = arguments["q"]
+    lse = np.zeros((4, len(q)), np.float32)
+    lengths = [arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    most = [arguments[name] for name in ("max_seqlen_q", "max_seqlen_k")]
+    with pytest.raises(TypeError, match="k has dtype int8; expected one of"):
+        flash_attention_varlen_backward(
+            q, q, arguments["k"], arguments["v"], q, lse, *lengths, *most
+        )

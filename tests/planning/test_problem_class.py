@@ -22,6 +22,7 @@ DENSE = ProblemClass("bfloat16", 128, 64, False, 4096, 1024, 65536, 16)
         ("packed-page64", True, 64, None, False),
         ("int8-cache", False, 0, "int8", False),
         ("float8_e4m3fn-page16", False, 16, "float8_e4m3fn", False),
+        ("int8-packed-page64", True, 64, "int8", False),
         ("latent-cache", False, 0, None, True),
         ("int8-latent-page16", False, 16, "int8", True),
     ],

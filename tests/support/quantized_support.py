@@ -1,4 +1,4 @@
-"""Random calls over caches of 8 bits: `KVCacheCase` with its caches quantized."""
+"""Random calls over keys and values of 8 bits: `KVCacheCase` and `VarlenCase`, quantized."""
 
 from __future__ import annotations
 
@@ -8,31 +8,46 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupy_flash import flash_attention_with_kvcache
+from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache
 from cupy_flash.reference.packed import attention_with_kvcache_reference
-from support.sequence_support import KVCacheCase, Truth, random_kvcache_case, to_numpy
+from support.sequence_support import (
+    KVCacheCase,
+    Truth,
+    VarlenCase,
+    random_kvcache_case,
+    random_varlen_case,
+    to_numpy,
+)
 
 # By the name in `Problem`, and the largest number of each.
 CACHE_DTYPES: dict[str, tuple[Any, float]] = {
     "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0),
     "int8": (np.int8, 127.0),
 }
+_CACHES = (("k", "k_cache"), ("v", "v_cache"))
 SCALES = ("none", "number", "tensor", "head", "page", "row", "computed")
 
 
 @dataclass(frozen=True)
 class QuantizedCase:
-    """A call of `flash_attention_with_kvcache` over caches of 8 bits.
+    """A call of `flash_attention_with_kvcache` or `flash_attention_varlen` over 8 bits.
 
     `scales` says what has one: see `SCALES`; "page" is each cache where there are no pages.
+    `window` and `sinks` are those of the call.
     """
 
-    base: KVCacheCase
+    base: KVCacheCase | VarlenCase
     cache_dtype: str
     scales: str
+    window: tuple[int | None, int | None] = (None, None)
+    sinks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.cache_dtype} {self.scales} {self.base}"
+        return f"{self.cache_dtype} {self.scales} {self.window} {self.sinks} {self.base}"
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.base, VarlenCase)
 
     def arguments(self) -> dict[str, Any]:
         """What the function under test takes, as new NumPy arrays.
@@ -42,24 +57,30 @@ class QuantizedCase:
         """
         found = self.base.problem().arguments()
         rng = np.random.default_rng(self.base.seed + 1)
-        for name in ("k", "v"):
-            cache = found[f"{name}_cache"]
+        for name, stored in (("k", "k"), ("v", "v")) if self.is_packed else _CACHES:
+            cache = found[stored]
             unread = np.isnan(cache.astype(np.float32)).any(axis=-1)
-            found[f"{name}_cache"], scale = self._quantized(rng, cache, unread)
-            found[f"{name}_scale"] = scale
-        found["compute_scales"] = self.scales == "computed"
+            found[stored], found[f"{name}_scale"] = self._quantized(rng, cache, unread)
+        if not self.is_packed:
+            found["compute_scales"] = self.scales == "computed"
+        if self.window != (None, None):
+            found["window_size"] = self.window
+        if self.sinks:
+            found["sinks"] = rng.standard_normal(self.base.heads_q).astype(np.float32)
         return found
 
     def _quantized(
         self, rng: np.random.Generator, cache: np.ndarray, unread: np.ndarray
     ) -> tuple[np.ndarray, Any]:
         dtype, largest = CACHE_DTYPES[self.cache_dtype]
-        blocks, rows, heads = cache.shape[:3]
+        # Packed rows have no first axis.
+        *blocks, rows, heads = cache.shape[:-1]
+        of_rows = (*blocks, rows, heads)
         shape = {
             "head": (heads,),
-            "page": (blocks, 1, heads),
-            "row": (blocks, rows, heads),
-            "computed": (blocks, rows, heads),
+            "page": (*blocks, 1, heads),
+            "row": of_rows,
+            "computed": of_rows,
         }.get(self.scales, ())
         # Some of the numbers are limited to the largest.
         usual = np.float32(3 / largest)
@@ -71,9 +92,8 @@ class QuantizedCase:
         if dtype is np.int8:
             scaled = np.rint(np.where(np.isnan(scaled), 99, scaled))
         quantized = scaled.astype(dtype)
-        if shape == (blocks, rows, heads) and (
-            self.scales == "computed" or not self.base.seqlen_new
-        ):
+        appends = isinstance(self.base, KVCacheCase) and self.base.seqlen_new > 0
+        if shape == of_rows and (self.scales == "computed" or not appends):
             scale = np.where(unread, np.float32(np.nan), scale)
         if self.scales == "none":
             return quantized, None
@@ -106,6 +126,32 @@ def random_quantized_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCa
     return QuantizedCase(base, cache_dtype, scales)
 
 
+def random_packed_case(rng: np.random.Generator, **fixed: Any) -> QuantizedCase:
+    """Packed queries over packed keys or pages; `fixed` names what its `VarlenCase` is to have."""
+    heads_kv = int(rng.choice([1, 2, 3]))
+    base = random_varlen_case(
+        rng,
+        **{
+            "dtype": str(rng.choice(["float16", "bfloat16", "float32"])),
+            "heads_q": heads_kv * int(rng.choice([1, 4])),
+            "heads_kv": heads_kv,
+            "head_dim": int(rng.choice([16, 64, 72, 128])),
+            "head_dim_v": int(rng.choice([16, 64, 40, 128])),
+            "causal": bool(rng.random() < 0.5),
+            "page_size": int(rng.choice([0, 1, 16, 37])),
+            "seqused": bool(rng.random() < 0.5),
+            **fixed,
+        },
+    )
+    return QuantizedCase(
+        base,
+        str(rng.choice(list(CACHE_DTYPES))),
+        str(rng.choice([scales for scales in SCALES if scales != "computed"])),
+        (int(rng.integers(40)), int(rng.integers(40))) if rng.random() < 0.3 else (None, None),
+        bool(rng.random() < 0.3),
+    )
+
+
 def on_device(x: Any) -> Any:
     """An array on the GPU; anything else as it is."""
     import cupy
@@ -123,10 +169,13 @@ def run_on_gpu(arguments: dict[str, Any], **more: Any) -> tuple[dict[str, Any], 
     import cupy
 
     given = {name: on_device(x) for name, x in arguments.items()}
-    q, v_cache = given["q"], given["v_cache"]
-    out = cupy.asarray(np.full((*q.shape[:3], v_cache.shape[3]), np.nan, arguments["q"].dtype))
+    is_packed = "k_cache" not in given
+    values = given["v" if is_packed else "v_cache"]
+    shape = (*given["q"].shape[:-1], values.shape[-1])
+    out = cupy.asarray(np.full(shape, np.nan, arguments["q"].dtype))
     more = {name: on_device(x) for name, x in more.items()}
-    out, lse = flash_attention_with_kvcache(**given, out=out, return_lse=True, **more)
+    function = flash_attention_varlen if is_packed else flash_attention_with_kvcache
+    out, lse = function(**given, out=out, return_lse=True, **more)
     return given, to_numpy(out), to_numpy(lse)
 
 
@@ -138,6 +187,11 @@ def _same_bits(a: Any, b: np.ndarray) -> bool:
 def check_on_gpu(case: QuantizedCase, **choice: Any) -> None:
     """Assert that a call on the GPU gives what the reference gives, and stores the same bits."""
     arguments = case.arguments()
+    if case.is_packed:
+        with np.errstate(all="ignore"):
+            of_packed = Truth.of_varlen(arguments)
+        of_packed.check(*run_on_gpu(arguments, **choice)[1:])
+        return
     with np.errstate(all="ignore"):
         expected = attention_with_kvcache_reference(**arguments)
         truth = Truth.of_kvcache(arguments)

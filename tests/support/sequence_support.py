@@ -208,7 +208,7 @@ class Truth:
     @classmethod
     def of_varlen(cls, arguments: dict[str, Any]) -> Truth:
         """Of a call of `flash_attention_varlen` with these NumPy arrays, whatever they hold."""
-        formula = {name: arguments[name] for name in ("causal", "softmax_scale")}
+        formula = _formula(arguments)
         q, k, v = (arguments[name] for name in "qkv")
         block_table = arguments["block_table"]
         paged = block_table is not None
@@ -223,6 +223,12 @@ class Truth:
             block_table=block_table,
         )
         blocks = (k, v) if paged else (k[None], v[None])
+        if k.itemsize == 1:
+            scales = (arguments["k_scale"], arguments["v_scale"])
+            blocks = tuple(
+                QuantizedBlocks(x, 1 if scale is None else scale, np.float64)
+                for x, scale in zip(blocks, scales, strict=True)
+            )
         owners = np.zeros(len(q), int)
         for found in queries:
             owners[found.rows] += 1
@@ -232,7 +238,8 @@ class Truth:
             for found, keys in zip(queries, places, strict=True):
                 # Where sequences overlap, nothing is said of the result.
                 if (owners[found.rows] == 1).all():
-                    dense = (q[found.rows], *(read(x, keys) for x in blocks))
+                    rows = (read(x, keys).astype(q.dtype, copy=False) for x in blocks)
+                    dense = (q[found.rows], *rows)
                     truth = out[found.rows], lse[:, found.rows]
                     lse_rows = (slice(None), found.rows)
                     parts.append(Part.of(found.rows, lse_rows, dense, truth, **formula))
@@ -244,7 +251,7 @@ class Truth:
     @classmethod
     def of_kvcache(cls, arguments: dict[str, Any]) -> Truth:
         """Of a call of `flash_attention_with_kvcache` with these NumPy arrays, likewise."""
-        formula = {name: arguments[name] for name in ("causal", "softmax_scale")}
+        formula = _formula(arguments)
         q, new = arguments["q"], arguments["k"]
         before = list(
             find_cached_keys(
@@ -531,6 +538,16 @@ class KVCacheProblem(_Problem):
 
 def to_numpy(array: Any) -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _formula(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call that the plain formula of one sequence takes as they are."""
+    modifications = ("window_size", "sinks")
+    return {
+        name: arguments[name]
+        for name in ("causal", "softmax_scale", *modifications)
+        if name in arguments
+    }
 
 
 def _name(case: VarlenCase | KVCacheCase) -> str:

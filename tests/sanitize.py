@@ -25,6 +25,7 @@ from support.gpu_support import DTYPES, Case, random_values, tile_with
 from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
+from support.latent_support import LATENT, check_latent
 from support.modified_calls import KINDS, ModifiedCall, random_call
 from support.quantized_support import CACHE_DTYPES, SCALES, QuantizedCase, check_on_gpu
 from support.sequence_support import KVCacheCase, Truth, VarlenCase
@@ -109,9 +110,6 @@ def cases() -> Iterator[Case]:
             yield dataclasses.replace(short, tile=tile_with(short, fields))
     # Head dims whose lines are 64 bytes; most query tiles see no key.
     yield dataclasses.replace(short, head_dim=96, head_dim_v=40, q_offset=-100)
-    # Wide heads, on each of which two thread blocks work.
-    yield dataclasses.replace(short, head_dim=512, head_dim_v=512)
-    yield dataclasses.replace(short, head_dim=264, head_dim_v=40, q_offset=-100)
     # float32 in pieces, whose wide heads are multiplied in shares.
     yield dataclasses.replace(short, dtype="float32")
     yield dataclasses.replace(short, dtype="float32", batch=1, head_dim=192, head_dim_v=150)
@@ -127,6 +125,60 @@ def cases() -> Iterator[Case]:
     wide = dataclasses.replace(small, family="simt", dtype="float32", seqlen_k=290)
     for fields in ({"share_kv": 0}, {"share_kv": 1}):
         yield dataclasses.replace(wide, tile=tile_with(wide, fields))
+
+
+def wide_cases() -> Iterator[Case]:
+    """Heads of more than 256 columns: pairs of thread blocks, warps that share rows, teams."""
+    small = Case("mma", "float16", 70, 150, batch=1, heads_q=2, heads_kv=1, causal=True)
+    for dims, alignment in (((512, 512), 16), ((264, 40), 16), ((33, 330), 2), ((576, 576), 8)):
+        wide = dataclasses.replace(small, head_dim=dims[0], head_dim_v=dims[1], alignment=alignment)
+        yield wide
+        # Keys split over thread blocks.
+        yield dataclasses.replace(wide, seqlen_q=5, seqlen_k=1030)
+        yield dataclasses.replace(wide, family="decode", seqlen_q=3, seqlen_k=530)
+    yield dataclasses.replace(small, family="simt", dtype="float32", head_dim=300, head_dim_v=290)
+    # Each pair of thread blocks goes on to other tiles; most of the second's see no key.
+    many = dataclasses.replace(
+        small,
+        family="hopper",
+        seqlen_q=135,
+        seqlen_k=210,
+        batch=4,
+        heads_q=24,
+        heads_kv=12,
+    )
+    yield dataclasses.replace(many, head_dim=512, head_dim_v=512, q_offset=20)
+    yield dataclasses.replace(many, head_dim=264, head_dim_v=40, q_offset=-100)
+
+
+@dataclass(frozen=True)
+class LatentCall:
+    """A call whose values are columns of its keys, of 16 bits or of 8."""
+
+    base: KVCacheCase
+    cache_dtype: str | None
+    scales: str
+
+    def __str__(self) -> str:
+        return f"latent {self.cache_dtype} {self.scales} {self.base}"
+
+
+def latent_calls() -> Iterator[LatentCall]:
+    """In pages and not, of one tile of rows and of several, with new rows."""
+    for number, (cache_dtype, page_size, heads) in enumerate(
+        itertools.product((None, *CACHE_DTYPES), (0, 1, 16), (16, 40))
+    ):
+        base = KVCacheCase(
+            (270, 0, 33),
+            ("float16", "bfloat16")[number % 2],
+            seqlen_q=(1, 2)[number // 2 % 2],
+            seqlen_new=1,
+            heads_q=heads,
+            causal=True,
+            page_size=page_size,
+            **(LATENT if number % 3 else {"head_dim": 300, "head_dim_v": 20, "heads_kv": 1}),
+        )
+        yield LatentCall(base, cache_dtype, ("row", "page", "computed")[number % 3])
 
 
 @dataclass(frozen=True)
@@ -373,7 +425,12 @@ def call_backward(case: GradientCall, family: str | None) -> str | None:
 
 
 def quantized_calls() -> Iterator[QuantizedCase]:
-    """Caches of 8 bits: each dtype and kind of scales, with new rows, in pages and not."""
+    """8 bits: each dtype and kind of scales, with new rows, in pages and not; packed queries."""
+    for number, (cache_dtype, page_size) in enumerate(itertools.product(CACHE_DTYPES, (0, 16))):
+        packed = VarlenCase(
+            (70, 0, 3), (150, 9, 530), "float16", causal=True, page_size=page_size, seqused=True
+        )
+        yield QuantizedCase(packed, cache_dtype, ("head", "row")[number % 2], sinks=True)
     for number, (cache_dtype, scales, page_size) in enumerate(
         itertools.product(CACHE_DTYPES, SCALES, (0, 1, 64))
     ):
@@ -399,6 +456,15 @@ def call_quantized(case: QuantizedCase) -> str | None:
     return None
 
 
+def call_latent(case: LatentCall) -> str | None:
+    """Why the call went wrong, or None."""
+    try:
+        check_latent(case.base, case.cache_dtype, case.scales, family="decode")
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -406,16 +472,20 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
     parser.add_argument("--modified", action="store_true", help="only calls with modifications")
     parser.add_argument("--backward", action="store_true", help="only gradients")
-    parser.add_argument("--quantized", action="store_true", help="only caches of 8 bits")
+    parser.add_argument("--quantized", action="store_true", help="only keys of 8 bits")
+    parser.add_argument("--wide", action="store_true", help="only wide heads and latent attention")
     arguments = parser.parse_args()
-    has_all = not (arguments.modified or arguments.backward or arguments.quantized)
-    chosen = [case for case in cases() if has_all and case.is_supported()]
+    some = arguments.modified, arguments.backward, arguments.quantized, arguments.wide
+    has_all = not any(some)
+    wide = wide_cases() if has_all or arguments.wide else ()
+    chosen = [c for c in (*(cases() if has_all else ()), *wide) if c.is_supported()]
     with_sequences = list(sequence_calls()) if has_all else []
     modified = list(modified_calls()) if has_all or arguments.modified else []
     backward = list(backward_calls()) if has_all or arguments.backward else []
     quantized = list(quantized_calls()) if has_all or arguments.quantized else []
+    latent = list(latent_calls()) if has_all or arguments.wide else []
     if arguments.list:
-        drawn = [*(case for case, _ in [*modified, *backward]), *quantized]
+        drawn = [*(case for case, _ in [*modified, *backward]), *quantized, *latent]
         print("\n".join(map(str, [*chosen, *with_sequences, *drawn])))
         return 0
     import cupy
@@ -432,8 +502,9 @@ def main() -> int:
         if why := call_backward(gradients, name):
             failed[str(gradients)] = why
     failed |= {str(case): why for case in quantized if (why := call_quantized(case))}
+    failed |= {str(case): why for case in latent if (why := call_latent(case))}
     cupy.cuda.Device().synchronize()
-    count = len(quantized) + len(chosen) + len(with_sequences) + len(modified) + len(backward)
+    count = sum(map(len, (chosen, with_sequences, modified, backward, quantized, latent)))
     print(f"{count} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():
         print(f"{why}: {name}")

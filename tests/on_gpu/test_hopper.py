@@ -29,6 +29,7 @@ from support.hard_values import (
     with_one_key_far_above,
     with_scores_far_below_zero,
 )
+from support.hopper_support import check_same_bits, marks, random_chunks, tiled
 from support.prebuilt import cubins, use_cubins
 
 from cupy_flash import flash_attention, flash_attention_qkvpacked, plan
@@ -40,12 +41,7 @@ from cupy_flash.gpu.tensor_map import TensorMaps
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float16").is_supported(), reason="the hopper family needs sm_90"
-    ),
-]
+pytestmark = marks()
 
 # More query tiles than a GPU has SMs: each thread block goes on to others.
 MANY = Case("hopper", "float16", 133, 450, batch=4, heads_q=60, heads_kv=20, causal=True)
@@ -117,13 +113,11 @@ def random_case(draw: random.Random) -> Case:
     )
 
 
-def random_chunks() -> Iterator[list[Case]]:
-    draw = random.Random(20260)
-    for _ in range(PROBLEMS // CHUNK):
-        yield [random_case(draw) for _ in range(CHUNK)]
-
-
-@pytest.mark.parametrize("cases", list(random_chunks()), ids=lambda _: "chunk")
+@pytest.mark.parametrize(
+    "cases",
+    random_chunks(random_case, 20260, problems=PROBLEMS, chunk=CHUNK),
+    ids=lambda _: "chunk",
+)
 def test_random_problems_are_right(cases: list[Case]) -> None:
     for case in cases:
         # The family is what a call would take unasked, few rows over many keys apart.
@@ -153,32 +147,10 @@ def test_random_problems_are_right(cases: list[Case]) -> None:
     for causal in (False, True)
 )
 def test_a_hundred_calls_give_the_same_bits(case: Case) -> None:
-    import cupy
-
-    inputs = on_gpu(random_values(case))
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    results = set()
-    for _ in range(100):
-        out.data.memset_async(0xFF, out.nbytes)
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
-        results.add((out.get().tobytes(), lse.get().tobytes()))
-    assert len(results) == 1
+    check_same_bits(case, 100)
 
 
 # ---- Tiles
-
-
-def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
-    """The case with each tile that has some fields and is legal, with as many stages as fit."""
-    family, problem, device = FORWARD["hopper"], case.problem(), current_device()
-    for some in fields:
-        tiles = (
-            HopperTile(**({"turns": int(some["Br"] > 64)} | some | {"stages": stages}))
-            for stages in range(8, 1, -1)
-        )
-        legal = (t for t in tiles if family.why_not_tile(problem, device, t) is None)
-        if tile := next(legal, None):
-            yield dataclasses.replace(case, tile=tile)
 
 
 def fields_of_tiles() -> Iterator[dict[str, int]]:

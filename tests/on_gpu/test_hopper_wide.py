@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from support.gpu_sequences import Place, check_kvcache, check_varlen
-from support.gpu_support import (
-    DTYPES,
-    Case,
-    check,
-    check_all,
-    check_captured_call,
-    current_device,
-    on_gpu,
-    random_values,
-)
+from support.gpu_support import Case, check, check_all, check_captured_call
+from support.hopper_support import check_same_bits, marks, random_chunks, tiled
 from support.modified_calls import KINDS, random_call
 from support.prebuilt import cubins, use_cubins
 from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
-from cupy_flash import flash_attention
-from cupy_flash.families import FORWARD
-from cupy_flash.families.hopper import HopperTile
-
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not Case("hopper", "float16", head_dim=512, head_dim_v=512).is_supported(),
-        reason="the hopper family needs sm_90",
-    ),
-]
+pytestmark = marks(512)
 
 # The second block has as many columns as the first, fewer, or none of the queries. One dtype each,
 # and few rows and split keys of the first only, so that there are not too many kernels.
@@ -59,12 +40,12 @@ MANY = Case(
     head_dim_v=512,
     causal=True,
 )
-PROBLEMS, CHUNK = 60, 4
+PROBLEMS, CHUNK = 200, 10
 
 
 def random_case(draw: random.Random) -> Case:
     dims = draw.choice(list(DIMS))
-    seqlen_q, seqlen_k = draw.randint(65, 300), draw.randint(1, 400)
+    seqlen_q, seqlen_k = draw.randint(65, 200), draw.randint(1, 270)
     batch, heads_kv, group = draw.randint(2, 3), draw.randint(5, 6), draw.choice((2, 3))
     kind = draw.random()
     if kind < 0.1 and dims == (512, 512):
@@ -95,13 +76,11 @@ def random_case(draw: random.Random) -> Case:
     )
 
 
-def random_chunks() -> Iterator[list[Case]]:
-    draw = random.Random(576)
-    for _ in range(PROBLEMS // CHUNK):
-        yield [random_case(draw) for _ in range(CHUNK)]
-
-
-@pytest.mark.parametrize("cases", list(random_chunks()), ids=lambda _: "chunk")
+@pytest.mark.parametrize(
+    "cases",
+    random_chunks(random_case, 576, problems=PROBLEMS, chunk=CHUNK),
+    ids=lambda _: "chunk",
+)
 def test_random_problems_are_right(cases: list[Case]) -> None:
     check_all(cases)
 
@@ -111,22 +90,14 @@ def test_rows_that_end_within_a_slab_are_right() -> None:
     check(dataclasses.replace(MANY, head_dim=511, head_dim_v=259, layout="bhsd"))
 
 
-def tiles() -> Iterator[Case]:
-    """Each with as many stages as fit."""
-    family, device = FORWARD["hopper"], current_device()
-    problem = MANY.problem()
-    for Br, Bc, q_stages, q_steps, turns in (
-        (64, 80, 1, 4, 0),
-        (64, 32, 2, 2, 0),
-        (128, 48, 1, 0, 0),
-    ):
-        made = (HopperTile(Br, Bc, n, q_stages, q_steps, turns) for n in range(8, 1, -1))
-        legal = (t for t in made if family.why_not_tile(problem, device, t) is None)
-        if tile := next(legal, None):
-            yield dataclasses.replace(MANY, tile=tile)
+TILES = (
+    {"Br": 64, "Bc": 80, "q_stages": 1, "q_steps": 4},
+    {"Br": 64, "Bc": 32, "q_stages": 2, "q_steps": 2},
+    {"Br": 128, "Bc": 48, "q_stages": 1, "q_steps": 0, "turns": 0},
+)
 
 
-@pytest.mark.parametrize("case", list(tiles()), ids=str)
+@pytest.mark.parametrize("case", list(tiled(MANY, TILES)), ids=str)
 def test_other_tiles_than_the_default_are_right(case: Case) -> None:
     check(case)
 
@@ -135,16 +106,7 @@ def test_other_tiles_than_the_default_are_right(case: Case) -> None:
     "case", [MANY, dataclasses.replace(MANY, batch=1, heads_q=2, heads_kv=1)], ids=str
 )
 def test_fifty_calls_give_the_same_bits(case: Case) -> None:
-    import cupy
-
-    inputs = on_gpu(random_values(case))
-    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
-    results = set()
-    for _ in range(50):
-        out.data.memset_async(0xFF, out.nbytes)
-        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
-        results.add((out.get().tobytes(), lse.get().tobytes()))
-    assert len(results) == 1
+    check_same_bits(case, 50)
 
 
 def test_a_captured_call_replays_on_new_contents() -> None:

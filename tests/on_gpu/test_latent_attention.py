@@ -7,6 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu_support import naming
+from support.latent_support import (
+    LATENT,
+    after_the_append,
+    check_latent,
+    latent_arguments,
+    run_on_gpu,
+)
 from support.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
 from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
 
@@ -16,74 +24,14 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 pytestmark = pytest.mark.gpu
 
 # Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
-TESTS, CALLS = 60, 8
+PROBLEMS, CALLS = 512, 8
 # Rows of a sequence's cache.
 CAPACITY = 300
-# Of the models that have such attention.
-LATENT = {"head_dim": 576, "head_dim_v": 512, "heads_kv": 1}
 SCALES = ("none", "tensor", "page", "row", "computed")
 
-Arguments = dict[str, Any]
 
-
-def latent_arguments(base: KVCacheCase, cache_dtype: str | None, scales: str) -> Arguments:
-    """What the function under test takes, as new NumPy arrays: the case's keys alone."""
-    if cache_dtype is None:
-        found = base.problem().arguments()
-    else:
-        found = QuantizedCase(base, cache_dtype, scales).arguments() | {"v_scale": None}
-    return found | {"v_cache": None, "v": None, "head_dim_v": base.head_dim_v}
-
-
-def after_the_append(arguments: Arguments) -> tuple[Arguments, Any]:
-    """The same with nothing new, and values of their own; and what the caches then hold."""
-    given = {name: value for name, value in arguments.items() if name != "head_dim_v"}
-    if given["k"] is not None:
-        given["v_scale"] = given.get("k_scale")
-        whole = given | {"v_cache": given["k_cache"], "v": given["k"]}
-        stored = attention_with_kvcache_reference(**whole)
-        given |= {"k_cache": stored.k_cache, "k_scale": stored.k_scale, "k": None}
-        new = arguments["k"].shape[1]
-        given["cache_seqlens"] = given["cache_seqlens"] + np.int32(new)
-    else:
-        stored = None
-    given |= {
-        "v_cache": given["k_cache"][..., : arguments["head_dim_v"]],
-        "v": None,
-        "v_scale": given.get("k_scale"),
-    }
-    return {name: x for name, x in given.items() if name != "compute_scales"}, stored
-
-
-def run_on_gpu(arguments: Arguments, **more: Any) -> tuple[Arguments, Any, Any]:
-    """The arrays after a call on the GPU, its output, which is NaN before, and lse."""
-    import cupy
-
-    given = {name: on_device(x) for name, x in arguments.items()}
-    shape = (*arguments["q"].shape[:3], arguments["head_dim_v"])
-    out = cupy.asarray(np.full(shape, np.nan, arguments["q"].dtype))
-    out, lse = flash_attention_with_kvcache(**given, out=out, return_lse=True, **more)
-    return given, to_numpy(out), to_numpy(lse)
-
-
-def check_latent(
-    base: KVCacheCase, cache_dtype: str | None = None, scales: str = "none", **choice: Any
-) -> None:
-    """Assert that a call gives what the reference gives, and stores the same bits."""
-    arguments = latent_arguments(base, cache_dtype, scales)
-    with np.errstate(all="ignore"):
-        equivalent, stored = after_the_append(arguments)
-        truth = Truth.of_kvcache(equivalent)
-    given, out, lse = run_on_gpu(arguments, **choice)
-    truth.check(out, lse)
-    if stored is not None:
-        assert to_numpy(given["k_cache"]).tobytes() == stored.k_cache.tobytes()
-        if scales == "computed":
-            assert to_numpy(given["k_scale"]).tobytes() == stored.k_scale.tobytes()
-
-
-def draw(test: int, number: int, **fixed: Any) -> tuple[KVCacheCase, np.random.Generator]:
-    """A case; those of a test are for one kernel."""
+def draw(test: int, number: int) -> tuple[KVCacheCase, dict[str, Any], np.random.Generator]:
+    """A case, its modifications, and what draws the rest; those of a test are for one kernel."""
     rng, sizes = np.random.default_rng([11, test]), np.random.default_rng([11, test, number])
     paged = rng.random() < 0.7
     heads_kv = int(rng.choice([1, 1, 2]))
@@ -93,12 +41,15 @@ def draw(test: int, number: int, **fixed: Any) -> tuple[KVCacheCase, np.random.G
         "heads_q": heads_kv * int(rng.choice([1, 2, 5, 16, 37, 64, 128])),
         "heads_kv": heads_kv,
         "head_dim": int(rng.choice([576, 576, 320, 260, 96, 400])),
-        "head_dim_v": 0,
     }
-    sizes_of_heads |= fixed
-    if not sizes_of_heads["head_dim_v"]:
-        of_keys = sizes_of_heads["head_dim"]
-        sizes_of_heads["head_dim_v"] = int(rng.choice([of_keys - 64, of_keys, 8, 20]))
+    of_keys = sizes_of_heads["head_dim"]
+    sizes_of_heads["head_dim_v"] = int(rng.choice([of_keys - 64, of_keys, 8, 20]))
+    modifications: dict[str, Any] = {}
+    if rng.random() < 0.2:
+        modifications["window_size"] = (int(sizes.integers(200)), int(sizes.integers(3)))
+    if rng.random() < 0.2:
+        sinks = sizes.standard_normal(sizes_of_heads["heads_q"])
+        modifications["sinks"] = sinks.astype(np.float32)
     case = KVCacheCase(
         lengths,
         str(rng.choice(["float16", "bfloat16"])),
@@ -111,24 +62,26 @@ def draw(test: int, number: int, **fixed: Any) -> tuple[KVCacheCase, np.random.G
         seed=int(sizes.integers(2**32)),
         **sizes_of_heads,
     )
-    return case, rng
+    return case, modifications, rng
 
 
-@pytest.mark.parametrize("test", range(TESTS))
+@pytest.mark.parametrize("test", range(PROBLEMS // CALLS))
 def test_random_problems_are_right(test: int) -> None:
     for number in range(CALLS):
-        case, _ = draw(test, number)
-        check_latent(case, family="decode")
+        case, modifications, _ = draw(test, number)
+        with naming(f"problem {number}, {case}"):
+            check_latent(case, modifications=modifications, family="decode")
 
 
-@pytest.mark.parametrize("test", range(TESTS))
+@pytest.mark.parametrize("test", range(PROBLEMS // CALLS))
 def test_random_problems_of_8_bits_are_right(test: int) -> None:
     for number in range(CALLS):
-        case, rng = draw(test, number)
-        scales = str(rng.choice(SCALES))
+        case, modifications, rng = draw(test, number)
+        cache_dtype, scales = str(rng.choice(list(CACHE_DTYPES))), str(rng.choice(SCALES))
         if scales == "computed" and not case.seqlen_new:
             case = dataclasses.replace(case, seqlen_new=1)
-        check_latent(case, str(rng.choice(list(CACHE_DTYPES))), scales, family="decode")
+        with naming(f"problem {number}, {cache_dtype} {scales} {case}"):
+            check_latent(case, cache_dtype, scales, modifications, family="decode")
 
 
 @pytest.mark.parametrize("family", ["mma", "simt"])

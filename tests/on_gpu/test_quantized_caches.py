@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpu_support import naming
 from support.quantized_support import (
     CACHE_DTYPES,
     SCALES,
@@ -15,21 +16,22 @@ from support.quantized_support import (
     on_device,
     run_on_gpu,
 )
-from support.sequence_support import KVCacheCase, ragged_lengths, to_numpy
+from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths, to_numpy
 
-from cupy_flash import flash_attention_with_kvcache
+from cupy_flash import flash_attention_with_kvcache, plan_varlen
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 pytestmark = pytest.mark.gpu
 
 # Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
-TESTS, CALLS = 100, 10
+PROBLEMS, CALLS = 1000, 10
 # Rows of a sequence's cache.
 CAPACITY = 300
 
 
-def draw(test: int, number: int) -> QuantizedCase:
+def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
+    """A case, and how its keys are split; those of a test are for one kernel, but for its tile."""
     rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
     paged = rng.random() < 0.5
     page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0
@@ -37,28 +39,61 @@ def draw(test: int, number: int) -> QuantizedCase:
     heads_kv = int(rng.choice([1, 2, 3]))
     lengths = ragged_lengths(sizes, 5, 280)
     new = int(sizes.choice([1, 2, 5])) if scales == "computed" else int(sizes.integers(3))
-    base = KVCacheCase(
-        lengths,
-        str(rng.choice(["float16", "bfloat16"])),
-        seqlen_q=int(rng.choice([1, 1, 2, 9])),
-        seqlen_new=new,
-        heads_q=heads_kv * int(rng.choice([1, 4, 8])),
-        heads_kv=heads_kv,
-        head_dim=int(rng.choice([16, 64, 72, 128, 256])),
-        head_dim_v=int(rng.choice([16, 64, 40, 128, 256])),
-        causal=bool(rng.random() < 0.5),
-        page_size=page_size,
-        indexed=not paged and bool(rng.random() < 0.5),
-        slack=CAPACITY - new - max(lengths),
-        seed=int(sizes.integers(2**32)),
-    )
-    return QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales)
+    common: dict[str, Any] = {
+        "dtype": str(rng.choice(["float16", "bfloat16"])),
+        "heads_q": heads_kv * int(rng.choice([1, 4, 8])),
+        "heads_kv": heads_kv,
+        "head_dim": int(rng.choice([16, 64, 72, 128, 256, 320])),
+        "head_dim_v": int(rng.choice([16, 64, 40, 128, 256, 300])),
+        "causal": bool(rng.random() < 0.5),
+        "page_size": page_size,
+        "seed": int(sizes.integers(2**32)),
+    }
+    base: KVCacheCase | VarlenCase
+    if rng.random() < 0.3 and scales != "computed":
+        queries = ragged_lengths(sizes, 5, int(rng.choice([3, 70])))
+        base = VarlenCase(queries, lengths, seqused=bool(rng.random() < 0.5), **common)
+    else:
+        base = KVCacheCase(
+            lengths,
+            seqlen_q=int(rng.choice([1, 1, 2, 9])),
+            seqlen_new=new,
+            indexed=not paged and bool(rng.random() < 0.5),
+            slack=CAPACITY - new - max(lengths),
+            **common,
+        )
+    window: tuple[int | None, int | None] = (None, None)
+    if rng.random() < 0.2:
+        window = int(sizes.integers(200)), int(sizes.integers(20))
+    sinks = bool(rng.random() < 0.2)
+    case = QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales, window, sinks)
+    return case, {"num_splits": int(rng.choice([0, 0, 0, 3]))}
 
 
-@pytest.mark.parametrize("test", range(TESTS))
+@pytest.mark.parametrize("test", range(PROBLEMS // CALLS))
 def test_random_problems_are_right(test: int) -> None:
     for number in range(CALLS):
-        check_on_gpu(draw(test, number))
+        case, choice = draw(test, number)
+        with naming(f"problem {number}, {choice} {case}"):
+            check_on_gpu(case, **choice)
+
+
+def test_random_problems_are_of_every_kind() -> None:
+    drawn = [draw(test, 0) for test in range(PROBLEMS // CALLS)]
+    cases = [case for case, _ in drawn]
+    for scales in SCALES:
+        for is_packed in (False, True):
+            assert scales == "computed" or any(
+                case.scales == scales and case.is_packed == is_packed for case in cases
+            )
+    for is_packed in (False, True):
+        mine = [pair for pair in drawn if pair[0].is_packed == is_packed]
+        assert any(choice["num_splits"] for _, choice in mine)
+        assert any(case.sinks for case, _ in mine)
+        assert any(case.window != (None, None) for case, _ in mine)
+        assert {case.base.page_size > 0 for case, _ in mine} == {False, True}
+        assert {case.base.dtype for case, _ in mine} == {"float16", "bfloat16"}
+        assert {case.cache_dtype for case, _ in mine} == set(CACHE_DTYPES)
 
 
 LONG = KVCacheCase(
@@ -80,6 +115,19 @@ def test_keys_may_be_shared_out(
     check_on_gpu(
         QuantizedCase(dataclasses.replace(LONG, dtype=dtype), cache_dtype, scales), **choice
     )
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_long_keys_of_packed_queries_are_split(cache_dtype: str, page_size: int) -> None:
+    base = VarlenCase(
+        (1, 0, 40, 2), (5000, 17, 300, 4097), "bfloat16", heads_q=8, page_size=page_size
+    )
+    arguments = QuantizedCase(base, cache_dtype, "row").arguments()
+    plan = plan_varlen(**{name: on_device(x) for name, x in arguments.items()})
+    assert plan.num_splits is not None
+    assert plan.num_splits > 1
+    check_on_gpu(QuantizedCase(base, cache_dtype, "row"))
 
 
 @pytest.mark.parametrize("seqlen_q", [40, 130])
@@ -318,6 +366,7 @@ def test_arrays_in_host_memory_are_computed_on_the_gpu(cache_dtype: str, scales:
 
 
 def test_float32_is_refused_with_its_reason() -> None:
-    arguments = QuantizedCase(KVCacheCase((5, 7), "float32"), "int8", "head").arguments()
-    with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
-        run_on_gpu(arguments)
+    for base in (KVCacheCase((5, 7), "float32"), VarlenCase((5, 7), (5, 9), "float32")):
+        arguments = QuantizedCase(base, "int8", "head").arguments()
+        with pytest.raises(UnsupportedError, match="take float16 or bfloat16, not float32"):
+            run_on_gpu(arguments)

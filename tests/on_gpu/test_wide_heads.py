@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ from support.gpu_sequences import (
 from support.gpu_sequences import (
     of_cases as of_sequences,
 )
-from support.gpu_support import DTYPES, Case, check, current_device
+from support.gpu_support import DTYPES, Case, check, current_device, naming
 from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import random_gradient_call
 from support.gradient_rule import check_gradients
 from support.modified_calls import KINDS, random_call
+from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths
 
 from cupy_flash.families import FORWARD
 from cupy_flash.families.mma import MmaTile
@@ -94,6 +96,74 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
             assert "shared memory" in reason
             pytest.skip(reason)
         check(case)
+
+
+# ---- Random problems
+
+# Those of a test are for one kernel, but for its tile.
+PROBLEMS, CALLS = 1000, 20
+
+
+def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheCase]:
+    """A family, the alignment of rows, and a problem."""
+    rng = np.random.default_rng([zlib.crc32(b"wide"), test])
+    sizes = np.random.default_rng([zlib.crc32(b"wide"), test, number])
+    family = str(rng.choice(["mma", "mma", "decode", "simt"]))
+    dtypes = ["float32", "float32", "float64"] if family == "simt" else ["float16", "bfloat16"]
+    dtype = str(rng.choice(dtypes))
+    ragged = tuple(int(dim) for dim in rng.integers(257, 577, 2))
+    usual = WIDE[rng.integers(len(WIDE))]
+    head_dim, head_dim_v = ragged if rng.random() < 0.4 else usual
+    alignment = int(rng.choice([a for a in (16, 16, 8, 4, 2) if a >= DTYPES[dtype].itemsize]))
+    heads_kv, group = int(sizes.integers(1, 4)), int(rng.choice([1, 2, 4]))
+    most_q = 3 if family == "decode" else 150
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "heads_q": heads_kv * group,
+        "heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "causal": bool(rng.random() < 0.5),
+        "softmax_scale": None if rng.random() < 0.7 else float(sizes.uniform(0.01, 0.2)),
+    }
+    kind = str(rng.choice(["equal", "equal", "packed", "cached"]))
+    if kind == "equal":
+        seqlen_q, seqlen_k = int(sizes.integers(1, most_q)), int(sizes.integers(1, 300))
+        places = common["causal"] and sizes.random() < 0.5
+        return (
+            family,
+            alignment,
+            Case(
+                family,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
+                batch=int(sizes.integers(1, 4)),
+                q_offset=int(sizes.integers(-seqlen_q - 9, seqlen_k + 9)) if places else None,
+                layout=str(sizes.choice(["bshd", "bhsd"])),
+                alignment=alignment,
+                **common,
+            ),
+        )
+    common |= {"page_size": int(rng.choice([0, 1, 16])), "seed": int(sizes.integers(2**32))}
+    lengths = ragged_lengths(sizes, 4, 250)
+    if kind == "packed":
+        return family, alignment, VarlenCase(ragged_lengths(sizes, 4, most_q), lengths, **common)
+    seqlen_q = int(sizes.integers(1, most_q))
+    new = int(sizes.integers(3))
+    return family, alignment, KVCacheCase(lengths, seqlen_q=seqlen_q, seqlen_new=new, **common)
+
+
+@pytest.mark.parametrize("test", range(PROBLEMS // CALLS))
+def test_random_problems_are_right(test: int) -> None:
+    for number in range(CALLS):
+        family, alignment, case = draw(test, number)
+        with naming(f"problem {number}, {family} alignment {alignment} {case}"):
+            if isinstance(case, Case):
+                check(case)
+            elif isinstance(case, VarlenCase):
+                check_varlen(Place(family), case, alignment)
+            else:
+                check_kvcache(Place(family), case, alignment)
 
 
 @pytest.mark.parametrize("alignment", [2, 4, 8])

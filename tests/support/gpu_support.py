@@ -6,11 +6,12 @@ kernels but the ones under test.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -373,6 +374,15 @@ def check(case: Case, values: Arrays | None = None) -> None:
         truth = Truth.of(values, **case.formula)
     out, lse = run(case, values)
     truth.check(out, lse, case.layout)
+
+
+@contextlib.contextmanager
+def naming(what: Any) -> Iterator[None]:
+    """Have a failure within say what failed."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from error
 
 
 def check_all(cases: Iterable[Case]) -> None:

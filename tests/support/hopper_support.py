@@ -1,0 +1,57 @@
+"""What the tests of the Hopper family share."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from cupy_flash import flash_attention
+from cupy_flash.families import FORWARD
+from cupy_flash.families.hopper import HopperTile
+from support.gpu_support import DTYPES, Case, current_device, on_gpu, random_values
+
+
+def marks(head_dim: int = 64) -> list[Any]:
+    """Of a module whose heads are so wide."""
+    case = Case("hopper", "float16", head_dim=head_dim, head_dim_v=head_dim)
+    reason = "the hopper family needs sm_90"
+    return [pytest.mark.gpu, pytest.mark.skipif(not case.is_supported(), reason=reason)]
+
+
+def random_chunks(
+    random_case: Callable[[random.Random], Case], seed: int, *, problems: int, chunk: int
+) -> list[list[Case]]:
+    """So many problems, ever the same ones for a seed, in chunks of a test each."""
+    draw = random.Random(seed)
+    return [[random_case(draw) for _ in range(chunk)] for _ in range(problems // chunk)]
+
+
+def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:
+    """The case with each tile that has some fields and is legal, with as many stages as fit."""
+    family, problem, device = FORWARD["hopper"], case.problem(), current_device()
+    for some in fields:
+        tiles = (
+            HopperTile(**({"turns": int(some["Br"] > 64)} | some | {"stages": stages}))
+            for stages in range(8, 1, -1)
+        )
+        legal = (t for t in tiles if family.why_not_tile(problem, device, t) is None)
+        if tile := next(legal, None):
+            yield dataclasses.replace(case, tile=tile)
+
+
+def check_same_bits(case: Case, calls: int) -> None:
+    """Fail unless so many calls give the same bits."""
+    import cupy
+
+    inputs = on_gpu(random_values(case))
+    out = cupy.ndarray(case.shape("out"), DTYPES[case.dtype])
+    results = set()
+    for _ in range(calls):
+        out.data.memset_async(0xFF, out.nbytes)
+        _, lse = flash_attention(*inputs, out=out, return_lse=True, **case.formula, **case.choice)
+        results.add((out.get().tobytes(), lse.get().tobytes()))
+    assert len(results) == 1

@@ -8,8 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.quantized_support import QuantizedCase
+from support.sequence_support import VarlenCase
 
-from cupy_flash import plan_with_kvcache
+from cupy_flash import plan_varlen, plan_with_kvcache
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.attention import append_spec
 from cupy_flash.calls.options import Options
@@ -32,6 +34,7 @@ DECODE: list[tuple[str, Any, Any, tuple[int, int], int, str, dict[str, Any]]] = 
     ("sm_100", np.float16, FP8, (64, 128), 0, "none", {}),
     ("sm_120", BF16, INT8, (256, 256), 0, "head", {}),
 ]
+PACKED = [("sm_80", "int8", 0), ("sm_90", "float8_e4m3fn", 16)]
 APPENDS = [
     ("sm_75", "float16", "int8", True, 24),
     ("sm_80", "float32", "int8", False, 0),
@@ -72,6 +75,15 @@ def decode_unit(
     return plan.unit
 
 
+def packed_unit(arch: str, cache_dtype: str, page_size: int) -> TranslationUnit:
+    base = VarlenCase((70, 0, 3), (150, 9, 300), "bfloat16", causal=True, page_size=page_size)
+    arguments = QuantizedCase(base, cache_dtype, "row").arguments()
+    plan = plan_varlen(**arguments, arch=arch)
+    assert plan.family == "decode"
+    assert plan.unit is not None
+    return plan.unit
+
+
 def spec_of_append(dtype: str, cache_dtype: str, computed: bool, rotary_dim: int) -> AppendSpec:
     types = {"bfloat16": BF16, "float8_e4m3fn": FP8}
     q, k, v = (
@@ -106,6 +118,7 @@ def device_of(arch: str) -> Device:
 def test_units_compile_and_spill_little() -> None:
     units = [(decode_unit(*case), device_of(case[0])) for case in DECODE]
     units += [(append_unit(spec_of_append(*case)), device_of(arch)) for arch, *case in APPENDS]
+    units += [(packed_unit(*case), device_of(case[0])) for case in PACKED]
     known = known_architectures()
     units = [(unit, device) for unit, device in units if device.arch in known]
     assert units

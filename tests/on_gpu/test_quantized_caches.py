@@ -18,7 +18,7 @@ from support.quantized_support import (
 )
 from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths, to_numpy
 
-from cupy_flash import flash_attention_with_kvcache, plan_varlen
+from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan_varlen
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.reference.packed import attention_with_kvcache_reference
 
@@ -287,12 +287,9 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
         np.testing.assert_allclose(found, expected, atol=2**-6)
 
 
-@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
-def test_tensors_of_torch_are_read_and_written_in_place(cache_dtype: str) -> None:
+def tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, arrays as torch's on the GPU."""
     torch = pytest.importorskip("torch")
-    base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1)
-    arguments = QuantizedCase(base, cache_dtype, "computed").arguments()
-    expected, out, _ = run_on_gpu(arguments)
     types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
     def tensor(x: Any) -> Any:
@@ -303,7 +300,27 @@ def test_tensors_of_torch_are_read_and_written_in_place(cache_dtype: str) -> Non
         as_bytes = torch.from_numpy(x.view(np.uint8)).cuda()
         return as_bytes.view(types[x.dtype.name])
 
-    tensors = {name: tensor(x) for name, x in arguments.items()}
+    return {name: tensor(x) for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("scales", ["number", "row"])
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_tensors_of_torch_may_have_packed_queries(cache_dtype: str, scales: str) -> None:
+    torch = pytest.importorskip("torch")
+    base = VarlenCase((5, 0, 40), (200, 64, 130), "bfloat16", page_size=16, rows_of_none=0)
+    arguments = QuantizedCase(base, cache_dtype, scales).arguments()
+    _, expected, _ = run_on_gpu(arguments)
+    found = flash_attention_varlen(**tensors_of(arguments))
+    np.testing.assert_array_equal(found.view(torch.uint8).cpu().numpy(), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_tensors_of_torch_are_read_and_written_in_place(cache_dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    base = KVCacheCase((200, 64, 130), "bfloat16", seqlen_new=1)
+    arguments = QuantizedCase(base, cache_dtype, "computed").arguments()
+    expected, out, _ = run_on_gpu(arguments)
+    tensors = tensors_of(arguments)
     found = flash_attention_with_kvcache(**tensors)
     assert found.dtype == torch.bfloat16
     np.testing.assert_array_equal(found.view(torch.uint8).cpu().numpy(), out.view(np.uint8))

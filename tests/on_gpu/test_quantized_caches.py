@@ -25,7 +25,7 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 pytestmark = pytest.mark.gpu
 
 # Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
-PROBLEMS, CALLS = 1000, 10
+PROBLEMS, CALLS = 1000, 20
 # Rows of a sequence's cache.
 CAPACITY = 300
 
@@ -35,10 +35,13 @@ def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
     rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
     paged = rng.random() < 0.5
     page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0
-    scales = str(rng.choice(SCALES))
+    # Each kind of scales with packed queries and without.
+    scales = SCALES[test % len(SCALES)]
+    is_packed = test % 3 == 2 and scales != "computed"
     heads_kv = int(rng.choice([1, 2, 3]))
     lengths = ragged_lengths(sizes, 5, 280)
-    new = int(sizes.choice([1, 2, 5])) if scales == "computed" else int(sizes.integers(3))
+    appends = scales == "computed" or rng.random() < 0.4
+    new = int(sizes.choice([1, 2, 5])) if appends else 0
     common: dict[str, Any] = {
         "dtype": str(rng.choice(["float16", "bfloat16"])),
         "heads_q": heads_kv * int(rng.choice([1, 4, 8])),
@@ -50,7 +53,7 @@ def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
         "seed": int(sizes.integers(2**32)),
     }
     base: KVCacheCase | VarlenCase
-    if rng.random() < 0.3 and scales != "computed":
+    if is_packed:
         queries = ragged_lengths(sizes, 5, int(rng.choice([3, 70])))
         base = VarlenCase(queries, lengths, seqused=bool(rng.random() < 0.5), **common)
     else:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +180,8 @@ def latent_calls() -> Iterator[LatentCall]:
             page_size=page_size,
             **(LATENT if number % 3 else {"head_dim": 300, "head_dim_v": 20, "heads_kv": 1}),
         )
-        yield LatentCall(base, cache_dtype, ("row", "page", "computed")[number % 3])
+        scales = ("row", "page", "computed")[number % 3] if cache_dtype else "none"
+        yield LatentCall(base, cache_dtype, scales)
 
 
 @dataclass(frozen=True)
@@ -465,47 +468,64 @@ def call_latent(case: LatentCall) -> str | None:
     return None
 
 
+# What goes wrong in a call, if anything does, by the call's name.
+Named = tuple[str, Callable[[], "str | None"]]
+
+
+def _named(make: Callable[..., str | None], calls: Iterable[Any]) -> Iterator[Named]:
+    """Of calls, or of pairs of a call and a family."""
+    for each in calls:
+        given = each if isinstance(each, tuple) else (each,)
+        yield str(given[0]), functools.partial(make, *given)
+
+
+def _supported(some: Iterable[Case]) -> Iterator[Case]:
+    return (case for case in some if case.is_supported())
+
+
+GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
+    "modified": ("calls with modifications", lambda: _named(call_modified, modified_calls())),
+    "backward": ("gradients", lambda: _named(call_backward, backward_calls())),
+    "quantized": ("keys of 8 bits", lambda: _named(call_quantized, quantized_calls())),
+    "wide": (
+        "wide heads and latent attention",
+        lambda: itertools.chain(
+            _named(call, _supported(wide_cases())), _named(call_latent, latent_calls())
+        ),
+    ),
+}
+
+
+def plain_calls() -> Iterator[Named]:
+    """Those of no group."""
+    yield from _named(call, _supported(cases()))
+    yield from _named(call_with_sequences, sequence_calls())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="name the calls and make none")
-    parser.add_argument("--modified", action="store_true", help="only calls with modifications")
-    parser.add_argument("--backward", action="store_true", help="only gradients")
-    parser.add_argument("--quantized", action="store_true", help="only keys of 8 bits")
-    parser.add_argument("--wide", action="store_true", help="only wide heads and latent attention")
+    for group, (what, _) in GROUPS.items():
+        parser.add_argument(f"--{group}", action="store_true", help=f"only {what}")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only calls of such names")
     arguments = parser.parse_args()
-    some = arguments.modified, arguments.backward, arguments.quantized, arguments.wide
-    has_all = not any(some)
-    wide = wide_cases() if has_all or arguments.wide else ()
-    chosen = [c for c in (*(cases() if has_all else ()), *wide) if c.is_supported()]
-    with_sequences = list(sequence_calls()) if has_all else []
-    modified = list(modified_calls()) if has_all or arguments.modified else []
-    backward = list(backward_calls()) if has_all or arguments.backward else []
-    quantized = list(quantized_calls()) if has_all or arguments.quantized else []
-    latent = list(latent_calls()) if has_all or arguments.wide else []
+    chosen = [group for group in GROUPS if getattr(arguments, group)]
+    makers = [GROUPS[group][1] for group in chosen or GROUPS]
+    everything = itertools.chain(() if chosen else plain_calls(), *(make() for make in makers))
+    calls = [(name, make) for name, make in everything if re.search(arguments.only, name)]
     if arguments.list:
-        drawn = [*(case for case, _ in [*modified, *backward]), *quantized, *latent]
-        print("\n".join(map(str, [*chosen, *with_sequences, *drawn])))
+        print("\n".join(name for name, _ in calls))
         return 0
     import cupy
 
     # A pool would hide an access past the end of an array.
     cupy.cuda.set_allocator(None)
     start = time.perf_counter()
-    failed = {str(case): why for case in chosen if (why := call(case))}
-    failed |= {str(case): why for case in with_sequences if (why := call_with_sequences(case))}
-    for case, family in modified:
-        if why := call_modified(case, family):
-            failed[str(case)] = why
-    for gradients, name in backward:
-        if why := call_backward(gradients, name):
-            failed[str(gradients)] = why
-    failed |= {str(case): why for case in quantized if (why := call_quantized(case))}
-    failed |= {str(case): why for case in latent if (why := call_latent(case))}
+    failed = {name: why for name, make in calls if (why := make())}
     cupy.cuda.Device().synchronize()
-    count = sum(map(len, (chosen, with_sequences, modified, backward, quantized, latent)))
-    print(f"{count} calls in {time.perf_counter() - start:.0f} s")
+    print(f"{len(calls)} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():
         print(f"{why}: {name}")
     return 1 if failed else 0

@@ -40,7 +40,7 @@ MANY = Case(
     head_dim_v=512,
     causal=True,
 )
-PROBLEMS, CHUNK = 200, 10
+PROBLEMS, CHUNK = 200, 20
 
 
 def random_case(draw: random.Random) -> Case:

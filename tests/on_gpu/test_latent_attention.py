@@ -24,7 +24,7 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 pytestmark = pytest.mark.gpu
 
 # Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
-PROBLEMS, CALLS = 512, 16
+PROBLEMS, CALLS = 512, 32
 # Rows of a sequence's cache.
 CAPACITY = 300
 SCALES = ("none", "tensor", "page", "row", "computed")

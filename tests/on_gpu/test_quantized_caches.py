@@ -25,7 +25,7 @@ from cupy_flash.reference.packed import attention_with_kvcache_reference
 pytestmark = pytest.mark.gpu
 
 # Compiling takes longer than the rest, so calls of a test differ in what no kernel is compiled for.
-PROBLEMS, CALLS = 1000, 20
+PROBLEMS, CALLS = 1000, 40
 # Rows of a sequence's cache.
 CAPACITY = 300
 
@@ -35,7 +35,7 @@ def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
     rng, sizes = np.random.default_rng([7, test]), np.random.default_rng([7, test, number])
     paged = rng.random() < 0.5
     page_size = int(rng.choice([1, 16, 37, 64])) if paged else 0
-    # Each kind of scales with packed queries and without.
+    # Each kind of scales, windows, sinks and splits with packed queries and without.
     scales = SCALES[test % len(SCALES)]
     is_packed = test % 3 == 2 and scales != "computed"
     heads_kv = int(rng.choice([1, 2, 3]))
@@ -66,11 +66,10 @@ def draw(test: int, number: int) -> tuple[QuantizedCase, dict[str, int]]:
             **common,
         )
     window: tuple[int | None, int | None] = (None, None)
-    if rng.random() < 0.2:
+    if test % 4 == 1:
         window = int(sizes.integers(200)), int(sizes.integers(20))
-    sinks = bool(rng.random() < 0.2)
-    case = QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales, window, sinks)
-    return case, {"num_splits": int(rng.choice([0, 0, 0, 3]))}
+    case = QuantizedCase(base, str(rng.choice(list(CACHE_DTYPES))), scales, window, test % 5 == 2)
+    return case, {"num_splits": 3 if test % 4 == 3 else 0}
 
 
 @pytest.mark.parametrize("test", range(PROBLEMS // CALLS))

@@ -101,7 +101,7 @@ def test_any_tile_of_mma_is_right(tile: MmaTile, head_dim: int, head_dim_v: int)
 # ---- Random problems
 
 # Those of a test are for one kernel, but for its tile.
-PROBLEMS, CALLS = 1000, 25
+PROBLEMS, CALLS = 1000, 40
 
 
 def draw(test: int, number: int) -> tuple[str, int, Case | VarlenCase | KVCacheCase]:

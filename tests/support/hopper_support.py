@@ -25,9 +25,14 @@ def marks(head_dim: int = 64) -> list[Any]:
 def random_chunks(
     random_case: Callable[[random.Random], Case], seed: int, *, problems: int, chunk: int
 ) -> list[list[Case]]:
-    """So many problems, ever the same ones for a seed, in chunks of a test each."""
+    """So many problems, ever the same ones for a seed, in chunks of a test each.
+
+    Those of one kernel lie together: the workers of xdist each compile what theirs need.
+    """
     draw = random.Random(seed)
-    return [[random_case(draw) for _ in range(chunk)] for _ in range(problems // chunk)]
+    cases = [random_case(draw) for _ in range(problems)]
+    cases.sort(key=lambda case: (case.dtype, case.head_dim, case.head_dim_v, case.causal))
+    return [cases[first : first + chunk] for first in range(0, problems, chunk)]
 
 
 def tiled(case: Case, fields: Iterable[dict[str, int]]) -> Iterator[Case]:

@@ -36,7 +36,7 @@ _MOST_STAGES = 8
 # A scale of one key or value.
 _SCALE_BYTES = 4
 # What a block knows of its part of the keys (`State` in the kernel).
-_STATE_BYTES = 144
+_STATE_BYTES = 160
 _CLUSTERS = (1, 2, 4, 8)
 # Keys of a tile of a cache of 8 bits: as many bytes as 16 of 16 bits.
 _QUANTIZED_KEYS = 32
@@ -59,6 +59,8 @@ _LITTLE = 64 << 20
 # one head, 32 query heads, take them 18.5 us, blocks without clusters 20.0, and 16 x 8192 keys 49.2
 # and 40.9.
 _READ_TWICE = 16 << 20
+# Up to so much, whatever the lengths are, a launch lets keys and values leave L2 first.
+_FEW_BYTES = 320 << 20
 # With more than so much, pages take a cluster's few blocks too long, and short ones with more than
 # `_LITTLE`: 8 x 65536 keys of 8 heads in pages of 16 rows and of one take them 585 and 725 us on an
 # H200, a block on each SM 492 and 499; 1 x 65536 in pages of 64, 16 and one 76.5, 78.6 and 91, and
@@ -368,8 +370,8 @@ class DecodeFamily(Family[DecodeTile]):
         return Schedule(
             (launch,),
             cut,
-            workspace=slots * tile.Br * _record_bytes(problem),
-            counters=slots,
+            workspace=slots * tile.Br * _slot_record_bytes(problem, launched),
+            counters=slots * _pieces(launched),
             section_heads=heads_in_l2(problem, device),
         )
 
@@ -434,6 +436,7 @@ class DecodeFamily(Family[DecodeTile]):
             "stages": tile.stages,
             "values_in_keys": problem.values_in_keys,
             "cluster_units": _CLUSTER_UNITS,
+            "reads_little": _bytes(problem) <= _FEW_BYTES,
             "q_in_registers": True,
             "kept_rows": _kept_rows(problem, tile),
             "group": _group(problem),
@@ -575,7 +578,19 @@ def _units(problem: Problem, tile: DecodeTile) -> int:
 
 def _record_bytes(problem: Problem) -> int:
     """A row of a partial result, as the kernel's shared memory and workspace hold it."""
-    return (_padded_dims(problem)[1] + 4) * 4
+    return (_padded_dims(problem)[1] + 8) * 4
+
+
+def _pieces(tile: DecodeTile) -> int:
+    """Pieces of an item's columns that the blocks of a cluster may merge."""
+    return max(1, tile.cluster)
+
+
+def _slot_record_bytes(problem: Problem, tile: DecodeTile) -> int:
+    """The same in pieces or whole, as the workspace has place for."""
+    chunks = round_up(problem.head_dim_v, 16) // 4
+    of_piece = (4 * ceil_div(chunks, _pieces(tile)) + 4) * 4
+    return max(_record_bytes(problem), _pieces(tile) * of_piece)
 
 
 def _kept_rows(problem: Problem, tile: DecodeTile) -> int:

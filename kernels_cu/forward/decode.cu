@@ -6,9 +6,9 @@
 // over its warps, which all hold the same rows: each warp streams tiles of Bc keys through a ring
 // of its own, waits for nobody, and has a partial result at the end (Flash-Decoding, Dao et al.
 // 2023). The block merges those of its warps. In a cluster of blocks the first merges what the
-// others send to its shared memory. What several clusters, or blocks without one, have of the same
-// rows they leave in device memory; of each few neighbours the last to arrive merges theirs, then
-// goes on with what other such groups have, up to the whole.
+// others send to its shared memory, or each of them a piece of the columns. What several clusters,
+// or blocks without one, have of the same rows they leave in device memory; of each few neighbours
+// the last to arrive merges theirs, then goes on with what other such groups have, up to the whole.
 //
 // Heads of more columns than a warp has registers for belong to teams of warps, each of which has
 // the columns' parts of the same keys (decode/team.cuh). Where the values are columns of their keys
@@ -35,19 +35,25 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   DecodeCluster<Config> cluster{block};
   if constexpr (in_cluster) cluster.announce();
   if constexpr (Config::page_size > 0) block.prefetch_table();
-  for (bool is_first = true; block.find_part(is_first); is_first = false) {
-    merge.memory.prefetch_counter();
-    warp.attend();
+  block.take_share();
+  while (block.state.has_part) {
+    warp.attend([&] {
+      if (threadIdx.x != 0) return;
+      block.find_others();
+      merge.memory.prefetch_counter();
+      if constexpr (in_cluster) cluster.expect_sent();
+    });
     cluster.meet();
     warp.leave_result();
     __syncthreads();
     merge.merge_warps();
     // Before the rings and the state are used again.
     __syncthreads();
+    if (!block.state.goes_on) break;
+    block.find_next_part();
   }
   cluster.meet();
-  // The last part of a share may be the first that the cluster has of its item.
-  if (in_cluster && block.part.count > 1 && block.part.number == 0) merge.merge_sent();
+  if (in_cluster && cluster.is_merged_here()) merge.merge_sent();
 }
 
 #endif  // __CUDA_ARCH__ >= 800

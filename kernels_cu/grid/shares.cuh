@@ -17,7 +17,8 @@
 #include "grid/sequences.cuh"
 #include "score/mask.cuh"
 
-// A part of an item's keys.
+// A part of an item's keys. From `number` on it is known only where others with parts of the item
+// are asked for.
 struct Part {
   int batch;
   int head_kv;
@@ -33,6 +34,8 @@ struct Part {
   int first_slot;
   int slot_step;
   int first_extra;
+  // Whether all blocks of some clusters have parts of the item, and each as the last of its share.
+  bool is_spread;
 
   __device__ bool is_whole() const { return count == 1 && results == 1; }
 
@@ -69,9 +72,9 @@ struct Meeting {
   }
 };
 
-// Where a block is in its share, between one part and the next. With Config::balanced: the units of
-// the line and of a block's share, and where its next part begins and the share ends. Else, of all
-// parts, its next one and their number. The host sees to it that 31 bits are enough: a division of
+// Where a block is in its share. With Config::balanced: the units of the line and of a block's
+// share, and where its part begins and the share ends. Else, of all parts, its own and their
+// number. The host sees to it that 31 bits are enough: a division of
 // more takes a fifth of a microsecond.
 struct Share {
   unsigned line;
@@ -94,30 +97,58 @@ struct Shares {
   Share& share;
   const int row_tiles;  // of the longest sequence
   const int items;      // of one sequence
+  const int used_keys;  // that seqused_k, if any, counts for the sequence of the lane's number
 
-  __device__ Shares(const Params& params, Share& share)
+  __device__ Shares(const Params& params, Share& share, int used_keys)
       : p(params),
         share(share),
+        used_keys(used_keys),
         row_tiles(ceil_div(params.seqlen_q * group, Config::Br)),
         items(params.heads_kv * row_tiles) {}
 
   __device__ void take() {
-    Share taken;
     if constexpr (Config::balanced) {
-      taken = share_of_line();
+      share = share_of_line();
     } else {
-      taken.next = blockIdx.x;
-      taken.end = unsigned(p.batch) * items * p.num_splits;
+      share.next = blockIdx.x;
+      share.end = unsigned(p.batch) * items * p.num_splits;
     }
-    if (threadIdx.x % 32 == 0) share = taken;
   }
 
-  // The block's next part; false after the last.
-  __device__ bool find_next(Part& part) {
+  // Whether there is a part where the share is; in what it is found, its keys.
+  __device__ bool find(Part& part) {
     if constexpr (Config::balanced) {
-      return next_of_share(part);
+      return find_in_share(part);
     } else {
-      return next_of_splits(part);
+      return find_in_splits(part);
+    }
+  }
+
+  // And then what other parts its item has: not needed before they are merged.
+  __device__ void find_others(Part& part) const {
+    if constexpr (Config::balanced) {
+      find_others_in_line(part);
+    } else {
+      find_others_of_split(part);
+    }
+  }
+
+  // Whether there may be parts behind it.
+  __device__ bool goes_on(const Part& part) const {
+    return Config::balanced ? share.next + (part.end - part.begin) < share.end
+                            : share.next + gridDim.x < share.end;
+  }
+
+  // To where the next part begins.
+  __device__ void pass(const Part& part) {
+    if constexpr (Config::balanced) {
+      share.next += part.end - part.begin;
+      if (share.next < share.end) {
+        share.sequence_begin = share.next;
+        share.sequence = sequence_of(++share.batch);
+      }
+    } else {
+      share.next += gridDim.x;
     }
   }
 
@@ -129,8 +160,21 @@ struct Shares {
 
  private:
   __device__ Sequence sequence_of(int batch) const {
+    return sequence_of(p, batch);
+  }
+  // That of the lane's number, whose keys are there.
+  __device__ Sequence sequence_of_lane() const {
+    Params own = p;
+    if (p.seqused_k != nullptr) own.keys = used_keys;
+    own.seqused_k = nullptr;
+    const int lane = threadIdx.x % 32;
+    return sequence_of(own, min(lane, p.batch - 1));
+  }
+  __device__ static Sequence sequence_of(const Params& p, int batch) {
     if constexpr (Config::sequences) {
-      return find_sequence<Config::page_size>(p, batch);
+      // Packed queries are not shared out evenly, and keys are packed only where they are.
+      int capacity;
+      return find_sequence<Config::page_size, !Config::balanced>(p, batch, capacity);
     } else {
       return {batch, 0, p.seqlen_q, batch, 0, p.seqlen_k};
     }
@@ -154,10 +198,10 @@ struct Shares {
     return max(1, ceil_div(sequence.seqlen_k, unit_keys) - first_unit(sequence, batch));
   }
 
-  __device__ bool next_of_splits(Part& part) {
-    for (unsigned next = share.next; next < share.end; next += gridDim.x) {
-      const int split = next % p.num_splits;
-      const int item = next / p.num_splits;
+  __device__ bool find_in_splits(Part& part) {
+    for (; share.next < share.end; share.next += gridDim.x) {
+      const int split = share.next % p.num_splits;
+      const int item = share.next / p.num_splits;
       const int batch = item / items;
       const Sequence sequence = sequence_of(batch);
       const int row_tile = item % row_tiles;
@@ -172,19 +216,22 @@ struct Shares {
       part.sequence = sequence;
       part.begin = first + begin;
       part.end = first + min(units, begin + most);
-      part.number = 0;
-      part.count = 1;
-      part.place = 0;
-      part.result = split;
-      part.results = p.num_splits;
-      part.first_slot = item * p.num_splits;
-      part.slot_step = 1;
-      part.first_extra = 0;
-      share.next = next + gridDim.x;
       return true;
     }
-    share.next = share.end;
     return false;
+  }
+
+  __device__ void find_others_of_split(Part& part) const {
+    const int split = share.next % p.num_splits;
+    part.number = 0;
+    part.count = 1;
+    part.place = 0;
+    part.result = split;
+    part.results = p.num_splits;
+    part.first_slot = share.next - split;
+    part.slot_step = 1;
+    part.first_extra = 0;
+    part.is_spread = false;
   }
 
   __device__ Share share_of_line() const {
@@ -194,7 +241,8 @@ struct Shares {
         (p.seqused_k == nullptr && p.cache_batch_idx == nullptr);
     Share taken;
     if (is_uniform) {
-      taken.sequence = sequence_of(0);
+      // The first's, in the lane that keeps the share.
+      taken.sequence = sequence_of_lane();
       const int units = units_of(taken.sequence, 0);
       cut_line(taken, p.batch * units);
       taken.batch = p.batch == 1 ? 0 : taken.next / units;
@@ -215,7 +263,7 @@ struct Shares {
   // Of as many sequences as a warp has lanes: each finds one, and all know where it lies.
   __device__ void take_of_few(Share& taken) const {
     const int lane = threadIdx.x % 32;
-    const Sequence own = sequence_of(min(lane, p.batch - 1));
+    const Sequence own = sequence_of_lane();
     const unsigned units = lane < p.batch ? units_of(own, lane) : 0;
     const unsigned up_to = sum_up_to_lane(units);
     cut_line(taken, __shfl_sync(~0u, up_to, 31));
@@ -232,9 +280,13 @@ struct Shares {
   // of one cluster where another would cost more than it brings.
   __device__ static void cut_line(Share& taken, unsigned line) {
     const bool is_short = Config::cluster > 0 && line <= Config::cluster_units * cluster;
-    const unsigned places = is_short ? cluster : gridDim.z;
     taken.line = line;
-    taken.units = (line + places - 1) / places;
+    // Of constants a division is a shift.
+    if (is_short) {
+      taken.units = (line + cluster - 1) / cluster;
+    } else {
+      taken.units = (line + gridDim.z - 1) / gridDim.z;
+    }
     taken.next = min(line, blockIdx.z * taken.units);
     taken.end = min(line, taken.next + taken.units);
   }
@@ -279,25 +331,31 @@ struct Shares {
     }
   }
 
-  __device__ bool next_of_share(Part& part) {
-    const unsigned next = share.next;
+  __device__ unsigned sequence_end() const {
+    return share.sequence_begin + units_of(share.sequence, share.batch);
+  }
+
+  __device__ bool find_in_share(Part& part) const {
+    if (share.next >= share.end) return false;
     const unsigned begin = share.sequence_begin;
-    if (next >= share.end) return false;
-    const unsigned sequence_end = begin + units_of(share.sequence, share.batch);
-    const unsigned part_end = min(sequence_end, share.end);
+    const int first = first_unit(share.sequence, share.batch);
+    part.batch = share.batch;
+    part.head_kv = blockIdx.y;
+    part.row_tile = blockIdx.x;
+    part.sequence = share.sequence;
+    part.begin = first + (share.next - begin);
+    part.end = first + (min(sequence_end(), share.end) - begin);
+    return true;
+  }
+
+  __device__ void find_others_in_line(Part& part) const {
+    const unsigned begin = share.sequence_begin, sequence_end = this->sequence_end();
     const unsigned first_place = begin / share.units;
     const unsigned last_place = (sequence_end - 1) / share.units;
     const unsigned own_cluster = blockIdx.z / cluster;
     const unsigned first_cluster = first_place / cluster;
     const unsigned first_here = max(first_place, own_cluster * cluster);
     const unsigned last_here = min(last_place, own_cluster * cluster + cluster - 1);
-    part.batch = share.batch;
-    part.head_kv = blockIdx.y;
-    part.row_tile = blockIdx.x;
-    part.sequence = share.sequence;
-    const int first = first_unit(share.sequence, share.batch);
-    part.begin = first + (next - begin);
-    part.end = first + (part_end - begin);
     part.number = blockIdx.z - first_here;
     part.count = last_here - first_here + 1;
     part.place = first_here % cluster;
@@ -308,11 +366,8 @@ struct Shares {
     part.first_slot = 2 * (first_cluster * items + blockIdx.y * row_tiles + blockIdx.x);
     part.slot_step = 2 * items;
     part.first_extra = 1;
-    share.next = part_end;
-    if (part_end < share.end) {
-      share.sequence_begin = sequence_end;
-      share.sequence = sequence_of(++share.batch);
-    }
-    return true;
+    part.is_spread = cluster > 1 && first_place % cluster == 0 &&
+                     last_place % cluster == cluster - 1 &&
+                     sequence_end == min(share.line, (last_place + 1) * share.units);
   }
 };

@@ -441,7 +441,7 @@ def test_shared_memory_is_a_ring_for_each_warp_and_a_place_for_each_result_of_a_
     assert more(stages=5) == 3 * tile.warps * stage
     assert more(warps=7) == 3 * tile.stages * stage
     # Each row's columns, and what its probabilities are relative to, and their sum.
-    assert more(cluster=8) == 8 * rows * (columns[1] + 4) * 4
+    assert more(cluster=8) == 8 * rows * (columns[1] + 8) * 4
     # And what all warps know of their part.
     state = decode.shared_memory(case, tile) - tile.warps * tile.stages * stage
     assert 0 < state <= 256
@@ -460,10 +460,13 @@ def planned(case: Problem, tile: DecodeTile, device: Device = h100) -> tuple[int
     # What is not balanced is no cluster.
     launched = tile if schedule.split == EVEN else replace(tile, cluster=0)
     assert launch.shared_memory == decode.shared_memory(case, launched)
-    slot = tile.Br * (-(-case.head_dim_v // 16) * 16 + 4) * 4
-    assert schedule.workspace % slot == 0
-    slots = schedule.workspace // slot
-    return math.prod(launch.grid), slots, schedule.counters, schedule.split
+    # A whole result of a row, or a piece of its columns from each block of a cluster, has a place.
+    columns, pieces = -(-case.head_dim_v // 16) * 16, max(1, launched.cluster)
+    piece = -(-columns // (4 * pieces)) * 4
+    slot = tile.Br * max(columns + 8, pieces * (piece + 4)) * 4
+    assert schedule.workspace % slot == schedule.counters % pieces == 0
+    slots, counters = schedule.workspace // slot, schedule.counters // pieces
+    return math.prod(launch.grid), slots, counters, schedule.split
 
 
 @pytest.mark.parametrize(("rows", "row_tiles"), [(4, 1), (16, 1), (20, 2), (8 * 16, 8)])
@@ -629,10 +632,10 @@ def test_a_ring_holds_values_that_are_columns_of_their_keys_once():
     in_keys, apart = latent(), latent(values_in_keys=False)
     # 16 keys of 576 columns for both teams, four times; and two turns of scores for each warp.
     rings, scores = 2 * 4 * 16 * 576 * 2, 8 * 2 * 16 * 16 * 4
-    assert decode.shared_memory(in_keys, WIDE) == rings + scores + 144
+    assert decode.shared_memory(in_keys, WIDE) == rings + scores + 160
     tile = replace(WIDE, stages=2)
     rings = 2 * 2 * 16 * (576 + 512) * 2
-    assert decode.shared_memory(apart, tile) == rings + scores + 144
+    assert decode.shared_memory(apart, tile) == rings + scores + 160
 
 
 @pytest.mark.parametrize("dims", [(257, 300), (576, 512), (512, 512), (40, 576), (576, 1)])

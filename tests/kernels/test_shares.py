@@ -167,6 +167,7 @@ class Part:
     result: int
     results: int
     slot: int
+    is_spread: bool
     meetings: tuple[Meeting, ...]
 
     @property
@@ -347,16 +348,31 @@ def assert_is_a_partition(batch: Batch, taken: Taken) -> None:
         for those in results:
             assert [part.number for part in those] == list(range(those[0].count))
             assert len({(part.count, part.place, part.slot) for part in those}) == 1
+        assert_is_spread_where_all_merge(batch, taken, parts)
         assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
         assert parts[-1].end == units[item]
         for part in parts:
             assert (part.seqlen_q, part.seqlen_k) == lengths[part.batch]
 
 
+def assert_is_spread_where_all_merge(batch: Batch, taken: Taken, parts: list[Part]) -> None:
+    """An item is spread if all blocks of its clusters have it as the last of their share."""
+    size = batch.kind.tile.cluster
+    last = {(part.x, part.y, part.z): part.item for part in taken.parts}
+    places = {part.z for part in parts}
+    whole = size > 1 and all(
+        other in places for z in places for other in range(z - z % size, z - z % size + size)
+    )
+    expected = whole and all(last[part.x, part.y, part.z] == part.item for part in parts)
+    assert {part.is_spread for part in parts} == {expected}
+
+
 def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
     """What is left in the workspace, and the counters, are within it and each one's own."""
     schedule = batch.schedule
-    slot_bytes = batch.kind.tile.Br * (batch.kind.head_dim + 4) * 4
+    pieces = max(1, schedule.launches[0].cluster)
+    piece = -(-batch.kind.head_dim // (4 * pieces)) * 4
+    slot_bytes = batch.kind.tile.Br * max(batch.kind.head_dim + 8, pieces * (piece + 4)) * 4
     left = [part for part in taken.parts if part.results > 1 and part.number == 0]
     slots = [part.slot for part in left]
     assert len(set(slots)) == len(slots)
@@ -368,7 +384,7 @@ def assert_no_two_meet(batch: Batch, taken: Taken) -> None:
             ways = [part.meetings for part in parts if part.number == 0]
             counters += assert_all_meet(ways)
     assert len(set(counters)) == len(counters)
-    assert all(0 <= counter < schedule.counters for counter in counters)
+    assert all(0 <= counter < schedule.counters // pieces for counter in counters)
 
 
 def assert_all_meet(ways: list[tuple[Meeting, ...]]) -> list[int]:

@@ -69,27 +69,36 @@ struct DecodeBlock {
   // its probabilities are relative to, and their sum. A team's takes the place of its rings.
   static constexpr int columns = Products::columns_v;  // a warp's
   static constexpr int record_columns = Team::size * columns;
-  static constexpr int record = record_columns + 4;
+  // Two would do for the state. With eight, rows that a warp writes at a time lie in other banks:
+  // 16 rows of 8 warps take 730 cycles instead of 990.
+  static constexpr int record = record_columns + 8;
   // Of a record, with columns of the output.
   static constexpr int output_chunks = round_up(Config::head_dim_v, 16) / 4;
+  // Of a piece of them (decode/columns.cuh).
+  static constexpr bool in_cluster = Config::cluster > 0;
+  static constexpr int pieces = in_cluster ? Config::cluster : 1;
+  static constexpr int piece_chunks = (output_chunks + pieces - 1) / pieces;
+  static constexpr int piece_record = 4 * piece_chunks + 4;
+  static_assert(piece_record <= record, "pieces of an item fit where one whole result does");
   static_assert(Br * record * 4 <= team_bytes, "a partial result fits");
   static_assert(Meeting::fan <= Br, "and a row of each of a group");
 
-  // Behind the rings, where teams add up their scores; then, in a cluster, a place for the results of
-  // an item of which the cluster's first part is this block's and others follow, and a barrier that
-  // counts the bytes that those send.
-  static constexpr bool in_cluster = Config::cluster > 0;
+  // Behind the rings, where teams add up their scores; then, in a cluster, a place for the results
+  // of an item that this block merges, all columns or a piece, and a barrier that counts the bytes
+  // that the others send.
   static constexpr int kept_floats = Config::kept_rows * record;
   static constexpr int kept_offset = rings_bytes + Team::bytes;
   static constexpr int state_offset = kept_offset + Config::cluster * kept_floats * 4;
 
   // What all warps know of the part that they work on: in registers it would be in each thread's.
-  struct State {
+  struct alignas(16) State {
     unsigned long long results_barrier;
     unsigned long long policy;  // of L2, for what is read
     Share share;
     Part part;
     bool has_part;
+    bool goes_on;  // behind the part
+    float scale_log2;
   };
   static_assert(state_offset + int(sizeof(State)) == Config::shared_memory, "as the host planned");
 
@@ -97,11 +106,13 @@ struct DecodeBlock {
   const Arguments& p;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const int used_keys;  // of the sequence of the lane's number
   State& state;
   const Part& part;
 
   __device__ DecodeBlock(const Arguments& params)
       : p(params),
+        used_keys(ask_for_keys(params)),
         state(*reinterpret_cast<State*>(shared_floats() + state_offset / 4)),
         part(state.part) {}
 
@@ -114,30 +125,87 @@ struct DecodeBlock {
     return ptx::shared_address(shared_floats()) + state_offset;
   }
 
-  // The block's next part; false after the last.
-  __device__ bool find_part(bool is_first) const {
-    if (warp == 0) {
-      Shares<Config> shares(p, state.share);
-      if (is_first) shares.take();
-      if (lane == 0) {
-        if (is_first) start(shares);
-        state.has_part = shares.find_next(state.part);
-      }
+  // Asked for before all else: nothing can be found without them.
+  __device__ static int ask_for_keys(const Params& p) {
+    const int lane = threadIdx.x % 32;
+    int used = 0;
+    if (Config::sequences && Config::balanced && p.seqused_k != nullptr && lane < p.batch) {
+      used = ptx::ld_global(p.seqused_k + lane);
     }
-    __syncthreads();
-    return state.has_part;
+    return used;
   }
 
-  __device__ void start(const Shares<Config>& shares) const {
+  // Finds the block's share and the keys of its first part: all loads wait for them. What else
+  // there is to find is left to find_others().
+  __device__ void take_share() const {
+    if (warp == 0) {
+      Share share;
+      Shares<Config> shares(p, share, used_keys);
+      shares.take();
+      if (lane == 0) {
+        state.part.count = 0;
+        if constexpr (!Config::reads_little) state.policy = policy_of(shares);
+        find_part(shares);
+        state.share = share;
+      }
+    }
+    // By a thread that has nothing else to do.
+    if (threadIdx.x == 32 % (32 * warps)) state.scale_log2 = exponent_scale<Config, float>(p);
+    __syncthreads();
+  }
+  // Goes on to the next part.
+  __device__ void find_next_part() const {
+    if (threadIdx.x == 0) {
+      Share share = state.share;
+      Shares<Config> shares(p, share, used_keys);
+      shares.pass(part);
+      find_part(shares);
+      state.share = share;
+    }
+    __syncthreads();
+  }
+  // What is left to find of the part is there behind the next barrier. One thread does it while the
+  // first keys are on their way.
+  __device__ void find_others() const {
+    Share share = state.share;
+    const Shares<Config> shares(p, share, used_keys);
+    shares.find_others(state.part);
+    state.goes_on = shares.goes_on(part);
+  }
+
+  // L2's, for keys and values, which are read once. Where they are few, they need not wait until
+  // what others wrote to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy
+  // is the fastest: 476 us for 2 GiB on an H200, with a policy of evict_normal 566.
+  __device__ unsigned long long policy() const {
+    if constexpr (Config::reads_little) {
+      const unsigned long long evict_first = ptx::l2_evict_first_policy();
+      __builtin_assume(evict_first != 0);
+      return evict_first;
+    } else {
+      return state.policy;
+    }
+  }
+
+  // Not known before, where sequences may be long and are not.
+  __device__ static unsigned long long policy_of(const Shares<Config>& shares) {
     // Keys of all heads, 320 MiB with their values.
     constexpr int apart = Config::values_in_keys ? 0 : Config::head_dim_v;
     constexpr int key = (Config::head_dim + apart) * int(sizeof(Stored));
     constexpr int64 few = (int64(320) << 20) / key;
-    state.part.count = 0;
-    // Keys and values are read once. Where they are few, they need not wait until what others wrote
-    // to L2 has left it: 2 of 26 us for 32 MiB. Where they are many the plain copy is the fastest:
-    // 476 us for 2 GiB on an H200, with a policy of evict_normal 566.
-    state.policy = shares.keys_of_all() < few ? ptx::l2_evict_first_policy() : 0;
+    return shares.keys_of_all() < few ? ptx::l2_evict_first_policy() : 0;
+  }
+
+  // If there is one. The one before is still of use if not.
+  __device__ void find_part(Shares<Config>& shares) const {
+    Part next;
+    state.has_part = shares.find(next);
+    if (!state.has_part) return;
+    state.part.batch = next.batch;
+    state.part.head_kv = next.head_kv;
+    state.part.row_tile = next.row_tile;
+    state.part.sequence = next.sequence;
+    state.part.begin = next.begin;
+    state.part.end = next.end;
   }
 
   // Has the page numbers come to L2 while the first warp finds the block's share: whose they are is

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/decode/block.cuh"
+#include "forward/decode/columns.cuh"
 #include "ptx/base.cuh"
 #include "ptx/stream.cuh"
 #include "grid/shares.cuh"
@@ -12,29 +13,39 @@
 template <class Config>
 struct DecodeMemory {
   using Block = DecodeBlock<Config>;
+  using Columns = MergedColumns<Config>;
+  // A whole result, or pieces of it.
+  static constexpr int slot_floats =
+      Config::Br * (Block::pieces * Block::piece_record > Block::record
+                        ? Block::pieces * Block::piece_record
+                        : Block::record);
 
   const Block& block;
 
-  // The place in the workspace of one of the item's results.
-  __device__ float* result(int number) const {
+  // The place in the workspace of one of the item's results, or of a piece of it.
+  __device__ float* result(int number, const Columns& columns) const {
     return static_cast<float*>(block.p.workspace) +
-           int64(block.part.slot_of(number)) * (Config::Br * Block::record);
+           int64(block.part.slot_of(number)) * slot_floats + columns.first_record();
   }
 
-  __device__ int* counter(const Meeting& meeting) const {
-    return block.p.counters + block.part.slot_of(meeting.counter());
+  // Each piece has its own: its blocks meet without the others.
+  __device__ int* counter(const Meeting& meeting, const Columns& columns) const {
+    return block.p.counters + block.part.slot_of(meeting.counter()) * Block::pieces +
+           columns.piece;
   }
 
   // A counter takes as long to come as a tile of keys.
   __device__ void prefetch_counter() const {
-    if (block.part.results > 1 && threadIdx.x == 0) {
-      ptx::prefetch_l2(counter(Meeting(block.part.result)));
+    const Part& part = block.part;
+    if (part.results > 1) {
+      ptx::prefetch_l2(counter(Meeting(part.result), Columns::of_block(part, part.number)));
     }
   }
 
   // Whether all others of `count` have left their results. The counter is zero again then.
-  __device__ bool is_last_to_arrive(const Meeting& meeting, int count) const {
-    int* arrived = counter(meeting);
+  __device__ bool is_last_to_arrive(const Meeting& meeting, int count,
+                                    const Columns& columns) const {
+    int* arrived = counter(meeting, columns);
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
@@ -46,12 +57,14 @@ struct DecodeMemory {
 
   // Brings the rows [first_row, first_row + rows) of a group's results to shared memory, around L1,
   // which knows nothing of other SMs' writes.
-  __device__ void gather(const Meeting& meeting, int count, int first_row, int rows) const {
+  __device__ void gather(const Meeting& meeting, int count, int first_row, int rows,
+                         const Columns& columns) const {
     const unsigned target = ptx::shared_address(Block::shared_floats());
-    const int chunks = rows * (Block::record / 4);
+    const int chunks = rows * (columns.record() / 4);
 #pragma unroll 1
     for (int r = block.warp; r < count; r += Config::warps) {
-      const float* source = result(meeting.first + r * meeting.step) + first_row * Block::record;
+      const float* source =
+          result(meeting.first + r * meeting.step, columns) + first_row * columns.record();
 #pragma unroll 4
       for (int i = block.lane; i < chunks; i += 32) {
         ptx::cp_async<16>(target + (r * chunks + i) * 16, source + 4 * i, 16);

@@ -5,6 +5,7 @@
 
 #include "forward/decode/block.cuh"
 #include "ptx/base.cuh"
+#include "ptx/here.cuh"
 #include "score/softmax.cuh"
 #include "score/warp_softmax.cuh"
 #include "tile/element.cuh"
@@ -19,6 +20,7 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Block = DecodeBlock<Config>;
   using Products = typename Block::Products;
   using Rows = KeyRows<Config, typename Block::Stored>;
+  using Head = typename Rows::Head;
   static constexpr int Br = Config::Br;
   static constexpr int Bc = Config::Bc;
   using Team = typename Block::Team;
@@ -40,7 +42,8 @@ struct DecodeWarp : DecodeBlock<Config> {
   using Block::warp;
 
   const unsigned ring;
-  const float scale_log2;
+  Head head;  // of all parts, where the grid has an axis for it
+  float scale_log2 = 0;
 
   Products products;
   typename Products::Scores scores;  // and then the probabilities
@@ -52,25 +55,34 @@ struct DecodeWarp : DecodeBlock<Config> {
   __device__ DecodeWarp(const typename Block::Arguments& params)
       : Block(params),
         ring(ptx::shared_address(Block::shared_floats()) + threadIdx.x / 32 * Block::ring_bytes),
-        scale_log2(exponent_scale<Config, float>(params)),
+        head(params, Config::balanced ? blockIdx.y : 0),
         scales(params),
-        team(ptx::shared_address(Block::shared_floats()) + Block::rings_bytes) {}
+        team(ptx::shared_address(Block::shared_floats()) + Block::rings_bytes) {
+    // While the first warp finds the block's share.
+    if constexpr (Config::balanced) {
+      head.keys = ptx::here(head.keys);
+      head.values = ptx::here(head.values);
+    }
+  }
 
-  __device__ void attend() {
+  // Calls while_loading() once, when the first keys are asked for.
+  template <class WhileLoading>
+  __device__ void attend(WhileLoading while_loading) {
     const int last_seen = visible_end(tile_rows() - 1);
     const int end = min(part.end * teams, ceil_div(last_seen, Bc));
     const int first = part.begin * teams + warp / Team::size;
     constexpr int last_stage = stages - 1;
-    Rows rows_to_load(p, part, first, state.policy);
+    Rows rows_to_load(p, part, Config::balanced ? head : Head(p, part.head_kv), first);
     scales.begin(part);
-    reset();
+    softmax.reset();
     const int seen_by_all = visible_end(0);
     // Those before are hidden from some row by its window.
     const int seen_from = Config::window_left ? visible_begin(tile_rows() - 1) : 0;
     // Loads go last_stage tiles ahead. One loop does both, so that the code, which is fetched from
     // memory too, is there once.
     int load_stage = 0;
-    for (int tile = first - last_stage * teams; tile < end; tile += teams) {
+    int tile = first - last_stage * teams;
+    do {
       const bool visits = tile >= first;
       const int stage = load_stage == last_stage ? 0 : load_stage + 1;
       if (visits) ptx::cp_async_wait_group<stages - 2>();
@@ -80,46 +92,51 @@ struct DecodeWarp : DecodeBlock<Config> {
       if (tile == first) {
         products.queries.keep(ring + last_stage * stage_bytes);
         __syncwarp();
+        clear(out);
+        scale_log2 = state.scale_log2;
       }
       const unsigned target = ring + load_stage * stage_bytes;
       const int load_tile = tile + last_stage * teams;
       if (load_tile < end) {
         const int page =
-            rows_to_load.template start<teams>(target, target + Block::values_offset, load_tile);
+            rows_to_load.template start<teams>(
+                target, target + Block::values_offset, load_tile, Block::policy());
         scales.start(target + Block::scales_offset, load_tile, page, part.sequence.seqlen_k);
       }
-      if (load_tile == first) start_queries(ring + last_stage * stage_bytes);
+      if (load_tile == first) {
+        start_queries(ring + last_stage * stage_bytes);
+        while_loading();
+      }
       ptx::cp_async_commit_group();
       if (visits) {
         visit(ring + stage * stage_bytes, tile * Bc,
               (tile + 1) * Bc > seen_by_all || (Config::window_left && tile * Bc < seen_from));
       }
       load_stage = stage;
-    }
+      tile += teams;
+    } while (tile < end);
     ptx::cp_async_wait_group<0>();
   }
 
-  // Through a stage of the warp's ring, which is not needed yet.
+  // Through a stage of the warp's ring, which is not needed yet. All warps have the same.
   __device__ void start_queries(unsigned target) const {
     using Columns = typename Rows::KeyColumns;
     using Copy =
-        WarpCopy<typename Block::QueryLayout, Element, Br, Columns::least, Config::alignment>;
+        WarpCopy<typename Block::QueryLayout, Element, Br, Columns::least, Config::alignment, true>;
     const Tensor& q = p.q;
     const int member = Team::member();
     const Element* queries =
         q.head<const Element>(part.sequence.q_batch, part.head_kv * Block::group) +
-        part.sequence.q_first * q.row_stride + member * Columns::padded + Copy::first_column();
+        part.sequence.q_first * q.row_stride + member * Columns::padded;
     const int inside = tile_rows();
-    const auto next_row = [&](int row, bool& is_inside) {
-      is_inside = row < inside;
-      return queries + this->query_of(row) * q.row_stride + this->head_of(row) * q.head_stride;
-    };
-    Copy::start(target, state.policy, next_row, Columns::left_of(member));
-  }
-
-  __device__ void reset() {
-    softmax.reset();
-    clear(out);
+    // Each lane knows the place of one row.
+    const int64 place =
+        this->query_of(lane) * q.row_stride + this->head_of(lane) * q.head_stride;
+    const AskedRows rows = {[&](int row, bool& is_there) {
+      is_there = row < inside;
+      return queries + __shfl_sync(~0u, place, row);
+    }};
+    Copy::start(target, Block::policy(), rows, Columns::left_of(member));
   }
 
   __device__ void visit(unsigned stage, int first_key, bool needs_mask) {
@@ -192,16 +209,22 @@ struct DecodeWarp : DecodeBlock<Config> {
         const SoftmaxRow<float>& state = softmax.rows[i][half];
         float* record = result + row * Block::record;
         float* target = record + warp % Team::size * columns;
-        const float base =
-            state.saw_nothing() ? -SoftmaxMath<float>::infinity() : state.base(scale_log2);
+        const float base = state.base(scale_log2);
+        // What has no base or saw nothing has no say, whatever its columns are.
+        const bool counts = !state.saw_nothing() && base > -SoftmaxMath<float>::infinity();
+        if (!counts) {
+#pragma unroll
+          for (int j = 0; j < columns / 8; ++j) out[i][j][2 * half] = out[i][j][2 * half + 1] = 0;
+        }
+        float* kept = record + Block::record_columns;
         if constexpr (Config::quantized) {
           const auto left = scales.left(i, half);
-          record[Block::record_columns] = base + left.raise;
-          record[Block::record_columns + 1] = state.sum * left.lowered;
-          products.write_row(out, i, half, left.factor, target);
+          kept[0] = counts ? base + left.raise : -SoftmaxMath<float>::infinity();
+          kept[1] = counts ? state.sum * left.lowered : 0;
+          products.write_row(out, i, half, counts ? left.factor : 0, target);
         } else {
-          record[Block::record_columns] = base;
-          record[Block::record_columns + 1] = state.sum;
+          kept[0] = counts ? base : -SoftmaxMath<float>::infinity();
+          kept[1] = counts ? state.sum : 0;
 #pragma unroll
           for (int j = 0; j < columns / 8; ++j) {
             *reinterpret_cast<Vector<float, 2>*>(target + products.column(j, 0)) = {

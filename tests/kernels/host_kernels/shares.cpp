@@ -3,8 +3,8 @@
 // 0), the grid's x, y and z, batch, seqlen_q, seqlen_k, heads_kv, num_splits, caches, total_q, keys,
 // new_keys, whether there are cu_seqlens_q, seqused_k and cache_batch_idx, and then their elements.
 // A line for each part has: the block's x, y and z, the part's batch, head_kv, row_tile, seqlen_q,
-// seqlen_k, begin, end, number, count, place, result, results and slot; and for each meeting of the
-// result, first, step, count, the counter's slot, and whether it is the last. Then `keys_of_all` as
+// seqlen_k, begin, end, number, count, place, result, results, slot and whether it is spread; and
+// for each meeting of the result, first, step, count, the counter's slot, and whether it is the last. Then `keys_of_all` as
 // the last block has it, and an empty line.
 // First, because the kernels' headers need it.
 #include "cuda_on_host.h"
@@ -36,15 +36,18 @@ struct PrintParts {
 
   static void print_block(const Params& p) {
     Share share;
-    Shares<Config> shares(p, share);
+    const bool is_counted = p.seqused_k != nullptr && threadIdx.x < unsigned(p.batch);
+    Shares<Config> shares(p, share, is_counted ? p.seqused_k[threadIdx.x] : 0);
     shares.take();
     if (threadIdx.x != 0) return;
     Part part;
-    while (shares.find_next(part)) {
-      std::printf("%u %u %u %d %d %d %d %d %d %d %d %d %d %d %d %d", blockIdx.x, blockIdx.y,
+    for (; shares.find(part); shares.pass(part)) {
+      shares.find_others(part);
+      std::printf("%u %u %u %d %d %d %d %d %d %d %d %d %d %d %d %d %d", blockIdx.x, blockIdx.y,
                   blockIdx.z, part.batch, part.head_kv, part.row_tile, part.sequence.seqlen_q,
                   part.sequence.seqlen_k, part.begin, part.end, part.number, part.count,
-                  part.place, part.result, part.results, part.slot_of(part.result));
+                  part.place, part.result, part.results, part.slot_of(part.result),
+                  part.is_spread);
       for (Meeting m(part.result); m.step < part.results; m.rise()) {
         std::printf(" %d %d %d %d %d", m.first, m.step, m.count(part.results),
                     part.slot_of(m.counter()), int(m.is_last(part.results)));

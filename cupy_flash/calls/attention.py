@@ -260,6 +260,7 @@ def fixed_fields(plan: Plan) -> dict[str, Any]:
         "num_splits": schedule.split.parts,
         "section_heads": schedule.section_heads,
         **{name: getattr(problem.layout, name) for name in places},
+        **schedule.params,
     }
 
 

@@ -20,12 +20,14 @@ from cupy_flash.families.contract import (
     why_not_blocks,
     why_not_scale,
 )
+from cupy_flash.families.hopper import HopperFamily
 from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
 from cupy_flash.problem.arrays import ITEMSIZE, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_SEQLEN, Problem
 from cupy_flash.problem.tile import Tile
 
+_HOPPER = HopperFamily()
 # Query rows of a key/value head and keys, beyond or below which other families are better.
 _MOST_ROWS = 32
 _FEWEST_KEYS = 256
@@ -157,6 +159,8 @@ class DecodeFamily(Family[DecodeTile]):
             most = max(most, min(_group(problem), 16 * _MOST_SHARED_TILES))
         if not 1 <= rows <= most:
             return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
+        if rows > _MOST_ROWS and _suits_hopper(problem, device):
+            return f"reads keys anew for each 16 of {rows} rows, which hopper has in one tile"
         if problem.seqlen_k < _FEWEST_KEYS:
             return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
         return None
@@ -446,6 +450,11 @@ class DecodeFamily(Family[DecodeTile]):
             "cluster": launched.cluster,
             "shared_memory": self.shared_memory(problem, launched),
         }
+
+
+def _suits_hopper(problem: Problem, device: Device) -> bool:
+    reasons = (_HOPPER.why_not, _HOPPER.why_not_first)
+    return all(reason(problem, device) is None for reason in reasons)
 
 
 def _places(problem: Problem, device: Device, tile: DecodeTile) -> int:

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from cupy_flash.families import hopper_pieces as pieces
-from cupy_flash.families import persistent, split
+from cupy_flash.families import latent, persistent, split
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
+    TranslationUnit,
     ceil_div,
     round_up,
     why_not_scale,
@@ -35,10 +37,28 @@ from cupy_flash.problem.problem import Problem
 _WARPGROUP = 128
 # Rows of a warpgroup's products, and so of the lowest tile.
 _LOWEST = 64
+# Keys of the narrowest that is searched for.
+_FEWEST_KEYS = 32
 # Columns that a block multiplies at most; wider heads are a pair's.
 _MOST_COLUMNS = 256
 # What the blocks of a pair send to each other: tiles of scores, as many as they have buffers for.
 _PAIR_BUFFERS = 2
+# Of latent attention, microseconds that a pair takes for 64 keys, by the rows of the tile; that
+# each part of cut keys adds, and that a call takes besides. And what `decode` takes besides, and
+# its rate, which goes little by the number of rows where these are 33 to 128. On an H100, us of
+# graphs with L2 flushed, pages of 64, `hopper` and `decode`: 128 heads 1 x 4096 54, 45; 1 x 32768
+# 104, 101; 4 x 4096 56, 60; 4 x 32768 124, 287; 16 x 1024 46, 54; 64 x 4096 159, 523. 64 heads
+# 1 x 32768 90, 71; 4 x 4096 55, 52; 16 x 4096 66, 87; 64 x 1024 53, 78. 48 heads 4 x 32768 108,
+# 136; 16 x 4096 61, 77.
+_LATENT_TILE_US = {64: 1.7, 128: 2.1}
+_LATENT_PART_US = 0.7
+_LATENT_LAUNCH_US = 10.0
+# With 256 heads, where `mma` comes next: 1 x 4096 59, `mma` 83; 64 x 4096 285, 610.
+_MOST_FEW_ROWS = 128
+_FEW_ROWS_LAUNCH_US = 12.0
+_FEW_ROWS_TFLOPS = 150.0
+# Of latent attention, whose tiles of keys are held longer.
+_LATENT_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
@@ -95,6 +115,11 @@ def _ranks(problem: Problem) -> int:
     return 1 if max(problem.head_dim, problem.head_dim_v) <= _MOST_COLUMNS else 2
 
 
+def _holds_values_in_keys(problem: Problem) -> bool:
+    """Whether a slot of the ring holds keys that are also their values."""
+    return _ranks(problem) > 1 and latent.has_latent_tiles(problem)
+
+
 def _columns(problem: Problem, dim: int) -> int:
     """Columns of each of these blocks, of a head's `dim`; the last may have fewer."""
     ranks = _ranks(problem)
@@ -129,6 +154,7 @@ class HopperFamily(Family[HopperTile]):
     reads_block_maps = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
+        problem = _posed(problem)
         if problem.itemsize > 4:
             return f"its tensor-core products take 16 bits or float32, not {problem.dtype}"
         if device.arch != 90:
@@ -173,6 +199,9 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        posed = _posed(problem)
+        if posed is not problem:
+            return self._why_not_first_for_latent(posed, device)
         if problem.dtype == "float32":
             return self._why_not_first_for_float32(problem, device)
         if problem.layout.is_equal:
@@ -191,6 +220,24 @@ class HopperFamily(Family[HopperTile]):
                 f"of {device.sm_count} SMs idle"
             )
         return None
+
+    def _why_not_first_for_latent(self, problem: Problem, device: Device) -> str | None:
+        if problem.seqlen_q > _MOST_FEW_ROWS:
+            return None
+        tile = self.default_tile(problem, device)
+        cut = self._split_of_latent(problem, device, tile)
+        rounds = ceil_div(self._tiles(problem, tile) * cut.parts, device.sm_count // 2)
+        blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
+        of_tile = _latent_tile_time(tile)
+        time = _LATENT_LAUNCH_US + rounds * blocks * of_tile.alone
+        time += split.combine_time(problem, cut) + of_tile.part * (cut.parts - 1)
+        others = _FEW_ROWS_LAUNCH_US + 1e-6 * problem.flops() / _FEW_ROWS_TFLOPS
+        if time < others:
+            return None
+        return (
+            f"takes about {time:.0f} us for tiles of {tile.Br} rows, of which {problem.seqlen_q} "
+            f"are there; one for few rows takes {others:.0f}"
+        )
 
     def _why_not_first_for_float32(self, problem: Problem, device: Device) -> str | None:
         rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
@@ -215,10 +262,13 @@ class HopperFamily(Family[HopperTile]):
         if layout.is_equal:
             return None
         if layout.page_size:
-            return "the copy engine brings rows that lie one behind the other, not pages"
-        if not layout.packed_k and layout.caches == 0:
+            if not _holds_values_in_keys(problem):
+                return "the copy engine brings rows that lie one behind the other, not pages"
+            if layout.page_size % _FEWEST_KEYS:
+                return f"a tile of keys is of one page, and {layout.page_size} rows are not enough"
+        if not layout.packed_k and layout.caches + layout.pages == 0:
             return "the copy engine cannot address arrays without keys"
-        if (layout.num_splits or 1) > 1:
+        if (layout.num_splits or 1) > 1 and not _holds_values_in_keys(problem):
             return "it splits the keys of sequences of equal length only"
         return None
 
@@ -230,9 +280,14 @@ class HopperFamily(Family[HopperTile]):
         return None
 
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
+        problem = _posed(problem)
         steps = _k_steps(problem)
         for Br, Bc, q_stages, q_steps, turns in itertools.product(
-            (64, 128, 192), range(32, 257, 16), (1, 2), sorted({0, 2, steps // 4, steps}), (0, 1)
+            (64, 128, 192),
+            range(_FEWEST_KEYS, 257, 16),
+            (1, 2),
+            sorted({0, 2, steps // 4, steps}),
+            (0, 1),
         ):
             if turns and Br == 64:
                 continue
@@ -240,16 +295,23 @@ class HopperFamily(Family[HopperTile]):
             yield self._with_all_stages(problem, device, tile)
 
     def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
+        problem = _posed(problem)
         if tile.Br not in (64, 128, 192):
             return f"Br is {tile.Br}; expected 64, 128 or 192"
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
             return f"Bc is {tile.Bc}; expected a multiple of 16 up to 256"
+        if problem.layout.page_size % tile.Bc:
+            return (
+                f"Bc is {tile.Bc}; expected a divisor of a page's {problem.layout.page_size} rows"
+            )
         if tile.stages < 2:
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
         if tile.q_steps and pieces.count(problem) > 1:
             return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+        if tile.q_steps and _holds_values_in_keys(problem):
+            return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
         if tile.q_steps > _k_steps(problem):
             return f"q_steps is {tile.q_steps}; head_dim has {_k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
@@ -279,14 +341,15 @@ class HopperFamily(Family[HopperTile]):
         """
         _, most = self._register_split(problem, tile)
         need = self._registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
-        return tile.Br < 192 and need <= most
+        # Where slots hold keys and values, leaving one early is worth more.
+        return tile.Br < 192 and need <= most and not _holds_values_in_keys(problem)
 
     def _register_split(self, problem: Problem, tile: HopperTile) -> tuple[int, int]:
         split = _MAPPED_REGISTERS if self.is_mapped(problem) else _REGISTERS
         return split[tile.Br // _LOWEST]
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
-        tile = self._first_legal(problem, device)
+        tile = self._first_legal(_posed(problem), device)
         assert tile is not None, "asked only where why_not() has no reason"
         return tile
 
@@ -311,6 +374,7 @@ class HopperFamily(Family[HopperTile]):
         return next(fitting, dataclasses.replace(tile, stages=0))
 
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
+        problem = _posed(problem)
         columns, columns_v = (
             round_up(_columns(problem, dim), 32) for dim in (problem.head_dim, problem.head_dim_v)
         )
@@ -336,7 +400,9 @@ class HopperFamily(Family[HopperTile]):
         if _ranks(problem) > 1:
             scores = tile.Br * tile.Bc * _SCORE_BYTES
             # A barrier for each warp of the consumers.
-            total += _PAIR_BUFFERS * scores + 2 * (tile.Br // 16 * _BARRIER_BYTES)
+            is_latent = _holds_values_in_keys(problem)
+            buffers = _LATENT_PAIR_BUFFERS if is_latent else _PAIR_BUFFERS
+            total += buffers * scores + 2 * (tile.Br // 16 * _BARRIER_BYTES)
         if problem.layout.is_equal:
             return total
         # Two visits more, all with their places, and two barriers for them; a note and a barrier
@@ -373,6 +439,7 @@ class HopperFamily(Family[HopperTile]):
         return _WARPGROUP * (tile.Br // 64 + 1)
 
     def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
+        given, problem = problem, _posed(problem)
         maps = self.tensor_maps(problem, tile)
         if not problem.layout.is_equal:
             prepare = Launch(
@@ -382,13 +449,17 @@ class HopperFamily(Family[HopperTile]):
                 _PREPARE_THREADS,
                 _PREPARE_WORDS * _WORD_BYTES,
             )
+            cut = self._split_of_latent(problem, device, tile)
+            main = self._main(problem, device, tile, cut)
             return Schedule(
-                (prepare, self._main(problem, device, tile, WHOLE)),
-                # The order of the sequences, see `grid/order.cuh`.
-                workspace=(2 * problem.batch + 2) * _WORD_BYTES,
+                (prepare, main, *split.combine_launches(problem, cut)),
+                cut,
+                # And the order of the sequences, see `grid/order.cuh`.
+                workspace=split.workspace(problem, cut) + (2 * problem.batch + 2) * _WORD_BYTES,
                 # At least; the kernel takes more for a short causal sequence.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
+                params=_changed_params(given, problem),
             )
         if pieces.count(problem) > 1:
             workspace, parts = pieces.workspace(problem)
@@ -415,6 +486,19 @@ class HopperFamily(Family[HopperTile]):
             tensor_maps=maps,
         )
 
+    def _split_of_latent(self, problem: Problem, device: Device, tile: HopperTile) -> Split:
+        """How the keys of sequences are shared out: whole, but for those of latent attention."""
+        if not _holds_values_in_keys(problem):
+            return WHOLE
+        return split.choose(
+            problem,
+            device,
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * _ranks(problem),
+            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
+            blocks_per_sm=1,
+            tile_time=_latent_tile_time(tile),
+        )
+
     def _section_heads(self, problem: Problem, device: Device, tile: HopperTile) -> int:
         # With a block map tiles come by their size: the more of a size, the evener the shares. A
         # bias that heads share stays in L2 while they work on the same rows.
@@ -435,7 +519,7 @@ class HopperFamily(Family[HopperTile]):
             self.shared_memory(problem, tile),
             min_blocks=1,
             cluster=ranks if ranks > 1 else 0,
-            arguments=("biased_maps" if _streams_bias(problem) else "maps", "params"),
+            arguments=(_maps_of(problem), "params"),
         )
 
     def _tiles(self, problem: Problem, tile: HopperTile) -> int:
@@ -443,13 +527,15 @@ class HopperFamily(Family[HopperTile]):
 
     def tensor_maps(self, problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]:
         """Of q, k and v."""
-        p = problem
+        p = _posed(problem)
         rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
         if not p.layout.is_equal:
             if p.layout.packed_q:
                 rows_q, batch_q = p.layout.total_q, 1
             if p.layout.packed_k:
                 rows_k, batch_k = p.layout.total_k, 1
+            elif p.layout.page_size:
+                rows_k, batch_k = p.layout.page_size, p.layout.pages
             else:
                 batch_k = p.layout.caches
         if pieces.count(p) > 1:
@@ -462,11 +548,21 @@ class HopperFamily(Family[HopperTile]):
             "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
             "v": _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc),
         }
+        if _holds_values_in_keys(p):
+            # Lines of the values, and of the others.
+            line, rest = (_slab_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
+            for name, height in (("q", tile.Br), ("k", tile.Bc)):
+                spec = maps[name]
+                maps[name] = dataclasses.replace(spec, box=(line, height))
+                maps[f"{name}_rest"] = dataclasses.replace(spec, box=(rest, height), array=name)
         if _streams_bias(p):
             scores = (p.seqlen_k, p.seqlen_q, p.heads_q, p.batch)
             box = (_slab_columns(tile.Bc), tile.Br)
             maps["bias"] = _map_spec(p, scores, _bias_strides(p), box)
         return maps
+
+    def unit(self, problem: Problem, tile: HopperTile, schedule: Schedule) -> TranslationUnit:
+        return super().unit(_posed(problem), tile, schedule)
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer_registers, consumer_registers = self._register_split(problem, tile)
@@ -481,11 +577,34 @@ class HopperFamily(Family[HopperTile]):
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
             "sequences": not problem.layout.is_equal,
+            "page_size": problem.layout.page_size,
+            "values_in_keys": _holds_values_in_keys(problem),
             "noted": _is_noted(problem, tile),
             "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
         }
+
+
+def _posed(problem: Problem) -> Problem:
+    """The problem as the kernels have it."""
+    return latent.posed(problem) if _holds_values_in_keys(problem) else problem
+
+
+def _changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
+    """Fields of the kernels' argument in which a problem and how it is posed differ."""
+    if posed is problem:
+        return {}
+    return {
+        "seqlen_q": posed.seqlen_q,
+        "heads_q": posed.heads_q,
+        **{name: posed.tensors[name].strides for name in ("q", "out")},
+    }
+
+
+def _latent_tile_time(tile: HopperTile) -> split.TileTime:
+    of_block = _LATENT_TILE_US.get(tile.Br, _LATENT_TILE_US[128]) * tile.Bc / _LOWEST
+    return split.TileTime(of_block, of_block, _LATENT_PART_US)
 
 
 def _streams_bias(problem: Problem) -> bool:
@@ -498,6 +617,13 @@ def _streams_bias(problem: Problem) -> bool:
         return False
     most = MAX_STRIDE // problem.itemsize
     return all(0 <= stride < most for stride in bias.strides)
+
+
+def _maps_of(problem: Problem) -> str:
+    """Which tensor maps the kernel is given."""
+    if _holds_values_in_keys(problem):
+        return "latent_maps"
+    return "biased_maps" if _streams_bias(problem) else "maps"
 
 
 def _has_edges(problem: Problem) -> bool:

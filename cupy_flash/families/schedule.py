@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 # The main kernel of a family that launches others before it.
 MAIN_ENTRY = "attention"
@@ -23,6 +23,7 @@ _TYPES = {
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
+    "latent_maps": "LatentTensorMaps",
     "gradient_maps": "GradientMaps",
 }
 # What a kernel may be given, in order.
@@ -31,6 +32,7 @@ _ARGUMENTS = (
     ("quantized_params",),
     ("maps", "params"),
     ("biased_maps", "params"),
+    ("latent_maps", "params"),
     ("gradients",),
     ("gradient_maps", "gradients"),
 )
@@ -94,9 +96,9 @@ class Launch:
         Blocks of a cluster along the grid's last axis; 0 for none.
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
-        a bias behind the others, if any, and "params" (`params.py`), with scales of a cache of 8
-        bits "quantized_params"; of a backward problem
-        "gradient_maps", if any, and "gradients".
+        a bias behind the others, or "latent_maps" with those of columns that are no values, if any;
+        and "params" (`params.py`), with scales of a cache of 8 bits "quantized_params"; of a
+        backward problem "gradient_maps", if any, and "gradients".
     source
         File that has the function where it is not the family's own.
     """
@@ -147,12 +149,15 @@ class TensorMapSpec:
     box
         Columns and rows of one copy. The columns are one line of shared memory, 64 or 128 bytes,
         which is also the swizzle.
+    array
+        Name of the array where the map goes by another.
     """
 
     dtype: str
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     box: tuple[int, int]
+    array: str | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,9 @@ class Schedule:
         Of which arrays the kernels take tensor maps, in order.
     parts
         Where in the workspace parts begin that kernels are given an address of, by its name.
+    params
+        Fields of the kernels' argument that are not the problem's own, of a problem that is posed
+        to the kernels as another; tensors' are their strides.
     """
 
     launches: tuple[Launch, ...]
@@ -184,6 +192,7 @@ class Schedule:
     section_heads: int = 1
     tensor_maps: Mapping[str, TensorMapSpec] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def main(self) -> Launch | None:

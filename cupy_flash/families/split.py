@@ -47,10 +47,14 @@ class TileTime:
         Of an SM that is full of blocks, for one of them.
     alone
         Of a block that has the SM to itself.
+    part
+        What each part adds where keys are cut, besides its partial results: of wide values, whose
+        columns a warp merges one by one.
     """
 
     shared: float
     alone: float
+    part: float = 0.0
 
     @classmethod
     def estimate(cls, flops: int, read_bytes: int, tflops_per_sm: float) -> TileTime:
@@ -107,6 +111,7 @@ def choose(
     times = {
         parts: ceil_div(key_tiles, parts) * tile_time.of(ceil_div(blocks * parts, device.sm_count))
         + combine_time(problem, Split.into(parts))
+        + (tile_time.part * parts if parts > 1 else 0.0)
         for parts in range(1, most + 1)
     }
     return Split.into(min(times, key=lambda parts: (times[parts], parts)))

@@ -55,8 +55,9 @@ class TensorMaps:
         sources: Mapping[str, str] | None = None,
     ) -> None:
         sources = sources or {}
+        arrays = [spec.array or name for name, spec in specs.items()]
         self._pick = operator.itemgetter(
-            *(tuple(names).index(sources.get(name, name)) for name in specs)
+            *(tuple(names).index(sources.get(name, name)) for name in arrays)
         )
         size = len(specs) * _MAP_BYTES
         buffer = np.zeros(size + _MAP_ALIGNMENT, np.uint8)

@@ -25,7 +25,8 @@
 template <class Config>
 __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  SequenceOrder(params).make<Config::Br>(params, reinterpret_cast<int*>(shared_memory));
+  HopperCta<Config>::order_of(params).template make<Config::Br>(
+      params, reinterpret_cast<int*>(shared_memory));
 }
 
 template <class Config>

@@ -8,7 +8,7 @@
 #include "grid/sequences.cuh"
 #include "grid/visit.cuh"
 
-// In the workspace: 2 batch + 2 words. Tiles are those of one head, except that those handed out
+// In the workspace: 2 batch + 2 words, behind partial results where keys are split. Tiles are those of one head, except that those handed out
 // are counted over all heads.
 struct SequenceOrder {
   unsigned* handed_out;
@@ -22,6 +22,15 @@ struct SequenceOrder {
         first_tile(handed_out + 1),
         sequence(static_cast<int*>(p.workspace) + p.batch + 2),
         batch(p.batch) {}
+
+  // The same so many words further on.
+  __device__ SequenceOrder behind(int64 words) const {
+    SequenceOrder moved = *this;
+    moved.handed_out += words;
+    moved.first_tile += words;
+    moved.sequence += words;
+    return moved;
+  }
 
   // ---- One thread block makes the order.
 
@@ -149,25 +158,34 @@ __device__ int find_section_heads(const Params& p, int seqlen_k, int section_key
   return Causal ? group * min(p.heads_kv, max(1, section_keys / max(1, seqlen_k))) : group;
 }
 
-// The visit of the tile that `take` has, counted over all heads; all lanes of a warp together, of
-// which one writes it.
+// The visit of the tile that `take` has, counted over all heads and splits; all lanes of a warp
+// together, of which one writes it.
 template <class Config, class Take>
 __device__ void take_visit(const Params& p, const SequenceOrder& order, Take take, int section_keys,
                            Visit<true>& visit, bool writes) {
-  const unsigned tile = take();
-  if (tile >= order.tiles(p.heads_q)) {
+  unsigned tile = take();
+  if (tile >= order.tiles(p.heads_q) * (Config::split_keys ? p.num_splits : 1)) {
     if (writes) visit = Visit<true>::end_of_work();
     return;
+  }
+  int split = 0;
+  if constexpr (Config::split_keys) {
+    split = tile % p.num_splits;
+    tile /= p.num_splits;
   }
   const int place = order.place_of(tile / p.heads_q);
   const int batch = order.sequence[place];
   const Sequence sequence = find_sequence<0>(p, batch);
-  const Work work = find_work<Config::Br>(
+  Work work = find_work<Config::Br>(
       p, sequence, batch, tile - order.first_tile[place] * p.heads_q,
       find_section_heads<Config::causal>(p, sequence.seqlen_k, section_keys));
+  if constexpr (Config::split_keys) work.split = split;
   const Mask<Config> mask(sequence.seqlen_k, sequence.q_offset<Config>(p), {p, batch});
   const int q_end = min(work.q_begin + Config::Br, sequence.seqlen_q);
   if (writes) {
-    visit = {{sequence}, work, find_key_tiles<Config::Bc, false>(mask, work.q_begin, q_end, 0, 1)};
+    visit = {{sequence},
+             work,
+             find_key_tiles<Config::Bc, Config::split_keys>(mask, work.q_begin, q_end, split,
+                                                            p.num_splits)};
   }
 }

@@ -666,8 +666,22 @@ def test_default_tiles_of_wide_heads_have_two_teams_on_an_sm():
         assert default_tile(latent(rows=rows, group=16, batch_invariant=True)) == together
 
 
-def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode():
-    assert make_plan(latent(layout="pages of 64", rows=128, group=128), h100).family == "decode"
+def test_a_query_of_up_to_128_wide_heads_that_share_keys_goes_to_decode_where_hopper_takes_longer():
+    for layout, batch, seqlen_k, rows, family in (
+        # Pages that are smaller than a tile of keys.
+        ("pages of 16", 128, 8192, 128, "decode"),
+        ("pages of 64", 128, 8192, 128, "hopper"),
+        ("cache", 128, 8192, 128, "hopper"),
+        ("cache", 128, 8192, 33, "hopper"),
+        ("cache", 128, 8192, 32, "decode"),
+        # Few tiles, and parts of few keys.
+        ("cache", 1, 4096, 128, "decode"),
+        ("cache", 4, 32768, 128, "hopper"),
+        ("cache", 4, 4096, 64, "decode"),
+    ):
+        case = latent(layout=layout, batch=batch, seqlen_k=seqlen_k, rows=rows, group=rows)
+        assert make_plan(case, h100).family == family, (layout, batch, seqlen_k, rows)
+        assert make_plan(case, device_for_arch("sm_100")).family == "decode"
     for rows, group, most in ((144, 144, 128), (33, 1, 32), (128, 16, 32)):
         reason = decode.why_not_first(latent(rows=rows, group=group), h100)
         assert reason == f"is for 1 to {most} query rows of a key/value head, and here are {rows}"

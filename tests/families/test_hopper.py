@@ -658,6 +658,134 @@ def test_a_unit_is_compiled_for_its_own_architecture_only():
     assert dataclasses.replace(unit, arch_specific=False).target(h100) == "sm_90"
 
 
+# ---- Latent attention: values that are columns of their keys
+
+
+def latent(
+    *,
+    batch: int = 128,
+    seqlen: int = 8192,
+    seqlen_q: int = 1,
+    heads: int = 128,
+    heads_kv: int = 1,
+    page_size: int = 0,
+    dims: tuple[int, int] = (576, 512),
+    **more: Any,
+) -> Problem:
+    """Queries of `heads` heads over a cache of latent keys."""
+    caches = (batch, seqlen) if not page_size else (batch * seqlen // page_size, page_size)
+    k = ArraySpec.contiguous((*caches, heads_kv, dims[0]), "bfloat16")
+    return make_problem(
+        ArraySpec.contiguous((batch, seqlen_q, heads, dims[0]), "bfloat16"),
+        k,
+        ArraySpec((*k.shape[:3], dims[1]), k.strides, "bfloat16"),
+        kind="cached",
+        block_table=(seqlen // page_size, seqlen // page_size) if page_size else None,
+        values_in_keys=True,
+        **more,
+    )
+
+
+def test_query_heads_of_one_query_are_the_rows_of_a_tile():
+    case = latent(heads=256, heads_kv=2, causal=True)
+    schedule = hopper.schedule(case, h100, default_tile(case))
+    assert schedule.params == {
+        "seqlen_q": 128,
+        "heads_q": 2,
+        "q": (256 * 576, 576, 128 * 576),
+        "out": (256 * 512, 512, 128 * 512),
+    }
+    maps = schedule.tensor_maps
+    q, k = maps["q"], maps["k"]
+    assert (q.shape, q.strides) == ((576, 128, 2, 128), (1152, 128 * 1152, 256 * 1152))
+    assert (k.shape, k.strides) == ((576, 8192, 2, 128), (2304, 1152, 8192 * 2304))
+    # A block's half of the 64 columns that are no values is less than a line of 128 bytes.
+    assert (q.box, k.box) == ((64, 128), (64, 64))
+    assert maps["q_rest"] == replace(q, box=(32, 128), array="q")
+    assert maps["k_rest"] == replace(k, box=(32, 64), array="k")
+    unit = hopper.unit(case, default_tile(case), schedule)
+    assert "bool values_in_keys = true;" in unit.text
+    assert "bool causal = false;" in unit.text
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(latent(), values_in_keys=False),
+        latent(dims=(560, 512)),
+        latent(dims=(544, 480)),
+        latent(dims=(256, 192)),
+    ],
+)
+def test_other_values_are_loaded_as_their_own_and_heads_stay_heads(case):
+    schedule = hopper.schedule(case, h100, default_tile(case))
+    assert schedule.params == {}
+    assert "bool values_in_keys = false;" in hopper.unit(case, default_tile(case), schedule).text
+
+
+def test_heads_of_several_queries_stay_heads():
+    case = latent(seqlen_q=2, causal=True)
+    schedule = hopper.schedule(case, h100, default_tile(case))
+    assert schedule.params == {}
+    assert "bool values_in_keys = true;" in hopper.unit(case, default_tile(case), schedule).text
+
+
+def test_a_slot_holds_keys_and_their_values_and_one_buffer_what_the_other_block_sends():
+    tile = HopperTile(128, 64, stages=3)
+    apart = replace(latent(heads_kv=128), values_in_keys=False, seqlen_q=128)
+    # Slots are as large, since there are more columns of keys than of values.
+    less = hopper.shared_memory(apart, tile) - hopper.shared_memory(latent(), tile)
+    assert less == 128 * 64 * 4
+    assert default_tile(latent()).stages == 3
+
+
+@pytest.mark.parametrize(("page_size", "Bc"), [(64, 64), (32, 32), (128, 64), (96, 48)])
+def test_a_tile_of_latent_keys_is_of_one_page(page_size, Bc):
+    case = latent(page_size=page_size, seqlen=page_size * 10)
+    tile = default_tile(case)
+    assert tile.Bc == Bc
+    k = hopper.schedule(case, h100, tile).tensor_maps["k"]
+    assert k.shape == (576, page_size, 1, 1280)
+    assert k.box == (64, Bc)
+    reason = hopper.why_not_tile(case, h100, replace(tile, Bc=80))
+    assert reason == f"Bc is 80; expected a divisor of a page's {page_size} rows"
+
+
+def test_pages_of_other_sizes_and_of_keys_with_values_of_their_own_are_refused():
+    assert "16 rows are not enough" in (hopper.why_not(latent(page_size=16), h100) or "")
+    apart = replace(latent(page_size=64), values_in_keys=False)
+    assert "not pages" in (hopper.why_not(apart, h100) or "")
+    assert "without keys" in (hopper.why_not(latent(batch=0), h100) or "")
+
+
+def test_keys_of_latent_attention_are_split_where_query_tiles_are_few():
+    whole, cut = (make_plan(latent(batch=n), h100, family="hopper") for n in (128, 4))
+    assert whole.num_splits == 1
+    assert [launch.entry for launch in whole.launches] == ["prepare", "attention"]
+    assert cut.num_splits is not None
+    assert 8 <= cut.num_splits <= 16
+    assert [launch.entry for launch in cut.launches] == ["prepare", "attention", "combine"]
+    assert cut.workspace == 4 * (cut.num_splits * 4 * 128 * 513 + 2 * 4 + 2)
+    asked = make_plan(latent(num_splits=5), h100, family="hopper")
+    assert asked.num_splits == 5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [latent(), latent(page_size=64, heads=64), latent(batch=4), latent(dims=(512, 512))],
+    ids=["whole", "pages", "split", "all columns are values"],
+)
+def test_default_tiles_of_latent_attention_compile_and_spill_little(case):
+    made = make_plan(case, h100, family="hopper")
+    assert made.unit is not None
+    cubin = compile_cubin(made.unit, h100)
+    assert "serialized" not in cubin.log
+    assert "warning" not in cubin.log
+    # Partial results take some more, at a tile's end.
+    most = 32 if made.num_splits == 1 else 48
+    assert max(found.spill_bytes for found in cubin.resources.values()) <= most
+
+
 # ---- Biases, and blocks that not every consumer sees
 
 

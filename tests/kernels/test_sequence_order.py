@@ -3,10 +3,11 @@ the host."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class Batch:
     causal: bool = False
     section_keys: int = 4096
     threads: int = 64
+    splits: int = 1
     seqused_k: list[int] | None = field(default=None)
 
     @classmethod
@@ -65,6 +67,7 @@ class Batch:
         numbers = [self.causal, self.threads, len(self.cu_seqlens_q) - 1]
         numbers += [self.max_seqlen_q, self.max_seqlen_k, self.heads_q, self.heads_kv]
         numbers += [self.section_keys, self.total_q, self.total_k, self.seqused_k is not None]
+        numbers += [self.splits]
         numbers += [*self.cu_seqlens_q, *self.cu_seqlens_k, *(self.seqused_k or [])]
         return " ".join(str(int(number)) for number in numbers)
 
@@ -95,7 +98,12 @@ class Batch:
                         seen = min(seqlen_k, max(0, last + seqlen_k - seqlen_q + 1))
                     head_kv = head // (self.heads_q // self.heads_kv)
                     place = (q_first, seqlen_q, k_first, seqlen_k)
-                    visits.append(Visit(i, head, head_kv, q_begin, 0, -(-seen // BC), *place))
+                    blocks = -(-seen // BC)
+                    share = -(-blocks // self.splits)
+                    for split in range(self.splits):
+                        begin = min(blocks, split * share)
+                        keys = (begin, min(blocks, begin + share))
+                        visits.append(Visit(i, head, head_kv, q_begin, *keys, *place))
         return visits
 
 
@@ -155,6 +163,10 @@ def random_batch(seed: int) -> Batch:
 
 def test_every_query_tile_of_every_head_is_handed_out_once_with_the_keys_that_it_sees(handed_out):
     batches = [random_batch(seed) for seed in range(40)]
+    batches += [
+        replace(random_batch(seed), causal=False, splits=splits)
+        for seed, splits in zip(range(40, 60), itertools.cycle((2, 3, 7)))
+    ]
     for batch, visits in zip(batches, handed_out(batches), strict=True):
         assert sorted(visits) == sorted(batch.expected())
 

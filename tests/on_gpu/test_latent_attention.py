@@ -138,6 +138,52 @@ def test_keys_may_be_shared_out(
     check_latent(dataclasses.replace(LONG, heads_q=heads), cache_dtype, "row", **choice)
 
 
+def draw_rows(number: int) -> tuple[KVCacheCase, dict[str, Any]]:
+    """A case of which `hopper` has all query heads in one tile, and how its keys are split."""
+    rng = np.random.default_rng([12, number])
+    heads_kv = int(rng.choice([1, 1, 1, 2]))
+    head_dim, head_dim_v = map(
+        int, [(576, 512), (576, 512), (576, 512), (320, 256), (512, 512)][int(rng.integers(5))]
+    )
+    paged = rng.random() < 0.6
+    new = int(rng.integers(3))
+    lengths = ragged_lengths(rng, int(rng.choice([1, 5, 9])), 900)
+    case = KVCacheCase(
+        lengths,
+        str(rng.choice(["float16", "bfloat16"])),
+        heads_q=heads_kv * int(rng.choice([128, 128, 64, 100, 33, 7, 200])),
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        # Of several queries a head's are the rows.
+        seqlen_q=int(rng.choice([1, 1, 1, 1, 2, 70])),
+        seqlen_new=new,
+        causal=bool(rng.random() < 0.5),
+        page_size=int(rng.choice([64, 64, 32, 128, 96])) if paged else 0,
+        indexed=not paged and bool(rng.random() < 0.5),
+        slack=1000 - new - max(lengths),
+        seed=int(rng.integers(2**32)),
+    )
+    return case, {"num_splits": int(rng.choice([0, 1, 2, 7]))}
+
+
+@pytest.mark.parametrize("number", range(80))
+def test_random_problems_whose_heads_are_rows_are_right(number: int) -> None:
+    case, choice = draw_rows(number)
+    check_latent(case, family="hopper", **choice)
+
+
+def test_pages_that_there_are_not_are_zeros() -> None:
+    base = KVCacheCase((200, 64), "bfloat16", heads_q=128, page_size=64, **LATENT)
+    arguments = latent_arguments(base, None, "none")
+    zeroed = arguments | {"k_cache": arguments["k_cache"].copy()}
+    zeroed["k_cache"][arguments["block_table"][0, 1]] = 0
+    arguments["block_table"][0, 1] = 10**6
+    equivalent, _ = after_the_append(zeroed)
+    _, out, lse = run_on_gpu(arguments, family="hopper")
+    Truth.of_kvcache(equivalent).check(out, lse)
+
+
 def test_few_heads_go_to_decode() -> None:
     arguments = {n: on_device(x) for n, x in latent_arguments(LONG, None, "none").items()}
     assert plan_with_kvcache(**arguments).family == "decode"
@@ -161,23 +207,41 @@ def test_windows_sinks_and_modifications_are_right(cache_dtype: str | None) -> N
     np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-6)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, *CACHE_DTYPES])
-@pytest.mark.parametrize("heads", [16, 64])
-def test_the_same_call_gives_the_same_bits(heads: int, cache_dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache_dtype", "heads"),
+    [
+        *(("decode", dtype, heads) for dtype in (None, *CACHE_DTYPES) for heads in (16, 64)),
+        *(("hopper", None, heads) for heads in (64, 128)),
+    ],
+)
+def test_the_same_call_gives_the_same_bits(
+    family: str, cache_dtype: str | None, heads: int
+) -> None:
     base = dataclasses.replace(LONG, heads_q=heads, lengths=(3000, 40, 1, 0, 9000, 2500))
     arguments = latent_arguments(base, cache_dtype, "row")
-    _, first, first_lse = run_on_gpu(arguments, family="decode")
+    _, first, first_lse = run_on_gpu(arguments, family=family)
     for _ in range(5):
-        _, out, lse = run_on_gpu(arguments, family="decode")
+        _, out, lse = run_on_gpu(arguments, family=family)
         assert (out.tobytes(), lse.tobytes()) == (first.tobytes(), first_lse.tobytes())
 
 
-@pytest.mark.parametrize("cache_dtype", [None, "int8"])
-def test_a_graph_serves_a_growing_cache(cache_dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache_dtype", "heads", "page_size"),
+    [("decode", None, 16, 16), ("decode", "int8", 16, 16), ("hopper", None, 128, 64)],
+)
+def test_a_graph_serves_a_growing_cache(
+    family: str, cache_dtype: str | None, heads: int, page_size: int
+) -> None:
     import cupy
 
     base = KVCacheCase(
-        (70, 0, 33), "bfloat16", heads_q=16, seqlen_new=1, slack=500, page_size=16, **LATENT
+        (70, 0, 33),
+        "bfloat16",
+        heads_q=heads,
+        seqlen_new=1,
+        slack=500,
+        page_size=page_size,
+        **LATENT,
     )
     arguments = latent_arguments(base, cache_dtype, "tensor")
     # What the graph appends where it has not been yet.
@@ -188,9 +252,9 @@ def test_a_graph_serves_a_growing_cache(cache_dtype: str | None) -> None:
     pool, stream = cupy.cuda.MemoryPool(), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.using_allocator(pool.malloc), stream:
-        flash_attention_with_kvcache(**given)
+        flash_attention_with_kvcache(**given, family=family)
         stream.begin_capture()
-        out = flash_attention_with_kvcache(**given)
+        out = flash_attention_with_kvcache(**given, family=family)
         graph = stream.end_capture()
         for length in (1, 64, 65, 400):
             grown = arguments | {"cache_seqlens": np.array([length, 2, length // 2], np.int32)}

@@ -106,6 +106,7 @@ struct HopperConsumer {
     results().finish_softmax(softmax.rows, normalizer);
     products.await_output();
     results().write_output(normalizer);
+    pair.finish();
     // The last consumer has passed its last turn on, too.
     if (softmax_turns && consumer == 0) take_turn();
   }
@@ -115,7 +116,7 @@ struct HopperConsumer {
   __device__ void multiply_both(bool tile_ends, bool accumulate, float (&rescale)[2]) {
     if (product_turns) take_turn();
     products.start_scores();
-    products.start_output(accumulate);
+    products.start_output(accumulate, true);
     if (product_turns) pass_turn();
 
     take_shown_pairs();
@@ -124,13 +125,18 @@ struct HopperConsumer {
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
-    prepare_scores();
-    if (!Config::overlaps_output) products.await_output();
+    // Slots that hold keys and values are few, and whoever waits for the other block can as well
+    // wait for the output and leave one.
+    constexpr bool leaves_early = Cta::values_in_keys && !Config::overlaps_output;
+    prepare_scores([&] {
+      if (leaves_early) products.await_output(true);
+    });
+    if (!Config::overlaps_output && !leaves_early) products.await_output(true);
     const bool rescales =
         softmax.exponentiate(products.scores, products.next_probabilities, rescale);
     float normalizer[2];
     if (tile_ends) results().finish_softmax(finished, normalizer);
-    if (Config::overlaps_output) products.await_output();
+    if (Config::overlaps_output) products.await_output(true);
     products.take_probabilities();
     if (tile_ends) {
       results().write_output(normalizer);
@@ -253,13 +259,14 @@ struct HopperConsumer {
   // Turns the block's scores into probabilities. Returns whether any row of the warp got a new
   // base, so that what was summed up before is to be multiplied by `rescale`.
   __device__ bool take_softmax(float (&rescale)[2]) {
-    prepare_scores();
+    prepare_scores([] {});
     return softmax.exponentiate(products.scores, products.next_probabilities, rescale);
   }
 
   // Completes, changes and masks the block's scores.
-  __device__ void prepare_scores() {
-    pair.complete(products.scores);
+  template <class Meanwhile>
+  __device__ void prepare_scores(Meanwhile meanwhile) {
+    pair.complete(products.scores, meanwhile);
     Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (softmax_turns) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/hopper/operand.cuh"
+#include "grid/order.cuh"
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
 #include "grid/split.cuh"
@@ -25,12 +26,36 @@ struct BiasedTensorMaps : TensorMaps {
   TensorMap bias;
 };
 
+// Of latent attention, for the columns that are no values.
+struct LatentTensorMaps : TensorMaps {
+  TensorMap q_rest;
+  TensorMap k_rest;
+};
+
 #if __CUDA_ARCH__ == 900
 
 // Of a head's columns, those that each of its blocks has; the last may have fewer.
 __host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
   return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
 }
+
+// Rows of keys, or of queries, whose first columns are values: these and the rest in slabs of their
+// own.
+template <int Rows, int Values, int Others>
+struct LatentTile {
+  using First = SlabTile<Rows, Values>;
+  using Rest = SlabTile<Rows, Others>;
+  static constexpr int bytes = First::bytes + Rest::bytes;
+};
+
+template <int Rows, int Columns, int Values, bool Latent>
+struct HopperTile {
+  using type = SlabTile<Rows, Columns>;
+};
+template <int Rows, int Columns, int Values>
+struct HopperTile<Rows, Columns, Values, true> {
+  using type = LatentTile<Rows, Values, Columns - Values>;
+};
 
 template <class Config>
 struct HopperCta {
@@ -44,8 +69,12 @@ struct HopperCta {
   static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, ranks);
   static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
-  using QueryTile = SlabTile<Br, columns>;
-  using KeyTile = SlabTile<Bc, columns>;
+  // Latent attention: values are the first columns of their keys, and a slot holds both. Of the
+  // columns that are no values each block has a half, too.
+  static constexpr bool values_in_keys = Config::values_in_keys;
+  static constexpr int columns_rest = values_in_keys ? columns - columns_v : 0;
+  using QueryTile = typename HopperTile<Br, columns, columns_v, values_in_keys>::type;
+  using KeyTile = typename HopperTile<Bc, columns, columns_v, values_in_keys>::type;
   using ValueTile = SlabTile<Bc, columns_v>;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
@@ -55,7 +84,13 @@ struct HopperCta {
       pieces * (KeyTile::bytes > ValueTile::bytes ? KeyTile::bytes : ValueTile::bytes);
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
-  static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
+  static_assert(!Config::sequences || !Config::split_keys || values_in_keys,
+                "a sequence's keys are left whole, but for latent attention");
+  static_assert(!values_in_keys || (ranks > 1 && pieces == 1 && !Config::noted),
+                "of 16-bit heads that two blocks share, without modifications");
+  static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
+                "slabs of values, and slabs of the other columns");
+  static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
   static_assert(pieces == 1 || (!Config::sequences && !Config::split_keys && !Config::modified),
                 "of float32 there are only batches of equal lengths, whole and without more");
 
@@ -108,8 +143,9 @@ struct HopperCta {
   static constexpr int shown_bytes = Shown::threads * int(sizeof(Shown));
   static constexpr int shown_slots = Config::mapped ? Config::stages / 2 + 1 : 0;
 
-  // Of each consumer's warp, what the other block of a pair sends.
-  static constexpr int pair_buffers = ranks > 1 ? 2 : 0;
+  // Of each consumer's warp, what the other block of a pair sends. Latent attention has one buffer:
+  // with two of them there are two slots for 64 keys instead of three.
+  static constexpr int pair_buffers = ranks > 1 ? (values_in_keys ? 1 : 2) : 0;
   static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
@@ -122,7 +158,7 @@ struct HopperCta {
       pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
-  static constexpr int pair_barriers = pair_buffers * 4 * consumers;
+  static constexpr int pair_barriers = ranks > 1 ? 2 * 4 * consumers : 0;
   static constexpr int barriers =
       ring_barriers + sequence_barriers + 2 * Config::bias_stages + pair_barriers;
   static constexpr int visit_offset = barrier_offset + barriers * 8;
@@ -155,6 +191,8 @@ struct HopperCta {
   __device__ unsigned pair_full(int buffer, int warp) const {
     return full(barriers - pair_barriers + buffer * 4 * consumers + warp);
   }
+  // Where there is one buffer, that the other block has read what it was sent.
+  __device__ unsigned pair_read(int warp) const { return pair_full(1, warp); }
 
   __device__ void init_barriers() const {
     // Each warp of a consumer says that it left.
@@ -299,6 +337,17 @@ struct HopperCta {
   // How many blocks before its last the producer asks for the visit after this one, where visits
   // are to be found.
   static constexpr int found_ahead = 2;
+
+  // The order of the sequences lies behind the partial results.
+  __device__ static SequenceOrder order_of(const Params& p) {
+    const SequenceOrder order(p);
+    if constexpr (Config::split_keys) {
+      const int64 rows = p.num_splits * Partials<Config>(p).rows;
+      return order.behind(rows * (Config::head_dim_v + 1));
+    } else {
+      return order;
+    }
+  }
 
   // ---- Where results go.
 

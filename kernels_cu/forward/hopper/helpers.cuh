@@ -26,7 +26,7 @@ struct HopperFinder {
   int visit = 0;  // index in the ring of visits
 
   __device__ void find_visits() {
-    const SequenceOrder order(cta.p);
+    const SequenceOrder order = Cta::order_of(cta.p);
     const bool is_first = threadIdx.x % 32 == 0;
     for (unsigned round = 0;; ++round) {
       Visit& next = *cta.visit(visit);

@@ -64,12 +64,13 @@ struct HopperProducer {
       for (int key = next.keys.end - 1; key >= next.keys.begin;
            key = Config::noted ? notes.block_after(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
-        const Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
-                            sequence.seqlen_k};
+        Block keys = {key, next.work.head_kv, sequence.k_batch, sequence.k_first,
+                      sequence.seqlen_k};
+        if constexpr (Config::page_size > 0) find_page(next.work.batch, keys);
         if constexpr (Config::noted) leave_note(notes.note_of(next, key), next.work);
-        load_block<KeyTile>(&cta.maps.k, keys, Cta::rank() * Cta::columns);
+        load_keys(keys);
         if constexpr (Cta::streams_bias) load_bias(next.work, key);
-        if (values.index >= 0) load_values(values);
+        if (!Cta::values_in_keys && values.index >= 0) load_values(values);
         if (!announced) announce(next);
         announced = true;
         values = keys;
@@ -80,7 +81,7 @@ struct HopperProducer {
       }
     }
     if constexpr (Config::noted) end_notes();
-    if (values.index >= 0) load_values(values);
+    if (!Cta::values_in_keys && values.index >= 0) load_values(values);
     if constexpr (!Config::noted) announce(Visit::end_of_work());
     if constexpr (Config::sequences) announce_no_tail();
   }
@@ -108,9 +109,15 @@ struct HopperProducer {
     const unsigned barrier = cta.q_full(q_ring.slot);
     if (!next.is_end_of_work()) {
       const Sequence& sequence = next.sequence(cta.p);
-      load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
-                      sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
-                      barrier, ptx::l2_evict_first, Cta::rank() * Cta::columns);
+      if constexpr (Cta::values_in_keys) {
+        load_latent<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &maps().q,
+                               &maps().q_rest, sequence.q_first + next.work.q_begin,
+                               next.work.head, sequence.q_batch, barrier, ptx::l2_evict_first);
+      } else {
+        load<QueryTile>(cta.shared + q_ring.slot * Cta::q_slot_bytes, &cta.maps.q,
+                        sequence.q_first + next.work.q_begin, next.work.head, sequence.q_batch,
+                        barrier, ptx::l2_evict_first, Cta::rank() * Cta::columns);
+      }
     } else if (acts()) {
       ptx::mbarrier_arrive(barrier);
     }
@@ -152,6 +159,62 @@ struct HopperProducer {
       ptx::mbarrier_arrive(cta.full(ring.slot));
     }
     ring.advance();
+  }
+
+  // Where the page lies that has a block's keys. Nobody has checked the table: of a page that there
+  // is not, the copy engine brings zeros.
+  __device__ void find_page(int batch, Block& keys) const {
+    const int key = keys.row();
+    keys.batch = cta.p.block_table[batch * cta.p.block_table_stride + key / Config::page_size];
+    keys.first = key % Config::page_size - key;
+  }
+
+  __device__ void load_keys(const Block& block) {
+    if constexpr (Cta::values_in_keys) {
+      load_latent_keys(block);
+    } else {
+      load_block<KeyTile>(&cta.maps.k, block, Cta::rank() * Cta::columns);
+    }
+  }
+
+  // Keys that are values, too; with rows behind the sequence's last as `load_tail` does.
+  __device__ void load_latent_keys(const Block& block) {
+    const bool has_tail = Config::sequences && block.rows() < Bc;
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    if (has_tail) *cta.tail(tail.slot) = {ring.slot, block.rows()};
+    load_latent<KeyTile>(cta.slot_address(ring.slot), &maps().k, &maps().k_rest, block.row(),
+                         block.head, block.batch,
+                         has_tail ? cta.arrived(tail.slot) : cta.full(ring.slot),
+                         ptx::l2_evict_last);
+    ring.advance();
+    if (has_tail) tail.advance();
+  }
+
+  __device__ const LatentTensorMaps& maps() const {
+    return static_cast<const LatentTensorMaps&>(cta.maps);
+  }
+
+  // The columns whose values this block multiplies, and behind them its half of the others.
+  template <class Tile>
+  __device__ void load_latent(unsigned target, const TensorMap* map, const TensorMap* rest, int row,
+                              int head, int batch, unsigned barrier,
+                              unsigned long long policy) const {
+    ptx::mbarrier_arrive_expect_tx(barrier, Tile::bytes);
+    copy<typename Tile::First>(target, map, row, head, batch, barrier, policy,
+                               Cta::first_column_v());
+    copy<typename Tile::Rest>(target + Tile::First::bytes, rest, row, head, batch, barrier, policy,
+                              Config::head_dim_v + Cta::rank() * Cta::columns_rest);
+  }
+
+  template <class Tile>
+  __device__ void copy(unsigned target, const TensorMap* map, int row, int head, int batch,
+                       unsigned barrier, unsigned long long policy, int first_column) const {
+#pragma unroll
+    for (int slab = 0; slab < Tile::slabs; ++slab) {
+      ptx::cp_async_bulk_tensor_4d(target + slab * Tile::slab_bytes, map,
+                                   first_column + slab * Tile::line_columns, row, head, batch,
+                                   barrier, policy);
+    }
   }
 
   template <class Tile>

@@ -74,6 +74,10 @@ struct HopperProducts {
   // Takes queries to registers: the products then read less of shared memory, whose bandwidth Q, K
   // and the arriving tiles use up together. If it is all of them, there is soon place for the next.
   __device__ void keep_queries() {
+    if constexpr (kept_steps > 0) copy_queries();
+  }
+
+  __device__ void copy_queries() {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
     const unsigned line = queries_address() + row * QueryTile::line_bytes;
 #pragma unroll
@@ -88,6 +92,14 @@ struct HopperProducts {
 
   // Starts S = Q K^T.
   __device__ void start_scores() {
+    if constexpr (Cta::values_in_keys) {
+      start_latent_scores();
+    } else {
+      start_plain_scores();
+    }
+  }
+
+  __device__ void start_plain_scores() {
     await_slot();
     const unsigned long long q =
         QueryTile::k_along_columns() + Cta::in_descriptor(queries_address());
@@ -117,12 +129,41 @@ struct HopperProducts {
     ring.advance();
   }
 
+  __device__ void start_latent_scores() {
+    using QueryFirst = typename QueryTile::First;
+    using KeyFirst = typename KeyTile::First;
+    await_slot();
+    const unsigned q = cta.shared + q_ring.slot * Cta::q_slot_bytes;
+    const unsigned k = cta.slot_address(ring.slot);
+    ptx::pin(scores);
+    ptx::wgmma_fence();
+    multiply_columns<QueryFirst, KeyFirst>(q, k, false);
+    multiply_columns<typename QueryTile::Rest, typename KeyTile::Rest>(
+        q + QueryFirst::bytes, k + KeyFirst::bytes, true);
+    ptx::wgmma_commit_group();
+    ring.advance();
+  }
+
+  // Of tiles at these addresses, this consumer's rows.
+  template <class Queries, class Keys>
+  __device__ void multiply_columns(unsigned q_tile, unsigned k_tile, bool accumulate) {
+    const unsigned long long q =
+        Queries::k_along_columns() +
+        Cta::in_descriptor(q_tile + consumer * 64 * Queries::line_bytes);
+    const unsigned long long k = Keys::k_along_columns() + Cta::in_descriptor(k_tile);
+#pragma unroll
+    for (int step = 0; step < Queries::columns / 16; ++step) {
+      Wgmma<Element, Bc>::multiply(scores, q + Queries::column_step(step) / 16,
+                                   k + Keys::column_step(step) / 16, accumulate || step != 0);
+    }
+  }
+
   // The scores are complete, whose product was started so many products ago: gives back what they
   // were made of. Queries in registers were read from shared memory by the time that the first
   // product with them is done.
   __device__ void leave_scores(int products, bool is_first_block, bool is_last_block) {
     ptx::pin(scores);
-    Cta::leave(cta.empty(slot_before(products)));
+    if constexpr (!Cta::values_in_keys) Cta::leave(cta.empty(slot_before(products)));
     if (keeps_all_queries ? is_first_block : is_last_block) leave_queries();
   }
 
@@ -160,7 +201,12 @@ struct HopperProducts {
   }
 
   // Starts O = P V, or O += P V; where shares are added, the first of these.
-  __device__ void start_output(bool accumulate) {
+  // Values that came with their keys are in a slot behind which those of the next scores may be.
+  __device__ void start_output(bool accumulate, bool behind_scores = false) {
+    if constexpr (Cta::values_in_keys) {
+      start_product<columns_v>(out, 0, slot_before(behind_scores ? 2 : 1), accumulate);
+      return;
+    }
     await_slot();
     if constexpr (shares_output) {
       if (!accumulate) {
@@ -175,8 +221,8 @@ struct HopperProducts {
   }
 
   // Until the output is complete, with what other shares it has; gives back the values.
-  __device__ void await_output() {
-    const int slot = slot_before(1);
+  __device__ void await_output(bool behind_scores = false) {
+    const int slot = slot_before(Cta::values_in_keys && behind_scores ? 2 : 1);
     if constexpr (shares_output) {
       add_shares(slot);
     } else {

@@ -142,9 +142,13 @@ struct HopperResults {
       const int row = row_of(work, half);
       if (row >= cta.p.seqlen_q) continue;
       float* target = cta.partial_row(work, row);
-      write_row<columns_v / 8, Config::head_dim_v>(
-          target, products.out + 2 * half,
-          [](int j, int c) { return Cta::first_column_v() + 8 * j + threadIdx.x % 4 * 2 + c; });
+      // Of a block's own columns the compiler knows that all are there, or asks for each.
+      constexpr bool whole = Cta::has_whole_columns_v;
+      if (whole) target += Cta::first_column_v();
+      write_row<columns_v / 8, whole ? Cta::columns_v : Config::head_dim_v>(
+          target, products.out + 2 * half, [](int j, int c) {
+            return (whole ? 0 : Cta::first_column_v()) + 8 * j + threadIdx.x % 4 * 2 + c;
+          });
     }
   }
 

@@ -1,7 +1,7 @@
 // Prints the visits of batches of sequences in the order in which `grid/order.cuh` hands them
 // out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
-// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, and then
-// cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head, head_kv,
+// seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, splits,
+// and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head, head_kv,
 // q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
 // empty line ends a batch.
 #include "cuda_on_host.h"
@@ -12,24 +12,28 @@
 
 #include "read_numbers.h"
 
-template <bool Causal>
+// Words of the workspace ahead of the order, where keys are split.
+constexpr int behind = 5;
+
+template <bool Causal, bool Split>
 struct Config {
   static constexpr int Br = 64, Bc = 32;
-  static constexpr bool causal = Causal, padded = false;
+  static constexpr bool causal = Causal, padded = false, split_keys = Split;
   static constexpr bool window_left = false, window_right = false, prefix = false;
 };
 
-template <bool Causal>
+template <bool Causal, bool Split>
 void print_visits(const Params& p, int threads, int section_keys) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
-  run_block(threads, [&] { SequenceOrder(p).make<Config<Causal>::Br>(p, scratch.data()); });
+  // Behind partial results.
+  const SequenceOrder order = SequenceOrder(p).behind(Split ? behind : 0);
+  run_block(threads, [&] { order.template make<Config<Causal, Split>::Br>(p, scratch.data()); });
   run_block(32, [&] {
-    const SequenceOrder order(p);
     static Visit<true> next;
     const bool is_first = threadIdx.x == 0;
     const auto take = [&] { return order.take(); };
     while (true) {
-      take_visit<Config<Causal>>(p, order, take, section_keys, next, is_first);
+      take_visit<Config<Causal, Split>>(p, order, take, section_keys, next, is_first);
       if (is_first && !next.is_end_of_work()) {
         const Sequence& at = next.sequence(p);
         std::printf("%d %d %d %d %d %d %d %d %d %d\n", next.work.batch, next.work.head,
@@ -46,7 +50,7 @@ void print_visits(const Params& p, int threads, int section_keys) {
 int main() {
   int causal;
   while (std::scanf("%d", &causal) == 1) {
-    const std::vector<int> sizes = read(10);
+    const std::vector<int> sizes = read(11);
     const int threads = sizes[0];
     Params p = {};
     p.batch = sizes[1];
@@ -63,12 +67,15 @@ int main() {
     p.total_q = sizes[7];
     p.total_k = sizes[8];
     // Nothing in it that has not been written.
-    std::vector<int> workspace(2 * p.batch + 2, 0x7fffffff);
+    p.num_splits = sizes[10];
+    std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? behind : 0), 0x7fffffff);
     p.workspace = workspace.data();
-    if (causal) {
-      print_visits<true>(p, threads, section_keys);
+    if (p.num_splits > 1) {
+      print_visits<false, true>(p, threads, section_keys);
+    } else if (causal) {
+      print_visits<true, false>(p, threads, section_keys);
     } else {
-      print_visits<false>(p, threads, section_keys);
+      print_visits<false, false>(p, threads, section_keys);
     }
   }
 }

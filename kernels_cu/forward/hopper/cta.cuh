@@ -2,6 +2,7 @@
 // their barriers, the query tiles that are under way, and where results go.
 #pragma once
 
+#include "forward/hopper/float8.cuh"
 #include "forward/hopper/operand.cuh"
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
@@ -35,9 +36,11 @@ struct HopperCta {
   static constexpr int consumers = Br / 64;
   // Of each tile there are so many, one behind the other.
   static constexpr int pieces = HopperOperand<Element>::pieces;
-  using QueryTile = SlabTile<Br, Config::head_dim>;
-  using KeyTile = SlabTile<Bc, Config::head_dim>;
-  using ValueTile = SlabTile<Bc, Config::head_dim_v>;
+  using Output = typename HopperOutput<Element>::type;
+  using QueryTile = typename HopperTiles<Config>::QueryTile;
+  using KeyTile = typename HopperTiles<Config>::KeyTile;
+  using ValueTile = typename HopperTiles<Config>::ValueTile;
+  static constexpr bool transposes_values = HopperOperand<Element>::transposes_values;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
@@ -47,10 +50,12 @@ struct HopperCta {
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
-  static_assert(pieces == 1 || (!Config::sequences && !Config::split_keys && !Config::modified),
-                "of float32 there are only batches of equal lengths, whole and without more");
+  static_assert(
+      (pieces == 1 && !transposes_values) ||
+          (!Config::sequences && !Config::split_keys && !Config::modified),
+      "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
-  using Visit = ::Visit<Config::sequences>;
+  using Visit = HopperVisit<Config>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
   // that has only one block of keys, may already have made place for others. Where visits are to be
   // found, two are written ahead, one of which the producer knows of.
@@ -215,7 +220,7 @@ struct HopperCta {
     if constexpr (Config::mapped) {
       return mapped_visit(p, work);
     } else {
-      return {{}, work, key_tiles(p, work)};
+      return Visit::of(p, work, key_tiles(p, work));
     }
   }
 
@@ -239,7 +244,7 @@ struct HopperCta {
       keys.begin = blocks.first_from(keys.begin, keys.end);
       if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
     }
-    return {{}, work, keys};
+    return Visit::of(p, work, keys);
   }
 
   template <class AnyParams>
@@ -274,9 +279,9 @@ struct HopperCta {
     return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
   }
 
-  __device__ Element* output_row(const Visit& visit, int row) const {
+  __device__ Output* output_row(const Visit& visit, int row) const {
     const Sequence& sequence = visit.sequence(p);
-    return p.out.head<Element>(sequence.q_batch, visit.work.head) +
+    return p.out.head<Output>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
 

@@ -15,11 +15,11 @@
 
 template <class Config>
 struct HopperResults {
-  using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
+  using Element = typename Cta::Output;
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
-  using SoftmaxRow = LaggingSoftmaxRow<Element>;
+  using SoftmaxRow = LaggingSoftmaxRow<typename Config::Element>;
   static constexpr int columns_v = Products::columns_v;
 
   const Cta& cta;
@@ -36,7 +36,13 @@ struct HopperResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
-      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      if constexpr (Cta::transposes_values) {
+        const float divisor = sum_of_lanes(state[half].divisor);
+        const float scale = finished_visit().scales.values;
+        normalizer[half] = state[half].sum == 0 ? 0 : scale * ptx::rcp_approx(divisor);
+      } else {
+        normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      }
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);

@@ -165,14 +165,16 @@ struct HopperProducts {
   // Starts O = P V, or O += P V; where shares are added, the first of these.
   __device__ void start_output(bool accumulate) {
     await_slot();
+    if constexpr (Operand::transposes_values) {
+#pragma unroll
+      for (int i = 0; i < row_sum_count; ++i) {
+        if (!accumulate) row_sums[i] = 0;
+      }
+    }
     if constexpr (shares_output) {
       if (!accumulate) {
 #pragma unroll
         for (int i = 0; i < columns_v / 2; ++i) out[i] = 0;
-        if constexpr (Operand::transposes_values) {
-#pragma unroll
-          for (int i = 0; i < row_sum_count; ++i) row_sums[i] = 0;
-        }
       }
       start_share(0, ring.slot);
     } else {
@@ -189,8 +191,17 @@ struct HopperProducts {
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
-      if constexpr (Operand::transposes_values) ptx::pin(row_sums);
+      add_row_share();
       Cta::leave(cta.empty(slot));
+    }
+  }
+
+  // Where sums of the output stay in the tensor cores, those of P do not: they only grow.
+  __device__ void add_row_share() {
+    if constexpr (Operand::transposes_values) {
+      ptx::pin(row_share);
+#pragma unroll
+      for (int i = 0; i < row_sum_count; ++i) row_sums[i] += row_share[i];
     }
   }
 
@@ -207,13 +218,7 @@ struct HopperProducts {
         if (is_last) Cta::leave(cta.empty(slot));
       }
       ptx::pin(share[i % share_buffers]);
-      if constexpr (Operand::transposes_values) {
-        if (i == 0) {
-          ptx::pin(row_share);
-#pragma unroll
-          for (int j = 0; j < row_sum_count; ++j) row_sums[j] += row_share[j];
-        }
-      }
+      if (i == 0) add_row_share();
 #pragma unroll
       for (int j = 0; j < share_columns / 2; ++j) {
         out[i * share_columns / 2 + j] += share[i % share_buffers][j];
@@ -256,9 +261,8 @@ struct HopperProducts {
                                            bool accumulate) {
     const unsigned long long v = ValueTile::k_along_columns() +
                                  (cta.slot_address(slot) + column * ValueTile::line_bytes) / 16;
-    float (&sums_of_rows)[row_sum_count] = shares_output ? row_share : row_sums;
     ptx::pin(sums);
-    if (column == 0) ptx::pin(sums_of_rows);
+    if (column == 0) ptx::pin(row_share);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / Operand::step; ++step) {
@@ -270,8 +274,7 @@ struct HopperProducts {
 #pragma unroll
       for (int step = 0; step < Bc / Operand::step; ++step) {
         Wgmma<Element, row_sum_count * 2>::multiply_k_contiguous(
-            sums_of_rows, probabilities[0] + 4 * step, cta.ones_address() / 16,
-            step != 0 || accumulate);
+            row_share, probabilities[0] + 4 * step, cta.ones_address() / 16, step != 0);
       }
     }
     ptx::wgmma_commit_group();

@@ -57,6 +57,8 @@ _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 _BIAS_STAGES = 2
 # Of a query tile's scales of float8, which its visit has.
 _SCALES_BYTES = 8
+# Ones, for the sums of its probabilities.
+_ONES_BYTES = 128
 # Bytes of what the products take of a row of each operand in one step.
 _STEP_BYTES = 32
 # From so many keys on, and rows that share them, it is the faster one for float32. On an H100, to
@@ -329,12 +331,13 @@ class HopperFamily(Family[HopperTile]):
         stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
         # A slot has two barriers; a visit is kept for each query tile, for one whose output is
         # being written, and for one whose queries are no longer needed.
-        scales = _SCALES_BYTES if problem.is_float8 else 0
+        scales, ones = (_SCALES_BYTES, _ONES_BYTES) if problem.is_float8 else (0, 0)
         visits = (tile.q_stages + 2) * (_VISIT_BYTES + scales)
         total = (
             tile.q_stages * (queries + 2 * _BARRIER_BYTES)
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
             + visits
+            + ones
         )
         if _is_noted(problem, tile):
             total += tile.stages * _NOTE_BYTES

@@ -41,6 +41,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
+  if constexpr (HopperCta<Config>::transposes_values) cta.write_ones();
   __syncthreads();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();

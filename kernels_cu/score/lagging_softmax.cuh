@@ -31,15 +31,8 @@ struct LaggingRange {
   static constexpr float most = power_of_two(highest);
 };
 
-// What the output is divided by, where that is not the sum of p.
 template <class Element>
-struct LaggingDivisor {
-  __device__ void reset_divisor() {}
-  __device__ void scale_divisor(float) {}
-};
-
-template <class Element>
-struct LaggingSoftmaxRow : LaggingDivisor<Element> {
+struct LaggingSoftmaxRow {
   using Math = SoftmaxMath<float>;
   using Range = LaggingRange<Element>;
   static constexpr int highest = Range::highest;
@@ -51,7 +44,6 @@ struct LaggingSoftmaxRow : LaggingDivisor<Element> {
   __device__ void reset() {
     base = Range::first_base;
     sum = 0;
-    this->reset_divisor();
   }
 
   // What a lane's p of a block sum up to: whether one of them may be larger than any may be, and
@@ -80,7 +72,6 @@ struct LaggingSoftmaxRow : LaggingDivisor<Element> {
     rescale = changes && !is_fresh ? Math::exp2(-change) : 1;
     base += change;
     sum *= rescale;
-    this->scale_divisor(rescale);
     return change;
   }
 

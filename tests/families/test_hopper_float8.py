@@ -99,8 +99,8 @@ def test_tiles_take_half_of_the_shared_memory():
     wide = hopper.shared_memory(
         dataclasses.replace(problem(), dtype="bfloat16", fast_accum=False), tile
     )
-    visits = 3 * 8
-    assert wide - narrow == (128 + 4 * 128) * 128 - visits
+    scales, ones = 3 * 8, 128
+    assert wide - narrow == (128 + 4 * 128) * 128 - scales - ones
 
 
 def test_a_block_is_whole_steps_of_32_keys():

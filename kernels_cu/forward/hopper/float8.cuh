@@ -47,16 +47,6 @@ struct LaggingRange<float8_for<Out, fast_accum>> {
 
 #if __CUDA_ARCH__ == 900
 
-// Of P as it was multiplied: a row of which one key makes up nearly all has p anywhere between two
-// powers of two, where a rounding is up to 1/16 of it. The log-sum-exp is that of the sum.
-template <class Out, bool fast_accum>
-struct LaggingDivisor<float8_for<Out, fast_accum>> {
-  float divisor;  // of this lane's p
-
-  __device__ void reset_divisor() { divisor = 0; }
-  __device__ void scale_divisor(float factor) { divisor *= factor; }
-};
-
 template <class Out, bool fast_accum>
 struct HopperOutput<float8_for<Out, fast_accum>> {
   using type = Out;
@@ -77,22 +67,15 @@ struct HopperOperand<float8_for<Out, fast_accum>> {
     unsigned& four = probabilities[i / 4 * 2 + i % 2];
     four = i / 2 % 2 ? ptx::mov_b32(static_cast<unsigned short>(four), two) : two;
   }
+};
 
-  // Of a block's, of row `half`. In float16 pairs: they sum up to 448, to within a lane's
-  // roundings.
-  template <int keys>
-  __device__ static float sum(const unsigned* probabilities, int half) {
-    unsigned pair = 0;
-#pragma unroll
-    for (int i = half; i < words(keys); i += 2) {
-      const unsigned four = probabilities[i];
-      pair = ptx::add_rn_f16x2(pair, ptx::cvt_rn_f16x2_e4m3x2(static_cast<unsigned short>(four)));
-      pair = ptx::add_rn_f16x2(pair,
-                               ptx::cvt_rn_f16x2_e4m3x2(static_cast<unsigned short>(four >> 16)));
-    }
-    return ptx::cvt_f32_f16(static_cast<unsigned short>(pair)) +
-           ptx::cvt_f32_f16(static_cast<unsigned short>(pair >> 16));
-  }
+// Ones, eight rows of 16 bytes, which a matrix descriptor has as both halves of 32 x 8 of them:
+// what P is multiplied by for the sums of its rows as rounded. A row of which one key makes up
+// nearly all has a largest p anywhere between two powers of two, where a rounding is up to 1/16 of
+// it; divided by that sum the output is this key's value.
+struct HopperOnes {
+  static constexpr int bytes = 128;
+  static constexpr unsigned char one = 0x38;
 };
 
 // Rows x Columns bytes.

@@ -53,6 +53,10 @@ struct HopperProducts {
   unsigned next_probabilities[pieces][words];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
+  // Of the rows of P, each twice: of float8, with a block's share of them.
+  static constexpr int row_sum_count = Operand::transposes_values ? 4 : 1;
+  float row_sums[row_sum_count];
+  float row_share[row_sum_count];
   float share[share_buffers][shares_output ? share_columns / 2 : 1];
 
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
@@ -161,6 +165,12 @@ struct HopperProducts {
   // Starts O = P V, or O += P V; where shares are added, the first of these.
   __device__ void start_output(bool accumulate) {
     await_slot();
+    if constexpr (Operand::transposes_values) {
+#pragma unroll
+      for (int i = 0; i < row_sum_count; ++i) {
+        if (!accumulate) row_sums[i] = 0;
+      }
+    }
     if constexpr (shares_output) {
       if (!accumulate) {
 #pragma unroll
@@ -181,7 +191,17 @@ struct HopperProducts {
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
+      add_row_share();
       Cta::leave(cta.empty(slot));
+    }
+  }
+
+  // Where sums of the output stay in the tensor cores, those of P do not: they only grow.
+  __device__ void add_row_share() {
+    if constexpr (Operand::transposes_values) {
+      ptx::pin(row_share);
+#pragma unroll
+      for (int i = 0; i < row_sum_count; ++i) row_sums[i] += row_share[i];
     }
   }
 
@@ -198,6 +218,7 @@ struct HopperProducts {
         if (is_last) Cta::leave(cta.empty(slot));
       }
       ptx::pin(share[i % share_buffers]);
+      if (i == 0) add_row_share();
 #pragma unroll
       for (int j = 0; j < share_columns / 2; ++j) {
         out[i * share_columns / 2 + j] += share[i % share_buffers][j];
@@ -234,19 +255,27 @@ struct HopperProducts {
     }
   }
 
-  // The same of values whose columns are the rows of a slot.
+  // The same of values whose columns are the rows of a slot. With the first come the sums of P.
   template <int columns>
   __device__ void start_transposed_product(float (&sums)[columns / 2], int column, int slot,
                                            bool accumulate) {
     const unsigned long long v = ValueTile::k_along_columns() +
                                  (cta.slot_address(slot) + column * ValueTile::line_bytes) / 16;
     ptx::pin(sums);
+    if (column == 0) ptx::pin(row_share);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / Operand::step; ++step) {
       Wgmma<Element, columns>::multiply_k_contiguous(sums, probabilities[0] + 4 * step,
                                                      v + ValueTile::column_step(step) / 16,
                                                      step != 0 || accumulate);
+    }
+    if (column == 0) {
+#pragma unroll
+      for (int step = 0; step < Bc / Operand::step; ++step) {
+        Wgmma<Element, row_sum_count * 2>::multiply_k_contiguous(
+            row_share, probabilities[0] + 4 * step, cta.ones_address() / 16, step != 0);
+      }
     }
     ptx::wgmma_commit_group();
   }
@@ -257,6 +286,10 @@ struct HopperProducts {
       // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
       // nothing may be flushed to zero.
       out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
+    }
+    if constexpr (Operand::transposes_values) {
+#pragma unroll
+      for (int i = 0; i < row_sum_count; ++i) row_sums[i] = ptx::mul_rn(row_sums[i], factor[i / 2]);
     }
   }
 

@@ -37,9 +37,8 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
       if constexpr (Cta::transposes_values) {
-        const float divisor = sum_of_lanes(state[half].divisor);
-        const float scale = finished_visit().scales.values;
-        normalizer[half] = state[half].sum == 0 ? 0 : scale * ptx::rcp_approx(divisor);
+        // The sum that goes with it is complete with the output.
+        normalizer[half] = finished_visit().scales.values;
       } else {
         normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       }
@@ -63,7 +62,17 @@ struct HopperResults {
 
   __device__ void write_output(const float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
-    products.scale_output(normalizer);
+    if constexpr (Cta::transposes_values) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = products.row_sums[2 * half];
+        factor[half] = sum == 0 ? 0 : normalizer[half] * ptx::rcp_approx(sum);
+      }
+      products.scale_output(factor);
+    } else {
+      products.scale_output(normalizer);
+    }
     if constexpr (Config::modified) {
       // A row without a key holds 0 times the values that others of its tile see.
 #pragma unroll

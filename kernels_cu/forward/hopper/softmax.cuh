@@ -102,12 +102,6 @@ struct HopperSoftmax {
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
-    if constexpr (Operand::transposes_values) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rows[half].divisor += Operand::template sum<Bc>(probabilities[0], half);
-      }
-    }
     return changes;
   }
 

@@ -82,10 +82,10 @@ def flash_attention(
     out_dtype : {"bfloat16", "float16"}, optional
         Of float8: the dtype of the result, where `out` does not say it. By default bfloat16.
     fast_accum : bool, optional
-        Of float8: whether products are summed up in the tensor cores, which keep 13 bits of a sum
-        and cut the others off each product; by default True. With False the sum of each block of
-        keys is added in float32. Where values have a mean that is as large as their deviation, the
-        former falls short by about 2^-16 of the output for each key.
+        Of float8: whether products may be summed up in the tensor cores, which keep 13 bits of a
+        sum and cut the others off each product; by default False, and the sum of each block of keys
+        is added in float32. Where values have a mean that is as large as their deviation, the
+        faster way falls short by about 2^-16 of the output for each key.
     **modifications
         Masks, and what becomes of scores: see `Modifications`. Not of float8.
 

@@ -355,7 +355,7 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         softmax_scale=options.softmax_scale,
         q_offset=options.q_offset,
         scales=scales,
-        fast_accum=options.fast_accum is not False,
+        fast_accum=bool(options.fast_accum),
     )
 
 

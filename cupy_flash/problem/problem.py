@@ -240,7 +240,7 @@ def make_problem(
     batch_invariant: bool = False,
     score: ScoreSpec | None = None,
     scales: Scales | None = None,
-    fast_accum: bool = True,
+    fast_accum: bool = False,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 

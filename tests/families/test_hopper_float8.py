@@ -29,7 +29,7 @@ def problem(dim: int = 128, seqlen: int = 1000, dim_v: int | None = None, **more
         ArraySpec.contiguous((2, seqlen, heads, width), FLOAT8)
         for heads, width in ((6, dim), (3, dim), (3, dim_v or dim))
     )
-    return make_problem(q, k, v, **more)
+    return make_problem(q, k, v, **{"fast_accum": True, **more})
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support.gpu_support import DTYPES, Case, random_values, tile_with
+from support import float8_support
+from support.float8_support import Float8Case
+from support.gpu_support import DTYPES, Case, current_device, random_values, tile_with
 from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
@@ -399,6 +401,31 @@ def call_quantized(case: QuantizedCase) -> str | None:
     return None
 
 
+def float8_calls() -> Iterator[Float8Case]:
+    """Both ways of summing up, tiles of one and of several consumers, ragged ends."""
+    for dim, fast_accum, causal in itertools.product((48, 128, 256), (False, True), (False, True)):
+        yield Float8Case(
+            200,
+            333,
+            head_dim=dim,
+            head_dim_v=dim - 3 * causal,
+            causal=causal,
+            fast_accum=fast_accum,
+            alignment=1 if causal else 16,
+        )
+
+
+def call_float8(case: Float8Case) -> str | None:
+    """Why the call went wrong, or None; elsewhere than on Hopper none is made."""
+    if current_device().arch != 90:
+        return None
+    try:
+        float8_support.check_on_gpu(case)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -407,15 +434,19 @@ def main() -> int:
     parser.add_argument("--modified", action="store_true", help="only calls with modifications")
     parser.add_argument("--backward", action="store_true", help="only gradients")
     parser.add_argument("--quantized", action="store_true", help="only caches of 8 bits")
+    parser.add_argument("--float8", action="store_true", help="only q, k and v of float8")
     arguments = parser.parse_args()
-    has_all = not (arguments.modified or arguments.backward or arguments.quantized)
+    has_all = not any(
+        (arguments.modified, arguments.backward, arguments.quantized, arguments.float8)
+    )
     chosen = [case for case in cases() if has_all and case.is_supported()]
     with_sequences = list(sequence_calls()) if has_all else []
     modified = list(modified_calls()) if has_all or arguments.modified else []
     backward = list(backward_calls()) if has_all or arguments.backward else []
     quantized = list(quantized_calls()) if has_all or arguments.quantized else []
+    of_float8 = list(float8_calls()) if has_all or arguments.float8 else []
     if arguments.list:
-        drawn = [*(case for case, _ in [*modified, *backward]), *quantized]
+        drawn = [*(case for case, _ in [*modified, *backward]), *quantized, *of_float8]
         print("\n".join(map(str, [*chosen, *with_sequences, *drawn])))
         return 0
     import cupy
@@ -432,8 +463,10 @@ def main() -> int:
         if why := call_backward(gradients, name):
             failed[str(gradients)] = why
     failed |= {str(case): why for case in quantized if (why := call_quantized(case))}
+    failed |= {str(case): why for case in of_float8 if (why := call_float8(case))}
     cupy.cuda.Device().synchronize()
-    count = len(quantized) + len(chosen) + len(with_sequences) + len(modified) + len(backward)
+    count = len(chosen) + len(with_sequences) + len(modified) + len(backward)
+    count += len(quantized) + len(of_float8)
     print(f"{count} calls in {time.perf_counter() - start:.0f} s")
     for name, why in failed.items():
         print(f"{why}: {name}")

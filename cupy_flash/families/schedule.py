@@ -20,6 +20,7 @@ MAX_STRIDE = 2**40
 _TYPES = {
     "params": "Params",
     "quantized_params": "QuantizedParams",
+    "float8_params": "Float8Params",
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
@@ -31,6 +32,8 @@ _ARGUMENTS = (
     ("quantized_params",),
     ("maps", "params"),
     ("biased_maps", "params"),
+    ("float8_params",),
+    ("maps", "float8_params"),
     ("gradients",),
     ("gradient_maps", "gradients"),
 )
@@ -95,7 +98,7 @@ class Launch:
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
         a bias behind the others, if any, and "params" (`params.py`), with scales of a cache of 8
-        bits "quantized_params"; of a backward problem
+        bits "quantized_params", with those of float8 "float8_params"; of a backward problem
         "gradient_maps", if any, and "gradients".
     source
         File that has the function where it is not the family's own.
@@ -139,7 +142,7 @@ class TensorMapSpec:
     Attributes
     ----------
     dtype
-        ``"float16"`` or ``"bfloat16"``.
+        ``"float16"``, ``"bfloat16"`` or ``"float8_e4m3fn"``.
     shape
         (dim, seqlen, heads, batch), none of them 0.
     strides

@@ -6,7 +6,8 @@
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
 // then finds their query tiles, and a third clears what lies behind their last values. float32
-// comes in pieces that a kernel of its own has made.
+// comes in pieces that a kernel of its own has made, and the values of float8 transposed by
+// another.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -14,6 +15,7 @@
 #include "forward/hopper/helpers.cuh"
 #include "forward/hopper/pieces.cuh"
 #include "forward/hopper/producer.cuh"
+#include "forward/hopper/values.cuh"
 #include "grid/order.cuh"
 #include "params.cuh"
 #include "ptx/cluster.cuh"
@@ -40,6 +42,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
+  if constexpr (HopperCta<Config>::transposes_values) cta.write_ones();
   if constexpr (HopperCta<Config>::ranks > 1) {
     // Nothing may be sent to a block whose barriers are not there yet.
     ptx::cluster_arrive();

@@ -237,6 +237,7 @@ struct HopperConsumer {
     const Visit& next = *cta.visit(visit);
     if (next.is_end_of_work()) return false;
     first_row = products.first_row_of(next.work);
+    if constexpr (Cta::transposes_values) softmax.enter(next, cta.p);
     if (Config::sequences) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }
@@ -260,7 +261,7 @@ struct HopperConsumer {
   // Completes, changes and masks the block's scores.
   __device__ void prepare_scores() {
     pair.complete(products.scores);
-    Softmax::apply_factor(products.scores);
+    softmax.apply_factor(products.scores);
     modify_scores();
     if constexpr (softmax_turns) {
       // Not before what the turn is for.

@@ -2,6 +2,7 @@
 // their barriers, the query tiles that are under way, and where results go.
 #pragma once
 
+#include "forward/hopper/float8.cuh"
 #include "forward/hopper/operand.cuh"
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
@@ -44,9 +45,12 @@ struct HopperCta {
   static constexpr int ranks = Config::head_dim > 256 || Config::head_dim_v > 256 ? 2 : 1;
   static constexpr int columns = hopper_columns(Config::head_dim, ranks);
   static constexpr int columns_v = hopper_columns(Config::head_dim_v, ranks);
-  using QueryTile = SlabTile<Br, columns>;
-  using KeyTile = SlabTile<Bc, columns>;
-  using ValueTile = SlabTile<Bc, columns_v>;
+  using Output = typename HopperOutput<Element>::type;
+  using Tiles = HopperTiles<Config, columns, columns_v>;
+  using QueryTile = typename Tiles::QueryTile;
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  static constexpr bool transposes_values = HopperOperand<Element>::transposes_values;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
@@ -56,10 +60,12 @@ struct HopperCta {
   static_assert(Br % 64 == 0 && consumers >= 1 && consumers <= 3, "64 rows for each consumer");
   static_assert(Bc % 16 == 0 && Bc <= 256, "both products are whole wgmma");
   static_assert(!Config::sequences || !Config::split_keys, "a sequence's keys are left whole");
-  static_assert(pieces == 1 || (!Config::sequences && !Config::split_keys && !Config::modified),
-                "of float32 there are only batches of equal lengths, whole and without more");
+  static_assert(
+      (pieces == 1 && !transposes_values) ||
+          (!Config::sequences && !Config::split_keys && !Config::modified),
+      "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
-  using Visit = ::Visit<Config::sequences>;
+  using Visit = HopperVisit<Config>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
   // that has only one block of keys, may already have made place for others. Where visits are to be
   // found, two are written ahead, one of which the producer knows of.
@@ -113,13 +119,15 @@ struct HopperCta {
   static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
-  // pairs, what the other block sends, the barriers, the visits, the tails and the notes.
+  // pairs, what the other block sends, ones of float8, the barriers, the visits, the tails and the
+  // notes.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
   static constexpr int pair_offset = shown_offset + shown_slots * consumers * shown_bytes;
-  static constexpr int barrier_offset =
-      pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
+  static constexpr int ones_offset = pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
+  static constexpr int ones_bytes = transposes_values ? HopperOnes::bytes : 0;
+  static constexpr int barrier_offset = ones_offset + ones_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
   static constexpr int pair_barriers = pair_buffers * 4 * consumers;
@@ -225,6 +233,13 @@ struct HopperCta {
     return (ranks == 1 ? address : address % most) / 16;
   }
 
+  __device__ unsigned ones_address() const { return shared + ones_offset; }
+  __device__ void write_ones() const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    if (threadIdx.x < ones_bytes) shared_memory[ones_offset + threadIdx.x] = HopperOnes::one;
+    ptx::fence_proxy_async();
+  }
+
   __device__ unsigned shown_address(int slot, int consumer) const {
     return shared + shown_offset + (slot * consumers + consumer) * shown_bytes;
   }
@@ -264,7 +279,7 @@ struct HopperCta {
     if constexpr (Config::mapped) {
       return mapped_visit(p, work);
     } else {
-      return {{}, work, key_tiles(p, work)};
+      return Visit::of(p, work, key_tiles(p, work));
     }
   }
 
@@ -288,7 +303,7 @@ struct HopperCta {
       keys.begin = blocks.first_from(keys.begin, keys.end);
       if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
     }
-    return {{}, work, keys};
+    return Visit::of(p, work, keys);
   }
 
   template <class AnyParams>
@@ -323,9 +338,9 @@ struct HopperCta {
     return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
   }
 
-  __device__ Element* output_row(const Visit& visit, int row) const {
+  __device__ Output* output_row(const Visit& visit, int row) const {
     const Sequence& sequence = visit.sequence(p);
-    return p.out.head<Element>(sequence.q_batch, visit.work.head) +
+    return p.out.head<Output>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
 

@@ -5,15 +5,29 @@
 // they need no scale, and unlike TF32 they may be multiplied with keys as k, as P V does.
 #pragma once
 
+#include "grid/visit.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
+#include "tile/slabs.cuh"
 
 #if __CUDA_ARCH__ == 900
+
+// float8 has an operand, an output, tiles and scales of its own (float8.cuh).
+template <class Element>
+struct HopperOutput {
+  using type = Element;
+};
 
 template <class Element>
 struct HopperOperand {
   using type = Element;
   static constexpr int pieces = 1;
+  // Columns of a product's operands.
+  static constexpr int step = 16;
+  static constexpr bool transposes_values = false;
+  static constexpr bool shares = pieces > 1;
+  // Registers that P of so many keys takes.
+  static constexpr int words(int keys) { return keys / 4; }
 
   __device__ static void split(float low, float high, unsigned (&pieces)[1]) {
     pieces[0] = pack<Element>(low, high);
@@ -24,6 +38,10 @@ template <>
 struct HopperOperand<float> {
   using type = bfloat16_t;
   static constexpr int pieces = 3;
+  static constexpr int step = 16;
+  static constexpr bool transposes_values = false;
+  static constexpr bool shares = pieces > 1;
+  static constexpr int words(int keys) { return keys / 4; }
 
   // Two numbers, the first in the lower halves, the largest pieces first.
   __device__ static void split(float low, float high, unsigned (&pieces)[3]) {
@@ -71,5 +89,20 @@ __device__ void for_each_product(Product product) {
     }
   }
 }
+
+template <class Config, int columns, int columns_v, class Element = typename Config::Element>
+struct HopperTiles {
+  using QueryTile = SlabTile<Config::Br, columns>;
+  using KeyTile = SlabTile<Config::Bc, columns>;
+  using ValueTile = SlabTile<Config::Bc, columns_v>;
+};
+
+template <class Config, class Element = typename Config::Element>
+struct HopperVisit : Visit<Config::sequences> {
+  __device__ static HopperVisit end_of_work() { return {Visit<Config::sequences>::end_of_work()}; }
+  __device__ static HopperVisit of(const Params&, const Work& work, const KeyTiles& keys) {
+    return {{{}, work, keys}};
+  }
+};
 
 #endif  // __CUDA_ARCH__ == 900

@@ -15,11 +15,11 @@
 
 template <class Config>
 struct HopperResults {
-  using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
+  using Element = typename Cta::Output;
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
-  using SoftmaxRow = LaggingSoftmaxRow<Element>;
+  using SoftmaxRow = LaggingSoftmaxRow<typename Config::Element>;
   static constexpr int columns_v = Products::columns_v;
 
   const Cta& cta;
@@ -36,7 +36,12 @@ struct HopperResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
-      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      if constexpr (Cta::transposes_values) {
+        // The sum that goes with it is complete with the output.
+        normalizer[half] = finished_visit().scales.values;
+      } else {
+        normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      }
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
@@ -57,7 +62,17 @@ struct HopperResults {
 
   __device__ void write_output(const float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
-    products.scale_output(normalizer);
+    if constexpr (Cta::transposes_values) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = products.row_sums[2 * half];
+        factor[half] = sum == 0 ? 0 : normalizer[half] * ptx::rcp_approx(sum);
+      }
+      products.scale_output(factor);
+    } else {
+      products.scale_output(normalizer);
+    }
     if constexpr (Config::modified) {
       // A row without a key holds 0 times the values that others of its tile see.
 #pragma unroll

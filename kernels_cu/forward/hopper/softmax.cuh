@@ -20,14 +20,15 @@ struct HopperSoftmax {
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
-  using Probabilities = unsigned[Operand::pieces][Bc / 4];
+  using Probabilities = unsigned[Operand::pieces][Operand::words(Bc)];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  const float scale_log2;
+  float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet
+  bool negates = false;  // whether the scores' scale is negative, where a visit says it
+  bool some_are_fresh;   // whether a row of the warp may have seen no key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -39,7 +40,22 @@ struct HopperSoftmax {
     some_are_fresh = true;
   }
 
-  __device__ static void apply_factor(Scores& scores) {
+  // Where each visit has scales of its own.
+  template <class Visit>
+  __device__ void enter(const Visit& visit, const Params& p) {
+    scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
+    negates = visit.scales.negates();
+  }
+
+  __device__ void apply_factor(Scores& scores) const {
+    if constexpr (Operand::transposes_values) {
+      if (negates) {
+#pragma unroll
+        for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
+        // Else the compiler has a select for each score in place of the branch.
+        ptx::pin(scores);
+      }
+    }
     if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] *= prior_factor<Config>;
@@ -116,10 +132,16 @@ struct HopperSoftmax {
         p[c] = ptx::ex2_approx(exponent(scores[2 * i + c], half));
         parts[half][c] += p[c];
       }
-      unsigned pieces[Operand::pieces];
-      Operand::split(p[0], p[1], pieces);
+      if constexpr (Operand::transposes_values) {
+        Operand::put(p[0], p[1], i, probabilities[0]);
+      } else {
+        unsigned pieces[Operand::pieces];
+        Operand::split(p[0], p[1], pieces);
 #pragma unroll
-      for (int piece = 0; piece < Operand::pieces; ++piece) probabilities[piece][i] = pieces[piece];
+        for (int piece = 0; piece < Operand::pieces; ++piece) {
+          probabilities[piece][i] = pieces[piece];
+        }
+      }
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];

@@ -211,7 +211,6 @@ class Case:
             softmax_scale=self.softmax_scale,
             q_offset=self.q_offset,
             score=score_of(self.mods, self.sizes, causal=self.causal),
-            fast_accum=self.cache_dtype is not None,
         )
 
     def _sequences_problem(self) -> Problem:

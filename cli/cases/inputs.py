@@ -155,7 +155,7 @@ class Inputs:
             if case.cache_dtype:
                 options |= self.more_gpu if on_gpu else self.more
                 # Values have no mean here.
-                options |= {"out_dtype": case.dtype, "fast_accum": True}
+                options |= {"out_dtype": case.dtype}
             return functools.partial(flash_attention, *arrays, **{**options, **forced})
         options["num_splits"] = case.asked_splits
         function = flash_attention_with_kvcache if case.is_cached else flash_attention_varlen

@@ -34,7 +34,6 @@ def flash_attention(
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     out_dtype: str | None = None,
-    fast_accum: bool | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
@@ -81,11 +80,6 @@ def flash_attention(
         batch. By default 1.
     out_dtype : {"bfloat16", "float16"}, optional
         Of float8: the dtype of the result, where `out` does not say it. By default bfloat16.
-    fast_accum : bool, optional
-        Of float8: whether products may be summed up in the tensor cores, which keep 13 bits of a
-        sum and cut the others off each product; by default False, and the sum of each block of keys
-        is added in float32. Where values have a mean that is as large as their deviation, the
-        faster way falls short by about 2^-16 of the output for each key.
     **modifications
         Masks, and what becomes of scores: see `Modifications`. Not of float8.
 
@@ -128,8 +122,8 @@ def flash_attention(
     arguments = Arguments(q, k, v, out)
     # Not any() of a generator, which takes every call half a microsecond.
     is_plain = q_scale is None and k_scale is None and v_scale is None
-    if not is_plain or out_dtype is not None or fast_accum is not None:
-        options = options._replace(kind="scaled", out_dtype=out_dtype, fast_accum=fast_accum)
+    if not is_plain or out_dtype is not None:
+        options = options._replace(kind="scaled", out_dtype=out_dtype)
         arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return run.attention(arguments, options, backend, 0, modifications)
 

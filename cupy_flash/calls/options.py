@@ -37,7 +37,6 @@ class Options(NamedTuple):
     head_dim_v: int | None = None
     # Of float8, where `out` does not say it.
     out_dtype: str | None = None
-    fast_accum: bool | None = None
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
@@ -121,10 +120,6 @@ def _bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def _bool_or_none(name: str, value: Any) -> bool | None:
-    return None if value is None else _bool(name, value)
-
-
 def _integer_or_none(name: str, value: Any) -> int | None:
     return None if value is None else integer(name, _the_one(value))
 
@@ -165,6 +160,5 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "layout": _layout,
     "family": _name_or_none,
     "out_dtype": _name_or_none,
-    "fast_accum": _bool_or_none,
     "tile": _frozen_tile,
 }

@@ -115,7 +115,6 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         softmax_scale=options.softmax_scale,
         q_offset=options.q_offset,
         scales=scales,
-        fast_accum=bool(options.fast_accum),
     )
 
 
@@ -138,8 +137,7 @@ def _float8_scales(
     """How the scales of float8 lie; None for other dtypes, which have none."""
     given = {name: getattr(arguments, name, None) for name in FLOAT8_SCALES}
     if q.dtype != FLOAT8:
-        others = {"out_dtype": options.out_dtype, "fast_accum": options.fast_accum}
-        for name, value in (given | others).items():
+        for name, value in (given | {"out_dtype": options.out_dtype}).items():
             if value is not None:
                 raise ValueError(f"{name} is for q, k and v of {FLOAT8}; q is {q.dtype}")
         return None

@@ -234,8 +234,7 @@ class Family(ABC, Generic[TileT]):
 def _element_type(problem: Problem) -> str:
     """C++ of the type of q, k and v."""
     of_out = ELEMENT_TYPES[problem.out_dtype]
-    fast_accum = str(problem.fast_accum).lower()
-    return f"float8_for<{of_out}, {fast_accum}>" if problem.is_float8 else of_out
+    return f"float8_for<{of_out}>" if problem.is_float8 else of_out
 
 
 def _other_sources(schedule: Schedule) -> Iterator[str]:

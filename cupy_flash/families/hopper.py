@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from cupy_flash.families import hopper_float8 as float8
 from cupy_flash.families import hopper_pieces as pieces
-from cupy_flash.families import hopper_values as values
 from cupy_flash.families import persistent, split
 from cupy_flash.families.contract import (
     MAX_GRID,
@@ -44,6 +44,8 @@ _SCORE_BYTES = 4
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+# The same of float8, for which the producer has less to do.
+_FLOAT8_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # The same where the producer reads a block map: with fewer it spills, and consumers wait for it.
 _MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
 # Of a consumer, for addresses and state, besides S, P, O and Q.
@@ -62,8 +64,6 @@ _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 _BIAS_STAGES = 2
 # Of a query tile's scales of float8, which its visit has.
 _SCALES_BYTES = 8
-# Ones, for the sums of its probabilities.
-_ONES_BYTES = 128
 # Bytes of what the products take of a row of each operand in one step.
 _STEP_BYTES = 32
 # From so many keys on, and rows that share them, it is the faster one for float32. On an H100, to
@@ -284,8 +284,8 @@ class HopperFamily(Family[HopperTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and pieces.count(problem) > 1:
-            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+        if tile.q_steps and (problem.is_float8 or pieces.count(problem) > 1):
+            return f"q_steps is {tile.q_steps}; expected 0 of {problem.dtype}"
         if tile.q_steps > _k_steps(problem):
             return f"q_steps is {tile.q_steps}; head_dim has {_k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
@@ -302,9 +302,11 @@ class HopperFamily(Family[HopperTile]):
 
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
-        output = _output_registers(problem)
-        probabilities = _probability_registers(problem, tile)
-        scores = tile.Bc // 2 + probabilities * (2 if _streams_bias(problem) else 1)
+        if problem.is_float8:
+            return float8.registers(problem, tile) + _STATE_REGISTERS
+        factor = pieces.count(problem)
+        output = pieces.output_registers(problem, _columns(problem, problem.head_dim_v))
+        scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
         return scores + output + 4 * tile.q_steps + _STATE_REGISTERS
 
     def _overlaps_output(self, problem: Problem, tile: HopperTile) -> bool:
@@ -313,15 +315,16 @@ class HopperFamily(Family[HopperTile]):
         It takes registers for P of two blocks. Three consumers do not have them, and have two
         others to fill the tensor cores meanwhile.
         """
-        if problem.is_float8 and not problem.fast_accum:
-            # Shares are added in the meantime: 5 to 10% slower.
+        if problem.is_float8:
             return False
         _, most = self._register_split(problem, tile)
-        need = self._registers(problem, tile) + _probability_registers(problem, tile)
+        need = self._registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
         return tile.Br < 192 and need <= most
 
     def _register_split(self, problem: Problem, tile: HopperTile) -> tuple[int, int]:
         split = _MAPPED_REGISTERS if self.is_mapped(problem) else _REGISTERS
+        if problem.is_float8:
+            split = _FLOAT8_REGISTERS
         return split[tile.Br // _LOWEST]
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
@@ -354,13 +357,12 @@ class HopperFamily(Family[HopperTile]):
         stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
         # A slot has two barriers; a visit is kept for each query tile, for one whose output is
         # being written, and for one whose queries are no longer needed.
-        scales, ones = (_SCALES_BYTES, _ONES_BYTES) if problem.is_float8 else (0, 0)
+        scales = _SCALES_BYTES if problem.is_float8 else 0
         visits = (tile.q_stages + 2) * (_VISIT_BYTES + scales)
         total = (
             tile.q_stages * (queries + 2 * _BARRIER_BYTES)
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
             + visits
-            + ones
         )
         if _is_noted(problem, tile):
             total += tile.stages * _NOTE_BYTES
@@ -438,11 +440,11 @@ class HopperFamily(Family[HopperTile]):
             )
         if problem.is_float8:
             return Schedule(
-                (values.launch(device), self._main(problem, device, tile, WHOLE)),
-                workspace=values.workspace(problem),
+                (float8.launch(device), self._main(problem, device, tile, WHOLE)),
+                workspace=float8.workspace(problem),
                 section_heads=self._section_heads(problem, device, tile),
                 tensor_maps=maps,
-                parts={values.NAME: 0},
+                parts={float8.VALUES: 0},
             )
         cut = split.choose(
             problem,
@@ -506,11 +508,11 @@ class HopperFamily(Family[HopperTile]):
             boxes = {name: (_slab_columns(dims[name]), rows[name]) for name in pieces.ROWS}
             return pieces.tensor_maps(p, boxes)
         if p.is_float8:
-            columns = _value_columns(p)
+            columns = float8.value_rows(p, tile)
             return {
                 "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
                 "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
-                values.NAME: values.tensor_map(p, (_slab_columns(tile.Bc, 1), columns)),
+                float8.VALUES: float8.tensor_map(p, (_slab_columns(tile.Bc, 1), columns)),
             }
         maps = {
             "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
@@ -525,6 +527,7 @@ class HopperFamily(Family[HopperTile]):
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer_registers, consumer_registers = self._register_split(problem, tile)
+        of_float8 = float8.config(problem, tile) if problem.is_float8 else {}
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -540,31 +543,8 @@ class HopperFamily(Family[HopperTile]):
             "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
+            **of_float8,
         }
-
-
-def _value_columns(problem: Problem) -> int:
-    """Columns of float8 values in shared memory."""
-    return round_up(problem.head_dim_v, 32 if _has_wide_shares(problem) else 16)
-
-
-def _has_wide_shares(problem: Problem) -> bool:
-    """Whether blocks' shares of float8's output are of 32 columns, and not all."""
-    return not problem.fast_accum and max(problem.head_dim, problem.head_dim_v) > 128
-
-
-def _output_registers(problem: Problem) -> int:
-    if not problem.is_float8:
-        return pieces.output_registers(problem, _columns(problem, problem.head_dim_v))
-    columns = _value_columns(problem)
-    if problem.fast_accum:
-        return columns // 2
-    return columns // 2 + (16 if _has_wide_shares(problem) else columns // 2)
-
-
-def _probability_registers(problem: Problem, tile: HopperTile) -> int:
-    """Of P of one block."""
-    return tile.Bc * _operand_bytes(problem) * pieces.count(problem) // 8
 
 
 def _row_bytes(problem: Problem, columns: int) -> int:
@@ -576,7 +556,7 @@ def _row_bytes(problem: Problem, columns: int) -> int:
 def _value_bytes(problem: Problem, tile: HopperTile) -> int:
     """Of a tile of values, which of float8 has columns as rows."""
     if problem.is_float8:
-        return _value_columns(problem) * _row_bytes(problem, tile.Bc)
+        return float8.value_rows(problem, tile) * _row_bytes(problem, tile.Bc)
     return tile.Bc * _row_bytes(problem, problem.head_dim_v)
 
 

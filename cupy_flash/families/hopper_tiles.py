@@ -81,9 +81,7 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
         # causal 978, 921, 890, 884; 256 128x96 1394, 128x64 1250, causal 1259, 1182. Shares,
         # added: 128 128x128 807, 128x96 755, causal 786, 695; 256 128x96 903, 128x64 728, causal
         # 863, 733.
-        if problem.fast_accum and widest <= 128:
-            return [tile_of(192, 128 if widest <= 64 else 96, 2)]
-        return [tile_of(128, 128, 2) if widest <= 128 else tile_of(128, 96, 1)]
+        return [tile_of(128, 128, 2) if widest <= 128 else tile_of(128, 128, 1)]
     if problem.dtype == "float32":
         # 4 x 4096 tokens, 16 heads: head_dim 64 128x96 123, 128x64 117, 192x48 111, causal 109,
         # 108, 98; 128 128x48 119, 128x64 113, 128x32 104, causal 105, 104, 97.

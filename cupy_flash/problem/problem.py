@@ -75,8 +75,6 @@ class Problem:
     gradient
         What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
         forward one.
-    fast_accum
-        Whether products of float8 may be summed up in the tensor cores, which keep 13 bits.
     """
 
     dtype: str
@@ -96,7 +94,6 @@ class Problem:
     scales: Scales | None = None
     values_in_keys: bool = False
     gradient: GradientSpec | None = None
-    fast_accum: bool = False
 
     @property
     def direction(self) -> str:
@@ -245,7 +242,6 @@ def make_problem(
     score: ScoreSpec | None = None,
     scales: Scales | None = None,
     values_in_keys: bool = False,
-    fast_accum: bool = False,
 ) -> Problem:
     """Check the caller's input and put it in a `Problem`.
 
@@ -281,8 +277,6 @@ def make_problem(
         Of a cache of 8 bits, or of float8.
     values_in_keys
         Whether v is a view of the first columns of k.
-    fast_accum
-        Of float8.
 
     Raises
     ------
@@ -309,7 +303,6 @@ def make_problem(
     check_count("batch", sequences)
     check_bool("causal", causal)
     check_bool("batch_invariant", batch_invariant)
-    check_bool("fast_accum", fast_accum)
     max_pages, table_stride = block_table or (0, 0)
     capacity = k.shape[1] if block_table is None else max_pages * k.shape[1]
     seqlen_q, seqlen_k = q.shape[1], capacity
@@ -380,7 +373,6 @@ def make_problem(
         score=score,
         scales=Scales() if is_float8 and scales is None else scales,
         values_in_keys=values_in_keys,
-        fast_accum=is_float8 and bool(fast_accum),
     )
 
 

@@ -12,6 +12,7 @@
 
 #include "forward/hopper/consumer.cuh"
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/float8_consumer.cuh"
 #include "forward/hopper/helpers.cuh"
 #include "forward/hopper/pieces.cuh"
 #include "forward/hopper/producer.cuh"
@@ -42,7 +43,6 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::prefetch_tensormap(&maps.k);
     ptx::prefetch_tensormap(&maps.v);
   }
-  if constexpr (HopperCta<Config>::transposes_values) cta.write_ones();
   if constexpr (HopperCta<Config>::ranks > 1) {
     // Nothing may be sent to a block whose barriers are not there yet.
     ptx::cluster_arrive();

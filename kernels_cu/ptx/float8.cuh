@@ -1,6 +1,6 @@
 // What products of float8 take: wgmma.mma_async.m64nNk32, the warpgroup's asynchronous product d
-// (+)= a b of e4m3 operands with float32 accumulators, one specialization of `Wgmma` for N of 8
-// and each that is a multiple of 16, and the conversion of a.
+// (+)= a b of e4m3 operands with float32 accumulators, one specialization of `Wgmma` for each N
+// that is a multiple of 16, and the conversion of a.
 //
 // The result lies as in wgmma.cuh. Of the 64 x 32 operand a thread t of the warpgroup has, of row
 // 16 (t / 32) + t % 32 / 4 + 8 h, the columns 4 (t % 4) to 4 (t % 4) + 3 in register h, and the
@@ -70,10 +70,6 @@ __device__ inline unsigned mov_b32(unsigned short low, unsigned short high) {
     }                                                                                              \
   };
 
-#define ACCUMULATORS_4 "%0, %1, %2, %3"
-#define OPERANDS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-
-WGMMA_FLOAT8(8, 4, 4, 5, 6, 7, 8, 9)
 WGMMA_FLOAT8(16, 8, 8, 9, 10, 11, 12, 13)
 WGMMA_FLOAT8(32, 16, 16, 17, 18, 19, 20, 21)
 WGMMA_FLOAT8(48, 24, 24, 25, 26, 27, 28, 29)

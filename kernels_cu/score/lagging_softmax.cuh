@@ -12,12 +12,9 @@ __device__ inline bool any_of_lanes(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
 }
 
-constexpr float power_of_two(int exponent) {
-  return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
-}
-
 template <class Element>
-struct LaggingRange {
+struct LaggingSoftmaxRow {
+  using Math = SoftmaxMath<float>;
   // The exponent of a row's largest p lies between these two. float16 holds 2^15, but it has no
   // numbers below 1 to spare: many small p make up much of an output. bfloat16 has all exponents of
   // float32, and values with which p of 1 would overflow.
@@ -27,30 +24,23 @@ struct LaggingRange {
   // lane's 32 p of a block sum up to about 2^12 of the 2^15 that are allowed, and one key is large
   // enough from 2^-1 on.
   static constexpr float first_base = -6 - lowest;
-  // What no p may pass.
-  static constexpr float most = power_of_two(highest);
-};
-
-template <class Element>
-struct LaggingSoftmaxRow {
-  using Math = SoftmaxMath<float>;
-  using Range = LaggingRange<Element>;
-  static constexpr int highest = Range::highest;
-  static constexpr int lowest = Range::lowest;
 
   float base;  // p = exp2(score * scale_log2 - base)
   float sum;   // of this lane's p
 
   __device__ void reset() {
-    base = Range::first_base;
+    base = first_base;
     sum = 0;
   }
 
-  // What a lane's p of a block sum up to: whether one of them may be larger than any may be, and
+  // What a lane's p of a block sum up to: whether one of them may be larger than 2^highest, and
   // whether one of so many is at least 2^lowest. A NaN is neither.
-  __device__ static bool is_too_large(float sum) { return sum > Range::most; }
+  __device__ static bool is_too_large(float sum) { return sum > power_of_two(highest); }
   __device__ static bool is_large_enough(float sum, int count) {
     return sum >= count * power_of_two(lowest);
+  }
+  __device__ static constexpr float power_of_two(int exponent) {
+    return exponent < 0 ? power_of_half(-exponent) : 1 / power_of_half(exponent);
   }
 
   // Whether the row, four lanes', has seen no score above -inf: the largest p is never 0.

@@ -71,7 +71,6 @@ def test_scales_need_not_be_given() -> None:
         ({"v_scale": 1e39}, ValueError, "expected a number that float32 holds"),
         ({"out_dtype": "float32"}, ValueError, "out_dtype is 'float32'; expected one of bfloat16"),
         ({"out_dtype": 3}, TypeError, "out_dtype is an int; expected a name"),
-        ({"fast_accum": 1}, TypeError, "fast_accum is 1; expected True or False"),
         ({"window_size": (3, 3)}, ValueError, "served without modifications only"),
         ({"k": np.zeros((2, 40, 2, 128), np.float16)}, TypeError, "k has dtype float16"),
         (
@@ -87,9 +86,7 @@ def test_bad_input_is_named(changes: dict[str, Any], error: Any, message: str) -
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "more", [{"q_scale": 1.0}, {"v_scale": 1.0}, {"out_dtype": "float16"}, {"fast_accum": False}]
-)
+@pytest.mark.parametrize("more", [{"q_scale": 1.0}, {"v_scale": 1.0}, {"out_dtype": "float16"}])
 def test_other_dtypes_have_none_of_its_options(more: dict[str, Any]) -> None:
     q = np.zeros((1, 8, 2, 16), np.float16)
     (name,) = more

@@ -29,13 +29,12 @@ def problem(dim: int = 128, seqlen: int = 1000, dim_v: int | None = None, **more
         ArraySpec.contiguous((2, seqlen, heads, width), FLOAT8)
         for heads, width in ((6, dim), (3, dim), (3, dim_v or dim))
     )
-    return make_problem(q, k, v, **{"fast_accum": True, **more})
+    return make_problem(q, k, v, **more)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
-@pytest.mark.parametrize("fast_accum", [False, True])
-def test_it_goes_to_hopper_and_nowhere_else(dim, fast_accum):
-    case = problem(dim, fast_accum=fast_accum)
+def test_it_goes_to_hopper_and_nowhere_else(dim):
+    case = problem(dim)
     assert make_plan(case, h100).family == "hopper"
     for name, family in FORWARD.items():
         if name != "hopper":
@@ -96,11 +95,9 @@ def test_values_become_columns_of_whole_tiles_of_keys():
 def test_tiles_take_half_of_the_shared_memory():
     tile = HopperTile(128, 128, stages=4, q_stages=1, turns=1)
     narrow = hopper.shared_memory(problem(), tile)
-    wide = hopper.shared_memory(
-        dataclasses.replace(problem(), dtype="bfloat16", fast_accum=False), tile
-    )
-    scales, ones = 3 * 8, 128
-    assert wide - narrow == (128 + 4 * 128) * 128 - scales - ones
+    wide = hopper.shared_memory(dataclasses.replace(problem(), dtype="bfloat16"), tile)
+    scales = 3 * 8
+    assert wide - narrow == (128 + 4 * 128) * 128 - scales
 
 
 def test_a_block_is_whole_steps_of_32_keys():
@@ -111,9 +108,8 @@ def test_a_block_is_whole_steps_of_32_keys():
 
 def test_shares_take_registers():
     tile = HopperTile(192, 96, stages=2, turns=1)
-    assert hopper.why_not_tile(problem(), h100, tile) is None
-    reason = hopper.why_not_tile(problem(fast_accum=False), h100, tile)
-    assert "registers" in (reason or "")
+    assert hopper.why_not_tile(problem(64), h100, tile) is None
+    assert "registers" in (hopper.why_not_tile(problem(), h100, tile) or "")
 
 
 def test_scales_lie_behind_the_params():

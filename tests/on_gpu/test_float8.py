@@ -20,7 +20,6 @@ from support.float8_support import (
 
 from cupy_flash import flash_attention
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
-from cupy_flash.reference.dense import max_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,10 +46,9 @@ def test_scales(scales: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("fast_accum", [False, True])
-def test_longer_sequences(dim: int, causal: bool, fast_accum: bool) -> None:
+def test_longer_sequences(dim: int, causal: bool) -> None:
     case = Float8Case(1000, 1111, 1, 2, 1, dim, dim, causal, scales="head", out_dtype="float16")
-    check_on_gpu(dataclasses.replace(case, alignment=4, fast_accum=fast_accum))
+    check_on_gpu(dataclasses.replace(case, alignment=4))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -59,12 +57,7 @@ def test_values_with_a_mean(dim: int, out_dtype: str) -> None:
     """Their sums grow with the keys, and what tensor cores cut off each product with them."""
     keys = 4096
     case = Float8Case(64, keys, 1, 2, 1, dim, dim, out_dtype=out_dtype, mean=2.0)
-    check_on_gpu(dataclasses.replace(case, fast_accum=False))
-    arguments = case.arguments()
-    truth = truth_of(case, arguments)
-    out, _ = run_on_gpu(case, arguments)
-    cut_off = keys * 2.0**-16 * float(np.abs(truth.out).max())
-    assert max_error(out, truth.out) <= truth.out_bound + cut_off
+    check_on_gpu(case)
 
 
 def extreme_scales(**changes: float) -> dict[str, Any]:

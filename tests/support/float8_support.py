@@ -41,7 +41,6 @@ class Float8Case:
     out_dtype: str = "bfloat16"
     spread: float = 1.0
     mean: float = 0.0
-    fast_accum: bool | None = None
     alignment: int = 16
     seed: int = 0
 
@@ -163,7 +162,6 @@ def run_on_gpu(
         **given,
         out=out.view,
         return_lse=True,
-        fast_accum=case.fast_accum,
         **case.formula,
         **choice,
     )
@@ -205,7 +203,6 @@ def random_case(rng: np.random.Generator, **fixed: Any) -> Float8Case:
             "out_dtype": str(rng.choice(["bfloat16", "float16"])),
             "spread": float(rng.choice([0.1, 1.0, 3.0])),
             "alignment": int(rng.choice([1, 2, 4, 8, 16])),
-            "fast_accum": [None, True, False][int(rng.choice(3))],
             "seed": int(rng.integers(2**31)),
             **fixed,
         }

@@ -19,7 +19,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_consumer.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;
   using Visit = typename Cta::Visit;
@@ -261,7 +262,7 @@ struct HopperConsumer {
   // Completes, changes and masks the block's scores.
   __device__ void prepare_scores() {
     pair.complete(products.scores);
-    softmax.apply_factor(products.scores);
+    Softmax::apply_factor(products.scores);
     modify_scores();
     if constexpr (softmax_turns) {
       // Not before what the turn is for.

@@ -119,15 +119,13 @@ struct HopperCta {
   static constexpr int pair_warp_bytes = 16 * Bc * int(sizeof(float));
 
   // Shared memory: the ring of query tiles, the ring of K and V tiles, that of the bias, that of
-  // pairs, what the other block sends, ones of float8, the barriers, the visits, the tails and the
-  // notes.
+  // pairs, what the other block sends, the barriers, the visits, the tails and the notes.
   static constexpr int ring_offset = Config::q_stages * q_slot_bytes;
   static constexpr int bias_offset = ring_offset + Config::stages * slot_bytes;
   static constexpr int shown_offset = bias_offset + Config::bias_stages * BiasTile::bytes;
   static constexpr int pair_offset = shown_offset + shown_slots * consumers * shown_bytes;
-  static constexpr int ones_offset = pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
-  static constexpr int ones_bytes = transposes_values ? HopperOnes::bytes : 0;
-  static constexpr int barrier_offset = ones_offset + ones_bytes;
+  static constexpr int barrier_offset =
+      pair_offset + pair_buffers * 4 * consumers * pair_warp_bytes;
   static constexpr int ring_barriers = 2 * (Config::stages + Config::q_stages);
   static constexpr int sequence_barriers = Config::sequences ? 2 + tails : 0;
   static constexpr int pair_barriers = pair_buffers * 4 * consumers;
@@ -231,13 +229,6 @@ struct HopperCta {
   __device__ static unsigned in_descriptor(unsigned address) {
     constexpr unsigned most = 1 << 18;
     return (ranks == 1 ? address : address % most) / 16;
-  }
-
-  __device__ unsigned ones_address() const { return shared + ones_offset; }
-  __device__ void write_ones() const {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    if (threadIdx.x < ones_bytes) shared_memory[ones_offset + threadIdx.x] = HopperOnes::one;
-    ptx::fence_proxy_async();
   }
 
   __device__ unsigned shown_address(int slot, int consumer) const {

@@ -22,12 +22,7 @@ template <class Element>
 struct HopperOperand {
   using type = Element;
   static constexpr int pieces = 1;
-  // Columns of a product's operands.
-  static constexpr int step = 16;
   static constexpr bool transposes_values = false;
-  static constexpr bool shares = pieces > 1;
-  // Registers that P of so many keys takes.
-  static constexpr int words(int keys) { return keys / 4; }
 
   __device__ static void split(float low, float high, unsigned (&pieces)[1]) {
     pieces[0] = pack<Element>(low, high);
@@ -38,10 +33,7 @@ template <>
 struct HopperOperand<float> {
   using type = bfloat16_t;
   static constexpr int pieces = 3;
-  static constexpr int step = 16;
   static constexpr bool transposes_values = false;
-  static constexpr bool shares = pieces > 1;
-  static constexpr int words(int keys) { return keys / 4; }
 
   // Two numbers, the first in the lower halves, the largest pieces first.
   __device__ static void split(float low, float high, unsigned (&pieces)[3]) {

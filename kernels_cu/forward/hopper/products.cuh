@@ -10,7 +10,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_products.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperProducts {
   using Operand = HopperOperand<typename Config::Element>;
   using Element = typename Operand::type;
@@ -21,22 +22,22 @@ struct HopperProducts {
   static constexpr int Bc = Config::Bc;
   static constexpr int pieces = Operand::pieces;
   static constexpr int products_of_pieces = pieces * (pieces + 1) / 2;
-  static constexpr int k_steps = round_up(Cta::columns, Operand::step) / Operand::step;
+  static constexpr int k_steps = round_up(Cta::columns, 16) / 16;
   static constexpr int kept_steps = Config::q_steps;  // of Q, in registers
   static constexpr bool keeps_all_queries = kept_steps == k_steps;
 
-  // Tensor cores round their sums towards zero, so that long ones drift: of pieces, and of float8,
-  // a block's share of the output is summed alone, and added. Of wide heads there are registers for
-  // the shares of 64 columns: 32 are summed while 32 are added. Of float8 for 32 only.
-  static constexpr bool shares_output = Operand::shares;
+  // Tensor cores round their sums towards zero, so that long ones drift: of pieces a block's share
+  // of the output is summed alone, and added. Of wide heads there are registers for the shares of
+  // 64 columns: 32 are summed while 32 are added.
+  static constexpr bool shares_output = pieces > 1;
   static constexpr bool is_wide =
       shares_output && (Config::head_dim > 128 || Config::head_dim_v > 128);
   static constexpr int columns_v = round_up(Cta::columns_v, is_wide ? 32 : 16);
   static constexpr int share_columns = is_wide ? 32 : columns_v;
   static constexpr int shares = columns_v / share_columns;
-  static constexpr int share_buffers = is_wide && pieces > 1 ? 2 : 1;
+  static constexpr int share_buffers = is_wide ? 2 : 1;
 
-  static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of the queries' columns");
+  static_assert(kept_steps >= 0 && kept_steps <= k_steps, "steps of 16 columns");
   static_assert(pieces == 1 || kept_steps == 0, "no registers for the pieces of queries");
 
   const Cta& cta;
@@ -48,15 +49,10 @@ struct HopperProducts {
   float scores[Bc / 2];
   // The operand P, pair by pair as the scores lie, and those of the block after it: they may be
   // made while the tensor cores still read P.
-  static constexpr int words = Operand::words(Bc);
-  unsigned probabilities[pieces][words];
-  unsigned next_probabilities[pieces][words];
+  unsigned probabilities[pieces][Bc / 4];
+  unsigned next_probabilities[pieces][Bc / 4];
   unsigned queries[kept_steps ? 4 * kept_steps : 1];
   float out[columns_v / 2];
-  // Of the rows of P, each twice: of float8, with a block's share of them.
-  static constexpr int row_sum_count = Operand::transposes_values ? 4 : 1;
-  float row_sums[row_sum_count];
-  float row_share[row_sum_count];
   float share[share_buffers][shares_output ? share_columns / 2 : 1];
 
   __device__ HopperProducts(const Cta& cta, int consumer) : cta(cta), consumer(consumer) {}
@@ -157,7 +153,7 @@ struct HopperProducts {
 #pragma unroll
     for (int piece = 0; piece < pieces; ++piece) {
 #pragma unroll
-      for (int i = 0; i < words; ++i) {
+      for (int i = 0; i < Bc / 4; ++i) {
         const unsigned next = next_probabilities[piece][i];
         probabilities[piece][i] = Config::overlaps_output ? ptx::mov(next) : next;
       }
@@ -167,12 +163,6 @@ struct HopperProducts {
   // Starts O = P V, or O += P V; where shares are added, the first of these.
   __device__ void start_output(bool accumulate) {
     await_slot();
-    if constexpr (Operand::transposes_values) {
-#pragma unroll
-      for (int i = 0; i < row_sum_count; ++i) {
-        if (!accumulate) row_sums[i] = 0;
-      }
-    }
     if constexpr (shares_output) {
       if (!accumulate) {
 #pragma unroll
@@ -193,17 +183,7 @@ struct HopperProducts {
     } else {
       ptx::wgmma_wait_group<0>();
       ptx::pin(out);
-      add_row_share();
       Cta::leave(cta.empty(slot));
-    }
-  }
-
-  // Where sums of the output stay in the tensor cores, those of P do not: they only grow.
-  __device__ void add_row_share() {
-    if constexpr (Operand::transposes_values) {
-      ptx::pin(row_share);
-#pragma unroll
-      for (int i = 0; i < row_sum_count; ++i) row_sums[i] += row_share[i];
     }
   }
 
@@ -211,21 +191,18 @@ struct HopperProducts {
   __device__ void add_shares(int slot) {
 #pragma unroll
     for (int i = 0; i < shares; ++i) {
-      const bool is_last = i + 1 == shares;
-      if (!is_last && share_buffers > 1) {
+      if (i + 1 < shares) {
         start_share(i + 1, slot);
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
-        if (is_last) Cta::leave(cta.empty(slot));
+        Cta::leave(cta.empty(slot));
       }
       ptx::pin(share[i % share_buffers]);
-      if (i == 0) add_row_share();
 #pragma unroll
       for (int j = 0; j < share_columns / 2; ++j) {
         out[i * share_columns / 2 + j] += share[i % share_buffers][j];
       }
-      if (!is_last && share_buffers == 1) start_share(i + 1, slot);
     }
   }
 
@@ -236,49 +213,20 @@ struct HopperProducts {
   // Starts P V, or adds it, of some columns of the values in a slot.
   template <int columns>
   __device__ void start_product(float (&sums)[columns / 2], int column, int slot, bool accumulate) {
-    if constexpr (Operand::transposes_values) {
-      start_transposed_product<columns>(sums, column, slot, accumulate);
-    } else {
-      const unsigned long long v =
-          ValueTile::k_along_rows() +
-          Cta::in_descriptor(cta.slot_address(slot) + ValueTile::column_step(column / 16));
-      ptx::pin(sums);
-      ptx::wgmma_fence();
-      for_each_product<pieces>([&](int p_piece, int v_piece, bool is_first) {
-#pragma unroll
-        for (int step = 0; step < Bc / 16; ++step) {
-          Wgmma<Element, columns>::multiply_n_contiguous(
-              sums, probabilities[p_piece] + 4 * step,
-              v + (v_piece * ValueTile::bytes + ValueTile::row_step(step)) / 16,
-              step != 0 || !is_first || accumulate);
-        }
-      });
-      ptx::wgmma_commit_group();
-    }
-  }
-
-  // The same of values whose columns are the rows of a slot. With the first come the sums of P.
-  template <int columns>
-  __device__ void start_transposed_product(float (&sums)[columns / 2], int column, int slot,
-                                           bool accumulate) {
-    const unsigned long long v = ValueTile::k_along_columns() +
-                                 (cta.slot_address(slot) + column * ValueTile::line_bytes) / 16;
+    const unsigned long long v =
+        ValueTile::k_along_rows() +
+        Cta::in_descriptor(cta.slot_address(slot) + ValueTile::column_step(column / 16));
     ptx::pin(sums);
-    if (column == 0) ptx::pin(row_share);
     ptx::wgmma_fence();
+    for_each_product<pieces>([&](int p_piece, int v_piece, bool is_first) {
 #pragma unroll
-    for (int step = 0; step < Bc / Operand::step; ++step) {
-      Wgmma<Element, columns>::multiply_k_contiguous(sums, probabilities[0] + 4 * step,
-                                                     v + ValueTile::column_step(step) / 16,
-                                                     step != 0 || accumulate);
-    }
-    if (column == 0) {
-#pragma unroll
-      for (int step = 0; step < Bc / Operand::step; ++step) {
-        Wgmma<Element, row_sum_count * 2>::multiply_k_contiguous(
-            row_share, probabilities[0] + 4 * step, cta.ones_address() / 16, step != 0);
+      for (int step = 0; step < Bc / 16; ++step) {
+        Wgmma<Element, columns>::multiply_n_contiguous(
+            sums, probabilities[p_piece] + 4 * step,
+            v + (v_piece * ValueTile::bytes + ValueTile::row_step(step)) / 16,
+            step != 0 || !is_first || accumulate);
       }
-    }
+    });
     ptx::wgmma_commit_group();
   }
 
@@ -288,10 +236,6 @@ struct HopperProducts {
       // A row is also multiplied by 1 for another's sake, and holds products with p far below 1:
       // nothing may be flushed to zero.
       out[i] = ptx::mul_rn(out[i], factor[i / 2 % 2]);
-    }
-    if constexpr (Operand::transposes_values) {
-#pragma unroll
-      for (int i = 0; i < row_sum_count; ++i) row_sums[i] = ptx::mul_rn(row_sums[i], factor[i / 2]);
     }
   }
 

@@ -4,8 +4,8 @@
 
 #include "forward/hopper/cta.cuh"
 #include "forward/hopper/products.cuh"
+#include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
-#include "score/lagging_softmax.cuh"
 #include "score/modify.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
@@ -19,7 +19,7 @@ struct HopperResults {
   using Element = typename Cta::Output;
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
-  using SoftmaxRow = LaggingSoftmaxRow<typename Config::Element>;
+  using SoftmaxRow = typename HopperSoftmax<Config>::Row;
   static constexpr int columns_v = Products::columns_v;
 
   const Cta& cta;
@@ -36,12 +36,8 @@ struct HopperResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
-      if constexpr (Cta::transposes_values) {
-        // The sum that goes with it is complete with the output.
-        normalizer[half] = finished_visit().scales.values;
-      } else {
-        normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
-      }
+      normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
@@ -62,17 +58,7 @@ struct HopperResults {
 
   __device__ void write_output(const float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
-    if constexpr (Cta::transposes_values) {
-      float factor[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float sum = products.row_sums[2 * half];
-        factor[half] = sum == 0 ? 0 : normalizer[half] * ptx::rcp_approx(sum);
-      }
-      products.scale_output(factor);
-    } else {
-      products.scale_output(normalizer);
-    }
+    products.scale_output(normalizer);
     if constexpr (Config::modified) {
       // A row without a key holds 0 times the values that others of its tile see.
 #pragma unroll

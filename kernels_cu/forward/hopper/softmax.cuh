@@ -14,21 +14,21 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_softmax.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
   using Row = LaggingSoftmaxRow<typename Config::Element>;
   static constexpr int Bc = Config::Bc;
   using Scores = float[Bc / 2];
   using Operand = HopperOperand<typename Config::Element>;
-  using Probabilities = unsigned[Operand::pieces][Operand::words(Bc)];
+  using Probabilities = unsigned[Operand::pieces][Bc / 4];
 
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  float scale_log2;
+  const float scale_log2;
   Row rows[2];
-  bool negates = false;  // whether the scores' scale is negative, where a visit says it
-  bool some_are_fresh;   // whether a row of the warp may have seen no key yet
+  bool some_are_fresh;  // whether a row of the warp may have seen no key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -40,22 +40,7 @@ struct HopperSoftmax {
     some_are_fresh = true;
   }
 
-  // Where each visit has scales of its own.
-  template <class Visit>
-  __device__ void enter(const Visit& visit, const Params& p) {
-    scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
-    negates = visit.scales.negates();
-  }
-
-  __device__ void apply_factor(Scores& scores) const {
-    if constexpr (Operand::transposes_values) {
-      if (negates) {
-#pragma unroll
-        for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
-        // Else the compiler has a select for each score in place of the branch.
-        ptx::pin(scores);
-      }
-    }
+  __device__ static void apply_factor(Scores& scores) {
     if constexpr (prior_factor<Config> != 1) {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] *= prior_factor<Config>;
@@ -132,16 +117,10 @@ struct HopperSoftmax {
         p[c] = ptx::ex2_approx(exponent(scores[2 * i + c], half));
         parts[half][c] += p[c];
       }
-      if constexpr (Operand::transposes_values) {
-        Operand::put(p[0], p[1], i, probabilities[0]);
-      } else {
-        unsigned pieces[Operand::pieces];
-        Operand::split(p[0], p[1], pieces);
+      unsigned pieces[Operand::pieces];
+      Operand::split(p[0], p[1], pieces);
 #pragma unroll
-        for (int piece = 0; piece < Operand::pieces; ++piece) {
-          probabilities[piece][i] = pieces[piece];
-        }
-      }
+      for (int piece = 0; piece < Operand::pieces; ++piece) probabilities[piece][i] = pieces[piece];
     }
     sums[0] = parts[0][0] + parts[0][1];
     sums[1] = parts[1][0] + parts[1][1];

@@ -44,8 +44,6 @@ _SCORE_BYTES = 4
 # Registers of a producer's and a consumer's thread, by the number of consumers. Together they are
 # what the launch allots, 168 or 128 for each thread: setmaxnreg would wait forever for more.
 _REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
-# The same of float8, for which the producer has less to do.
-_FLOAT8_REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 # The same where the producer reads a block map: with fewer it spills, and consumers wait for it.
 _MAPPED_REGISTERS = {1: (40, 240), 2: (72, 216), 3: (80, 144)}
 # Of a consumer, for addresses and state, besides S, P, O and Q.
@@ -303,7 +301,7 @@ class HopperFamily(Family[HopperTile]):
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
         if problem.is_float8:
-            return float8.registers(problem, tile) + _STATE_REGISTERS
+            return float8.registers(problem, tile)
         factor = pieces.count(problem)
         output = pieces.output_registers(problem, _columns(problem, problem.head_dim_v))
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
@@ -323,8 +321,6 @@ class HopperFamily(Family[HopperTile]):
 
     def _register_split(self, problem: Problem, tile: HopperTile) -> tuple[int, int]:
         split = _MAPPED_REGISTERS if self.is_mapped(problem) else _REGISTERS
-        if problem.is_float8:
-            split = _FLOAT8_REGISTERS
         return split[tile.Br // _LOWEST]
 
     def default_tile(self, problem: Problem, device: Device) -> HopperTile:
@@ -527,7 +523,6 @@ class HopperFamily(Family[HopperTile]):
 
     def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
         producer_registers, consumer_registers = self._register_split(problem, tile)
-        of_float8 = float8.config(problem, tile) if problem.is_float8 else {}
         return {
             "Br": tile.Br,
             "Bc": tile.Bc,
@@ -543,7 +538,6 @@ class HopperFamily(Family[HopperTile]):
             "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
-            **of_float8,
         }
 
 

@@ -76,12 +76,10 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
         only_hides = problem.score is not None and not problem.score.changes_scores
         return [tile_of(128, 96, 2) if few or only_hides else tile_of(192, 48, 2)]
     if problem.is_float8:
-        # An H200, 16384 tokens; bfloat16 has at head_dim 128 798 and, causal, 786, at 256 829 and
-        # 813. Sums in the tensor cores: 128 192x96 1057, 128x192 999, 128x160 970, 128x128 913,
-        # causal 978, 921, 890, 884; 256 128x96 1394, 128x64 1250, causal 1259, 1182. Shares,
-        # added: 128 128x128 807, 128x96 755, causal 786, 695; 256 128x96 903, 128x64 728, causal
-        # 863, 733.
-        return [tile_of(128, 128, 2) if widest <= 128 else tile_of(128, 128, 1)]
+        # Shares of the output are as wide as a block of keys.
+        Bc = next(n for n in (64, 96, 128) if head_dim_v <= n or 128 < head_dim_v <= 2 * n)
+        of_192_rows = widest <= 128 and problem.seqlen_q > 64 and not few
+        return [tile_of(192 if of_192_rows else 128 if problem.seqlen_q > 64 else 64, Bc, 1)]
     if problem.dtype == "float32":
         # 4 x 4096 tokens, 16 heads: head_dim 64 128x96 123, 128x64 117, 192x48 111, causal 109,
         # 108, 98; 128 128x48 119, 128x64 113, 128x32 104, causal 105, 104, 97.

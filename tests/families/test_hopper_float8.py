@@ -12,6 +12,8 @@ from support.float8_support import FLOAT8 as FLOAT8_DTYPE
 from cupy_flash import plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
+from cupy_flash.families import hopper_float8 as float8
+from cupy_flash.families.contract import round_up
 from cupy_flash.families.hopper import HopperFamily, HopperTile
 from cupy_flash.families.params import params_dtype
 from cupy_flash.planning.planner import make_plan
@@ -89,7 +91,7 @@ def test_values_become_columns_of_whole_tiles_of_keys():
     tile = make_plan(case, h100).tile
     assert maps["q"].box == (128, tile.Br)
     assert maps["k"].box == (128, tile.Bc)
-    assert maps["values"].box == (128, 64)
+    assert maps["values"].box == (tile.Bc, round_up(61, tile.Bc))
 
 
 def test_tiles_take_half_of_the_shared_memory():
@@ -106,10 +108,17 @@ def test_a_block_is_whole_steps_of_32_keys():
     assert reason == "Bc is 80; expected a multiple of 32 of float8"
 
 
-def test_shares_take_registers():
-    tile = HopperTile(192, 96, stages=2, turns=1)
-    assert hopper.why_not_tile(problem(64), h100, tile) is None
-    assert "registers" in (hopper.why_not_tile(problem(), h100, tile) or "")
+def test_shares_of_the_output_are_as_wide_as_a_block_of_keys():
+    """They have the registers of its scores; what of them lies behind the last column is lost."""
+    tile = HopperTile(128, 128, stages=4, q_stages=1, turns=1)
+    of_160, of_192 = (float8.value_rows(problem(dim=64, dim_v=dim), tile) for dim in (160, 192))
+    assert of_160 == of_192 == 256
+    for dim in (48, 64, 80, 96, 128, 192, 256):
+        case = problem(dim, 4096)
+        chosen = make_plan(case, h100).tile
+        assert float8.value_rows(case, chosen) == round_up(dim, 64 if dim <= 64 else 32)
+    reason = hopper.why_not_tile(problem(256), h100, HopperTile(192, 128, stages=2, turns=1))
+    assert "registers" in (reason or "")
 
 
 def test_scales_lie_behind_the_params():

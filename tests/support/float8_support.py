@@ -144,12 +144,16 @@ def truth_of(case: Float8Case, arguments: dict[str, Any]) -> Truth:
 def _bound_of_products(case: Float8Case, wide: dict[str, np.ndarray]) -> float:
     """How far a log-sum-exp may be off for the sums of float8's products.
 
-    Tensor cores keep 13 bits behind the first of the largest number that they add up, and cut off
-    the others': 2^-14 of it on average. Sums of products are no larger than |q| |k|.
+    Of each of the head_dim products tensor cores cut off what is below 2^-13 of the largest number
+    that they add up, which is no larger than a power of two above the largest score. What is cut
+    off has the sign of its product, so that it adds up as random numbers do.
     """
-    norms = [float(np.sqrt(np.square(wide[name]).sum(axis=-1)).max(initial=0)) for name in "qk"]
+    q, k = (wide[name] if case.layout == "bhsd" else wide[name].swapaxes(1, 2) for name in "qk")
+    k = k.repeat(case.heads_q // case.heads_kv, axis=1).swapaxes(-1, -2)
     scale = case.head_dim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
-    return scale * norms[0] * norms[1] * 2.0**-14
+    with one_blas_thread():
+        largest = float(np.abs(q @ k).max(initial=0))
+    return scale * largest * case.head_dim**0.5 * 2.0**-13
 
 
 def run_on_gpu(

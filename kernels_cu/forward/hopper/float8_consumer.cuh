@@ -1,13 +1,9 @@
-// A consumer of the Hopper kernel where q, k and v are of float8. Its softmax takes longer than a
-// product, and a block's share of the output is added apart, so that the order is another than that
-// of 16 bits: the output of a block, then the scores of the next, which the tensor cores compute
-// while the share is added:
+// A consumer of the Hopper kernel where q, k and v are of float8. A block's share of the output is
+// added apart, and has the registers that the next block's scores have after it. So a consumer does
+// one thing at a time, and while it adds and takes exponentials the tensor cores are the others':
 //
-//   tensor cores   | P V of j | Q K^T of j + 1 |                    | P V of j + 1 | ...
-//   CUDA cores     |          | O += share     | softmax of j + 1   |              | O += share
-//
-// Where there are no registers for shares and scores at once, the scores come behind the adding,
-// and only other consumers fill the gap.
+//   tensor cores   | P V of j |            | Q K^T of j + 1 |                  | P V of j + 1 | ...
+//   CUDA cores     |          | O += share |                | softmax of j + 1 |
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -23,10 +19,12 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   using typename Base::Products;
   using typename Base::SoftmaxRow;
   using Slot = typename Products::Slot;
+  using Base::Bc;
   using Base::begin;
   using Base::block;
   using Base::consumer;
   using Base::consumers;
+  using Base::cta;
   using Base::products;
   using Base::softmax;
   using Base::visit;
@@ -55,12 +53,11 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       // The ring has keys ahead of the values of the block before.
       const Slot keys = products.take_slot();
       const Slot values = products.take_slot();
+      // Consumers that share the tensor cores fairly would stay in step: so each has a turn.
       if (Config::turns) this->take_turn();
-      products.start_output(values);
-      if (Config::early_scores) products.start_scores(keys);
+      products.add_output(values, rescale);
+      products.start_scores(keys);
       if (Config::turns) this->pass_turn();
-      products.add_output(values, rescale, true);
-      if (!Config::early_scores) products.start_scores(keys);
       if (tile_ends) {
         write_tile(finished);
         softmax.reset();
@@ -71,9 +68,8 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
     const Slot values = products.take_slot();
     if (Config::turns) this->take_turn();
-    products.start_output(values);
+    products.add_output(values, rescale);
     if (Config::turns && consumer < consumers - 1) this->pass_turn();
-    products.add_output(values, rescale, false);
     write_tile(softmax.rows);
   }
 
@@ -81,9 +77,14 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   // The softmax of a block whose scores are under way.
   __device__ void take_block(Slot keys, float (&rescale)[2]) {
     products.await_scores(keys, block == begin);
-    softmax.apply_factor(products.scores);
-    if (block >= this->first_masked_block()) this->apply_mask();
-    softmax.exponentiate(products.scores, products.probabilities, rescale);
+    softmax.apply_factor(products.sums, cta.visit(visit)->scales.negates());
+    if (block >= this->first_masked_block()) {
+      const auto mask = Mask<Config>(cta.p, 0).counted_from(block * Bc + threadIdx.x % 4 * 2);
+      softmax.mask(products.sums, [&](int half) {
+        return mask.visible_end(this->first_row + Products::lane_row() + 8 * half);
+      });
+    }
+    softmax.exponentiate(products.sums, products.probabilities, rescale);
   }
 
   __device__ void write_tile(const SoftmaxRow (&finished)[2]) {

@@ -17,32 +17,21 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   using typename Base::ValueTile;
   using Base::Bc;
   using Base::cta;
-  using Base::q_ring;
   using Base::ring;
   using Slot = RingPosition<Config::stages>;
 
   static constexpr int step_columns = 32;  // of a product's operands
   static constexpr int q_steps = round_up(Config::head_dim, step_columns) / step_columns;
-  // A share is of so many columns. With two buffers one is multiplied while another is added.
-  static constexpr int share_columns = Config::share_columns;
   static constexpr int columns_v = Cta::Tiles::value_rows;
-  static constexpr int shares = columns_v / share_columns;
-  static constexpr int share_buffers = Config::share_buffers;
-  static_assert(!Config::early_scores || shares <= share_buffers,
-                "scores come behind all shares, and these at once");
-
-  using Scores = float[Bc / 2];
-  using Share = float[share_columns / 2];
+  static constexpr int shares = columns_v / Bc;
+  static_assert(columns_v % Bc == 0, "whole shares");
 
   float out[columns_v / 2];
+  // The scores of a block, then the shares of the output, Bc columns each, one after the other.
+  // They have the same registers, by name and in number: else the compiler takes others, as it
+  // moves additions behind the next product, or serializes the products for want of registers.
+  float sums[Bc / 2];
   unsigned probabilities[Bc / 8];
-  // Where scores come behind the shares, they have the same registers, by name: else the compiler
-  // has others for each, as it moves additions behind the next product.
-  static constexpr int share_registers = share_buffers * share_columns / 2;
-  static constexpr int first_share = Config::early_scores ? Bc / 2 : 0;
-  static constexpr int registers =
-      first_share + share_registers > Bc / 2 ? first_share + share_registers : Bc / 2;
-  float scores[registers];
 
   using Base::Base;
 
@@ -62,7 +51,6 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     ptx::mbarrier_wait(cta.full(slot.slot), slot.parity);
     const unsigned long long q = QueryTile::k_along_columns() + Base::queries_address() / 16;
     const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(slot.slot) / 16;
-    Scores& sums = reinterpret_cast<Scores&>(scores);
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
@@ -73,37 +61,28 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     ptx::wgmma_commit_group();
   }
 
-  // Until they are complete, of the last block of the query tile or of another; gives back what
-  // they were made of.
+  // Gives back what they were made of, also the queries of a query tile's last block.
   __device__ void await_scores(Slot slot, bool is_last_block) {
     ptx::wgmma_wait_group<0>();
-    ptx::pin(reinterpret_cast<Scores&>(scores));
+    ptx::pin(sums);
     Cta::leave(cta.empty(slot.slot));
     if (is_last_block) Base::leave_queries();
   }
 
-  // Starts the shares for which there are registers.
-  __device__ void start_output(Slot slot) {
+  // O = O * factor + P V.
+  __device__ void add_output(Slot slot, const float (&factor)[2]) {
     ptx::mbarrier_wait(cta.full(slot.slot), slot.parity);
 #pragma unroll
-    for (int i = 0; i < share_buffers; ++i) start_share(i, slot);
-  }
-
-  // O = O * factor + P V, with the scores behind it or not.
-  __device__ void add_output(Slot slot, const float (&factor)[2], bool scores_follow) {
-#pragma unroll
     for (int i = 0; i < shares; ++i) {
-      const int later = min(share_buffers, shares - i) - 1;
-      await_all_but(later + (Config::early_scores && scores_follow));
-      Share& sums = share(i);
+      start_share(i, slot);
+      ptx::wgmma_wait_group<0>();
       ptx::pin(sums);
       if (i + 1 == shares) Cta::leave(cta.empty(slot.slot));
 #pragma unroll
-      for (int j = 0; j < share_columns / 2; ++j) {
-        float& total = out[i * share_columns / 2 + j];
+      for (int j = 0; j < Bc / 2; ++j) {
+        float& total = out[i * Bc / 2 + j];
         total = fmaf(total, factor[j / 2 % 2], sums[j]);
       }
-      if (i + share_buffers < shares) start_share(i + share_buffers, slot);
     }
   }
 
@@ -113,28 +92,16 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   }
 
  private:
-  __device__ Share& share(int index) {
-    const int buffer = index % share_buffers;
-    return reinterpret_cast<Share&>(scores[first_share + buffer * (share_columns / 2)]);
-  }
-
-  __device__ static void await_all_but(int groups) {
-    if (groups == 0) ptx::wgmma_wait_group<0>();
-    if (groups == 1) ptx::wgmma_wait_group<1>();
-    if (groups == 2) ptx::wgmma_wait_group<2>();
-  }
-
   __device__ void start_share(int index, Slot slot) {
     const unsigned long long v =
         ValueTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * share_columns * ValueTile::line_bytes) / 16;
-    Share& sums = share(index);
+        (cta.slot_address(slot.slot) + index * Bc * ValueTile::line_bytes) / 16;
     ptx::pin(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / step_columns; ++step) {
-      Wgmma<Element, share_columns>::multiply_k_contiguous(
-          sums, probabilities + 4 * step, v + ValueTile::column_step(step) / 16, step != 0);
+      Wgmma<Element, Bc>::multiply_k_contiguous(sums, probabilities + 4 * step,
+                                                v + ValueTile::column_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
   }

@@ -1,11 +1,11 @@
 // The softmax of one block of keys where P is of float8, of the two rows that a lane holds parts of.
 //
-// A row's largest p is exactly 2^8. Of three bits behind the first a rounding is up to 1/16 of a
-// number, and a row of one key, or of many alike, would show all of it if its largest p were any
-// other number; so no base may lag behind here.
+// A row's largest p is 2^8, to within float32's rounding. Of three bits behind the first a rounding
+// is up to 1/16 of a number, and a row of one key, or of many alike, would show all of it if its
+// largest p were any other number; so no base may lag behind here.
 #pragma once
 
-#include "forward/hopper/float8_products.cuh"
+#include "forward/hopper/float8.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
 #include "ptx/registers.cuh"
@@ -19,8 +19,7 @@ struct HopperSoftmax<Config, true> {
   using Math = SoftmaxMath<float>;
   using Operand = HopperOperand<typename Config::Element>;
   static constexpr int Bc = Config::Bc;
-  // Of which the first Bc / 2 are.
-  using Scores = float[HopperProducts<Config>::registers];
+  using Scores = float[Bc / 2];
   using Probabilities = unsigned[Bc / 8];
   static constexpr float largest_exponent = 8;
 
@@ -36,7 +35,6 @@ struct HopperSoftmax<Config, true> {
 
   float scale_log2;
   Row rows[2];
-  bool negates;  // whether the scores' scale is negative
 
   __device__ explicit HopperSoftmax(const Params&) {}
 
@@ -46,10 +44,9 @@ struct HopperSoftmax<Config, true> {
   template <class Visit>
   __device__ void enter(const Visit& visit, const Params& p) {
     scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
-    negates = visit.scales.negates();
   }
 
-  __device__ void apply_factor(Scores& scores) const {
+  __device__ static void apply_factor(Scores& scores, bool negates) {
     if (negates) {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
@@ -64,7 +61,7 @@ struct HopperSoftmax<Config, true> {
 
   // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
   template <class VisibleEnd>
-  __device__ static void mask(Scores& scores, bool, VisibleEnd visible_end) {
+  __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       fill_row_from<Bc / 8>(scores + 2 * half, visible_end(half), -Math::infinity());

@@ -20,7 +20,9 @@ struct HopperResults {
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
   using SoftmaxRow = typename HopperSoftmax<Config>::Row;
-  static constexpr int columns_v = Products::columns_v;
+  // Of float8 there may be more, of whole shares.
+  static constexpr int columns_v =
+      Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
   const Cta& cta;
   Products& products;

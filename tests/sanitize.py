@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support.gpu_support import DTYPES, Case, random_values, tile_with
+from support import float8_support
+from support.float8_support import Float8Case
+from support.gpu_support import DTYPES, Case, current_device, random_values, tile_with
 from support.gradient_calls import KINDS as GRADIENT_KINDS
 from support.gradient_calls import GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
@@ -468,6 +470,30 @@ def call_latent(case: LatentCall) -> str | None:
     return None
 
 
+def float8_calls() -> Iterator[Float8Case]:
+    """Shares of all columns and of some, ragged ends."""
+    for dim, causal in itertools.product((48, 128, 192, 256), (False, True)):
+        yield Float8Case(
+            200,
+            333,
+            head_dim=dim,
+            head_dim_v=dim - 3 * causal,
+            causal=causal,
+            alignment=1 if causal else 16,
+        )
+
+
+def call_float8(case: Float8Case) -> str | None:
+    """Why the call went wrong, or None; elsewhere than on Hopper none is made."""
+    if current_device().arch != 90:
+        return None
+    try:
+        float8_support.check_on_gpu(case)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 # What goes wrong in a call, if anything does, by the call's name.
 Named = tuple[str, Callable[[], "str | None"]]
 
@@ -487,6 +513,7 @@ GROUPS: dict[str, tuple[str, Callable[[], Iterable[Named]]]] = {
     "modified": ("calls with modifications", lambda: _named(call_modified, modified_calls())),
     "backward": ("gradients", lambda: _named(call_backward, backward_calls())),
     "quantized": ("keys of 8 bits", lambda: _named(call_quantized, quantized_calls())),
+    "float8": ("q, k and v of float8", lambda: _named(call_float8, float8_calls())),
     "wide": (
         "wide heads and latent attention",
         lambda: itertools.chain(

@@ -27,7 +27,7 @@ from cupy_flash.gpu.combine import combine_unit
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
 from cupy_flash.planning.problem_class import ProblemClass
-from cupy_flash.problem.arrays import DTYPES, MAX_ALIGNMENT
+from cupy_flash.problem.arrays import DTYPES, FLOAT8, MAX_ALIGNMENT
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.partials import CombineSpec
 from cupy_flash.problem.problem import Problem
@@ -227,7 +227,7 @@ def problem_of_class(text: str) -> Problem | None:
         found.head_dim,
         found.head_dim_v,
         found.causal,
-        kind="varlen" if found.packed else "cache" if found.kind else "dense",
+        kind="varlen" if found.packed else "cache" if found.kind not in ("", FLOAT8) else "dense",
         page_size=found.page_size,
         direction=found.direction,
         cache_dtype=found.cache_dtype,

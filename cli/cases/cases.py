@@ -61,7 +61,9 @@ class Case:
     direction
         One of `DIRECTIONS`: the call, or the one of its gradients, of q, k and v in their dtype.
     cache_dtype
-        Of a cache of 8 bits, which has a scale for each head; None for one of `dtype`.
+        Of a cache of 8 bits, which has a scale for each head; None for one of `dtype`. Of a dense
+        case "float8_e4m3fn", which q, k and v have then, each with a scale for each head; `dtype`
+        is the output's.
     values_in_keys
         Whether the values of a cache are the first head_dim_v columns of its keys.
     """
@@ -197,12 +199,14 @@ class Case:
         return with_gradient(problem, GradientSpec(ROWS, self.dtype), dout, specs)
 
     def _dense_problem(self) -> Problem:
-        q, k, v = (self._spec(shape) for shape in self.bshd_shapes)
+        q, k, v = (self._spec(shape, self.cache_dtype) for shape in self.bshd_shapes)
+        of_heads = _OF_HEADS if self.cache_dtype else None
         return make_problem(
             q,
             k,
             v,
             self._spec((*q.shape[:3], self.head_dim_v)),
+            scales=Scales(of_heads, of_heads, q=of_heads) if of_heads else None,
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             q_offset=self.q_offset,
@@ -272,12 +276,13 @@ class Case:
                 "expected no fewer"
             )
 
-    def _spec(self, shape: Shape) -> ArraySpec:
+    def _spec(self, shape: Shape, dtype: str | None = None) -> ArraySpec:
+        dtype = dtype or self.dtype
         if self.layout == "bshd":
-            return ArraySpec.contiguous(shape, self.dtype)
+            return ArraySpec.contiguous(shape, dtype)
         _, seqlen, heads, dim = shape
         strides: Strides = (heads * seqlen * dim, dim, seqlen * dim)
-        return ArraySpec(shape, strides, self.dtype)
+        return ArraySpec(shape, strides, dtype)
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """Which keys the queries of a sequence of these lengths see by their positions."""
@@ -327,7 +332,8 @@ class Case:
     @property
     def query_bytes(self) -> int:
         """Bytes of q."""
-        return self.query_rows * self.head_dim * ITEMSIZE[self.dtype]
+        stored = self.cache_dtype if self.is_dense else None
+        return self.query_rows * self.head_dim * ITEMSIZE[stored or self.dtype]
 
     @property
     def key_value_bytes(self) -> int:
@@ -430,7 +436,9 @@ def _kind_text(case: Case) -> str:
         lies = f"pages of {case.page_size}" if case.page_size else "cache"
         lies = f"latent {lies}" if case.values_in_keys else lies
         return f"{case.cache_dtype} {lies}" if case.cache_dtype else lies
-    return "" if case.is_dense else case.kind
+    if case.is_dense:
+        return f"of {case.cache_dtype}" if case.cache_dtype else ""
+    return case.kind
 
 
 def _seqlen_text(case: Case) -> str:

@@ -152,6 +152,10 @@ class Inputs:
         case = self.case
         arrays, options = self._arguments(on_gpu=on_gpu)
         if case.is_dense:
+            if case.cache_dtype:
+                options |= self.more_gpu if on_gpu else self.more
+                # Values have no mean here.
+                options |= {"out_dtype": case.dtype}
             return functools.partial(flash_attention, *arrays, **{**options, **forced})
         options["num_splits"] = case.asked_splits
         function = flash_attention_with_kvcache if case.is_cached else flash_attention_varlen
@@ -205,14 +209,20 @@ class Inputs:
         return made
 
     def with_cache_of(self, dtype: str) -> Inputs:
-        """Inputs of the same step on the cache in 8 bits, with a scale for each head."""
+        """Inputs of the same call on the cache, or a dense case's q, k and v, in 8 bits.
+
+        With a scale for each head.
+        """
         case = dataclasses.replace(self.case, cache_dtype=dtype)
         q, k, v = self._gpu or self.host
+        of_heads = np.full(case.heads_kv, quantized.SCALE, np.float32)
+        more = dict(self.more) | {"k_scale": of_heads, "v_scale": of_heads}
+        if case.is_dense:
+            q = quantized.quantized(q, dtype)
+            more["q_scale"] = np.full(case.heads_q, quantized.SCALE, np.float32)
         keys = quantized.quantized(k, dtype)
         in_keys = keys[..., : case.head_dim_v]
         arrays = (q, keys, in_keys if case.values_in_keys else quantized.quantized(v, dtype))
-        of_heads = np.full(case.heads_kv, quantized.SCALE, np.float32)
-        more = dict(self.more) | {"k_scale": of_heads, "v_scale": of_heads}
         gpu, host = (None, arrays) if self._gpu is None else (arrays, None)
         made = Inputs(case, gpu, host, more, self.seed)
         made._drawn = self._drawn

@@ -254,6 +254,18 @@ _PRESETS = {
         providers=("cupy_flash", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
     ),
+    "fp8": Preset(
+        "q, k and v of float8 beside 16 bits",
+        cases=tuple(
+            square("bfloat16", _TOKENS // seqlen, _HIDDEN // dim, seqlen, dim, causal)
+            for dim in (128, 256)
+            for causal in (False, True)
+            for seqlen in (4096, 16384)
+        ),
+        providers=("cupy_flash", "cupy_flash-float8"),
+        baseline=("cupy_flash",),
+        notes=("cupy_flash-float8: q, k and v in e4m3, a scale for each head",),
+    ),
     "varlen": Preset(
         "Packed sequences of lengths with a long tail, and equal ones of the same FLOPs",
         cases=(_packed(causal=False), _packed(causal=True)),

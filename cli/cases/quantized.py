@@ -1,4 +1,4 @@
-"""Caches of 8 bits, made of those of other dtypes."""
+"""Caches of 8 bits, and q, k and v, made of those of other dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPONENTS = 8 << 3
 
 
 def quantized(cache: Any, dtype: str) -> Any:
-    """A cache (blocks, rows, heads, dim) in float8_e4m3fn or int8, of numbers times `SCALE`.
+    """A cache (blocks, rows, heads, dim), or q, in float8_e4m3fn or int8, of numbers times `SCALE`.
 
     float8's are those of float16 with bits cut off, as CuPy has no conversions of it.
     """

@@ -16,7 +16,7 @@ import click
 
 from cupy_flash.arrays.strided import LAYOUTS
 from cupy_flash.planning import tuning
-from cupy_flash.problem.arrays import DTYPES, LARGEST_QUANTIZED
+from cupy_flash.problem.arrays import DTYPES, FLOAT8, LARGEST_QUANTIZED
 
 from ..providers.providers import PAGE_SIZES
 from . import presets
@@ -132,6 +132,15 @@ def mla() -> list[Weighted]:
     ]
 
 
+def fp8() -> list[Weighted]:
+    """`presets`' cases of float8, to both 16-bit types, weighted by the inverse of their work."""
+    return [
+        Weighted(dataclasses.replace(case, cache_dtype=FLOAT8), 1e12 / case.flops())
+        for dtype in ("bfloat16", "float16")
+        for case in presets.preset("fp8", (dtype,)).cases
+    ]
+
+
 def varlen() -> list[Weighted]:
     """`presets`' packed sequences in both 16-bit types, weighted by the inverse of their work."""
     return [
@@ -165,6 +174,7 @@ PRESETS: dict[str, Callable[[], list[Weighted]]] = {
     "decode": decode,
     "decode-quantized": decode_quantized,
     "mla": mla,
+    "fp8": fp8,
     "varlen": varlen,
     "wide": wide,
     "common-backward": lambda: _backward(common()),
@@ -186,7 +196,7 @@ _REQUIRED = ("seqlen_q", "heads_q", "head_dim")
 # What other kinds have no use for.
 _KINDS_OF = {
     "page_size": ("cache",),
-    "cache_dtype": ("cache",),
+    "cache_dtype": ("cache", "dense"),
     "values_in_keys": ("cache",),
     "append": ("cache",),
     "rotary": ("cache",),

@@ -16,6 +16,7 @@ from ..cases import sequences
 from ..cases.cases import Case
 from ..cases.inputs import Inputs
 from ..cases.mod_arguments import numpy_dtype, restricted
+from ..cases.quantized import restored
 from ..cases.sequences import Arrays, Head
 
 # Scores that the reference computes in about a second: on the GPU it is bound by some ten passes
@@ -218,7 +219,14 @@ class Check:
                 "q_offset": head.first_query + block.start,
             }
             options |= self._of_block(modifications, block, block.start, block.stop)
-            naives.append(attention_naive(rows, keys, values, **options).astype(np.float64))
+            naive = attention_naive(
+                rows,
+                keys,
+                values,
+                as_float8=case.is_dense and case.cache_dtype is not None,
+                **options,
+            )
+            naives.append(naive.astype(np.float64))
             if case.append:
                 out, lse = sequences.appended_reference(
                     *(case, arrays, self._more, block.batch, block.head, self._placed),
@@ -306,9 +314,10 @@ def _head(case: Case, arrays: Arrays, more: Mapping[str, np.ndarray], block: Blo
         return sequences.head_of(case, arrays, more, block.batch, block.head)
     q, k, v = (_to_bshd(array, case.layout) for array in arrays)
     kv_head = block.head // (case.heads_q // case.heads_kv)
-    return Head(
-        _one_head(q, block.batch, block.head),
-        _one_head(k, block.batch, kv_head),
-        _one_head(v, block.batch, kv_head),
-        case.first_query,
+    q, k, v = (
+        _one_head(array, block.batch, head)
+        for array, head in ((q, block.head), (k, kv_head), (v, kv_head))
     )
+    if case.cache_dtype:
+        q, k, v = (restored(array, numpy_dtype(case.dtype)) for array in (q, k, v))
+    return Head(q, k, v, case.first_query)

@@ -19,6 +19,7 @@ from cupy_flash.gpu.environment import current_device, gpu_unavailable
 from cupy_flash.host import cpu, gradients
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning.planner import Plan, make_plan, tile_fields
+from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.problem.tile import Tile, freeze_tile
 from cupy_flash.reference.dense import attention_naive
 from cupy_flash.reference.gradients import backward_naive
@@ -160,20 +161,24 @@ class OnPages(_Variant):
 
 
 class InEightBits(_Variant):
-    """The library on the same cache in 8 bits, with a scale for each head."""
+    """The library on the same cache, or dense inputs, in 8 bits, with a scale for each head."""
 
     def __init__(self, cache_dtype: str, tile: TileFields) -> None:
         super().__init__(f"cupy_flash-{CACHE_DTYPES[cache_dtype]}", tile)
         self.cache_dtype = cache_dtype
 
     def served(self, case: Case) -> Case | str:
-        if not case.is_cached or case.append:
+        if case.is_dense:
+            if self.cache_dtype != FLOAT8 or case.dtype not in FLOAT8_OUTPUTS or case.is_backward:
+                return "of dense cases it takes forward ones of 16 bits, in float8"
+        elif not case.is_cached or case.append:
             return "it reads caches, and appends to none"
         return dataclasses.replace(case, cache_dtype=self.cache_dtype)
 
     def scratch_bytes(self, case: Case) -> int:
         served = self._served(case)
-        return self.dispatcher.scratch_bytes(served) + served.key_value_bytes
+        stored = served.key_value_bytes + (served.query_bytes if case.is_dense else 0)
+        return self.dispatcher.scratch_bytes(served) + stored
 
     def inputs_of(self, inputs: Inputs) -> Inputs:
         return inputs.with_cache_of(self.cache_dtype)

@@ -30,6 +30,10 @@ def flash_attention(
     backend: str = "auto",
     family: str | None = None,
     tile: TileRequest = None,
+    q_scale: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
+    out_dtype: str | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Exact attention, softmax(softmax_scale * q k^T) v, without the score matrix in memory.
@@ -39,9 +43,10 @@ def flash_attention(
     Parameters
     ----------
     q : array, shape (batch, seqlen_q, heads_q, head_dim)
-        Queries. float16, bfloat16, float32 or float64; NumPy, CuPy, or any array that speaks
-        DLPack. Arrays with a contiguous last axis are read in place whatever their other
-        strides and their alignment (16-byte aligned rows are fastest); others are copied.
+        Queries. float16, bfloat16, float32 or float64, or float8_e4m3fn of ml_dtypes, which CuPy's
+        arrays view bytes as, or of torch; NumPy, CuPy, or any array that speaks DLPack. Arrays with
+        a contiguous last axis are read in place whatever their other strides and their alignment
+        (16-byte aligned rows are fastest); others are copied.
     k : array, shape (batch, seqlen_k, heads_kv, head_dim)
         Keys, of the same dtype and kind. heads_q is a multiple of heads_kv; query head h reads
         head h // (heads_q // heads_kv).
@@ -69,13 +74,19 @@ def flash_attention(
         "naive".
     tile : Tile, mapping or (Br, Bc), optional
         Tile to use instead of the tuned or default one.
+    q_scale, k_scale, v_scale : number or float32 array, optional
+        Of float8: what the numbers of q, k and v are multiplied by. They broadcast to (batch, 1,
+        heads), whatever the layout: one for all, or one for each head, or for each head of each
+        batch. By default 1.
+    out_dtype : {"bfloat16", "float16"}, optional
+        Of float8: the dtype of the result, where `out` does not say it. By default bfloat16.
     **modifications
-        Masks, and what becomes of scores: see `Modifications`.
+        Masks, and what becomes of scores: see `Modifications`. Not of float8.
 
     Returns
     -------
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
-        Of the inputs' kind and dtype. A row that sees no key is 0.
+        Of the inputs' kind and dtype, of float8 in 16 bits. A row that sees no key is 0.
     lse : array, shape (batch, heads_q, seqlen_q)
         Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
         row that sees no key.
@@ -92,8 +103,9 @@ def flash_attention(
     Notes
     -----
     Runs on the current device and stream and does not synchronize (NumPy results apart). Same
-    inputs give the same bits. 16-bit inputs are accumulated in float32. NaN and inf propagate
-    as in the naive formula, and masked keys leave no trace; a NaN in a value row that
+    inputs give the same bits. 16-bit inputs are accumulated in float32. float8 is multiplied on
+    Hopper GPUs only, with probabilities in it, too; elsewhere the CPU computes in float32. NaN and
+    inf propagate as in the naive formula, and masked keys leave no trace; a NaN in a value row that
     causality masks for some rows of its tile can reach them as 0 * NaN.
 
     Examples
@@ -107,7 +119,13 @@ def flash_attention(
     options = Options(
         "equal", causal, softmax_scale, return_lse, family, freeze_tile(tile), q_offset, layout
     )
-    return run.attention(Arguments(q, k, v, out), options, backend, 0, modifications)
+    arguments = Arguments(q, k, v, out)
+    # Not any() of a generator, which takes every call half a microsecond.
+    is_plain = q_scale is None and k_scale is None and v_scale is None
+    if not is_plain or out_dtype is not None:
+        options = options._replace(kind="scaled", out_dtype=out_dtype)
+        arguments = arguments._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    return run.attention(arguments, options, backend, 0, modifications)
 
 
 def flash_attention_qkvpacked(

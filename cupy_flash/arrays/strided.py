@@ -11,7 +11,13 @@ import numpy as np
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.torch_arrays import tensor_as_cupy, tensor_types
-from cupy_flash.problem.arrays import DTYPES, MAX_ALIGNMENT, ArraySpec, contiguous_strides
+from cupy_flash.problem.arrays import (
+    DTYPES,
+    FLOAT8,
+    MAX_ALIGNMENT,
+    ArraySpec,
+    contiguous_strides,
+)
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -107,7 +113,9 @@ def readable_in_place(array: Any) -> Any:
     on_gpu = as_cupy(array)
     if is_readable_in_place(on_gpu):
         return array
-    return on_gpu.copy(order="C") if is_aligned(on_gpu) else _copied_as_bytes(on_gpu)
+    # CuPy copies no float8.
+    as_bytes = not is_aligned(on_gpu) or dtype_name(on_gpu) == FLOAT8
+    return _copied_as_bytes(on_gpu) if as_bytes else on_gpu.copy(order="C")
 
 
 def require_in_place(name: str, array: Any, why: str = "") -> None:
@@ -127,7 +135,7 @@ def require_in_place(name: str, array: Any, why: str = "") -> None:
 
 
 def _copied_as_bytes(array: Any) -> Any:
-    """A contiguous copy of a CuPy array whose elements no load can take whole."""
+    """A contiguous copy of a CuPy array whose elements are taken byte by byte."""
     ndarray = array_module(array).ndarray
     shape, strides = (*array.shape, array.itemsize), (*array.strides, 1)
     copy = ndarray(shape, "uint8", array.data, strides).copy(order="C")

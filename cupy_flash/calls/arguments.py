@@ -57,6 +57,8 @@ class Arguments(NamedTuple):
     cache_batch_idx: Any = None
     rotary_cos: Any = None
     rotary_sin: Any = None
+    # Of float8.
+    q_scale: Any = None
 
     @property
     def like(self) -> Any:
@@ -150,9 +152,11 @@ FIELDS = {
     "qkvpacked": slice(3, 5),
     "packed": slice(0, 11),
     "cached": slice(0, 17),
+    "scaled": slice(0, 18),
 }
 _REQUIRED = {
     "equal": ("q", "k", "v"),
+    "scaled": ("q", "k", "v"),
     "qkvpacked": ("qkv",),
     "packed": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
     "cached": ("q", "k_cache", "v_cache"),
@@ -171,9 +175,10 @@ INT32 = frozenset(
 )
 CACHES = ("k_cache", "v_cache")
 SCALES = ("k_scale", "v_scale")
+FLOAT8_SCALES = ("q_scale", *SCALES)
 # Read in place or not at all: a copy of a cache would cost more than the call, and what is written
 # is not to go to a copy.
-IN_PLACE = (*CACHES, *SCALES)
+IN_PLACE = (*CACHES, *FLOAT8_SCALES)
 
 
 def written_arrays(problem: Problem) -> tuple[str, ...]:
@@ -248,7 +253,7 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
         if name in INT32:
             found[name] = normalize_int32(name, array, on_host=on_host)
             continue
-        if name in SCALES:
+        if name in FLOAT8_SCALES:
             found[name] = normalize_scale(name, array, on_host=on_host)
         else:
             found[name] = (normalize_out if name in written else normalize)(name, array)

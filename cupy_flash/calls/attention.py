@@ -218,7 +218,9 @@ def prepare(
         ready = map_of_mask(functions.mask_mod, block_map, current, arguments)
         fixed["block_map"] = ready.map.fields
         sources |= {"block_map.memory": _MAP}
-    out = None if arguments.out is not None else ((*q.shape[:-1], problem.head_dim_v), q.dtype)
+    out = None
+    if arguments.out is None:
+        out = ((*q.shape[:-1], problem.head_dim_v), np.dtype(problem.out_dtype))
     lse = (problem.lse_shape, np.dtype(problem.lse_dtype)) if options.return_lse else None
     return Call(
         new=maker((out, lse), of_torch=of_torch),

@@ -9,7 +9,12 @@ import numpy as np
 from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import dtype_name, to_bshd
 from cupy_flash.calls import on_gpu
-from cupy_flash.calls.arguments import Arguments, require_given, written_arrays
+from cupy_flash.calls.arguments import (
+    FLOAT8_SCALES,
+    Arguments,
+    require_given,
+    written_arrays,
+)
 from cupy_flash.calls.backends import cpu_tile, host_runs_on_gpu
 from cupy_flash.calls.contents import check_contents
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, canonical
@@ -18,8 +23,10 @@ from cupy_flash.calls.options import Options
 from cupy_flash.calls.problems import problem_of, sizes_of
 from cupy_flash.gpu.environment import cupy_module, current_device
 from cupy_flash.host import batches, cpu
+from cupy_flash.host.quantized import dequantized
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import is_served, make_plan
+from cupy_flash.problem.arrays import FLOAT8
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
@@ -44,7 +51,8 @@ def forward(
                 require_writable(name, array)
         require_apart(arguments._fields, arguments, written)
     if out is None:
-        out = np.empty((*arguments.q.shape[:-1], problem.head_dim_v), arguments.q.dtype)
+        shape = (*arguments.q.shape[:-1], problem.head_dim_v)
+        out = np.empty(shape, np.dtype(problem.out_dtype))
     if lengths is not None:
         arguments = _appended(arguments, lengths, options, call)
     if goes_to_gpu:
@@ -131,7 +139,7 @@ def require_writable(name: str, array: np.ndarray) -> None:
 
 def upload_order(options: Options) -> Literal["K", "C"]:
     """In which order arrays that are uploaded have their axes: their own, or C's."""
-    return "K" if options.kind == "equal" else "C"
+    return "K" if options.is_equal else "C"
 
 
 def _on_gpu(
@@ -139,11 +147,13 @@ def _on_gpu(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention on copies of the arrays."""
     cupy = cupy_module()
-    if options.kind == "equal":
+    if options.is_equal:
         # Packed arrays bring `out`, for its rows that belong to no sequence.
         arguments = arguments._replace(out=None)
     order = upload_order(options)
     uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
+    if dtype_name(arguments.q) == FLOAT8:
+        options = options._replace(out_dtype=dtype_name(out))
     result, lse = on_gpu.run(type(arguments)(*uploaded), options, functions=functions)
     out[...] = cupy.asnumpy(result)
     return out, None if lse is None else cupy.asnumpy(lse)
@@ -151,7 +161,7 @@ def _on_gpu(
 
 def _uploaded(array: np.ndarray, order: Literal["K", "C"]) -> Any:
     cupy = cupy_module()
-    if dtype_name(array) == "float8_e4m3fn":
+    if dtype_name(array) == FLOAT8:
         # CuPy allocates none, but views bytes as such.
         return cupy.asarray(array.view(np.uint8), order=order).view(array.dtype)
     return cupy.asarray(array, order=order)
@@ -170,15 +180,18 @@ def _on_cpu(
     if options.modifiers is not None:
         arrays_of = canonical(options.modifiers, arguments.of_modifiers, sizes_of(problem, options))
         modified = modifiers_on_host(options.modifiers, functions, arrays_of)
-    if options.kind == "equal":
+    if options.is_equal:
         if tile is None:
             # Padded sequences are no sequences of their own to the CPU backend.
             tile = cpu_tile(problem, options.family, options.tile)
-        views = arguments.q, arguments.k, arguments.v, out
-        if options.layout != "bshd":
-            views = tuple(to_bshd(array, options.layout) for array in views)
+        q, k, v, target = (
+            to_bshd(array, options.layout) for array in (arguments.q, arguments.k, arguments.v, out)
+        )
+        if problem.is_float8:
+            scales = (getattr(arguments, name) for name in FLOAT8_SCALES)
+            q, k, v = map(dequantized, (q, k, v), scales)
         cpu.forward(
-            *views,
+            *(q, k, v, target),
             lse,
             causal=problem.causal,
             q_offset=problem.q_offset,

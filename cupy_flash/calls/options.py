@@ -15,7 +15,8 @@ from cupy_flash.problem.values import check_bool, finite, integer
 class Options(NamedTuple):
     """Options of any attention call; those that a public function does not have keep defaults.
 
-    `kind` is that of `Layout`, or "qkvpacked" for equal lengths with q, k and v in one array.
+    `kind` is that of `Layout`, or "qkvpacked" for equal lengths with q, k and v in one array, or
+    "scaled" for equal lengths of float8 with scales.
     """
 
     kind: str = "equal"
@@ -34,10 +35,17 @@ class Options(NamedTuple):
     compute_scales: bool = False
     # Where the values are columns of the keys: how many.
     head_dim_v: int | None = None
+    # Of float8, where `out` does not say it.
+    out_dtype: str | None = None
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None
     modifiers: Modifiers | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether q, k and v are arrays of their own, of equal lengths."""
+        return self.kind in ("equal", "scaled")
 
     def of_parts(self) -> Options:
         """The same for q, k and v in place of qkv."""
@@ -151,5 +159,6 @@ _FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "num_splits": integer,
     "layout": _layout,
     "family": _name_or_none,
+    "out_dtype": _name_or_none,
     "tile": _frozen_tile,
 }

@@ -27,7 +27,7 @@ from cupy_flash.arrays.strided import (
     spec_of,
     to_bshd,
 )
-from cupy_flash.calls.arguments import CACHES, INT32, SCALES, Arguments
+from cupy_flash.calls.arguments import CACHES, FLOAT8_SCALES, INT32, SCALES, Arguments
 from cupy_flash.calls.modifiers import (
     canonical,
     score_spec,
@@ -36,6 +36,8 @@ from cupy_flash.calls.options import Options
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import (
     DTYPES,
+    FLOAT8,
+    FLOAT8_OUTPUTS,
     LARGEST_QUANTIZED,
     ArraySpec,
     Scales,
@@ -90,16 +92,19 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
     arrays = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
     if arguments.out is not None:
         arrays["out"] = arguments.out
+    is_float8 = dtype_name(arguments.q) == FLOAT8
     for name, array in arrays.items():
         require_4d(name, array)
-        require_float(name, array)
+        require_float(name, array, (*DTYPES, FLOAT8) if is_float8 else DTYPES)
     if arguments.out is not None:
         require_in_place("out", arguments.out)
     specs = {n: spec_of(to_bshd(a, options.layout), address_of(a)) for n, a in arrays.items()}
     if arguments.out is None:
         shape = (*arguments.q.shape[:3], arguments.v.shape[3])
-        specs["out"] = new_spec(shape, options.layout, dtype_name(arguments.q))
+        dtype = float8_output(options.out_dtype) if is_float8 else dtype_name(arguments.q)
+        specs["out"] = new_spec(shape, options.layout, dtype)
     q, k = specs["q"], specs["k"]
+    scales = _float8_scales(arguments, options, q, k)
     is_padded = getattr(arguments, "seqlens_k", None) is not None
     score = _score(arguments, options, q.dtype, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return make_problem(
@@ -109,7 +114,47 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
         causal=options.causal,
         softmax_scale=options.softmax_scale,
         q_offset=options.q_offset,
+        scales=scales,
     )
+
+
+def float8_output(dtype: str | None) -> str:
+    """Which dtype an output of float8 has, where there is none yet.
+
+    Raises
+    ------
+    ValueError
+        For another than those of 16 bits.
+    """
+    if dtype is not None and dtype not in FLOAT8_OUTPUTS:
+        raise ValueError(f"out_dtype is {dtype!r}; expected one of {', '.join(FLOAT8_OUTPUTS)}")
+    return dtype or FLOAT8_OUTPUTS[0]
+
+
+def _float8_scales(
+    arguments: Arguments, options: Options, q: ArraySpec, k: ArraySpec
+) -> Scales | None:
+    """How the scales of float8 lie; None for other dtypes, which have none."""
+    given = {name: getattr(arguments, name, None) for name in FLOAT8_SCALES}
+    if q.dtype != FLOAT8:
+        for name, value in (given | {"out_dtype": options.out_dtype}).items():
+            if value is not None:
+                raise ValueError(f"{name} is for q, k and v of {FLOAT8}; q is {q.dtype}")
+        return None
+    if options.modifiers is not None:
+        raise ValueError(f"q is {q.dtype}, which is served without modifications only")
+    if arguments.out is not None and options.out_dtype is not None:
+        raise ValueError("out and out_dtype both say what the output is; pass one")
+    strides = {
+        name: _strides_of_scale(
+            name,
+            array,
+            (q.shape[0], 1, (q if name == "q_scale" else k).shape[2]),
+            "batch, 1, heads",
+        )
+        for name, array in given.items()
+    }
+    return Scales(strides["k_scale"], strides["v_scale"], q=strides["q_scale"])
 
 
 def _packed_problem(arguments: Arguments, options: Options) -> Problem:
@@ -218,6 +263,7 @@ def _cached_problem(arguments: Arguments, options: Options) -> Problem:
 
 _PROBLEM_OF = {
     "equal": _equal_problem,
+    "scaled": _equal_problem,
     "qkvpacked": _equal_problem,
     "packed": _packed_problem,
     "cached": _cached_problem,
@@ -271,7 +317,8 @@ def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> 
             f"q has dtype float64; {what} of 8 bits are for float16, bfloat16 and float32"
         )
     shape = keys.shape[:3]
-    strides = {name: _strides_of_scale(name, array, shape) for name, array in given.items()}
+    axes = "caches or pages, their rows, and heads"
+    strides = {name: _strides_of_scale(name, array, shape, axes) for name, array in given.items()}
     if computed:
         if arguments.k is None:
             raise ValueError("compute_scales is of the new rows; pass k and v with it")
@@ -288,7 +335,9 @@ def _scales_of_keys(arguments: Arguments, options: Options, keys: ArraySpec) -> 
     return Scales(of_keys, strides.get("v_scale", of_keys), computed)
 
 
-def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> Strides | None:
+def _strides_of_scale(
+    name: str, array: Any | None, shape: tuple[int, ...], axes: str
+) -> Strides | None:
     if array is None:
         return None
     require_dtype(name, array, ("float32",))
@@ -296,8 +345,7 @@ def _strides_of_scale(name: str, array: Any | None, shape: tuple[int, ...]) -> S
         block, row, head = array_module(array).broadcast_to(array, shape).strides
     except ValueError:
         raise ValueError(
-            f"{name} has shape {tuple(array.shape)}, which does not broadcast to {shape}: caches "
-            "or pages, their rows, and heads"
+            f"{name} has shape {tuple(array.shape)}, which does not broadcast to {shape}: {axes}"
         ) from None
     size = array.itemsize
     odd = any(stride % size for stride in (block, row, head)) or not is_aligned(array)

@@ -17,8 +17,8 @@ from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
+    FLOAT8_SCALES,
     IN_PLACE,
-    SCALES,
     Arguments,
     modified,
     normalized,
@@ -65,7 +65,11 @@ def attention(
         # The common calls, without the checks that their arguments pass by their types.
         cupy = sys.modules.get("cupy")
         like = arguments.q if arguments.qkv is None else arguments.qkv
-        if arguments.k_scale is not None or arguments.v_scale is not None:
+        if (
+            arguments.k_scale is not None
+            or arguments.v_scale is not None
+            or arguments.q_scale is not None
+        ):
             arguments = _with_numbers_placed(arguments)
         if cupy is not None and like.__class__ is cupy.ndarray:
             found = on_gpu.run(arguments, options, keys, True, functions, modifiers)
@@ -101,7 +105,9 @@ def attention(
 
 def _with_numbers_placed(arguments: Arguments) -> Arguments:
     """Scales that are numbers are arrays on the GPU, where q lies there."""
-    numbers = {n: x for n in SCALES if (x := getattr(arguments, n)).__class__ in (int, float)}
+    numbers = {
+        n: x for n in FLOAT8_SCALES if (x := getattr(arguments, n)).__class__ in (int, float)
+    }
     of_torch = is_torch_on_gpu(arguments.q)
     if not numbers or not (of_torch or is_cupy(arguments.q)):
         return arguments

@@ -102,6 +102,8 @@ class Family(ABC, Generic[TileT]):
     serves_sequences: bool = False
     # Whether its kernels read caches of 8 bits.
     serves_quantized: bool = False
+    # Whether they take q, k and v of float8.
+    serves_float8: bool = False
     # Whether its kernels can leave out blocks of keys that a block map says a mask hides.
     reads_block_maps: bool = False
     # Whether it is a fair choice for any number of query rows, so that all batch-invariant problems
@@ -112,7 +114,10 @@ class Family(ABC, Generic[TileT]):
         """Why the family cannot serve the problem on the device, or None if it can."""
         if not problem.layout.is_equal and not self.serves_sequences:
             return "its kernels take batches of equal lengths, neither packed nor cached nor padded"
-        if problem.scales is not None and not self.serves_quantized:
+        if problem.is_float8:
+            if not self.serves_float8:
+                return f"its kernels take no q, k and v of {problem.dtype}"
+        elif problem.scales is not None and not self.serves_quantized:
             return "its kernels read no caches of 8 bits"
         return self._why_not(problem, device)
 
@@ -189,10 +194,10 @@ class Family(ABC, Generic[TileT]):
         members |= score_config(problem)
         members["mapped"] = self.is_mapped(problem)
         types = {
-            "Element": ELEMENT_TYPES[problem.dtype],
+            "Element": _element_type(problem),
             "Mods": "NoMods" if score is None else "::Mods",
         }
-        if problem.scales is not None:
+        if problem.scales is not None and not problem.is_float8:
             types["CacheElement"] = STORED_TYPES[problem.tensors["k"].dtype]
         gradient = problem.gradient
         if gradient is not None:
@@ -213,7 +218,8 @@ class Family(ABC, Generic[TileT]):
             + (" backward" if gradient is not None else "")
             + (" causal" if problem.causal else "")
             + (" modified" if score is not None else "")
-            + (f" {problem.tensors['k'].dtype}" if problem.scales is not None else "")
+            + (f" {problem.tensors['k'].dtype}" if "CacheElement" in types else "")
+            + (f" to {problem.out_dtype}" if problem.is_float8 else "")
             + (" split" if split.kind == "parts" else "")
             + f" tile {tile}"
         )
@@ -223,6 +229,12 @@ class Family(ABC, Generic[TileT]):
     def digest(self) -> str:
         """Hash of the family's `.cu` and every header it reaches."""
         return source_digest(self.source)
+
+
+def _element_type(problem: Problem) -> str:
+    """C++ of the type of q, k and v."""
+    of_out = ELEMENT_TYPES[problem.out_dtype]
+    return f"float8_for<{of_out}>" if problem.is_float8 else of_out
 
 
 def _other_sources(schedule: Schedule) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Fused attention of 16 bits and float32 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
+"""Fused attention of float8 to float32 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from cupy_flash.families import hopper_float8 as float8
 from cupy_flash.families import hopper_pieces as pieces
 from cupy_flash.families import latent, persistent, split
 from cupy_flash.families.contract import (
@@ -79,14 +80,18 @@ _NOTE_BYTES = 8
 _SHOWN_BYTES, _SHOWN_KEYS = 1024, 128
 # Tiles of a bias in shared memory.
 _BIAS_STAGES = 2
-# Bytes of what the products take.
-_OPERAND_BYTES = 2
+# Of a query tile's scales of float8, which its visit has.
+_SCALES_BYTES = 8
+# Bytes of what the products take of a row of each operand in one step.
+_STEP_BYTES = 32
 # From so many keys on, and rows that share them, it is the faster one for float32. On an H100, to
 # head_dim 128, 1.2 to 1.4 times as fast as `mma` at 512, causal at 64 1.2 times at 1024 (1.0 at
 # 768); above, 1.4 times as fast as `simt` at 256, causal 1.0 to 1.2 times.
 _FLOAT32_ROWS = 512
 _NARROW_CAUSAL_FLOAT32_ROWS = 1024
 _WIDE_FLOAT32_ROWS = 256
+# Of float8: the output and scores of 32 keys take all registers.
+_WIDEST_FLOAT8 = 256
 # Whose tiles are interleaved at most, where that is for more than their keys' sake.
 _MOST_HEADS = 64
 
@@ -127,8 +132,13 @@ def _columns(problem: Problem, dim: int) -> int:
 
 
 def _k_steps(problem: Problem) -> int:
-    """Products that one product of Q and K takes, of 16 columns each."""
-    return ceil_div(_columns(problem, problem.head_dim), 16)
+    """Products that one product of Q and K takes, of 16 columns each, of float8 32."""
+    return ceil_div(_columns(problem, problem.head_dim), _STEP_BYTES // _operand_bytes(problem))
+
+
+def _operand_bytes(problem: Problem) -> int:
+    """Bytes of what the products take."""
+    return 1 if problem.is_float8 else 2
 
 
 def _least_float32_rows(problem: Problem) -> int:
@@ -138,9 +148,9 @@ def _least_float32_rows(problem: Problem) -> int:
     return _NARROW_CAUSAL_FLOAT32_ROWS if problem.causal and widest <= 64 else _FLOAT32_ROWS
 
 
-def _slab_columns(head_dim: int) -> int:
+def _slab_columns(columns: int, itemsize: int = 2) -> int:
     """Columns of one line of shared memory, which is also the swizzle's width."""
-    return 64 if round_up(head_dim, 32) % 64 == 0 else 32
+    return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize
 
 
 class HopperFamily(Family[HopperTile]):
@@ -151,12 +161,13 @@ class HopperFamily(Family[HopperTile]):
     tile_type = HopperTile
     arch_specific = True
     serves_sequences = True
+    serves_float8 = True
     reads_block_maps = True
 
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         problem = _posed(problem)
         if problem.itemsize > 4:
-            return f"its tensor-core products take 16 bits or float32, not {problem.dtype}"
+            return f"its tensor-core products take float8, 16 bits or float32, not {problem.dtype}"
         if device.arch != 90:
             return f"needs sm_90 for wgmma, not {device.sm}"
         if not device.arch_specific:
@@ -169,6 +180,8 @@ class HopperFamily(Family[HopperTile]):
             return reason
         if problem.dtype == "float32":
             return self._why_not_float32(problem, device)
+        if problem.is_float8:
+            return self._why_not_float8(problem, device)
         if _columns(problem, problem.head_dim_v) > _MOST_COLUMNS:
             return (
                 f"two blocks write {2 * _MOST_COLUMNS} columns of a head's output at most, not "
@@ -194,6 +207,25 @@ class HopperFamily(Family[HopperTile]):
             return f"it takes float32 to head_dim {_MOST_COLUMNS}"
         if problem.seqlen_k == 1:
             return "its float32 products do not give the only value as it is"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
+    def _why_not_float8(self, problem: Problem, device: Device) -> str | None:
+        if not problem.layout.is_equal:
+            return "it transposes values of float8 of equal lengths only"
+        if problem.score is not None:
+            return "it takes float8 without modifications only"
+        if max(problem.head_dim, problem.head_dim_v) > _WIDEST_FLOAT8:
+            return f"it has no registers for float8 of head_dim above {_WIDEST_FLOAT8}"
+        alignment = min(problem.tensors[name].alignment for name in ("q", "k"))
+        if alignment < STRIDE_UNIT:
+            return (
+                f"the copy engine needs rows of q and k that begin on {STRIDE_UNIT} bytes; these "
+                f"begin on {alignment}"
+            )
+        if reason := self._why_not_strides(problem):
+            return reason
         if self._first_legal(problem, device) is None:
             return f"no tile of it fits {device.name}"
         return None
@@ -304,12 +336,14 @@ class HopperFamily(Family[HopperTile]):
             return (
                 f"Bc is {tile.Bc}; expected a divisor of a page's {problem.layout.page_size} rows"
             )
+        if problem.is_float8 and tile.Bc % _STEP_BYTES:
+            return f"Bc is {tile.Bc}; expected a multiple of {_STEP_BYTES} of float8"
         if tile.stages < 2:
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and pieces.count(problem) > 1:
-            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+        if tile.q_steps and (problem.is_float8 or pieces.count(problem) > 1):
+            return f"q_steps is {tile.q_steps}; expected 0 of {problem.dtype}"
         if tile.q_steps and _holds_values_in_keys(problem):
             return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
         if tile.q_steps > _k_steps(problem):
@@ -328,6 +362,8 @@ class HopperFamily(Family[HopperTile]):
 
     def _registers(self, problem: Problem, tile: HopperTile) -> int:
         """An estimate from below: S, P, O and Q, and what else lives in the main loop."""
+        if problem.is_float8:
+            return float8.registers(problem, tile)
         factor = pieces.count(problem)
         output = pieces.output_registers(problem, _columns(problem, problem.head_dim_v))
         scores = tile.Bc // 2 + tile.Bc // 4 * (2 if _streams_bias(problem) else factor)
@@ -339,6 +375,8 @@ class HopperFamily(Family[HopperTile]):
         It takes registers for P of two blocks. Three consumers do not have them, and have two
         others to fill the tensor cores meanwhile.
         """
+        if problem.is_float8:
+            return False
         _, most = self._register_split(problem, tile)
         need = self._registers(problem, tile) + tile.Bc // 4 * pieces.count(problem)
         # Where slots hold keys and values, leaving one early is worth more.
@@ -375,15 +413,12 @@ class HopperFamily(Family[HopperTile]):
 
     def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
         problem = _posed(problem)
-        columns, columns_v = (
-            round_up(_columns(problem, dim), 32) for dim in (problem.head_dim, problem.head_dim_v)
-        )
-        factor = pieces.count(problem)
-        queries = tile.Br * columns * _OPERAND_BYTES * factor
-        stage = tile.Bc * max(columns, columns_v) * _OPERAND_BYTES * factor
+        queries = tile.Br * _row_bytes(problem, problem.head_dim)
+        stage = max(tile.Bc * _row_bytes(problem, problem.head_dim), _value_bytes(problem, tile))
         # A slot has two barriers; a visit is kept for each query tile, for one whose output is
         # being written, and for one whose queries are no longer needed.
-        visits = (tile.q_stages + 2) * _VISIT_BYTES
+        scales = _SCALES_BYTES if problem.is_float8 else 0
+        visits = (tile.q_stages + 2) * (_VISIT_BYTES + scales)
         total = (
             tile.q_stages * (queries + 2 * _BARRIER_BYTES)
             + tile.stages * (stage + 2 * _BARRIER_BYTES)
@@ -470,6 +505,14 @@ class HopperFamily(Family[HopperTile]):
                 tensor_maps=maps,
                 parts=parts,
             )
+        if problem.is_float8:
+            return Schedule(
+                (float8.launch(device), self._main(problem, device, tile, WHOLE)),
+                workspace=float8.workspace(problem),
+                section_heads=self._section_heads(problem, device, tile),
+                tensor_maps=maps,
+                parts={float8.VALUES: 0},
+            )
         cut = split.choose(
             problem,
             device,
@@ -519,7 +562,7 @@ class HopperFamily(Family[HopperTile]):
             self.shared_memory(problem, tile),
             min_blocks=1,
             cluster=ranks if ranks > 1 else 0,
-            arguments=(_maps_of(problem), "params"),
+            arguments=(_maps_of(problem), "float8_params" if problem.is_float8 else "params"),
         )
 
     def _tiles(self, problem: Problem, tile: HopperTile) -> int:
@@ -543,6 +586,13 @@ class HopperFamily(Family[HopperTile]):
             dims = {"q": p.head_dim, "k": p.head_dim, "v": p.head_dim_v}
             boxes = {name: (_slab_columns(dims[name]), rows[name]) for name in pieces.ROWS}
             return pieces.tensor_maps(p, boxes)
+        if p.is_float8:
+            columns = float8.value_rows(p, tile)
+            return {
+                "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
+                "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
+                float8.VALUES: float8.tensor_map(p, (_slab_columns(tile.Bc, 1), columns)),
+            }
         maps = {
             "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
             "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
@@ -607,6 +657,19 @@ def _latent_tile_time(tile: HopperTile) -> split.TileTime:
     return split.TileTime(of_block, of_block, _LATENT_PART_US)
 
 
+def _row_bytes(problem: Problem, columns: int) -> int:
+    """Of a row in shared memory, all pieces."""
+    bytes_of_row = _columns(problem, columns) * _operand_bytes(problem)
+    return round_up(bytes_of_row, 64) * pieces.count(problem)
+
+
+def _value_bytes(problem: Problem, tile: HopperTile) -> int:
+    """Of a tile of values, which of float8 has columns as rows."""
+    if problem.is_float8:
+        return float8.value_rows(problem, tile) * _row_bytes(problem, tile.Bc)
+    return tile.Bc * _row_bytes(problem, problem.head_dim_v)
+
+
 def _streams_bias(problem: Problem) -> bool:
     """Whether the copy engine brings a bias beside the keys."""
     score = problem.score
@@ -668,8 +731,8 @@ def _bias_strides(problem: Problem) -> tuple[int, int, int]:
 
 
 def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
-    box = (_slab_columns(_columns(problem, shape[0])), rows)
-    return _map_spec(problem, shape, problem.tensors[name].strides, box)
+    columns = _slab_columns(_columns(problem, shape[0]), _operand_bytes(problem))
+    return _map_spec(problem, shape, problem.tensors[name].strides, (columns, rows))
 
 
 def _map_spec(

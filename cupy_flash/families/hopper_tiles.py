@@ -75,6 +75,11 @@ def preferred_tiles(problem: Problem, device: Device, streams_bias: bool) -> lis
             return [tile_of(128, 128, 2) if few else tile_of(192, 80, 2)]
         only_hides = problem.score is not None and not problem.score.changes_scores
         return [tile_of(128, 96, 2) if few or only_hides else tile_of(192, 48, 2)]
+    if problem.is_float8:
+        # Shares of the output are as wide as a block of keys.
+        Bc = next(n for n in (64, 96, 128) if head_dim_v <= n or 128 < head_dim_v <= 2 * n)
+        of_192_rows = widest <= 128 and problem.seqlen_q > 64 and not few
+        return [tile_of(192 if of_192_rows else 128 if problem.seqlen_q > 64 else 64, Bc, 1)]
     if problem.dtype == "float32":
         # 4 x 4096 tokens, 16 heads: head_dim 64 128x96 123, 128x64 117, 192x48 111, causal 109,
         # 108, 98; 128 128x48 119, 128x64 113, 128x32 104, causal 105, 104, 97.

@@ -106,14 +106,14 @@ def params_dtype(problem: Problem) -> np.dtype:
     """The struct of a problem's kernels.
 
     Behind what all have comes what modifications read, then how the scales of a cache of 8 bits
-    lie, or what belongs to gradients.
+    or of float8 lie, or what belongs to gradients.
     """
     forward = _forward_dtype(problem)
     if problem.scales is not None:
         assert forward.fields is not None
         fields = {name: field[:2] for name, field in forward.fields.items()}
         end = forward.itemsize
-        for name in ("k_scale", "v_scale"):
+        for name in ("q_scale", "k_scale", "v_scale")[0 if problem.is_float8 else 1 :]:
             fields[name] = (TENSOR_DTYPE, end)
             end += TENSOR_DTYPE.itemsize
         return _struct(fields, end)
@@ -156,7 +156,7 @@ def layout_assertions(problem: Problem) -> str:
     """C++ that fails to compile unless `params.cuh` lays the struct out as `params_dtype` does."""
     name = "Params" if problem.gradient is None else "GradientParams"
     if problem.scales is not None:
-        name = "QuantizedParams"
+        name = "Float8Params" if problem.is_float8 else "QuantizedParams"
     structs = [("Tensor", TENSOR_DTYPE), (name, params_dtype(problem))]
     if problem.gradient is not None:
         structs.append(("BiasGradient", BIAS_GRADIENT_DTYPE))

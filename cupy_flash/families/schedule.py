@@ -20,6 +20,7 @@ MAX_STRIDE = 2**40
 _TYPES = {
     "params": "Params",
     "quantized_params": "QuantizedParams",
+    "float8_params": "Float8Params",
     "gradients": "GradientParams",
     "maps": "TensorMaps",
     "biased_maps": "BiasedTensorMaps",
@@ -33,6 +34,8 @@ _ARGUMENTS = (
     ("maps", "params"),
     ("biased_maps", "params"),
     ("latent_maps", "params"),
+    ("float8_params",),
+    ("maps", "float8_params"),
     ("gradients",),
     ("gradient_maps", "gradients"),
 )
@@ -97,8 +100,8 @@ class Launch:
     arguments
         What the kernel is given, in order: "maps" (the tensor maps), or "biased_maps" with that of
         a bias behind the others, or "latent_maps" with those of columns that are no values, if any;
-        and "params" (`params.py`), with scales of a cache of 8 bits "quantized_params"; of a
-        backward problem "gradient_maps", if any, and "gradients".
+        and "params" (`params.py`), with scales of a cache of 8 bits "quantized_params", with those
+        of float8 "float8_params"; of a backward problem "gradient_maps", if any, and "gradients".
     source
         File that has the function where it is not the family's own.
     """
@@ -141,7 +144,7 @@ class TensorMapSpec:
     Attributes
     ----------
     dtype
-        ``"float16"`` or ``"bfloat16"``.
+        ``"float16"``, ``"bfloat16"`` or ``"float8_e4m3fn"``.
     shape
         (dim, seqlen, heads, batch), none of them 0.
     strides

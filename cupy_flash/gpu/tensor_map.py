@@ -18,12 +18,13 @@ from cupy_flash.errors import DriverError
 from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.by_value import ByValue
 from cupy_flash.gpu.driver import driver_function
+from cupy_flash.problem.arrays import ITEMSIZE
 
 _MAP_BYTES = 128
 # cuTensorMapEncodeTiled wants the record on 64 bytes.
 _MAP_ALIGNMENT = 64
-# Enumerators of cuda.h.
-_DATA_TYPE = {"float16": 6, "bfloat16": 9}
+# Enumerators of cuda.h; float8 is bytes to the copy engine.
+_DATA_TYPE = {"float16": 6, "bfloat16": 9, "float8_e4m3fn": 0}
 _SWIZZLE = {64: 2, 128: 3}
 _NO_INTERLEAVE = 0
 _PROMOTE_TO_128_BYTES = 2
@@ -146,7 +147,7 @@ def _request(spec: TensorMapSpec, target: int) -> tuple[ctypes.c_void_p, tuple[A
         (ctypes.c_uint32 * rank)(columns, rows, 1, 1),
         (ctypes.c_uint32 * rank)(1, 1, 1, 1),
         ctypes.c_int(_NO_INTERLEAVE),
-        ctypes.c_int(_SWIZZLE[2 * columns]),
+        ctypes.c_int(_SWIZZLE[ITEMSIZE[spec.dtype] * columns]),
         ctypes.c_int(_PROMOTE_TO_128_BYTES),
         ctypes.c_int(_FILL_WITH_ZEROS),
     )

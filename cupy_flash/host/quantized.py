@@ -47,6 +47,27 @@ class QuantizedBlocks:
 
 
 @_without_warnings
+def dequantized(stored: Any, scale: Any | None, dtype: Any = np.float32) -> Any:
+    """What q, k or v of float8 stands for.
+
+    Parameters
+    ----------
+    stored
+        (batch, seqlen, heads, dim).
+    scale
+        Float32, which broadcasts to (batch, 1, heads); None for 1.
+    dtype
+        Of the result: float32, of which the products are rounded, or float64.
+    """
+    xp = array_module(stored)
+    wide = stored.astype(dtype)
+    if scale is None:
+        return wide
+    batch, _, heads, _ = stored.shape
+    return wide * xp.broadcast_to(xp.asarray(scale), (batch, 1, heads))[..., None].astype(dtype)
+
+
+@_without_warnings
 def quantized(rows: Any, scales: Any, dtype: Any) -> Any:
     """Rows (..., dim) in 8 bits, of scales (...): divided by them in float32, to nearest even.
 

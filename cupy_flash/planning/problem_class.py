@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 
-from cupy_flash.problem.arrays import LARGEST_QUANTIZED
+from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
 from cupy_flash.problem.problem import Problem
 
 # Longer sequences, and more query rows over the batch and all heads, are tuned alike.
@@ -20,13 +20,14 @@ class ProblemClass:
     Attributes
     ----------
     dtype, head_dim, head_dim_v, causal, alignment
-        As in `Problem`.
+        As in `Problem`; of float8 the dtype of the output.
     seqlen_q, seqlen_k, rows
         Sequence lengths, and query rows over the batch and all heads, rounded to powers of four.
     kind
         How sequences lie, where they are not blocks of equal length: "packed", "cache", "page16"
         or "packed-page16"; else empty. Of keys that hold the values with "latent" ahead, and of
-        keys of 8 bits with their dtype: "int8-latent-cache".
+        keys of 8 bits with their dtype: "int8-latent-cache". "float8_e4m3fn" of blocks of equal
+        length of float8.
     direction
         As in `Problem`. Which gradients are wanted, and in which dtype, makes no other class.
     """
@@ -46,7 +47,7 @@ class ProblemClass:
     def of(cls, problem: Problem) -> ProblemClass:
         """That of a problem."""
         return cls(
-            problem.dtype,
+            problem.out_dtype,
             problem.head_dim,
             problem.head_dim_v,
             problem.causal,
@@ -97,7 +98,7 @@ class ProblemClass:
 
     @property
     def cache_dtype(self) -> str | None:
-        """Of keys of 8 bits."""
+        """Of keys of 8 bits, or of q, k and v of float8."""
         stored = self.kind.partition("-")[0]
         return stored if stored in LARGEST_QUANTIZED else None
 
@@ -112,7 +113,7 @@ _QUANTIZED = "|".join(LARGEST_QUANTIZED)
 _TEXT = re.compile(
     r"(?P<dtype>\w+) d(?P<head_dim>\d+) dv(?P<head_dim_v>\d+) (?P<mask>causal|full) "
     r"q(?P<seqlen_q>\d+) k(?P<seqlen_k>\d+) rows(?P<rows>\d+) align(?P<alignment>\d+)"
-    rf"(?: (?P<kind>(?:(?:{_QUANTIZED})-)?"
+    rf"(?: (?P<kind>{FLOAT8}|(?:(?:{_QUANTIZED})-)?"
     rf"(?:packed|packed-page\d+|(?:{_LATENT}-)?(?:cache|page\d+))))?"
     r"(?: (?P<direction>backward))?"
 )
@@ -121,7 +122,7 @@ _TEXT = re.compile(
 def _kind(problem: Problem) -> str:
     layout = problem.layout
     if layout.is_equal:
-        return ""
+        return FLOAT8 if problem.is_float8 else ""
     stored = "" if problem.scales is None else problem.tensors["k"].dtype
     latent = _LATENT if problem.values_in_keys else ""
     queries = "packed" if layout.packed_q else ""

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+# Of q, k and v that stand for their numbers times scales, and of the output then.
+FLOAT8 = "float8_e4m3fn"
+FLOAT8_OUTPUTS = ("bfloat16", "float16")
 # Of caches of 8 bits, by the largest number that each holds.
 LARGEST_QUANTIZED = {"float8_e4m3fn": 448.0, "int8": 127.0}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1, "int8": 1}
@@ -65,7 +68,7 @@ class Tensor(NamedTuple):
     Attributes
     ----------
     dtype
-        One of `DTYPES`, of a cache also of `LARGEST_QUANTIZED`.
+        One of `DTYPES`, or `FLOAT8`; of a cache also of `LARGEST_QUANTIZED`.
     strides
         Of batch, row and head, in elements.
     alignment
@@ -78,25 +81,29 @@ class Tensor(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """How the scales of a cache of 8 bits lie.
+    """How the scales of a cache of 8 bits lie, or those of q, k and v of float8.
 
     Attributes
     ----------
     k, v
-        Strides of cache or page, row and head, in elements, 0 where all have one; None for 1.
+        Strides of cache or page (of float8 batch), row and head, in elements, 0 where all have one;
+        None for 1.
     computed
         Whether an append computes those of the rows that it writes.
+    q
+        As k and v, of float8 queries.
     """
 
     k: Strides | None = None
     v: Strides | None = None
     computed: bool = False
+    q: Strides | None = None
 
     @property
     def given(self) -> dict[str, Strides]:
         """Strides of those that are given, by the names of the arrays."""
-        both = {"k_scale": self.k, "v_scale": self.v}
-        return {name: strides for name, strides in both.items() if strides is not None}
+        every = {"q_scale": self.q, "k_scale": self.k, "v_scale": self.v}
+        return {name: strides for name, strides in every.items() if strides is not None}
 
 
 class Tensors(Mapping[str, Tensor]):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from cupy_flash.problem.arrays import (
     DTYPES,
+    FLOAT8,
+    FLOAT8_OUTPUTS,
     ITEMSIZE,
     LARGEST_QUANTIZED,
     MAX_ALIGNMENT,
@@ -46,7 +48,8 @@ class Problem:
     Attributes
     ----------
     dtype
-        Of q, k, v and out: one of `DTYPES`; a cache may be of 8 bits.
+        Of q, k, v and out: one of `DTYPES`; a cache may be of 8 bits. Or `FLOAT8`, of q, k and v,
+        and out is one of `FLOAT8_OUTPUTS`.
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v
         Sizes; heads_q is a multiple of heads_kv.
     causal
@@ -65,7 +68,7 @@ class Problem:
     score
         What is done to scores besides; None for nothing.
     scales
-        Of a cache of 8 bits; None for one of q's dtype.
+        Of a cache of 8 bits, or of float8; None where there are none of either.
     values_in_keys
         Whether each value is the first head_dim_v columns of its key, in the same memory. v is then
         a view of k like any other, and a kernel need not know.
@@ -126,6 +129,16 @@ class Problem:
     def itemsize(self) -> int:
         """Bytes of an element."""
         return ITEMSIZE[self.dtype]
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether q, k and v are, and not a cache alone."""
+        return self.dtype == FLOAT8
+
+    @property
+    def out_dtype(self) -> str:
+        """Of out, or of the gradients' forward call."""
+        return self.tensors["out"].dtype if self.is_float8 else self.dtype
 
     @property
     def lse_dtype(self) -> str:
@@ -261,7 +274,7 @@ def make_problem(
     score
         Modifications.
     scales
-        Of a cache of 8 bits.
+        Of a cache of 8 bits, or of float8.
     values_in_keys
         Whether v is a view of the first columns of k.
 
@@ -274,7 +287,11 @@ def make_problem(
     """
     is_equal, is_packed = kind in ("equal", "padded"), kind == "packed"
     names = ("k_cache", "v_cache") if kind == "cached" else ("k", "v")
-    _check_dtypes(q, k, v, names, is_quantized=scales is not None)
+    is_float8 = q.dtype == FLOAT8 and kind == "equal"
+    if is_float8:
+        _check_float8(k, v)
+    else:
+        _check_dtypes(q, k, v, names, is_quantized=scales is not None)
     if is_equal:
         _check_batch(q.shape, k.shape, v.shape)
     _check_heads_and_dims(q.shape, k.shape, v.shape, names)
@@ -315,9 +332,10 @@ def make_problem(
             "leave q_offset out"
         )
     out_shape = (*q.shape[:3], v.shape[3])
+    out_dtypes = FLOAT8_OUTPUTS if is_float8 else (q.dtype,)
     if out is None:
-        out = ArraySpec.contiguous(out_shape, q.dtype)
-    _check_out(out, out_shape, q.dtype)
+        out = ArraySpec.contiguous(out_shape, out_dtypes[0])
+    _check_out(out, out_shape, out_dtypes)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[3])
     packed_k = is_packed and block_table is None
@@ -353,7 +371,7 @@ def make_problem(
             batch_invariant=bool(batch_invariant),
         ),
         score=score,
-        scales=scales,
+        scales=Scales() if is_float8 and scales is None else scales,
         values_in_keys=values_in_keys,
     )
 
@@ -442,6 +460,12 @@ def _check_dtypes(
         )
 
 
+def _check_float8(k: ArraySpec, v: ArraySpec) -> None:
+    for name, spec in (("k", k), ("v", v)):
+        if spec.dtype != FLOAT8:
+            raise TypeError(f"{name} has dtype {spec.dtype}; expected {FLOAT8}, as q has")
+
+
 def _check_batch(q: Shape, k: Shape, v: Shape) -> None:
     for name, shape in (("k", k), ("v", v)):
         if shape[0] != q[0]:
@@ -486,9 +510,10 @@ def _check_places(
         raise ValueError(f"{both} have pages of 0 rows; expected at least 1")
 
 
-def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtype: str) -> None:
-    if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype}; expected {dtype}, as q has")
+def _check_out(out: ArraySpec, shape: tuple[int, int, int, int], dtypes: tuple[str, ...]) -> None:
+    if out.dtype not in dtypes:
+        why = "as q has" if len(dtypes) == 1 else "of q, k and v of float8"
+        raise TypeError(f"out has dtype {out.dtype}; expected {' or '.join(dtypes)}, {why}")
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; expected {shape}")
     check_no_self_overlap("out", out)

@@ -19,8 +19,10 @@ import numpy as np
 from cupy_flash.arrays.kinds import way_back
 from cupy_flash.arrays.strided import array_module
 from cupy_flash.host.passes import FIRST
+from cupy_flash.host.quantized import dequantized
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Pairs
+from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.modifications import fitting_modifications
 from cupy_flash.reference.rows import (
     as_bhsd,
@@ -55,6 +57,9 @@ def attention_reference(
     q_offset: int | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    q_scale: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Attention in float64 by the plain formula, ``softmax(softmax_scale * q @ k.T) @ v``.
@@ -83,6 +88,8 @@ def attention_reference(
         "bhsd" reads and returns (batch, heads, seqlen, head_dim).
     return_lse : bool
         Also return the log-sum-exp of the scaled scores.
+    q_scale, k_scale, v_scale : number or float32 array, optional
+        What the numbers of q, k and v are multiplied by; they broadcast to (batch, 1, heads).
     **modifications
         Masks, and what becomes of scores: see `cupy_flash.Modifications`.
 
@@ -110,6 +117,7 @@ def attention_reference(
     """
     convert = way_back("q", q)
     q, k, v = as_bhsd(q, k, v, layout)
+    q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float64)
     out, lse = formula(
         *(q, k, v),
         causal=causal,
@@ -173,20 +181,28 @@ def attention_naive(
     q_offset: int | None = None,
     layout: str = "bshd",
     dtype: Any = None,
+    as_float8: bool | None = None,
+    q_scale: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
     **modifications: Unpack[Modifications],
 ) -> Any:
     """Attention as one writes it without a fused kernel, the whole score matrix in memory.
 
     Computes in float64 for float64 and in float32 for the other dtypes; for 16-bit ones the
     probabilities are rounded to ``dtype`` before the second product, as separate kernels with
-    16-bit arrays between them do.
+    16-bit arrays between them do. Of float8 (e4m3) the probabilities are rounded to it before the
+    division by their sum: ``exp(score - max)``, as divided ones of long sequences are all 0 in it.
 
     Parameters
     ----------
-    q, k, v, causal, softmax_scale, q_offset, layout, **modifications
+    q, k, v, causal, softmax_scale, q_offset, layout, q_scale, k_scale, v_scale, **modifications
         As in :func:`attention_reference`.
     dtype : dtype, optional
-        Of the probabilities and of the result; the dtype of ``q`` if not given.
+        Of the probabilities and of the result; the dtype of ``q`` if not given. Of float8, that of
+        the result, bfloat16 if not given.
+    as_float8 : bool, optional
+        Whether probabilities are rounded as those of float8; by default whether ``q`` is.
 
     Returns
     -------
@@ -199,12 +215,17 @@ def attention_naive(
     """
     convert = way_back("q", q)
     q, k, v = as_bhsd(q, k, v, layout)
+    is_float8 = q.dtype.name == FLOAT8
+    if dtype is None:
+        dtype = FLOAT8_OUTPUTS[0] if is_float8 else q.dtype
+    q, k, v = _scaled(q, k, v, (q_scale, k_scale, v_scale), np.float32)
     out = naive_formula(
         *(q, k, v),
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        dtype=np.dtype(q.dtype if dtype is None else dtype),
+        dtype=np.dtype(dtype),
+        as_float8=is_float8 if as_float8 is None else as_float8,
         modified=fitting_modifications(modifications, sizes_of(q, k), causal=causal),
     )
     return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
@@ -220,6 +241,7 @@ def naive_formula(
     q_offset: int | None = None,
     dtype: np.dtype[Any],
     modified: Modified,
+    as_float8: bool = False,
     sequence: Pairs = FIRST,
 ) -> Any:
     """`attention_naive` of (batch, heads, seqlen, dim) arrays; parameters as of `formula`."""
@@ -246,12 +268,34 @@ def naive_formula(
             scores[b] = modified.scores.apply(scores[b], at, xp)
             hide(xp, scores[b], mask, 0)
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
-        scores /= row_sum
-        if dtype != compute:
-            scores = scores.astype(dtype).astype(compute)
-        out = xp.matmul(scores, v[:, :, None])
+        if as_float8:
+            scores = _rounded_to_float8(scores, xp)
+            out = xp.matmul(scores, v[:, :, None]) / row_sum
+        else:
+            scores /= row_sum
+            if dtype != compute:
+                scores = scores.astype(dtype).astype(compute)
+            out = xp.matmul(scores, v[:, :, None])
         out[empty] = 0
         return out.reshape(batch, heads_q, seqlen_q, head_dim_v).astype(dtype, copy=False)
+
+
+def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) -> Any:
+    """What (batch, heads, seqlen, dim) arrays stand for that have scales; as they are without."""
+    if all(scale is None for scale in scales):
+        return q, k, v
+    return tuple(
+        dequantized(x.swapaxes(1, 2), scale, dtype).swapaxes(1, 2)
+        for x, scale in zip((q, k, v), scales, strict=True)
+    )
+
+
+def _rounded_to_float8(x: Any, xp: Any) -> Any:
+    """Numbers up to 448 as e4m3 has them: four bits, from 2^-9 on. CuPy has no conversion."""
+    _, exponent = xp.frexp(x)
+    # frexp's mantissa is in [0.5, 1).
+    unit = xp.ldexp(xp.ones_like(x), xp.maximum(exponent, -5) - 4)
+    return xp.rint(x / unit) * unit
 
 
 def max_error(out: Any, reference: Any) -> float:

@@ -6,14 +6,17 @@
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
 // then finds their query tiles, and a third clears what lies behind their last values. float32
-// comes in pieces that a kernel of its own has made.
+// comes in pieces that a kernel of its own has made, and the values of float8 transposed by
+// another.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/float8_consumer.cuh"
 #include "forward/hopper/helpers.cuh"
 #include "forward/hopper/pieces.cuh"
 #include "forward/hopper/producer.cuh"
+#include "forward/hopper/values.cuh"
 #include "grid/order.cuh"
 #include "params.cuh"
 #include "ptx/cluster.cuh"

@@ -5,10 +5,10 @@
 #include "tile/element.cuh"
 #include "grid/pages.cuh"
 
-// Whether p v / p is as exact as v: in 16 bits it is, as p of a row's only key is a power of two to
+// Whether p v / p is as exact as v: in 16 bits and 8 it is, as p of a row's only key is a power of two to
 // within float32's rounding.
 template <class Element>
-constexpr bool quotient_is_exact = sizeof(Element) == 2;
+constexpr bool quotient_is_exact = sizeof(Element) <= 2;
 
 // Rows that see no more keys than this are settled.
 template <class Element>

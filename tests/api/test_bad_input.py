@@ -104,7 +104,6 @@ def test_arrays_with_another_number_of_axes_are_refused(name, shape):
         complex,
         object,
         "U4",
-        ml_dtypes.float8_e4m3fn,
         ml_dtypes.float8_e5m2,
     ],
     ids=str,
@@ -112,6 +111,15 @@ def test_arrays_with_another_number_of_axes_are_refused(name, shape):
 def test_a_dtype_that_attention_is_not_computed_in_is_refused(name, dtype):
     message = f"{name} has dtype .*; expected one of float16, bfloat16, float32, float64"
     assert_refused(TypeError, message, **{name: good()[name].astype(dtype)})
+
+
+def test_inputs_are_all_of_float8_or_none():
+    float8 = {name: good()[name].astype(ml_dtypes.float8_e4m3fn) for name in "qkv"}
+    message = "k has dtype float32; expected float8_e4m3fn, as q has"
+    assert_refused(TypeError, message, q=float8["q"])
+    for name in "kv":
+        message = f"{name} has dtype float8_e4m3fn; expected one of float16, bfloat16, float32"
+        assert_refused(TypeError, message, **{name: float8[name]})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

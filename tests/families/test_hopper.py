@@ -95,7 +95,7 @@ def strided(strides: tuple[int, int, int], *, alignment: int = 16) -> Problem:
 
 
 REFUSED: dict[str, tuple[Problem, Device, str]] = {
-    "float64": (problem("float64"), h100, "take 16 bits or float32, not float64"),
+    "float64": (problem("float64"), h100, "take float8, 16 bits or float32, not float64"),
     **{
         f"sm_{arch}": (problem(), device_for_arch(arch), f"needs sm_90 for wgmma, not sm_{arch}")
         for arch in ARCHITECTURES

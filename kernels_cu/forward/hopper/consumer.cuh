@@ -19,7 +19,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_consumer.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperConsumer {
   using Cta = HopperCta<Config>;
   using Visit = typename Cta::Visit;
@@ -243,6 +244,7 @@ struct HopperConsumer {
     const Visit& next = *cta.visit(visit);
     if (next.is_end_of_work()) return false;
     first_row = products.first_row_of(next.work);
+    if constexpr (Cta::transposes_values) softmax.enter(next, cta.p);
     if (Config::sequences) {
       full_end = next.template mask<Config>(cta.p).template full_tiles<Bc>(first_row);
     }

@@ -2,6 +2,7 @@
 // their barriers, the query tiles that are under way, and where results go.
 #pragma once
 
+#include "forward/hopper/float8.cuh"
 #include "forward/hopper/operand.cuh"
 #include "grid/order.cuh"
 #include "grid/schedule.cuh"
@@ -39,24 +40,6 @@ __host__ __device__ constexpr int hopper_columns(int dim, int ranks) {
   return ranks == 1 ? dim : round_up(ceil_div(dim, ranks), 16);
 }
 
-// Rows of keys, or of queries, whose first columns are values: these and the rest in slabs of their
-// own.
-template <int Rows, int Values, int Others>
-struct LatentTile {
-  using First = SlabTile<Rows, Values>;
-  using Rest = SlabTile<Rows, Others>;
-  static constexpr int bytes = First::bytes + Rest::bytes;
-};
-
-template <int Rows, int Columns, int Values, bool Latent>
-struct HopperTile {
-  using type = SlabTile<Rows, Columns>;
-};
-template <int Rows, int Columns, int Values>
-struct HopperTile<Rows, Columns, Values, true> {
-  using type = LatentTile<Rows, Values, Columns - Values>;
-};
-
 template <class Config>
 struct HopperCta {
   using Element = typename Config::Element;
@@ -73,9 +56,12 @@ struct HopperCta {
   // columns that are no values each block has a half, too.
   static constexpr bool values_in_keys = Config::values_in_keys;
   static constexpr int columns_rest = values_in_keys ? columns - columns_v : 0;
-  using QueryTile = typename HopperTile<Br, columns, columns_v, values_in_keys>::type;
-  using KeyTile = typename HopperTile<Bc, columns, columns_v, values_in_keys>::type;
-  using ValueTile = SlabTile<Bc, columns_v>;
+  using Output = typename HopperOutput<Element>::type;
+  using Tiles = HopperTiles<Config, columns, columns_v>;
+  using QueryTile = typename Tiles::QueryTile;
+  using KeyTile = typename Tiles::KeyTile;
+  using ValueTile = typename Tiles::ValueTile;
+  static constexpr bool transposes_values = HopperOperand<Element>::transposes_values;
   using BiasTile = SlabTile<Br, Bc>;
   static constexpr bool streams_bias = Config::bias_stages > 0;
 
@@ -91,10 +77,12 @@ struct HopperCta {
   static_assert(!values_in_keys || (columns_v % 32 == 0 && columns_rest % 32 == 0),
                 "slabs of values, and slabs of the other columns");
   static_assert(Config::page_size % Bc == 0, "a tile of keys is of one page");
-  static_assert(pieces == 1 || (!Config::sequences && !Config::split_keys && !Config::modified),
-                "of float32 there are only batches of equal lengths, whole and without more");
+  static_assert(
+      (pieces == 1 && !transposes_values) ||
+          (!Config::sequences && !Config::split_keys && !Config::modified),
+      "of float32 and float8 there are only batches of equal lengths, whole and without more");
 
-  using Visit = ::Visit<Config::sequences>;
+  using Visit = HopperVisit<Config>;
   // A visit is read again when its output is written: then the queries of the visit after it, if
   // that has only one block of keys, may already have made place for others. Where visits are to be
   // found, two are written ahead, one of which the producer knows of.
@@ -302,7 +290,7 @@ struct HopperCta {
     if constexpr (Config::mapped) {
       return mapped_visit(p, work);
     } else {
-      return {{}, work, key_tiles(p, work)};
+      return Visit::of(p, work, key_tiles(p, work));
     }
   }
 
@@ -326,7 +314,7 @@ struct HopperCta {
       keys.begin = blocks.first_from(keys.begin, keys.end);
       if (keys.begin < keys.end) keys.end = blocks.last_before(keys.end) + 1;
     }
-    return {{}, work, keys};
+    return Visit::of(p, work, keys);
   }
 
   template <class AnyParams>
@@ -372,9 +360,9 @@ struct HopperCta {
     return partials.out_row(work.split, partials.row_index(p, work.batch, work.head, row));
   }
 
-  __device__ Element* output_row(const Visit& visit, int row) const {
+  __device__ Output* output_row(const Visit& visit, int row) const {
     const Sequence& sequence = visit.sequence(p);
-    return p.out.head<Element>(sequence.q_batch, visit.work.head) +
+    return p.out.head<Output>(sequence.q_batch, visit.work.head) +
            (sequence.q_first + row) * p.out.row_stride;
   }
 

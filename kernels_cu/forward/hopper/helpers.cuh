@@ -96,7 +96,7 @@ struct HopperFinder {
         if constexpr (Config::split_keys) {
           cta.partial_row(work, row)[column] = 0;
         } else {
-          cta.output_row(visit, row)[column] = Element{};
+          cta.output_row(visit, row)[column] = {};
         }
       }
     }

@@ -5,15 +5,24 @@
 // they need no scale, and unlike TF32 they may be multiplied with keys as k, as P V does.
 #pragma once
 
+#include "grid/visit.cuh"
 #include "ptx/base.cuh"
 #include "tile/element.cuh"
+#include "tile/slabs.cuh"
 
 #if __CUDA_ARCH__ == 900
+
+// float8 has an operand, an output, tiles and scales of its own (float8.cuh).
+template <class Element>
+struct HopperOutput {
+  using type = Element;
+};
 
 template <class Element>
 struct HopperOperand {
   using type = Element;
   static constexpr int pieces = 1;
+  static constexpr bool transposes_values = false;
 
   __device__ static void split(float low, float high, unsigned (&pieces)[1]) {
     pieces[0] = pack<Element>(low, high);
@@ -24,6 +33,7 @@ template <>
 struct HopperOperand<float> {
   using type = bfloat16_t;
   static constexpr int pieces = 3;
+  static constexpr bool transposes_values = false;
 
   // Two numbers, the first in the lower halves, the largest pieces first.
   __device__ static void split(float low, float high, unsigned (&pieces)[3]) {
@@ -71,5 +81,39 @@ __device__ void for_each_product(Product product) {
     }
   }
 }
+
+// Rows of keys, or of queries, whose first columns are values: these and the rest in slabs of their
+// own.
+template <int Rows, int Values, int Others>
+struct LatentTile {
+  using First = SlabTile<Rows, Values>;
+  using Rest = SlabTile<Rows, Others>;
+  static constexpr int bytes = First::bytes + Rest::bytes;
+};
+
+template <int Rows, int Columns, int Values, bool Latent>
+struct HopperTile {
+  using type = SlabTile<Rows, Columns>;
+};
+template <int Rows, int Columns, int Values>
+struct HopperTile<Rows, Columns, Values, true> {
+  using type = LatentTile<Rows, Values, Columns - Values>;
+};
+
+template <class Config, int columns, int columns_v, class Element = typename Config::Element>
+struct HopperTiles {
+  static constexpr bool latent = Config::values_in_keys;
+  using QueryTile = typename HopperTile<Config::Br, columns, columns_v, latent>::type;
+  using KeyTile = typename HopperTile<Config::Bc, columns, columns_v, latent>::type;
+  using ValueTile = SlabTile<Config::Bc, columns_v>;
+};
+
+template <class Config, class Element = typename Config::Element>
+struct HopperVisit : Visit<Config::sequences> {
+  __device__ static HopperVisit end_of_work() { return {Visit<Config::sequences>::end_of_work()}; }
+  __device__ static HopperVisit of(const Params&, const Work& work, const KeyTiles& keys) {
+    return {{{}, work, keys}};
+  }
+};
 
 #endif  // __CUDA_ARCH__ == 900

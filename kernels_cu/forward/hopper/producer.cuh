@@ -237,9 +237,19 @@ struct HopperProducer {
   __device__ void load_values(const Block& block) {
     if (Config::sequences && block.rows() < Bc) {
       load_tail(block);
+    } else if constexpr (Cta::transposes_values) {
+      load_transposed(block);
     } else {
       load_block<ValueTile>(&cta.maps.v, block, Cta::first_column_v());
     }
+  }
+
+  // Its keys are columns.
+  __device__ void load_transposed(const Block& block) {
+    ptx::mbarrier_wait(cta.empty(ring.slot), ring.parity ^ 1);
+    load<ValueTile>(cta.slot_address(ring.slot), &cta.maps.v, 0, block.head, block.batch,
+                    cta.full(ring.slot), ptx::l2_evict_last, block.row());
+    ring.advance();
   }
 
   // All pieces of a tile: in the array a piece has its own batches.

@@ -10,7 +10,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_products.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperProducts {
   using Operand = HopperOperand<typename Config::Element>;
   using Element = typename Operand::type;

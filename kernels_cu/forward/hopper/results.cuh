@@ -4,8 +4,8 @@
 
 #include "forward/hopper/cta.cuh"
 #include "forward/hopper/products.cuh"
+#include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
-#include "score/lagging_softmax.cuh"
 #include "score/modify.cuh"
 #include "tile/access.cuh"
 #include "tile/element.cuh"
@@ -15,12 +15,14 @@
 
 template <class Config>
 struct HopperResults {
-  using Element = typename Config::Element;
   using Cta = HopperCta<Config>;
+  using Element = typename Cta::Output;
   using Visit = typename Cta::Visit;
   using Products = HopperProducts<Config>;
-  using SoftmaxRow = LaggingSoftmaxRow<Element>;
-  static constexpr int columns_v = Products::columns_v;
+  using SoftmaxRow = typename HopperSoftmax<Config>::Row;
+  // Of float8 there may be more, of whole shares.
+  static constexpr int columns_v =
+      Cta::transposes_values ? round_up(Config::head_dim_v, 16) : Products::columns_v;
 
   const Cta& cta;
   Products& products;
@@ -37,6 +39,7 @@ struct HopperResults {
     for (int half = 0; half < 2; ++half) {
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
+      if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
       if constexpr (Config::sinks && !Config::split_keys) {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);

@@ -14,7 +14,8 @@
 
 #if __CUDA_ARCH__ == 900
 
-template <class Config>
+// With values transposed as of float8 (float8_softmax.cuh).
+template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
   using Row = LaggingSoftmaxRow<typename Config::Element>;
   static constexpr int Bc = Config::Bc;

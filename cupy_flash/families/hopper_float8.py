@@ -1,0 +1,63 @@
+"""float8 as the `hopper` family takes it: the host's side of `forward/hopper/float8.cuh`.
+
+The values become an array of their own in the workspace, transposed (`values.cuh`): (batch,
+heads_kv, head_dim_v, keys), the keys filled up to whole tiles.
+"""
+
+from __future__ import annotations
+
+from cupy_flash.families.contract import round_up
+from cupy_flash.families.hopper_tiles import HopperTile
+from cupy_flash.families.schedule import Launch, TensorMapSpec
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+
+# What the schedule calls the array.
+VALUES = "values"
+# Less than of 16 bits: with 192 rows, head_dim 128 and 128 keys the compiler spills none of 160.
+_STATE_REGISTERS = 16
+# Keys of a tile, and threads that bring it to shared memory.
+_KEYS = 128
+_BLOCKS_PER_SM = 8
+
+
+def value_rows(problem: Problem, tile: HopperTile) -> int:
+    """Columns of values in shared memory, where they are rows.
+
+    Whole shares of the output, which are as wide as a block of keys: they have its scores'
+    registers.
+    """
+    return round_up(problem.head_dim_v, tile.Bc)
+
+
+def registers(problem: Problem, tile: HopperTile) -> int:
+    """Of O, S or a share of O, P, and what else lives in the main loop."""
+    return value_rows(problem, tile) // 2 + tile.Bc // 2 + tile.Bc // 8 + _STATE_REGISTERS
+
+
+def launch(device: Device) -> Launch:
+    """What makes the array, ahead of the kernel that reads it."""
+    blocks = _BLOCKS_PER_SM * device.sm_count
+    return Launch(VALUES, "hopper_values", (blocks, 1, 1), _KEYS, arguments=("float8_params",))
+
+
+def workspace(problem: Problem) -> int:
+    """Bytes of the array."""
+    return problem.batch * problem.heads_kv * problem.head_dim_v * _line(problem)
+
+
+def tensor_map(problem: Problem, box: tuple[int, int]) -> TensorMapSpec:
+    """Of the array, with the keys and columns of a copy."""
+    p, line = problem, _line(problem)
+    of_head = p.head_dim_v * line
+    return TensorMapSpec(
+        p.dtype,
+        (line, p.head_dim_v, p.heads_kv, p.batch),
+        (line, of_head, p.heads_kv * of_head),
+        box,
+    )
+
+
+def _line(problem: Problem) -> int:
+    """Bytes between the columns."""
+    return round_up(problem.seqlen_k, _KEYS)

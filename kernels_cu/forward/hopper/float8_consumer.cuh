@@ -1,0 +1,97 @@
+// A consumer of the Hopper kernel where q, k and v are of float8. A block's share of the output is
+// added apart, and has the registers that the next block's scores have after it. So a consumer does
+// one thing at a time, and while it adds and takes exponentials the tensor cores are the others':
+//
+//   tensor cores   | P V of j |            | Q K^T of j + 1 |                  | P V of j + 1 | ...
+//   CUDA cores     |          | O += share |                | softmax of j + 1 |
+#pragma once
+
+#include "forward/hopper/consumer.cuh"
+#include "forward/hopper/float8_products.cuh"
+#include "forward/hopper/float8_softmax.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
+  using Base = HopperConsumer<Config, false>;
+  using typename Base::Cta;
+  using typename Base::Products;
+  using typename Base::SoftmaxRow;
+  using Slot = typename Products::Slot;
+  using Base::Bc;
+  using Base::begin;
+  using Base::block;
+  using Base::consumer;
+  using Base::consumers;
+  using Base::cta;
+  using Base::products;
+  using Base::softmax;
+  using Base::visit;
+
+  using Base::Base;
+
+  __device__ void consume() {
+    softmax.reset();
+    if (!this->enter_tile()) return;
+    if (Config::turns && consumer == consumers - 1) this->pass_turn();
+    const Slot first = products.take_slot();
+    products.start_scores(first);
+    float rescale[2];
+    take_block(first, rescale);
+    products.clear_output();
+
+    while (true) {
+      const bool tile_ends = block == begin;
+      const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
+      if (tile_ends) {
+        visit = Cta::next_visit(visit);
+        if (!this->enter_tile()) break;
+      } else {
+        --block;
+      }
+      // The ring has keys ahead of the values of the block before.
+      const Slot keys = products.take_slot();
+      const Slot values = products.take_slot();
+      // Consumers that share the tensor cores fairly would stay in step: so each has a turn.
+      if (Config::turns) this->take_turn();
+      products.add_output(values, rescale);
+      products.start_scores(keys);
+      if (Config::turns) this->pass_turn();
+      if (tile_ends) {
+        write_tile(finished);
+        softmax.reset();
+        products.clear_output();
+      }
+      take_block(keys, rescale);
+    }
+
+    const Slot values = products.take_slot();
+    if (Config::turns) this->take_turn();
+    products.add_output(values, rescale);
+    if (Config::turns && consumer < consumers - 1) this->pass_turn();
+    write_tile(softmax.rows);
+  }
+
+ private:
+  // The softmax of a block whose scores are under way.
+  __device__ void take_block(Slot keys, float (&rescale)[2]) {
+    products.await_scores(keys, block == begin);
+    softmax.apply_factor(products.sums, cta.visit(visit)->scales.negates());
+    if (block >= this->first_masked_block()) {
+      const auto mask = Mask<Config>(cta.p, 0).counted_from(block * Bc + threadIdx.x % 4 * 2);
+      softmax.mask(products.sums, [&](int half) {
+        return mask.visible_end(this->first_row + Products::lane_row() + 8 * half);
+      });
+    }
+    softmax.exponentiate(products.sums, products.probabilities, rescale);
+  }
+
+  __device__ void write_tile(const SoftmaxRow (&finished)[2]) {
+    float normalizer[2];
+    this->results().finish_softmax(finished, normalizer);
+    this->results().write_output(normalizer);
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

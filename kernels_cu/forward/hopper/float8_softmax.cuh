@@ -1,0 +1,117 @@
+// The softmax of one block of keys where P is of float8, of the two rows that a lane holds parts of.
+//
+// A row's largest p is 2^8, to within float32's rounding. Of three bits behind the first a rounding
+// is up to 1/16 of a number, and a row of one key, or of many alike, would show all of it if its
+// largest p were any other number; so no base may lag behind here.
+#pragma once
+
+#include "forward/hopper/float8.cuh"
+#include "forward/hopper/softmax.cuh"
+#include "ptx/base.cuh"
+#include "ptx/registers.cuh"
+#include "score/softmax.cuh"
+#include "tile/fragments.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperSoftmax<Config, true> {
+  using Math = SoftmaxMath<float>;
+  using Operand = HopperOperand<typename Config::Element>;
+  static constexpr int Bc = Config::Bc;
+  using Scores = float[Bc / 2];
+  using Probabilities = unsigned[Bc / 8];
+  static constexpr float largest_exponent = 8;
+
+  struct Row {
+    float base;  // p = exp2(score * scale_log2 - base); -inf where no key has been seen
+    float sum;   // of this lane's p
+
+    // log(sum(exp(scale * s))), natural. A NaN in the sum stays.
+    __device__ float log_sum_exp() const {
+      return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
+    }
+  };
+
+  float scale_log2;
+  Row rows[2];
+
+  __device__ explicit HopperSoftmax(const Params&) {}
+
+  __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
+
+  // Each visit has scales of its own.
+  template <class Visit>
+  __device__ void enter(const Visit& visit, const Params& p) {
+    scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
+  }
+
+  __device__ static void apply_factor(Scores& scores, bool negates) {
+    if (negates) {
+#pragma unroll
+      for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
+      // Else the compiler has a select for each score in place of the branch.
+      ptx::pin(scores);
+    }
+    if constexpr (prior_factor<Config> != 1) {
+#pragma unroll
+      for (int i = 0; i < Bc / 2; ++i) scores[i] *= prior_factor<Config>;
+    }
+  }
+
+  // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
+  template <class VisibleEnd>
+  __device__ static void mask(Scores& scores, VisibleEnd visible_end) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      fill_row_from<Bc / 8>(scores + 2 * half, visible_end(half), -Math::infinity());
+    }
+  }
+
+  // Takes the probabilities of the scores, and what the output so far is to be multiplied by.
+  __device__ void exponentiate(const Scores& scores, Probabilities& probabilities,
+                               float (&rescale)[2]) {
+    float bases[2], parts[2][2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float largest = max_of_lanes(largest_of(scores, half));
+      const float base = fmaxf(rows[half].base, fmaf(largest, scale_log2, -largest_exponent));
+      bases[half] = base == -Math::infinity() ? 0 : base;
+      rescale[half] = ptx::ex2_approx(rows[half].base - bases[half]);
+      rows[half].base = base;
+    }
+#pragma unroll
+    for (int i = 0; i < Bc / 4; ++i) {
+      const int half = i % 2;
+      float p[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        p[c] = ptx::ex2_approx(fmaf(scores[2 * i + c], scale_log2, -bases[half]));
+        parts[half][c] += p[c];
+      }
+      Operand::put(p[0], p[1], i, probabilities);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows[half].sum = fmaf(rows[half].sum, rescale[half], parts[half][0] + parts[half][1]);
+    }
+    ptx::pin(probabilities);
+  }
+
+ private:
+  // Of this lane's part of a row, in four chains for the latency's sake.
+  __device__ static float largest_of(const Scores& scores, int half) {
+    constexpr int chains = 4;
+    float max[chains];
+#pragma unroll
+    for (int j = 0; j < Bc / 8; ++j) {
+      const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
+      max[j % chains] = j < chains ? two : fmaxf(two, max[j % chains]);
+    }
+#pragma unroll
+    for (int i = 1; i < min(chains, Bc / 8); ++i) max[0] = fmaxf(max[0], max[i]);
+    return max[0];
+  }
+};
+
+#endif  // __CUDA_ARCH__ == 900

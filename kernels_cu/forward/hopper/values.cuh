@@ -1,0 +1,104 @@
+// Ahead of the Hopper kernel: the values of float8, transposed, as an array in the workspace for
+// the copy engine: (batch, heads_kv, head_dim_v, keys), the keys filled up with zeros to whole
+// tiles of 128, and in the order of float8.cuh.
+#pragma once
+
+#include "forward/hopper/float8.cuh"
+#include "params.cuh"
+#include "ptx/bytes.cuh"
+#include "tile/access.cuh"
+#include "tile/layout.cuh"
+
+#if __CUDA_ARCH__ == 900
+
+template <class Config>
+struct HopperValues {
+  using Byte = float8_e4m3_t;
+  using Chunk = Vector<Byte, 16>;
+  // Of a tile, which a thread block of as many threads as it has keys brings to shared memory.
+  static constexpr int keys = 128, columns = 64;
+  static constexpr int dim = Config::head_dim_v;
+  // Sixteen keys are followed by 16 bytes, so that lanes that read four columns of a key of eight
+  // sixteens each find them in different banks.
+  static constexpr int bytes = keys * columns + keys / 16 * 16;
+  __device__ static int offset(int key) { return key * columns + key / 16 * 16; }
+
+  // Any number of thread blocks.
+  __device__ static void transpose(const Params& p, unsigned char* shared) {
+    const int key_tiles = ceil_div(p.seqlen_k, keys);
+    constexpr int column_tiles = ceil_div(dim, columns);
+    const int64 tiles = int64(p.batch) * p.heads_kv * column_tiles * key_tiles;
+    for (int64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const int first_key = int(tile % key_tiles) * keys;
+      const int64 rest = tile / key_tiles;
+      const int first_column = int(rest % column_tiles) * columns;
+      const int64 of_head = rest / column_tiles;
+      const int batch = int(of_head / p.heads_kv), head = int(of_head % p.heads_kv);
+      const Byte* source = p.v.head<const Byte>(batch, head);
+      auto* target = static_cast<Byte*>(p.workspace) +
+                     (of_head * dim + first_column) * (int64(key_tiles) * keys) + first_key;
+      load(p, source, first_key, first_column, shared);
+      __syncthreads();
+      store(target, int64(key_tiles) * keys, dim - first_column, shared);
+      __syncthreads();
+    }
+  }
+
+ private:
+  __device__ static void load(const Params& p, const Byte* source, int first_key, int first_column,
+                              unsigned char* shared) {
+    constexpr int chunks = columns / 16;
+    const int column = first_column + threadIdx.x % chunks * 16;
+#pragma unroll
+    for (int i = 0; i < chunks; ++i) {
+      const int key = threadIdx.x / chunks + i * (keys / chunks);
+      Chunk chunk = {};
+      if (first_key + key < p.seqlen_k) {
+        chunk = load_elements<16, Config::alignment>(
+            source + (first_key + key) * p.v.row_stride + column, dim - column);
+      }
+      *reinterpret_cast<Chunk*>(shared + offset(key) + column - first_column) = chunk;
+    }
+  }
+
+  // Sixteen keys of four columns.
+  __device__ static void store(Byte* target, int64 line, int columns_left,
+                               const unsigned char* shared) {
+    const int sixteen = threadIdx.x % 8, column = threadIdx.x / 8 * 4;
+    const unsigned char* source = shared + offset(16 * sixteen) + column;
+    unsigned places[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      unsigned four[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int key = 2 * i + k % 2 + k / 2 * 8;
+        four[k] = *reinterpret_cast<const unsigned*>(source + key * columns);
+      }
+      const unsigned low[2] = {ptx::prmt<0x5140>(four[0], four[1]),
+                               ptx::prmt<0x5140>(four[2], four[3])};
+      const unsigned high[2] = {ptx::prmt<0x7362>(four[0], four[1]),
+                                ptx::prmt<0x7362>(four[2], four[3])};
+      places[0][i] = ptx::prmt<0x5410>(low[0], low[1]);
+      places[1][i] = ptx::prmt<0x7632>(low[0], low[1]);
+      places[2][i] = ptx::prmt<0x5410>(high[0], high[1]);
+      places[3][i] = ptx::prmt<0x7632>(high[0], high[1]);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (column + c < columns_left) {
+        *reinterpret_cast<Chunk*>(target + (column + c) * line + 16 * sixteen) =
+            reinterpret_cast<const Chunk&>(places[c]);
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void hopper_values(const Params& p) {
+  using Values = HopperValues<Config>;
+  __shared__ __align__(16) unsigned char shared[Values::bytes];
+  Values::transpose(p, shared);
+}
+
+#endif  // __CUDA_ARCH__ == 900

@@ -1,0 +1,107 @@
+"""q, k and v of float8 in host memory: the CPU backend against the reference, and bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from support.float8_support import FLOAT8, Float8Case, random_case, truth_of
+
+from cupy_flash import flash_attention
+from cupy_flash.reference.dense import attention_naive, attention_reference
+
+BASE = Float8Case(30, 40)
+
+
+@pytest.mark.parametrize("test", range(30))
+def test_random_problems_are_right(test: int) -> None:
+    case = random_case(np.random.default_rng([12, test]))
+    arguments = case.arguments()
+    out, lse = flash_attention(
+        **arguments, **case.formula, out_dtype=case.out_dtype, return_lse=True, backend="cpu"
+    )
+    truth_of(case, arguments).check(out, lse, case.layout)
+
+
+def test_the_reference_is_that_of_what_numbers_stand_for() -> None:
+    arguments = BASE.arguments()
+    wide = {
+        name: arguments[name].astype(np.float64)
+        * np.asarray(arguments[f"{name}_scale"], np.float64)[..., None]
+        for name in "qkv"
+    }
+    found = attention_reference(**arguments)
+    assert np.array_equal(found, attention_reference(**wide))
+
+
+def test_naive_probabilities_are_those_of_e4m3() -> None:
+    """1 and 2^-4 and a bit, which is rounded; the sum is not."""
+    p = 0.07
+    q, v = np.ones((1, 1, 1, 1), FLOAT8), np.array([0, 1], FLOAT8).reshape(1, 2, 1, 1)
+    k = np.array([0, -1], FLOAT8).reshape(1, 2, 1, 1)
+    found = attention_naive(q, k, v, softmax_scale=-np.log(p), dtype="float32")
+    rounded = float(np.float32(p).astype(FLOAT8))
+    assert found.item() == pytest.approx(rounded / (1 + p), rel=1e-6)
+    assert rounded != pytest.approx(p, rel=1e-3)
+
+
+def test_the_output_is_bfloat16_unless_asked_for() -> None:
+    arguments = BASE.arguments()
+    assert flash_attention(**arguments).dtype == "bfloat16"
+    assert flash_attention(**arguments, out_dtype="float16").dtype == np.float16
+    out = np.full(BASE.shape("out"), np.nan, np.float16)
+    assert flash_attention(**arguments, out=out) is out
+    assert np.isfinite(out).all()
+
+
+def test_scales_need_not_be_given() -> None:
+    q, k, v = (BASE.arguments()[name] for name in "qkv")
+    ones = dict.fromkeys(("q_scale", "k_scale", "v_scale"), 1)
+    assert np.array_equal(flash_attention(q, k, v), flash_attention(q, k, v, **ones))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q_scale": np.ones((3,), np.float32)}, ValueError, "does not broadcast to"),
+        ({"k_scale": np.ones((4,), np.float32)}, ValueError, "(2, 1, 2): batch, 1, heads"),
+        ({"v_scale": np.ones((2,), np.float64)}, TypeError, "v_scale has dtype float64"),
+        ({"v_scale": 1e39}, ValueError, "expected a number that float32 holds"),
+        ({"out_dtype": "float32"}, ValueError, "out_dtype is 'float32'; expected one of bfloat16"),
+        ({"out_dtype": 3}, TypeError, "out_dtype is an int; expected a name"),
+        ({"window_size": (3, 3)}, ValueError, "served without modifications only"),
+        ({"k": np.zeros((2, 40, 2, 128), np.float16)}, TypeError, "k has dtype float16"),
+        (
+            {"out": np.zeros((2, 30, 4, 128), np.float16), "out_dtype": "float16"},
+            ValueError,
+            "pass one",
+        ),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error) as caught:
+        flash_attention(**BASE.arguments() | changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("more", [{"q_scale": 1.0}, {"v_scale": 1.0}, {"out_dtype": "float16"}])
+def test_other_dtypes_have_none_of_its_options(more: dict[str, Any]) -> None:
+    q = np.zeros((1, 8, 2, 16), np.float16)
+    (name,) = more
+    with pytest.raises(
+        ValueError, match=f"{name} is for q, k and v of float8_e4m3fn; q is float16"
+    ):
+        flash_attention(q, q, q, **more)
+
+
+def test_layouts_have_the_same_scales() -> None:
+    arguments = BASE.arguments()
+    swapped = {
+        name: x.swapaxes(1, 2).copy() if name in "qkv" else x for name, x in arguments.items()
+    }
+    out = flash_attention(**swapped, layout="bhsd")
+    assert np.array_equal(out.swapaxes(1, 2), flash_attention(**arguments))
+    case = dataclasses.replace(BASE, layout="bhsd")
+    truth_of(case, swapped).check(out, layout="bhsd")

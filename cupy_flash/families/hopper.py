@@ -342,8 +342,10 @@ class HopperFamily(Family[HopperTile]):
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and (problem.is_float8 or pieces.count(problem) > 1):
-            return f"q_steps is {tile.q_steps}; expected 0 of {problem.dtype}"
+        if tile.q_steps and pieces.count(problem) > 1:
+            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+        if tile.q_steps and problem.is_float8:
+            return f"q_steps is {tile.q_steps}; expected 0 of float8"
         if tile.q_steps and _holds_values_in_keys(problem):
             return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
         if tile.q_steps > _k_steps(problem):

@@ -234,13 +234,14 @@ _PRESETS = {
             )
         ),
         providers=(
-            *("cupy_flash", "cupy_flash-float8", "cupy_flash-int8", "cupy_flash-page16"),
+            *("cupy_flash", "cupy_flash-float8", "cupy_flash-int8"),
+            *("cupy_flash-page64", "cupy_flash-page16"),
             *("torch-cudnn", "torch-flash", "torch-efficient"),
         ),
         baseline=("torch-cudnn", "torch-flash", "torch-efficient"),
         notes=(
             "GB/s are those of the latent, read once; cupy_flash-float8, -int8: in 8 bits, a scale "
-            "for each head; cupy_flash-page16: in shuffled pages of 16 rows",
+            "for each head; cupy_flash-page64, -page16: in shuffled pages of 64 and 16 rows",
         ),
     ),
     "wide": Preset(

@@ -77,7 +77,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   // The softmax of a block whose scores are under way.
   __device__ void take_block(Slot keys, float (&rescale)[2]) {
     products.await_scores(keys, block == begin);
-    softmax.apply_factor(products.sums, cta.visit(visit)->scales.negates());
+    softmax.apply_factor(products.sums);
     if (block >= this->first_masked_block()) {
       const auto mask = Mask<Config>(cta.p, 0).counted_from(block * Bc + threadIdx.x % 4 * 2);
       softmax.mask(products.sums, [&](int half) {

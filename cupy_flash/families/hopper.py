@@ -276,14 +276,14 @@ class HopperFamily(Family[HopperTile]):
             return f"Br is {tile.Br}; expected 64, 128 or 192"
         if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
             return f"Bc is {tile.Bc}; expected a multiple of 16 up to 256"
-        if problem.is_float8 and tile.Bc % _STEP_BYTES:
-            return f"Bc is {tile.Bc}; expected a multiple of {_STEP_BYTES} of float8"
+        if problem.is_float8 and (reason := float8.why_not_tile(problem, tile)):
+            return reason
         if tile.stages < 2:
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
-        if tile.q_steps and (problem.is_float8 or pieces.count(problem) > 1):
-            return f"q_steps is {tile.q_steps}; expected 0 of {problem.dtype}"
+        if tile.q_steps and pieces.count(problem) > 1:
+            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
         if tile.q_steps > _k_steps(problem):
             return f"q_steps is {tile.q_steps}; head_dim has {_k_steps(problem)}"
         if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
@@ -538,6 +538,7 @@ class HopperFamily(Family[HopperTile]):
             "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
+            **(float8.config(problem, tile) if problem.is_float8 else {}),
         }
 
 

@@ -336,16 +336,14 @@ class HopperFamily(Family[HopperTile]):
             return (
                 f"Bc is {tile.Bc}; expected a divisor of a page's {problem.layout.page_size} rows"
             )
-        if problem.is_float8 and tile.Bc % _STEP_BYTES:
-            return f"Bc is {tile.Bc}; expected a multiple of {_STEP_BYTES} of float8"
+        if problem.is_float8 and (reason := float8.why_not_tile(problem, tile)):
+            return reason
         if tile.stages < 2:
             return f"stages is {tile.stages}; expected at least 2"
         if tile.q_stages not in (1, 2):
             return f"q_stages is {tile.q_stages}; expected 1 or 2"
         if tile.q_steps and pieces.count(problem) > 1:
             return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
-        if tile.q_steps and problem.is_float8:
-            return f"q_steps is {tile.q_steps}; expected 0 of float8"
         if tile.q_steps and _holds_values_in_keys(problem):
             return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
         if tile.q_steps > _k_steps(problem):
@@ -635,6 +633,7 @@ class HopperFamily(Family[HopperTile]):
             "bounded": _is_bounded(problem),
             "bias_stages": _BIAS_STAGES if _streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
+            **(float8.config(problem, tile) if problem.is_float8 else {}),
         }
 
 

@@ -16,22 +16,47 @@ from cupy_flash.problem.problem import Problem
 VALUES = "values"
 # Less than of 16 bits: with 192 rows, head_dim 128 and 128 keys the compiler spills none of 160.
 _STATE_REGISTERS = 16
+# Keys of a product's step, and rows of a copy.
+_STEP = 32
+_MOST_ROWS = 256
 # Keys of a tile, and threads that bring it to shared memory.
 _KEYS = 128
 _BLOCKS_PER_SM = 8
 
 
-def value_rows(problem: Problem, tile: HopperTile) -> int:
-    """Columns of values in shared memory, where they are rows.
+def score_parts(problem: Problem, tile: HopperTile) -> int:
+    """Parts of the keys whose scores are products of their own.
 
-    Whole shares of the output, which are as wide as a block of keys: they have its scores'
-    registers.
+    A share of the output has the registers of one, so it is as wide. Two for narrow values, of
+    which a share would be half empty: 637 TFLOP/s at head_dim 64 on an H100, with one and 64 keys
+    503. At head_dim 128 two have 944, one 1030, at 256 both 1180.
     """
-    return round_up(problem.head_dim_v, tile.Bc)
+    return 2 if 2 * problem.head_dim_v <= tile.Bc else 1
+
+
+def value_rows(problem: Problem, tile: HopperTile) -> int:
+    """Columns of values in shared memory, where they are rows: whole shares."""
+    return round_up(problem.head_dim_v, tile.Bc // score_parts(problem, tile))
+
+
+def why_not_tile(problem: Problem, tile: HopperTile) -> str | None:
+    """Why the tile is not legal, or None if it is."""
+    if tile.Bc % _STEP:
+        return f"Bc is {tile.Bc}; expected a multiple of {_STEP} of float8"
+    if tile.q_steps:
+        return f"q_steps is {tile.q_steps}; expected 0 of float8"
+    if (rows := value_rows(problem, tile)) > _MOST_ROWS:
+        return f"values have {rows} columns in shares of Bc; a copy takes up to {_MOST_ROWS}"
+    return None
+
+
+def config(problem: Problem, tile: HopperTile) -> dict[str, int | bool]:
+    """Constants of the kernel that others do not have."""
+    return {"score_parts": score_parts(problem, tile)}
 
 
 def registers(problem: Problem, tile: HopperTile) -> int:
-    """Of O, S or a share of O, P, and what else lives in the main loop."""
+    """Of O, S or shares of O, P, and what else lives in the main loop."""
     return value_rows(problem, tile) // 2 + tile.Bc // 2 + tile.Bc // 8 + _STATE_REGISTERS
 
 

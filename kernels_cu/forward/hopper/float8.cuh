@@ -66,8 +66,8 @@ struct HopperTiles<Config, columns, columns_v, float8_for<Out>> {
   static_assert(columns == Config::head_dim && columns_v == Config::head_dim_v, "no pairs");
   using QueryTile = ByteSlabTile<Config::Br, columns>;
   using KeyTile = ByteSlabTile<Config::Bc, columns>;
-  // Its columns are keys; its rows, as many as are multiplied, whole shares of Bc.
-  static constexpr int value_rows = round_up(columns_v, Config::Bc);
+  // Its columns are keys; its rows, as many as are multiplied, whole shares.
+  static constexpr int value_rows = round_up(columns_v, Config::Bc / Config::score_parts);
   using ValueTile = ByteSlabTile<value_rows, Config::Bc>;
 };
 

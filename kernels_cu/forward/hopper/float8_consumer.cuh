@@ -1,9 +1,9 @@
 // A consumer of the Hopper kernel where q, k and v are of float8. A block's share of the output is
-// added apart, and has the registers that the next block's scores have after it. So a consumer does
-// one thing at a time, and while it adds and takes exponentials the tensor cores are the others':
+// added apart, and has the registers that the next block's scores have after it. So a consumer
+// takes its exponentials while the tensor cores are the others':
 //
-//   tensor cores   | P V of j |            | Q K^T of j + 1 |                  | P V of j + 1 | ...
-//   CUDA cores     |          | O += share |                | softmax of j + 1 |
+//   tensor cores   | P V of j, Q K^T of j + 1 |                  | P V of j + 1, Q K^T of j + 2 |
+//   CUDA cores     |  O += shares             | softmax of j + 1 |  O += shares                 |
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -55,8 +55,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
       const Slot values = products.take_slot();
       // Consumers that share the tensor cores fairly would stay in step: so each has a turn.
       if (Config::turns) this->take_turn();
-      products.add_output(values, rescale);
-      products.start_scores(keys);
+      products.template add_output<true>(values, keys, rescale);
       if (Config::turns) this->pass_turn();
       if (tile_ends) {
         write_tile(finished);
@@ -68,7 +67,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
 
     const Slot values = products.take_slot();
     if (Config::turns) this->take_turn();
-    products.add_output(values, rescale);
+    products.template add_output<false>(values, values, rescale);
     if (Config::turns && consumer < consumers - 1) this->pass_turn();
     write_tile(softmax.rows);
   }
@@ -77,7 +76,7 @@ struct HopperConsumer<Config, true> : HopperConsumer<Config, false> {
   // The softmax of a block whose scores are under way.
   __device__ void take_block(Slot keys, float (&rescale)[2]) {
     products.await_scores(keys, block == begin);
-    softmax.apply_factor(products.sums, cta.visit(visit)->scales.negates());
+    softmax.apply_factor(products.sums);
     if (block >= this->first_masked_block()) {
       const auto mask = Mask<Config>(cta.p, 0).counted_from(block * Bc + threadIdx.x % 4 * 2);
       softmax.mask(products.sums, [&](int half) {

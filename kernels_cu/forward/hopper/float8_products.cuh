@@ -22,14 +22,18 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
 
   static constexpr int step_columns = 32;  // of a product's operands
   static constexpr int q_steps = round_up(Config::head_dim, step_columns) / step_columns;
+  // The scores of one or two parts of the keys, and shares of the output, each of as many columns,
+  // take turns at the same registers. These are the same by name and in number: else the compiler
+  // takes others, as it moves additions behind the next product, or serializes the products for
+  // want of registers.
+  static constexpr int parts = Config::score_parts;
+  static constexpr int part = Bc / parts;
   static constexpr int columns_v = Cta::Tiles::value_rows;
-  static constexpr int shares = columns_v / Bc;
-  static_assert(columns_v % Bc == 0, "whole shares");
+  static constexpr int shares = columns_v / part;
+  static_assert(columns_v % part == 0, "whole shares");
+  using Part = float[part / 2];
 
   float out[columns_v / 2];
-  // The scores of a block, then the shares of the output, Bc columns each, one after the other.
-  // They have the same registers, by name and in number: else the compiler takes others, as it
-  // moves additions behind the next product, or serializes the products for want of registers.
   float sums[Bc / 2];
   unsigned probabilities[Bc / 8];
 
@@ -48,17 +52,9 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
 
   // Starts S = Q K^T.
   __device__ void start_scores(Slot slot) {
-    ptx::mbarrier_wait(cta.full(slot.slot), slot.parity);
-    const unsigned long long q = QueryTile::k_along_columns() + Base::queries_address() / 16;
-    const unsigned long long k = KeyTile::k_along_columns() + cta.slot_address(slot.slot) / 16;
-    ptx::pin(sums);
-    ptx::wgmma_fence();
+    await(slot);
 #pragma unroll
-    for (int step = 0; step < q_steps; ++step) {
-      Wgmma<Element, Bc>::multiply(sums, q + QueryTile::column_step(step) / 16,
-                                   k + KeyTile::column_step(step) / 16, step != 0);
-    }
-    ptx::wgmma_commit_group();
+    for (int i = 0; i < parts; ++i) start_part_of_scores(slot, i);
   }
 
   // Gives back what they were made of, also the queries of a query tile's last block.
@@ -69,19 +65,34 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     if (is_last_block) Base::leave_queries();
   }
 
-  // O = O * factor + P V.
-  __device__ void add_output(Slot slot, const float (&factor)[2]) {
-    ptx::mbarrier_wait(cta.full(slot.slot), slot.parity);
+  // O = O * factor + P V, and starts the next scores, if there are any. With two parts the next
+  // product is under way while a share is added:
+  //
+  //   registers 0   | share 0 | added   | share 2 | added   | first part of S
+  //   registers 1             | share 1 | added   | share 3 | added   | second part
+  template <bool scores_follow>
+  __device__ void add_output(Slot values, Slot keys, const float (&factor)[2]) {
+    await(values);
+    start_share(values, 0);
+    if constexpr (parts > 1 && shares > 1) start_share(values, 1);
+    if constexpr (scores_follow) await(keys);
+    if constexpr (parts > 1 && shares == 1 && scores_follow) start_part_of_scores(keys, 1);
 #pragma unroll
     for (int i = 0; i < shares; ++i) {
-      start_share(i, slot);
-      ptx::wgmma_wait_group<0>();
-      ptx::pin(sums);
-      if (i + 1 == shares) Cta::leave(cta.empty(slot.slot));
+      const bool is_last = i + 1 == shares;
+      await_all_but_one(parts > 1 && (!is_last || scores_follow));
+      Part& share = registers(i);
+      ptx::pin(share);
+      if (is_last) Cta::leave(cta.empty(values.slot));
 #pragma unroll
-      for (int j = 0; j < Bc / 2; ++j) {
-        float& total = out[i * Bc / 2 + j];
-        total = fmaf(total, factor[j / 2 % 2], sums[j]);
+      for (int j = 0; j < part / 2; ++j) {
+        float& total = out[i * part / 2 + j];
+        total = fmaf(total, factor[j / 2 % 2], share[j]);
+      }
+      if (i + parts < shares) {
+        start_share(values, i + parts);
+      } else if (scores_follow) {
+        start_part_of_scores(keys, i % parts);
       }
     }
   }
@@ -92,16 +103,47 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   }
 
  private:
-  __device__ void start_share(int index, Slot slot) {
+  __device__ Part& registers(int index) {
+    return reinterpret_cast<Part&>(sums[index % parts * (part / 2)]);
+  }
+
+  __device__ void await(Slot slot) const { ptx::mbarrier_wait(cta.full(slot.slot), slot.parity); }
+
+  __device__ static void await_all_but_one(bool one) {
+    if (one) {
+      ptx::wgmma_wait_group<1>();
+    } else {
+      ptx::wgmma_wait_group<0>();
+    }
+  }
+
+  __device__ void start_part_of_scores(Slot slot, int index) {
+    const unsigned long long q = QueryTile::k_along_columns() + Base::queries_address() / 16;
+    const unsigned long long k =
+        KeyTile::k_along_columns() +
+        (cta.slot_address(slot.slot) + index * part * KeyTile::line_bytes) / 16;
+    Part& scores = registers(index);
+    ptx::pin(scores);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < q_steps; ++step) {
+      Wgmma<Element, part>::multiply(scores, q + QueryTile::column_step(step) / 16,
+                                     k + KeyTile::column_step(step) / 16, step != 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  __device__ void start_share(Slot slot, int index) {
     const unsigned long long v =
         ValueTile::k_along_columns() +
-        (cta.slot_address(slot.slot) + index * Bc * ValueTile::line_bytes) / 16;
-    ptx::pin(sums);
+        (cta.slot_address(slot.slot) + index * part * ValueTile::line_bytes) / 16;
+    Part& share = registers(index);
+    ptx::pin(share);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Bc / step_columns; ++step) {
-      Wgmma<Element, Bc>::multiply_k_contiguous(sums, probabilities + 4 * step,
-                                                v + ValueTile::column_step(step) / 16, step != 0);
+      Wgmma<Element, part>::multiply_k_contiguous(share, probabilities + 4 * step,
+                                                  v + ValueTile::column_step(step) / 16, step != 0);
     }
     ptx::wgmma_commit_group();
   }

@@ -35,6 +35,7 @@ struct HopperSoftmax<Config, true> {
 
   float scale_log2;
   Row rows[2];
+  bool negates;  // whether the scores' scale is negative
 
   __device__ explicit HopperSoftmax(const Params&) {}
 
@@ -44,9 +45,10 @@ struct HopperSoftmax<Config, true> {
   template <class Visit>
   __device__ void enter(const Visit& visit, const Params& p) {
     scale_log2 = visit.scales.exponent_scale(exponent_scale<Config, float>(p));
+    negates = visit.scales.negates();
   }
 
-  __device__ static void apply_factor(Scores& scores, bool negates) {
+  __device__ void apply_factor(Scores& scores) const {
     if (negates) {
 #pragma unroll
       for (int i = 0; i < Bc / 2; ++i) scores[i] = -scores[i];
@@ -71,11 +73,12 @@ struct HopperSoftmax<Config, true> {
   // Takes the probabilities of the scores, and what the output so far is to be multiplied by.
   __device__ void exponentiate(const Scores& scores, Probabilities& probabilities,
                                float (&rescale)[2]) {
-    float bases[2], parts[2][2] = {};
+    float largest[2], bases[2], parts[2][2] = {};
+    find_largest(scores, largest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float largest = max_of_lanes(largest_of(scores, half));
-      const float base = fmaxf(rows[half].base, fmaf(largest, scale_log2, -largest_exponent));
+      const float least = fmaf(max_of_lanes(largest[half]), scale_log2, -largest_exponent);
+      const float base = fmaxf(rows[half].base, least);
       bases[half] = base == -Math::infinity() ? 0 : base;
       rescale[half] = ptx::ex2_approx(rows[half].base - bases[half]);
       rows[half].base = base;
@@ -99,7 +102,32 @@ struct HopperSoftmax<Config, true> {
   }
 
  private:
-  // Of this lane's part of a row, in four chains for the latency's sake.
+  // Of this lane's part of each row. As integers scores are compared three at a time, and rightly
+  // unless all are negative. Then their largest counts only if the row may have seen no larger one.
+  __device__ void find_largest(const Scores& scores, float (&largest)[2]) const {
+    bool may_count = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      constexpr int chains = 2;
+      int max[chains];
+#pragma unroll
+      for (int j = 0; j < Bc / 8; ++j) {
+        const int first = __float_as_int(scores[4 * j + 2 * half]);
+        const int second = __float_as_int(scores[4 * j + 2 * half + 1]);
+        max[j % chains] =
+            j < chains ? ::max(first, second) : ::max(::max(first, second), max[j % chains]);
+      }
+      const int bits = ::max(max[0], max[1]);
+      may_count |= bits < 0 && rows[half].base < -largest_exponent;
+      largest[half] = __int_as_float(bits);
+    }
+    if (may_count) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[half] = largest_of(scores, half);
+    }
+  }
+
+  // In four chains for the latency's sake.
   __device__ static float largest_of(const Scores& scores, int half) {
     constexpr int chains = 4;
     float max[chains];

@@ -223,7 +223,7 @@ def problem_of_class(text: str) -> Problem | None:
         found.seqlen_q,
         found.seqlen_k,
         heads,
-        heads,
+        1 if found.values_in_keys else heads,
         found.head_dim,
         found.head_dim_v,
         found.causal,

@@ -75,8 +75,8 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _LENGTHS = ((512, 1024), (2048, 4096), (8192, 16384))
 _HIDDEN = 2048
 _TOKENS = {2: 16384, 4: 4096}
-# Rows of a page, as `bench --preset mla` has them.
-_LATENT_PAGE = 16
+# Rows of a page, as `bench --preset mla` has them; 0 for a contiguous cache.
+_LATENT_PAGES = (0, 16, 64)
 
 
 def common() -> list[Weighted]:
@@ -125,7 +125,7 @@ def mla() -> list[Weighted]:
     return [
         Weighted(case, 1e9 / case.kv_bytes)
         for dtype, page_size, stored in itertools.product(
-            ("bfloat16", "float16"), (0, _LATENT_PAGE), (None, *LARGEST_QUANTIZED)
+            ("bfloat16", "float16"), _LATENT_PAGES, (None, *LARGEST_QUANTIZED)
         )
         for named in presets.preset("mla", (dtype,)).cases
         for case in (dataclasses.replace(named, page_size=page_size, cache_dtype=stored),)

@@ -97,6 +97,9 @@ def flash_attention(
         For a wrong kind of array or dtype.
     ValueError
         For shapes that do not go together, a wrong value, or a family or tile that does not fit.
+    UnsupportedError
+        For arrays of float8 on another GPU than sm_90, without keys, of head_dim above 256, with
+        rows of q or k that do not begin on 16 bytes, or with modifications.
     CompileError
         If a kernel does not compile.
 
@@ -104,7 +107,7 @@ def flash_attention(
     -----
     Runs on the current device and stream and does not synchronize (NumPy results apart). Same
     inputs give the same bits. 16-bit inputs are accumulated in float32. float8 is multiplied on
-    Hopper GPUs only, with probabilities in it, too; elsewhere the CPU computes in float32. NaN and
+    Hopper GPUs, with probabilities in it, too; the CPU computes in float32. NaN and
     inf propagate as in the naive formula, and masked keys leave no trace; a NaN in a value row that
     causality masks for some rows of its tile can reach them as 0 * NaN.
 

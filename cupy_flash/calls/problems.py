@@ -92,7 +92,7 @@ def _equal_problem(arguments: Arguments, options: Options) -> Problem:
     arrays = {"q": arguments.q, "k": arguments.k, "v": arguments.v}
     if arguments.out is not None:
         arrays["out"] = arguments.out
-    is_float8 = dtype_name(arguments.q) == FLOAT8
+    is_float8 = dtype_name(arguments.q) == FLOAT8 and options.wrt is None
     for name, array in arrays.items():
         require_4d(name, array)
         require_float(name, array, (*DTYPES, FLOAT8) if is_float8 else DTYPES)

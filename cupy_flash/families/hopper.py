@@ -258,7 +258,7 @@ class HopperFamily(Family[HopperTile]):
             return None
         tile = self.default_tile(problem, device)
         cut = self._split_of_latent(problem, device, tile)
-        rounds = ceil_div(self._tiles(problem, tile) * cut.parts, device.sm_count // 2)
+        rounds = ceil_div(self._tiles(problem, tile) * cut.parts, max(1, device.sm_count // 2))
         blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
         of_tile = _latent_tile_time(tile)
         time = _LATENT_LAUNCH_US + rounds * blocks * of_tile.alone

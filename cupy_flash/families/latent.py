@@ -36,7 +36,7 @@ def has_latent_tiles(problem: Problem) -> bool:
     """
     if not problem.values_in_keys or problem.itemsize != 2:
         return False
-    if problem.score is not None or problem.scales is not None:
+    if problem.score is not None or problem.scales is not None or problem.layout.packed_q:
         return False
     return problem.head_dim % _COLUMNS == problem.head_dim_v % _COLUMNS == 0
 

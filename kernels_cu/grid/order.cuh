@@ -8,8 +8,8 @@
 #include "grid/sequences.cuh"
 #include "grid/visit.cuh"
 
-// In the workspace: 2 batch + 2 words, behind partial results where keys are split. Tiles are those of one head, except that those handed out
-// are counted over all heads.
+// In the workspace: 2 batch + 2 words, behind partial results where keys are split. Tiles are those
+// of one head, except that those handed out are counted over all heads.
 struct SequenceOrder {
   unsigned* handed_out;
   unsigned* first_tile;  // (batch + 1) tiles of all sequences before a place of the order

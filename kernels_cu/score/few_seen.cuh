@@ -5,8 +5,8 @@
 #include "tile/element.cuh"
 #include "grid/pages.cuh"
 
-// Whether p v / p is as exact as v: in 16 bits and 8 it is, as p of a row's only key is a power of two to
-// within float32's rounding.
+// Whether p v / p is as exact as v: in 16 bits and 8 it is, as p of a row's only key is a power of
+// two to within float32's rounding.
 template <class Element>
 constexpr bool quotient_is_exact = sizeof(Element) <= 2;
 

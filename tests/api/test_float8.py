@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.float8_support import FLOAT8, Float8Case, random_case, truth_of
 
-from cupy_flash import flash_attention
+from cupy_flash import flash_attention, flash_attention_backward
 from cupy_flash.reference.dense import attention_naive, attention_reference
 
 BASE = Float8Case(30, 40)
@@ -105,3 +105,10 @@ def test_layouts_have_the_same_scales() -> None:
     assert np.array_equal(out.swapaxes(1, 2), flash_attention(**arguments))
     case = dataclasses.replace(BASE, layout="bhsd")
     truth_of(case, swapped).check(out, layout="bhsd")
+
+
+def test_float8_has_no_gradients() -> None:
+    q, k, v = (np.zeros((1, 4, 2, 16), FLOAT8) for _ in "qkv")
+    out = dout = np.zeros((1, 4, 2, 16), np.float16)
+    with pytest.raises(TypeError, match="q has dtype float8_e4m3fn; expected one of"):
+        flash_attention_backward(dout, q, k, v, out, np.zeros((1, 2, 4), np.float32))

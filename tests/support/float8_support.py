@@ -145,8 +145,9 @@ def _bound_of_products(case: Float8Case, wide: dict[str, np.ndarray]) -> float:
     """How far a log-sum-exp may be off for the sums of float8's products.
 
     Of each of the head_dim products tensor cores cut off what is below 2^-13 of the largest number
-    that they add up, which is no larger than a power of two above the largest score. What is cut
-    off has the sign of its product, so that it adds up as random numbers do.
+    that they add up, here taken to be the largest score: it may be less than a product, which makes
+    the bound stricter. What is cut off has the sign of its product; of q and k around zero, as
+    drawn here, it adds up as random numbers do.
     """
     q, k = (wide[name] if case.layout == "bhsd" else wide[name].swapaxes(1, 2) for name in "qk")
     k = k.repeat(case.heads_q // case.heads_kv, axis=1).swapaxes(-1, -2)

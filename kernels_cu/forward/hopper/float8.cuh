@@ -9,8 +9,8 @@
 //   place    0  1  2  3   4  5   6   7   8  9  10  11  12  13  14  15
 //   key      0  1  8  9   2  3  10  11   4  5  12  13   6   7  14  15
 //
-// Of each product that the tensor cores add up they keep what is above 2^-13 of the largest, or of
-// the sum so far, and cut off the rest: a sum over all keys would fall short by a quarter at 16384
+// Of each number that the tensor cores add up, also of the sum so far, they keep what is above 2^-13
+// of the largest, and cut off the rest: a sum over all keys would fall short by a quarter at 16384
 // of them. So a block's share of the output is summed alone, and added in float32.
 #pragma once
 

@@ -31,6 +31,7 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
   static constexpr int columns_v = Cta::Tiles::value_rows;
   static constexpr int shares = columns_v / part;
   static_assert(columns_v % part == 0, "whole shares");
+  static_assert(parts == 1 || shares == 1, "while a share is added its other registers have scores");
   using Part = float[part / 2];
 
   float out[columns_v / 2];
@@ -65,22 +66,21 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
     if (is_last_block) Base::leave_queries();
   }
 
-  // O = O * factor + P V, and starts the next scores, if there are any. With two parts the next
-  // product is under way while a share is added:
+  // O = O * factor + P V, and starts the next scores, if there are any. With two parts of these, and
+  // so few columns of values that there is one share, a part is multiplied while that is added:
   //
-  //   registers 0   | share 0 | added   | share 2 | added   | first part of S
-  //   registers 1             | share 1 | added   | share 3 | added   | second part
+  //   registers 0   | share | added          | first part of S
+  //   registers 1           | second part of S
   template <bool scores_follow>
   __device__ void add_output(Slot values, Slot keys, const float (&factor)[2]) {
     await(values);
     start_share(values, 0);
-    if constexpr (parts > 1 && shares > 1) start_share(values, 1);
     if constexpr (scores_follow) await(keys);
-    if constexpr (parts > 1 && shares == 1 && scores_follow) start_part_of_scores(keys, 1);
+    if constexpr (parts > 1 && scores_follow) start_part_of_scores(keys, 1);
 #pragma unroll
     for (int i = 0; i < shares; ++i) {
       const bool is_last = i + 1 == shares;
-      await_all_but_one(parts > 1 && (!is_last || scores_follow));
+      await_all_but_one(parts > 1 && scores_follow);
       Part& share = registers(i);
       ptx::pin(share);
       if (is_last) Cta::leave(cta.empty(values.slot));
@@ -89,10 +89,10 @@ struct HopperProducts<Config, true> : HopperProducts<Config, false> {
         float& total = out[i * part / 2 + j];
         total = fmaf(total, factor[j / 2 % 2], share[j]);
       }
-      if (i + parts < shares) {
-        start_share(values, i + parts);
+      if (!is_last) {
+        start_share(values, i + 1);
       } else if (scores_follow) {
-        start_part_of_scores(keys, i % parts);
+        start_part_of_scores(keys, 0);
       }
     }
   }

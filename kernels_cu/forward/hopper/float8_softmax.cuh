@@ -1,4 +1,5 @@
-// The softmax of one block of keys where P is of float8, of the two rows that a lane holds parts of.
+// The softmax of one block of keys where P is of float8, of the two rows that a lane holds parts
+// of.
 //
 // A row's largest p is 2^8, to within float32's rounding. Of three bits behind the first a rounding
 // is up to 1/16 of a number, and a row of one key, or of many alike, would show all of it if its

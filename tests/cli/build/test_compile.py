@@ -415,6 +415,15 @@ def test_a_class_of_caches_or_packed_sequences_gives_a_problem_of_that_class(kin
     assert tuning.problem_class(problem) == text
 
 
+def test_a_class_of_latents_gives_heads_over_one_of_the_cache() -> None:
+    text = "bfloat16 d576 dv512 full q1 k4096 rows256 align16 latent-cache"
+    problem = kernel_sets.problem_of_class(text)
+
+    assert problem is not None
+    assert (problem.heads_q, problem.heads_kv) == (256, 1)
+    assert tuning.problem_class(problem) == text
+
+
 def test_a_class_that_no_case_is_in_gives_no_problem() -> None:
     packed = "bfloat16 d64 dv64 full q16 k4096 rows256 align16 packed"
 

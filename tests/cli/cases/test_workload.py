@@ -295,7 +295,7 @@ def test_a_batch_invariant_problem_takes_no_tile_of_a_class(
     [
         ("decode", {None}, {0, 1, 16, 64}),
         ("decode-quantized", {"float8_e4m3fn", "int8"}, {0, 1, 16, 64}),
-        ("mla", {None, "float8_e4m3fn", "int8"}, {0, 16}),
+        ("mla", {None, "float8_e4m3fn", "int8"}, {0, 16, 64}),
     ],
 )
 def test_presets_of_decoding_have_pages_too_and_their_cases_count_alike(

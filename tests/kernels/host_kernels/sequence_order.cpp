@@ -1,8 +1,8 @@
 // Prints the visits of batches of sequences in the order in which `grid/order.cuh` hands them
 // out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
 // seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, splits,
-// and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head, head_kv,
-// q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
+// and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head,
+// head_kv, q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
 // empty line ends a batch.
 #include "cuda_on_host.h"
 

@@ -4,8 +4,8 @@
 // new_keys, whether there are cu_seqlens_q, seqused_k and cache_batch_idx, and then their elements.
 // A line for each part has: the block's x, y and z, the part's batch, head_kv, row_tile, seqlen_q,
 // seqlen_k, begin, end, number, count, place, result, results, slot and whether it is spread; and
-// for each meeting of the result, first, step, count, the counter's slot, and whether it is the last. Then `keys_of_all` as
-// the last block has it, and an empty line.
+// for each meeting of the result, first, step, count, the counter's slot, and whether it is the
+// last. Then `keys_of_all` as the last block has it, and an empty line.
 // First, because the kernels' headers need it.
 #include "cuda_on_host.h"
 

@@ -37,9 +37,10 @@ __device__ inline void st_async(unsigned shared, const float (&x)[4], unsigned b
       : "memory");
 }
 
-// mbarrier.arrive.release.cluster, at a barrier of another block's.
+// mbarrier.arrive, at a barrier of another block's. It orders what the block has done in shared
+// memory; .release.cluster would order all memory, and wait for it (MEMBAR.ALL.GPU).
 __device__ inline void mbarrier_arrive_at_block(unsigned barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // mbarrier.try_wait.parity.acquire.cluster, until the phase of that parity is complete: what other

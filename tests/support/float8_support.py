@@ -128,17 +128,32 @@ def truth_of(case: Float8Case, arguments: dict[str, Any]) -> Truth:
         out, lse = attention_reference(**arguments, **case.formula, return_lse=True)
         naive = attention_naive(**arguments, **case.formula, dtype=DTYPES[case.out_dtype])
     wide = {}
-    for name in "qk":
+    for name in "qkv":
         heads = case.heads_q if name == "q" else case.heads_kv
         scale = arguments.get(f"{name}_scale", 1)
         values = arguments[name].astype(np.float32) * case._placed(scale, heads)
         wide[name] = values.astype(np.float32)
+    of_products = _bound_of_products(case, wide)
     return Truth(
         out,
         lse,
-        error_bound(naive, out, DTYPES[case.out_dtype]),
-        lse_bound(wide["q"], wide["k"], lse, case.softmax_scale) + _bound_of_products(case, wide),
+        error_bound(naive, out, DTYPES[case.out_dtype]) + of_products * _spread(case, wide, out),
+        lse_bound(wide["q"], wide["k"], lse, case.softmax_scale) + of_products,
     )
+
+
+def _spread(case: Float8Case, wide: dict[str, np.ndarray], out: np.ndarray) -> float:
+    """How far an output may be off for each 1 that scores are.
+
+    With scores off by d_j it is off by sum p_j d_j (v_j - out), which is at most the largest d
+    times the standard deviation of v under p.
+    """
+    squares = {name: x.astype(np.float64) for name, x in wide.items()}
+    squares["v"] = squares["v"] ** 2
+    with one_blas_thread(), np.errstate(all="ignore"):
+        variance = attention_reference(**squares, **case.formula) - out**2
+    counts = np.isfinite(variance) & (variance > 0)
+    return float(np.sqrt(variance[counts].max(initial=0)))
 
 
 def _bound_of_products(case: Float8Case, wide: dict[str, np.ndarray]) -> float:

@@ -74,7 +74,7 @@ struct HopperPair<Config, true> {
     const unsigned target = ptx::map_to_block(received, twin);
     const unsigned target_full = ptx::map_to_block(full, twin);
     if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Cta::pair_warp_bytes);
-    if constexpr (tells) ptx::mbarrier_wait_for_cluster(cta.pair_read(warp), ring.parity ^ 1);
+    if constexpr (tells) ptx::mbarrier_wait(cta.pair_read(warp), ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       const float four[4] = {scores[4 * i], scores[4 * i + 1], scores[4 * i + 2],
@@ -101,7 +101,7 @@ struct HopperPair<Config, true> {
 
   // After the last: the other block arrives nowhere any more.
   __device__ void finish() const {
-    if constexpr (tells) ptx::mbarrier_wait_for_cluster(cta.pair_read(warp), ring.parity ^ 1);
+    if constexpr (tells) ptx::mbarrier_wait(cta.pair_read(warp), ring.parity ^ 1);
   }
 };
 

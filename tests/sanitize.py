@@ -91,18 +91,7 @@ def cases() -> Iterator[Case]:
             {"Br": 128, "Bc": 64, "warps": 4, "stages": 3, "q_in_registers": 0},
         ):
             yield dataclasses.replace(long, tile=tile_with(long, fields))
-    # Of a persistent grid each block goes on to other tiles only where there are more than SMs.
-    short = dataclasses.replace(
-        small,
-        family="hopper",
-        seqlen_q=135,
-        seqlen_k=210,
-        batch=4,
-        heads_q=24,
-        heads_kv=12,
-        causal=True,
-        q_offset=20,
-    )
+    short = _more_tiles_than_sms(small, causal=True, q_offset=20)
     for fields in (
         {"Br": 64, "Bc": 64, "q_stages": 1, "turns": 0},
         {"Br": 64, "Bc": 80, "q_stages": 2, "turns": 0},
@@ -131,6 +120,13 @@ def cases() -> Iterator[Case]:
         yield dataclasses.replace(wide, tile=tile_with(wide, fields))
 
 
+def _more_tiles_than_sms(small: Case, **more: Any) -> Case:
+    """Only of so many each block of `hopper`'s persistent grid goes on to others."""
+    return dataclasses.replace(
+        small, family="hopper", seqlen_q=135, seqlen_k=210, batch=4, heads_q=24, heads_kv=12, **more
+    )
+
+
 def wide_cases() -> Iterator[Case]:
     """Heads of more than 256 columns: pairs of thread blocks, warps that share rows, teams."""
     small = Case("mma", "float16", 70, 150, batch=1, heads_q=2, heads_kv=1, causal=True)
@@ -141,16 +137,8 @@ def wide_cases() -> Iterator[Case]:
         yield dataclasses.replace(wide, seqlen_q=5, seqlen_k=1030)
         yield dataclasses.replace(wide, family="decode", seqlen_q=3, seqlen_k=530)
     yield dataclasses.replace(small, family="simt", dtype="float32", head_dim=300, head_dim_v=290)
-    # Each pair of thread blocks goes on to other tiles; most of the second's see no key.
-    many = dataclasses.replace(
-        small,
-        family="hopper",
-        seqlen_q=135,
-        seqlen_k=210,
-        batch=4,
-        heads_q=24,
-        heads_kv=12,
-    )
+    # Most tiles of the second see no key.
+    many = _more_tiles_than_sms(small)
     yield dataclasses.replace(many, head_dim=512, head_dim_v=512, q_offset=20)
     yield dataclasses.replace(many, head_dim=264, head_dim_v=40, q_offset=-100)
 

@@ -73,6 +73,16 @@ def square(
     return Case(dtype, batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim, causal)
 
 
+def _long_prefills(*head_dims: int) -> tuple[Case, ...]:
+    """Full and causal, sequences of 4096 and 16384 tokens."""
+    return tuple(
+        square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
+        for head_dim in head_dims
+        for causal in (False, True)
+        for seqlen in (4096, 16384)
+    )
+
+
 def _cobraml(head_dim: int, batch: int, seqlen: int) -> tuple[Case, Case]:
     """Full and causal, 16 heads, in the order of CobraML's tables."""
     full, causal = (
@@ -246,23 +256,13 @@ _PRESETS = {
     ),
     "wide": Preset(
         "Heads of 512 columns beside as many columns in heads of 256, of the same FLOPs",
-        cases=tuple(
-            square("bfloat16", _TOKENS // seqlen, _HIDDEN // head_dim, seqlen, head_dim, causal)
-            for head_dim in (256, 512)
-            for causal in (False, True)
-            for seqlen in (4096, 16384)
-        ),
+        cases=_long_prefills(256, 512),
         providers=("cupy_flash", "torch-efficient", "torch-math"),
         baseline=("torch-efficient", "torch-math"),
     ),
     "fp8": Preset(
         "q, k and v of float8 beside 16 bits",
-        cases=tuple(
-            square("bfloat16", _TOKENS // seqlen, _HIDDEN // dim, seqlen, dim, causal)
-            for dim in (128, 256)
-            for causal in (False, True)
-            for seqlen in (4096, 16384)
-        ),
+        cases=_long_prefills(128, 256),
         providers=("cupy_flash", "cupy_flash-float8"),
         baseline=("cupy_flash",),
         notes=("cupy_flash-float8: q, k and v in e4m3, a scale for each head",),

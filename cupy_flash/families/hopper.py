@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from cupy_flash.families import hopper_float8 as float8
+from cupy_flash.families import hopper_latent as latent
 from cupy_flash.families import hopper_pieces as pieces
-from cupy_flash.families import latent, persistent, split
+from cupy_flash.families import persistent, split
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
@@ -44,20 +44,6 @@ _FEWEST_KEYS = 32
 _MOST_COLUMNS = 256
 # What the blocks of a pair send to each other: tiles of scores, as many as they have buffers for.
 _PAIR_BUFFERS = 2
-# Of latent attention, microseconds that a pair takes for 64 keys, by the rows of the tile; that
-# each part of cut keys adds, and that a call takes besides. And what `decode` takes besides, and
-# its rate, which goes little by the number of rows where these are 33 to 128. On an H100, us of
-# graphs with L2 flushed, pages of 64, `hopper` and `decode`: 128 heads 1 x 4096 54, 45; 1 x 32768
-# 104, 101; 4 x 4096 56, 60; 4 x 32768 124, 287; 16 x 1024 46, 54; 64 x 4096 159, 523. 64 heads
-# 1 x 32768 90, 71; 4 x 4096 55, 52; 16 x 4096 66, 87; 64 x 1024 53, 78. 48 heads 4 x 32768 108,
-# 136; 16 x 4096 61, 77.
-_LATENT_TILE_US = {64: 1.7, 128: 2.1}
-_LATENT_PART_US = 0.7
-_LATENT_LAUNCH_US = 10.0
-# With 256 heads, where `mma` comes next: 1 x 4096 59, `mma` 83; 64 x 4096 285, 610.
-_MOST_FEW_ROWS = 128
-_FEW_ROWS_LAUNCH_US = 12.0
-_FEW_ROWS_TFLOPS = 150.0
 # Of latent attention, whose tiles of keys are held longer.
 _LATENT_PAIR_BUFFERS = 1
 _SCORE_BYTES = 4
@@ -90,8 +76,6 @@ _STEP_BYTES = 32
 _FLOAT32_ROWS = 512
 _NARROW_CAUSAL_FLOAT32_ROWS = 1024
 _WIDE_FLOAT32_ROWS = 256
-# Of float8: the output and scores of 32 keys take all registers.
-_WIDEST_FLOAT8 = 256
 # Whose tiles are interleaved at most, where that is for more than their keys' sake.
 _MOST_HEADS = 64
 
@@ -181,7 +165,9 @@ class HopperFamily(Family[HopperTile]):
         if problem.dtype == "float32":
             return self._why_not_float32(problem, device)
         if problem.is_float8:
-            return self._why_not_float8(problem, device)
+            if reason := float8.why_not(problem):
+                return reason
+            return self._why_not_maps(problem, device)
         if _columns(problem, problem.head_dim_v) > _MOST_COLUMNS:
             return (
                 f"two blocks write {2 * _MOST_COLUMNS} columns of a head's output at most, not "
@@ -192,6 +178,9 @@ class HopperFamily(Family[HopperTile]):
                 f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
                 f"{problem.alignment}"
             )
+        return self._why_not_maps(problem, device)
+
+    def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
         if reason := self._why_not_strides(problem):
             return reason
         if self._first_legal(problem, device) is None:
@@ -211,29 +200,11 @@ class HopperFamily(Family[HopperTile]):
             return f"no tile of it fits {device.name}"
         return None
 
-    def _why_not_float8(self, problem: Problem, device: Device) -> str | None:
-        if not problem.layout.is_equal:
-            return "it transposes values of float8 of equal lengths only"
-        if problem.score is not None:
-            return "it takes float8 without modifications only"
-        if max(problem.head_dim, problem.head_dim_v) > _WIDEST_FLOAT8:
-            return f"it has no registers for float8 of head_dim above {_WIDEST_FLOAT8}"
-        alignment = min(problem.tensors[name].alignment for name in ("q", "k"))
-        if alignment < STRIDE_UNIT:
-            return (
-                f"the copy engine needs rows of q and k that begin on {STRIDE_UNIT} bytes; these "
-                f"begin on {alignment}"
-            )
-        if reason := self._why_not_strides(problem):
-            return reason
-        if self._first_legal(problem, device) is None:
-            return f"no tile of it fits {device.name}"
-        return None
-
     def why_not_first(self, problem: Problem, device: Device) -> str | None:
         posed = _posed(problem)
         if posed is not problem:
-            return self._why_not_first_for_latent(posed, device)
+            tile = self.default_tile(problem, device)
+            return latent.why_not_first(posed, device, tile, self._tiles(posed, tile))
         if problem.dtype == "float32":
             return self._why_not_first_for_float32(problem, device)
         if problem.layout.is_equal:
@@ -252,24 +223,6 @@ class HopperFamily(Family[HopperTile]):
                 f"of {device.sm_count} SMs idle"
             )
         return None
-
-    def _why_not_first_for_latent(self, problem: Problem, device: Device) -> str | None:
-        if problem.seqlen_q > _MOST_FEW_ROWS:
-            return None
-        tile = self.default_tile(problem, device)
-        cut = self._split_of_latent(problem, device, tile)
-        rounds = ceil_div(self._tiles(problem, tile) * cut.parts, max(1, device.sm_count // 2))
-        blocks = ceil_div(ceil_div(problem.seqlen_k, tile.Bc), cut.parts)
-        of_tile = _latent_tile_time(tile)
-        time = _LATENT_LAUNCH_US + rounds * blocks * of_tile.alone
-        time += split.combine_time(problem, cut) + of_tile.part * (cut.parts - 1)
-        others = _FEW_ROWS_LAUNCH_US + 1e-6 * problem.flops() / _FEW_ROWS_TFLOPS
-        if time < others:
-            return None
-        return (
-            f"takes about {time:.0f} us for tiles of {tile.Br} rows, of which {problem.seqlen_q} "
-            f"are there; one for few rows takes {others:.0f}"
-        )
 
     def _why_not_first_for_float32(self, problem: Problem, device: Device) -> str | None:
         rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
@@ -484,7 +437,8 @@ class HopperFamily(Family[HopperTile]):
                 _PREPARE_THREADS,
                 _PREPARE_WORDS * _WORD_BYTES,
             )
-            cut = self._split_of_latent(problem, device, tile)
+            is_latent = _holds_values_in_keys(problem)
+            cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
             return Schedule(
                 (prepare, main, *split.combine_launches(problem, cut)),
@@ -494,7 +448,7 @@ class HopperFamily(Family[HopperTile]):
                 # At least; the kernel takes more for a short causal sequence.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
-                params=_changed_params(given, problem),
+                params=latent.changed_params(given, problem),
             )
         if pieces.count(problem) > 1:
             workspace, parts = pieces.workspace(problem)
@@ -527,19 +481,6 @@ class HopperFamily(Family[HopperTile]):
             workspace=split.workspace(problem, cut),
             section_heads=self._section_heads(problem, device, tile),
             tensor_maps=maps,
-        )
-
-    def _split_of_latent(self, problem: Problem, device: Device, tile: HopperTile) -> Split:
-        """How the keys of sequences are shared out: whole, but for those of latent attention."""
-        if not _holds_values_in_keys(problem):
-            return WHOLE
-        return split.choose(
-            problem,
-            device,
-            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * _ranks(problem),
-            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
-            blocks_per_sm=1,
-            tile_time=_latent_tile_time(tile),
         )
 
     def _section_heads(self, problem: Problem, device: Device, tile: HopperTile) -> int:
@@ -640,22 +581,6 @@ class HopperFamily(Family[HopperTile]):
 def _posed(problem: Problem) -> Problem:
     """The problem as the kernels have it."""
     return latent.posed(problem) if _holds_values_in_keys(problem) else problem
-
-
-def _changed_params(problem: Problem, posed: Problem) -> dict[str, Any]:
-    """Fields of the kernels' argument in which a problem and how it is posed differ."""
-    if posed is problem:
-        return {}
-    return {
-        "seqlen_q": posed.seqlen_q,
-        "heads_q": posed.heads_q,
-        **{name: posed.tensors[name].strides for name in ("q", "out")},
-    }
-
-
-def _latent_tile_time(tile: HopperTile) -> split.TileTime:
-    of_block = _LATENT_TILE_US.get(tile.Br, _LATENT_TILE_US[128]) * tile.Bc / _LOWEST
-    return split.TileTime(of_block, of_block, _LATENT_PART_US)
 
 
 def _row_bytes(problem: Problem, columns: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cupy_flash.families.contract import round_up
 from cupy_flash.families.hopper_tiles import HopperTile
-from cupy_flash.families.schedule import Launch, TensorMapSpec
+from cupy_flash.families.schedule import STRIDE_UNIT, Launch, TensorMapSpec
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
@@ -19,9 +19,28 @@ _STATE_REGISTERS = 16
 # Keys of a product's step, and rows of a copy.
 _STEP = 32
 _MOST_ROWS = 256
+# The output and scores of 32 keys take all registers.
+_MOST_COLUMNS = 256
 # Keys of a tile, and threads that bring it to shared memory.
 _KEYS = 128
 _BLOCKS_PER_SM = 8
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no tile can serve the problem, or None."""
+    if not problem.layout.is_equal:
+        return "it transposes values of float8 of equal lengths only"
+    if problem.score is not None:
+        return "it takes float8 without modifications only"
+    if max(problem.head_dim, problem.head_dim_v) > _MOST_COLUMNS:
+        return f"it has no registers for float8 of head_dim above {_MOST_COLUMNS}"
+    alignment = min(problem.tensors[name].alignment for name in ("q", "k"))
+    if alignment < STRIDE_UNIT:
+        return (
+            f"the copy engine needs rows of q and k that begin on {STRIDE_UNIT} bytes; these "
+            f"begin on {alignment}"
+        )
+    return None
 
 
 def score_parts(problem: Problem, tile: HopperTile) -> int:

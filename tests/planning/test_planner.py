@@ -94,10 +94,11 @@ def assert_fits(family, case, device, tile):
         parts = plan.num_splits or 0
         tiles = row_tiles * case.batch * (case.heads_q // group) * parts
         mains = [launch for launch in plan.launches if launch.entry == MAIN_ENTRY]
-        blocks = (mains or plan.launches)[0].grid[0]
+        blocks, _, ranks = (mains or plan.launches)[0].grid
         if family.name == "hopper":
-            # Its blocks go on to the next tile; they come in pairs or one by one.
-            assert min(tiles, device.sm_count - 1) <= blocks <= device.sm_count
+            # Its blocks, or pairs of them for wide heads, go on to the next tile.
+            most = device.sm_count // ranks
+            assert min(tiles, most) <= blocks <= most
         else:
             assert blocks >= tiles
 

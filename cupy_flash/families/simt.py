@@ -23,6 +23,8 @@ _REGISTERS_PER_SM = 65536
 # Pointers, loop counters, temporaries of the softmax: at ease, and at least.
 _REGISTERS_FOR_ADDRESSES = 64
 _LEAST_REGISTERS_FOR_ADDRESSES = 24
+# Columns of a score that are summed in one go, as `forward/simt/rows.cuh` has it.
+_MOST_IN_ONE_SUM = 256
 # By the bytes of an accumulator, of an SM in calls that are short enough to split (see `split.py`).
 _TFLOPS_PER_SM = {4: 0.18, 8: 0.085}
 # Two warps for each of an SM's four schedulers hide the latency of eight independent rows; for more
@@ -152,12 +154,13 @@ class SimtFamily(Family[SimtTile]):
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
-        # Outputs, scores or a tile's share of the outputs, one vector of Q or P and three
-        # statistics of each row; two vectors more.
+        # Outputs, scores (with a piece's share, of wide heads) or a tile's share of the outputs, one
+        # vector of Q or P and three statistics of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size
         keys, columns = _keys_and_columns(problem, tile)
-        per_row = max(keys, columns) + columns + width + 3
+        scores = 2 * keys if problem.head_dim > _MOST_IN_ONE_SUM else keys
+        per_row = max(scores, columns) + columns + width + 3
         return (tile.rows_per_thread * per_row + 2 * width) * size // 4
 
     def _blocks_per_sm(self, problem: Problem, device: Device, tile: SimtTile) -> int:

@@ -430,21 +430,18 @@ class HopperFamily(Family[HopperTile]):
         given, problem = problem, _posed(problem)
         maps = self.tensor_maps(problem, tile)
         if not problem.layout.is_equal:
-            prepare = Launch(
-                _PREPARE,
-                "hopper_prepare",
-                (1, 1, 1),
-                _PREPARE_THREADS,
-                _PREPARE_WORDS * _WORD_BYTES,
-            )
             is_latent = _holds_values_in_keys(problem)
             cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
+            # The order of the sequences, see `grid/order.cuh`: of a kernel before, or of each block.
+            order = (2 * problem.batch + 2) * _WORD_BYTES
+            launches: tuple[Launch, ...] = (_prepare(), main)
+            if _ranks(problem) > 1:
+                launches, order = (main,), order * math.prod(main.grid)
             return Schedule(
-                (prepare, main, *split.combine_launches(problem, cut)),
+                launches + split.combine_launches(problem, cut),
                 cut,
-                # And the order of the sequences, see `grid/order.cuh`.
-                workspace=split.workspace(problem, cut) + (2 * problem.batch + 2) * _WORD_BYTES,
+                workspace=split.workspace(problem, cut) + order,
                 # At least; the kernel takes more for a short causal sequence.
                 section_heads=problem.heads_q // problem.heads_kv,
                 tensor_maps=maps,
@@ -576,6 +573,12 @@ class HopperFamily(Family[HopperTile]):
             "shared_memory": self.shared_memory(problem, tile),
             **(float8.config(problem, tile) if problem.is_float8 else {}),
         }
+
+
+def _prepare() -> Launch:
+    """What makes the order of the sequences, ahead of the kernel that takes them in it."""
+    words = _PREPARE_WORDS * _WORD_BYTES
+    return Launch(_PREPARE, "hopper_prepare", (1, 1, 1), _PREPARE_THREADS, words)
 
 
 def _posed(problem: Problem) -> Problem:

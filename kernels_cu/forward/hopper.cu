@@ -28,7 +28,7 @@
 template <class Config>
 __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  HopperCta<Config>::order_of(params).template make<Config::Br>(
+  HopperCta<Config>::order_of(params).template make<Config::Br, SequenceOrder::WholeBlock>(
       params, reinterpret_cast<int*>(shared_memory));
 }
 
@@ -53,6 +53,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
   }
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
+    if constexpr (HopperCta<Config>::makes_order) cta.make_order();
     if (HopperProducer<Config>::is_one()) HopperProducer<Config>{cta}.produce();
     if constexpr (Config::sequences) {
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();

@@ -1,6 +1,8 @@
 // The order in which thread blocks take the query tiles of sequences whose lengths only the device
 // knows. One thread block counts the tiles and puts the sequences in order, those of the most keys
-// first. Then a counter hands out tiles in that order, so that long ones do not come last.
+// first. Then a counter hands out tiles in that order, so that long ones do not come last. Thread
+// blocks whose tiles are known by their number need no counter, and each makes the order for
+// itself: that is sooner done than a kernel before theirs.
 #pragma once
 
 #include "params.cuh"
@@ -8,9 +10,11 @@
 #include "grid/sequences.cuh"
 #include "grid/visit.cuh"
 
-// In the workspace: 2 batch + 2 words, behind partial results where keys are split. Tiles are those
-// of one head, except that those handed out are counted over all heads.
+// In the workspace, behind partial results where keys are split. Tiles are those of one head, except
+// that those handed out are counted over all heads.
 struct SequenceOrder {
+  __device__ static int64 words(int batch) { return 2 * int64(batch) + 2; }
+
   unsigned* handed_out;
   unsigned* first_tile;  // (batch + 1) tiles of all sequences before a place of the order
   int* sequence;         // (batch) at each place
@@ -32,7 +36,7 @@ struct SequenceOrder {
     return moved;
   }
 
-  // ---- One thread block makes the order.
+  // ---- The first threads of a block make the order.
 
   // Numbers of keys fall into classes, eight for each power of two; within one any order is good.
   static constexpr int classes = 256;
@@ -46,35 +50,47 @@ struct SequenceOrder {
     return classes - 1 - rank;
   }
 
-  template <int Br>
+  // Threads that wait for one another, and whether others make the order for themselves, too, and
+  // must come to the same.
+  struct WholeBlock {
+    static constexpr bool alike = false;
+    __device__ static int threads() { return blockDim.x; }
+    __device__ static void sync() { __syncthreads(); }
+  };
+
+  template <int Br, class Makers>
   __device__ void make(const Params& p, int* scratch) const {
     int* places = scratch;
     int* warp_sums = scratch + classes;
-    for (int i = threadIdx.x; i < classes; i += blockDim.x) places[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < batch; i += blockDim.x) {
+    for (int i = threadIdx.x; i < classes; i += Makers::threads()) places[i] = 0;
+    Makers::sync();
+    for (int i = threadIdx.x; i < batch; i += Makers::threads()) {
       atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1);
     }
-    __syncthreads();
+    Makers::sync();
     int carry = 0;
-    for (int first = 0; first < classes; first += blockDim.x) {
+    for (int first = 0; first < classes; first += Makers::threads()) {
       const int i = first + threadIdx.x;
       int total;
-      const int before = sum_before(i < classes ? places[i] : 0, warp_sums, total);
+      const int before = sum_before<Makers>(i < classes ? places[i] : 0, warp_sums, total);
       if (i < classes) places[i] = carry + before;
       carry += total;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < batch; i += blockDim.x) {
-      sequence[atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1)] = i;
+    Makers::sync();
+    if constexpr (Makers::alike) {
+      if (threadIdx.x < 32) put_in_turn(p, places);
+    } else {
+      for (int i = threadIdx.x; i < batch; i += Makers::threads()) {
+        sequence[atomicAdd(&places[class_of(find_sequence<0>(p, i).seqlen_k)], 1)] = i;
+      }
     }
-    __syncthreads();
+    Makers::sync();
     carry = 0;
-    for (int first = 0; first < batch; first += blockDim.x) {
+    for (int first = 0; first < batch; first += Makers::threads()) {
       const int i = first + threadIdx.x;
       const int tiles = i < batch ? ceil_div(find_sequence<0>(p, sequence[i]).seqlen_q, Br) : 0;
       int total;
-      const int before = sum_before(tiles, warp_sums, total);
+      const int before = sum_before<Makers>(tiles, warp_sums, total);
       if (i < batch) first_tile[i] = carry + before;
       carry += total;
     }
@@ -84,17 +100,33 @@ struct SequenceOrder {
     }
   }
 
+  // One warp. Sequences of a class in the order of their numbers.
+  __device__ void put_in_turn(const Params& p, int* places) const {
+    const int lane = threadIdx.x % 32;
+    for (int first = 0; first < batch; first += 32) {
+      const int i = first + lane;
+      const int its_class = i < batch ? class_of(find_sequence<0>(p, i).seqlen_k) : -1;
+      const unsigned alike = __match_any_sync(~0u, its_class);
+      const int before = __popc(alike & ((1u << lane) - 1));
+      if (i < batch) sequence[places[its_class] + before] = i;
+      __syncwarp();
+      if (i < batch && before == 0) places[its_class] += __popc(alike);
+      __syncwarp();
+    }
+  }
+
   // The sum of the values of the threads before this one, and in `total` that of all.
+  template <class Makers>
   __device__ static int sum_before(int value, int* warp_sums, int& total) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int up_to_here = sum_of_lanes(value);
     if (lane == 31) warp_sums[warp] = up_to_here;
-    __syncthreads();
-    const int up_to_warp = sum_of_lanes(lane < blockDim.x / 32 ? warp_sums[lane] : 0);
+    Makers::sync();
+    const int up_to_warp = sum_of_lanes(lane < Makers::threads() / 32 ? warp_sums[lane] : 0);
     total = __shfl_sync(~0u, up_to_warp, 31);
     const int before_warp = __shfl_sync(~0u, up_to_warp, max(0, warp - 1));
-    __syncthreads();
+    Makers::sync();
     return (warp > 0 ? before_warp : 0) + up_to_here - value;
   }
 

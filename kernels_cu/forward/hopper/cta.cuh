@@ -326,15 +326,34 @@ struct HopperCta {
   // are to be found.
   static constexpr int found_ahead = 2;
 
-  // The order of the sequences lies behind the partial results.
+  // A pair's tiles are known by its number: nobody need count those that are handed out.
+  static constexpr bool makes_order = Config::sequences && ranks > 1;
+
+  // The order of the sequences lies behind the partial results, or this block's among all blocks'.
   __device__ static SequenceOrder order_of(const Params& p) {
     const SequenceOrder order(p);
+    int64 words = 0;
     if constexpr (Config::split_keys) {
       const int64 rows = p.num_splits * Partials<Config>(p).rows;
-      return order.behind(rows * (Config::head_dim_v + 1));
-    } else {
-      return order;
+      words = rows * (Config::head_dim_v + 1);
     }
+    if constexpr (makes_order) {
+      words += (blockIdx.z * gridDim.x + blockIdx.x) * SequenceOrder::words(p.batch);
+    }
+    return order.behind(words);
+  }
+
+  // The producer's warpgroup makes it, where the copy engine writes later on.
+  struct OrderMakers {
+    static constexpr bool alike = true;
+    __device__ static int threads() { return 128; }
+    __device__ static void sync() { ptx::bar_sync(1 + consumers, 128); }
+  };
+  __device__ void make_order() const {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    order_of(p).template make<Br, OrderMakers>(p, reinterpret_cast<int*>(shared_memory));
+    ptx::fence_proxy_async();
+    OrderMakers::sync();
   }
 
   // ---- Where results go.

@@ -54,7 +54,7 @@ struct SequenceOrder {
   // must come to the same.
   struct WholeBlock {
     static constexpr bool alike = false;
-    __device__ static int threads() { return blockDim.x; }
+    __device__ static unsigned threads() { return blockDim.x; }
     __device__ static void sync() { __syncthreads(); }
   };
 

@@ -108,14 +108,6 @@ __device__ inline void cp_async_bulk_tensor_4d(unsigned shared, const TensorMap*
       : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.4d: the box to L2.
-__device__ inline void prefetch_bulk_tensor_4d(const TensorMap* map, int c0, int c1, int c2,
-                                               int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
-               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
-
 // cp.async.bulk: bytes one behind the other to shared memory, both on 16 bytes. They count on the
 // barrier.
 __device__ inline void cp_async_bulk(unsigned shared, const void* source, int bytes,

@@ -332,21 +332,26 @@ struct HopperCta {
   // The order of the sequences lies behind the partial results, or this block's among all blocks'.
   __device__ static SequenceOrder order_of(const Params& p) {
     const SequenceOrder order(p);
-    int64 words = 0;
-    if constexpr (Config::split_keys) {
-      const int64 rows = p.num_splits * Partials<Config>(p).rows;
-      words = rows * (Config::head_dim_v + 1);
-    }
     if constexpr (makes_order) {
-      words += (blockIdx.z * gridDim.x + blockIdx.x) * SequenceOrder::words(p.batch);
+      return order.behind(partial_words(p) +
+                          (blockIdx.z * gridDim.x + blockIdx.x) * SequenceOrder::words(p.batch));
+    } else if constexpr (Config::split_keys) {
+      return order.behind(partial_words(p));
+    } else {
+      return order;
     }
-    return order.behind(words);
+  }
+
+  // Of partial results, where keys are split.
+  __device__ static int64 partial_words(const Params& p) {
+    if constexpr (!Config::split_keys) return 0;
+    return p.num_splits * Partials<Config>(p).rows * (Config::head_dim_v + 1);
   }
 
   // The producer's warpgroup makes it, where the copy engine writes later on.
   struct OrderMakers {
     static constexpr bool alike = true;
-    __device__ static int threads() { return 128; }
+    __device__ static unsigned threads() { return 128; }
     __device__ static void sync() { ptx::bar_sync(1 + consumers, 128); }
   };
   __device__ void make_order() const {

@@ -61,9 +61,6 @@ struct HopperProducer {
         notes.enter(cta.p, next);
       }
       if (announced) announce(next);
-      if constexpr (Cta::values_in_keys) {
-        if (!announced) prefetch_queries(next);
-      }
       for (int key = next.keys.end - 1; key >= next.keys.begin;
            key = Config::noted ? notes.block_after(cta.p, next, key) : key - 1) {
         const Sequence& sequence = next.sequence(cta.p);
@@ -206,29 +203,7 @@ struct HopperProducer {
     copy<typename Tile::First>(target, map, row, head, batch, barrier, policy,
                                Cta::first_column_v());
     copy<typename Tile::Rest>(target + Tile::First::bytes, rest, row, head, batch, barrier, policy,
-                              first_column_rest());
-  }
-
-  __device__ static int first_column_rest() {
-    return Config::head_dim_v + Cta::rank() * Cta::columns_rest;
-  }
-
-  // Queries have one slot, which is free when the scores of the tile before are complete: they come
-  // from L2 then, three blocks of keys later.
-  __device__ void prefetch_queries(const Visit& next) const {
-    prefetch<typename QueryTile::First>(&maps().q, next, Cta::first_column_v());
-    prefetch<typename QueryTile::Rest>(&maps().q_rest, next, first_column_rest());
-  }
-
-  template <class Tile>
-  __device__ void prefetch(const TensorMap* map, const Visit& next, int first_column) const {
-    const Sequence& sequence = next.sequence(cta.p);
-#pragma unroll
-    for (int slab = 0; slab < Tile::slabs; ++slab) {
-      ptx::prefetch_bulk_tensor_4d(map, first_column + slab * Tile::line_columns,
-                                   sequence.q_first + next.work.q_begin, next.work.head,
-                                   sequence.q_batch);
-    }
+                              Config::head_dim_v + Cta::rank() * Cta::columns_rest);
   }
 
   template <class Tile>

@@ -175,6 +175,16 @@ def test_random_problems_whose_heads_are_rows_are_right(number: int) -> None:
     check_latent(case, family="hopper", **choice)
 
 
+# Each block puts the sequences in order by itself: more of them than its threads, many of them
+# alike, and fewer than pairs of blocks.
+@pytest.mark.parametrize("sequences", [300, 70, 3])
+def test_many_sequences_are_right(sequences: int) -> None:
+    rng = np.random.default_rng([13, sequences])
+    lengths = tuple(int(n) for n in rng.choice([0, 1, 5, 64, 65, 200, 201, 500], sequences))
+    case = KVCacheCase(lengths, "float16", heads_q=128, **LATENT)
+    check_latent(case, family="hopper", num_splits=1)
+
+
 def test_pages_that_there_are_not_are_zeros() -> None:
     base = KVCacheCase((200, 64), "bfloat16", heads_q=128, page_size=64, **LATENT)
     arguments = latent_arguments(base, None, "none")

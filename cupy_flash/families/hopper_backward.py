@@ -194,7 +194,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
                 arguments=("gradient_maps", "gradients"),
             )
         ]
-        if problem.gradient.wants("q") and _is_wide(problem):
+        if problem.gradient.wants("q") and not _last_writes(problem):
             launches.append(
                 Launch(
                     QUERY_GRADIENTS,
@@ -244,12 +244,18 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             "wants_q": gradient.wants("q"),
             "wants_k": gradient.wants("k"),
             "wants_v": gradient.wants("v"),
-        } | gradients.config(problem, self._sums(problem, tile), last_writes=not _is_wide(problem))
+        } | gradients.config(problem, self._sums(problem, tile), last_writes=_last_writes(problem))
 
 
 def _is_wide(problem: Problem) -> bool:
     """Whether dk and dv of 64 keys take two consumers' registers."""
     return max(problem.head_dim, problem.head_dim_v) > _WIDEST
+
+
+def _last_writes(problem: Problem) -> bool:
+    """Whether the last block that adds to a tile of dq writes it."""
+    assert problem.gradient is not None
+    return not _is_wide(problem) and problem.gradient.dtype == problem.dtype
 
 
 def _register_split(problem: Problem) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 // As in mma.cu a thread block owns a tile of keys, whose dk and dv it keeps in registers while
 // tiles of queries of all query heads stream by, and the blocks of a head add their dq of a tile in
 // turns (turns.cuh); but tiles come from the first to the last, and blocks of later keys ahead. The
-// one whose turn is the last writes dq.
+// one whose turn is the last writes dq, or another kernel does.
 //
 // Two warpgroups multiply with wgmma, half of the keys each (hopper/consumer.cuh) or of wide heads
 // half of the products (hopper/wide.cuh); warps of a third one load, and add dq
@@ -69,7 +69,7 @@ __device__ void hopper_gradients(const GradientMaps& maps, const GradientParams&
   }
 }
 
-// Of wide heads, whose consumers have no registers left to take the sums of other blocks to.
+// Where consumers do not.
 template <class Config>
 __device__ void hopper_query_gradients(const GradientParams& p) {
   using Tile = QueryGradientTile<Config, typename HopperGradientCta<Config>::Fragments>;

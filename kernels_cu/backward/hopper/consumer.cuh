@@ -140,8 +140,12 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     }
     if constexpr (sums_queries) {
       Base::template await<wants_k>(query_sums);
-      if (cta.order.is_last_turn(step.tile)) {
-        finish_query_sums(query_sums, step, slot);
+      if constexpr (Cta::last_writes) {
+        if (cta.order.is_last_turn(step.tile)) {
+          finish_query_sums(query_sums, step, slot);
+        } else {
+          write_query_sums(query_sums);
+        }
       } else {
         write_query_sums(query_sums);
       }

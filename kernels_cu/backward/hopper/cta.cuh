@@ -89,6 +89,11 @@ struct HopperGradientCta {
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
+  // Whether consumers take the last block's turn, and write dq; else a kernel of its own does. Of
+  // wide heads they have no registers for others' sums, nor have they for addresses of float32:
+  // 236 bytes of a thread were spilled, and took 15% of 65536 tokens of head_dim 128.
+  static constexpr bool last_writes =
+      !wide && sizeof(typename Config::Gradient) == sizeof(Element);
   static constexpr int dim = Config::padded_dim;
   static constexpr int dim_v = Config::padded_dim_v;
 

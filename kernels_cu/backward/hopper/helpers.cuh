@@ -176,7 +176,7 @@ struct HopperGradientAdder {
     while (ptx::ld_acquire_gpu(counter) != turn) {
     }
     ptx::fence_proxy_async_global();
-    if (cta.order.is_last_turn(step.tile)) {
+    if (Cta::last_writes && cta.order.is_last_turn(step.tile)) {
       bring_others(target, turn);
     } else {
       add_sums(target, turn);

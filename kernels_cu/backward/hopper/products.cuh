@@ -349,27 +349,20 @@ struct HopperGradientProducts {
       scale_row<Fragments::column_tiles>(sums + 2 * half, scale);
       if (!found) fill_row_from<Fragments::column_tiles>(sums + 2 * half, 0, 0);
       Gradient* target = output + in_tile * cta.p.dq.row_stride;
-      if constexpr (sizeof(Gradient) != sizeof(Element)) {
-        if (row >= cta.at.seqlen_q) continue;
-        write_row<Fragments::column_tiles, Config::head_dim>(
-            target, sums + 2 * half,
-            [&](int j, int c) { return first_column + 8 * j + lane % 4 * 2 + c; });
-      } else {
-        // Four columns of a lane together, of the first eight of sixteen or of the second.
-        const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
-        Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
+      // Four columns of a lane together, of the first eight of sixteen or of the second.
+      const int own = first_column + lane % 2 * 8 + lane % 4 / 2 * 4;
+      Vector<Gradient, 4> chunks[Fragments::column_tiles / 2];
 #pragma unroll
-        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
-          const float* two = sums + 8 * i + 2 * half;
-          chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
-        }
-        if (row >= cta.at.seqlen_q) continue;
+      for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+        const float* two = sums + 8 * i + 2 * half;
+        chunks[i] = exchange(pack<Gradient>(two[0], two[1]), pack<Gradient>(two[4], two[5]));
+      }
+      if (row >= cta.at.seqlen_q) continue;
 #pragma unroll
-        for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
-          if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
-          store_columns<Config::head_dim, Config::out_alignment>(target + own + 16 * i, chunks[i],
-                                                                 Config::head_dim - own - 16 * i);
-        }
+      for (int i = 0; i < Fragments::column_tiles / 2; ++i) {
+        if (Config::head_dim < dim && first_column + 16 * i >= Config::head_dim) break;
+        store_columns<Config::head_dim, Config::out_alignment>(target + own + 16 * i, chunks[i],
+                                                               Config::head_dim - own - 16 * i);
       }
     }
   }
@@ -420,38 +413,32 @@ struct HopperGradientProducts {
     write<Config::head_dim, KeyTile>(cta.p.dk, sums_k, cta.keys_at());
   }
 
-  // A gradient of its inputs' type goes through the consumer's part of a tile in shared memory that
-  // nobody reads any more, so that global memory sees whole chunks.
+  // A gradient goes through the consumer's part of a tile in shared memory that nobody reads any
+  // more, so that global memory sees whole chunks; one of float32 half by half.
   template <int Dim, class Tile, int Count>
   __device__ void write(const Tensor& tensor, const float (&of)[Count], unsigned tile) const {
-    constexpr int column_tiles = Count / 4;
+    constexpr int parts = sizeof(Gradient) / sizeof(Element);
+    constexpr int column_tiles = Count / 4 / parts;
     const int first = cta.work.begin + own_key();
     const int left = cta.at.seqlen_k - first;
     Gradient* output = tensor.head<Gradient>(cta.at.k_batch, cta.work.head) +
                        (int64(cta.at.k_first) + first) * tensor.row_stride;
     const int lane_row = lane_key() - own_key();
-    if constexpr (sizeof(Gradient) != sizeof(Element)) {
+    const unsigned own = own_rows<Tile>(tile);
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      // The part before has been read.
+      if (part > 0) Cta::await_own(consumer);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane_row + 8 * half;
-        if (row >= left) continue;
-        write_row<column_tiles, Dim>(output + row * tensor.row_stride, of + 2 * half,
-                                     [](int j, int c) { return 8 * j + threadIdx.x % 4 * 2 + c; });
-      }
-    } else {
-      const unsigned own = own_rows<Tile>(tile);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane_row + 8 * half;
-        const unsigned line = own + row * Tile::line_bytes + threadIdx.x % 4 * 4;
 #pragma unroll
         for (int j = 0; j < column_tiles; ++j) {
-          ptx::st_shared(line + Tile::chunk_offset(row, j / 2 * 2, j % 2),
-                         pack<Element>(of[4 * j + 2 * half], of[4 * j + 2 * half + 1]));
+          put_two<Tile>(own, row, j, of + 4 * (part * column_tiles + j) + 2 * half);
         }
       }
       Cta::await_own(consumer);
-      constexpr int chunks = column_tiles;
+      constexpr int chunks = column_tiles * parts, columns_of_chunk = 16 / sizeof(Gradient);
 #pragma unroll 4
       for (int place = threadIdx.x % 128; place < 64 * chunks; place += 128) {
         const int row = place / chunks, chunk = place % chunks;
@@ -459,10 +446,27 @@ struct HopperGradientProducts {
         unsigned bits[4];
         ptx::ld_shared_v4(
             bits, own + row * Tile::line_bytes + Tile::chunk_offset(row, chunk / 2 * 2, chunk % 2));
+        const int column = part * column_tiles * 8 + chunk * columns_of_chunk;
         store_chunk<Gradient, Config::out_alignment>(
-            output + row * tensor.row_stride + chunk * 8,
-            reinterpret_cast<const Vector<Gradient, 8>&>(bits), Dim - chunk * 8);
+            output + row * tensor.row_stride + column,
+            reinterpret_cast<const Vector<Gradient, columns_of_chunk>&>(bits), Dim - column);
       }
+    }
+  }
+
+  // A lane's two of eight columns: a chunk of a row, or of float32 two.
+  template <class Tile>
+  __device__ static void put_two(unsigned rows, int row, int eight, const float* two) {
+    const unsigned line = rows + row * Tile::line_bytes;
+    if constexpr (sizeof(Gradient) == sizeof(Element)) {
+      ptx::st_shared(
+          line + threadIdx.x % 4 * 4 + Tile::chunk_offset(row, eight / 2 * 2, eight % 2),
+          pack<Element>(two[0], two[1]));
+    } else {
+      const unsigned at =
+          line + threadIdx.x % 2 * 8 + Tile::chunk_offset(row, 2 * eight, threadIdx.x % 4 / 2);
+      ptx::st_shared(at, __float_as_uint(two[0]));
+      ptx::st_shared(at + 4, __float_as_uint(two[1]));
     }
   }
 };

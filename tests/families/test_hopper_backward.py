@@ -8,6 +8,8 @@ import pytest
 
 from cupy_flash.families import FAMILIES
 from cupy_flash.families.hopper_backward import HopperBackwardFamily, HopperBackwardTile
+from cupy_flash.gpu.compiler import compile_cubin
+from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.device import device_for_arch
@@ -31,12 +33,13 @@ def problem(
     causal: bool = False,
     wrt: tuple[str, ...] = ("q", "k", "v"),
     alignment: int = 16,
+    grad_dtype: str | None = None,
 ) -> Problem:
     """The backward problem of contiguous arrays."""
     heads_kv, head_dim_v = heads_kv or heads, head_dim_v or head_dim
     keys = seqlen if seqlen_k is None else seqlen_k
 
-    def spec(rows: int, count: int, dim: int) -> ArraySpec:
+    def spec(rows: int, count: int, dim: int, dtype: str = dtype) -> ArraySpec:
         whole = ArraySpec.contiguous((batch, rows, count, dim), dtype)
         return dataclasses.replace(whole, alignment=alignment)
 
@@ -46,10 +49,13 @@ def problem(
         spec(keys, heads_kv, head_dim_v),
     )
     forward = make_problem(q, k, v, causal=causal)
-    gradients = {"q": q, "k": k, "v": v}
+    of_gradients = grad_dtype or dtype
+    gradients = {
+        name: spec(*array.shape[1:], of_gradients) for name, array in (("q", q), ("k", k), ("v", v))
+    }
     return with_gradient(
         forward,
-        GradientSpec(wrt, dtype),
+        GradientSpec(wrt, of_gradients),
         spec(seqlen, heads, head_dim_v),
         {name: gradients[name] for name in wrt},
     )
@@ -139,6 +145,32 @@ def test_nobody_adds_what_nobody_wants() -> None:
     assert "query_gradients" not in [launch.entry for launch in schedule.launches]
     whole = hopper.schedule(problem(), h100, hopper.default_tile(problem(), h100))
     assert schedule.workspace < whole.workspace
+
+
+@pytest.mark.parametrize(
+    ("of", "is_apart"),
+    [
+        (problem(), False),
+        (problem(grad_dtype="float32"), True),
+        (problem(256), True),
+        (problem(grad_dtype="float32", wrt=("k", "v")), False),
+    ],
+    ids=["16 bits", "float32", "wide", "not wanted"],
+)
+def test_a_kernel_of_its_own_writes_dq_where_blocks_have_no_registers(
+    of: Problem, is_apart: bool
+) -> None:
+    schedule = hopper.schedule(of, h100, hopper.default_tile(of, h100))
+    assert ("query_gradients" in [launch.entry for launch in schedule.launches]) == is_apart
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("wrt", [("q", "k", "v"), ("k", "v")])
+def test_float32_gradients_spill_nothing(head_dim: int, wrt: tuple[str, ...]) -> None:
+    plan = make_plan(problem(head_dim, grad_dtype="float32", wrt=wrt), h100, family="hopper")
+    assert plan.unit is not None
+    cubin = compile_cubin(plan.unit, h100)
+    assert max(found.spill_bytes for found in cubin.resources.values()) == 0
 
 
 def test_heads_are_interleaved_as_far_as_l2_holds_what_they_move() -> None:

@@ -433,7 +433,7 @@ class HopperFamily(Family[HopperTile]):
             is_latent = _holds_values_in_keys(problem)
             cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
             main = self._main(problem, device, tile, cut)
-            # The order of the sequences, see `grid/order.cuh`: of a kernel before, or of each block.
+            # The sequences' order (`grid/order.cuh`), made by a kernel before or by each block.
             order = (2 * problem.batch + 2) * _WORD_BYTES
             launches: tuple[Launch, ...] = (_prepare(), main)
             if _ranks(problem) > 1:

@@ -154,7 +154,7 @@ class SimtFamily(Family[SimtTile]):
         return max(1, threads // tile.threads)
 
     def _registers_held(self, problem: Problem, tile: SimtTile) -> int:
-        # Outputs, scores (with a piece's share, of wide heads) or a tile's share of the outputs, one
+        # Outputs, scores (and of wide heads a piece's share) or a tile's share of the outputs, one
         # vector of Q or P and three statistics of each row; two vectors more.
         size = _accumulator_size(problem)
         width = 16 // size

@@ -24,3 +24,7 @@ def needs_cupy(name: str) -> TypeError:
         f"{name} lies in GPU memory, which CuPy has to read: pip install 'cupy_flash[cuda13]' or "
         "[cuda12]"
     )
+
+
+class ParallelError(RuntimeError):
+    """Ranks do not go together, or one of them has failed or not answered in time."""

@@ -40,6 +40,7 @@ from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, t
 from ..measure.timing import copy_rate
 from ..providers import providers
 from ..providers.contract import Provider
+from ..providers.several_gpus import Scheme, SeveralGpus
 from ..records import environment, records, report
 from .crossover import as_record, print_crossover
 from .table import outcome_text, print_cells, print_memory, record_row, timing_text
@@ -73,7 +74,11 @@ def _choose_providers(
     mods: Mapping[str, Any],
     *,
     backward: bool = False,
+    several: SeveralGpus | None = None,
 ) -> list[Provider]:
+    if several is not None:
+        alone = dict.fromkeys(asked if asked is not None else ("cupy_flash",))
+        return [*(providers.provider(name, tile) for name in alone), several]
     if asked is not None:
         return [providers.provider(name, tile) for name in dict.fromkeys(asked)]
     if preset is not None:
@@ -99,6 +104,20 @@ def _choose_providers(
         compared.append("cupy-library")
     found = [providers.provider(name) for name in compared]
     return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
+
+
+def _several_gpus(
+    gpus: int | None, head_ranks: int | None, reserved_sms: int | None
+) -> SeveralGpus | None:
+    """The provider of --gpus, if it is given."""
+    if gpus is None:
+        given = {"head_ranks": head_ranks, "reserved_sms": reserved_sms}
+        refuse(given, tuple(given), "one GPU; it is for --gpus")
+        return None
+    found = SeveralGpus(gpus, Scheme(head_ranks, reserved_sms or 0))
+    if reason := found.missing():
+        raise click.UsageError(f"--gpus is {gpus}, but {reason}")
+    return found
 
 
 def _choose_baseline(
@@ -177,6 +196,22 @@ def _provider_names(
     help="Who computes, separated by commas; 'cupy-flash info' lists them.",
 )
 @click.option(
+    "--gpus",
+    type=click.IntRange(2),
+    help="Also share the work out among so many GPUs, by processes that this command starts.",
+)
+@click.option(
+    "--head-ranks",
+    type=click.IntRange(1),
+    help="Of these, how many share out heads: 1 is a ring. By default the library's choice.",
+)
+@click.option(
+    "--reserved-sms",
+    type=click.IntRange(0),
+    show_default="0",
+    help="SMs that attention leaves to NCCL, which takes no more.",
+)
+@click.option(
     "--baseline",
     type=_PROVIDERS,
     callback=_provider_names,
@@ -215,6 +250,9 @@ def bench(
     preset: str | None,
     path: Path | None,
     asked: tuple[str, ...] | None,
+    gpus: int | None,
+    head_ranks: int | None,
+    reserved_sms: int | None,
     baseline: tuple[str, ...] | None,
     warmup: int | None,
     repeats: int | None,
@@ -235,7 +273,15 @@ def bench(
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
     dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
-    chosen = _choose_providers(asked, named, dtypes, tile, sequences, mods, backward=backward)
+    several = _several_gpus(gpus, head_ranks, reserved_sms)
+    if several is not None and (preset or path or tile):
+        raise click.UsageError(
+            "--gpus draws its inputs, and ranks choose their tiles; leave out --preset, --input "
+            "and a forced tile"
+        )
+    chosen = _choose_providers(
+        asked, named, dtypes, tile, sequences, mods, backward=backward, several=several
+    )
     compared = _choose_baseline(baseline, named, chosen)
     no_gpu = gpu_unavailable()
     on_gpu = no_gpu is None and any(p.on_gpu for p in chosen)

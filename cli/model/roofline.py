@@ -37,7 +37,7 @@ from ..records import environment, report
 from ..records.figures import COLOURS, figure, plot_option
 from ..records.report import Column
 from . import backward as of_gradients
-from . import gpus
+from . import gpus, scaling
 from .gpus import Gpu
 from .traffic import Roof, Schedule, Traffic, fused, fused_without_cache, standard
 
@@ -101,6 +101,7 @@ class Measured:
     default=None,
     help="Also time the library; by default where the GPU is the present one.",
 )
+@scaling.scaling_options
 @output_option
 @plot_option("the rooflines with the algorithms on them")
 def roofline(
@@ -116,6 +117,7 @@ def roofline(
     Needs no GPU where --gpu names some. Shape options take lists: every combination becomes a case.
     """
     targets = _targets(asked)
+    several = scaling.split_scaling(options)
     mods = split_mods(options)
     cases = modified(cases_from(split_shape(options), _DEFAULTS), mods)
     cases = directed(cases, backward=backward)
@@ -127,6 +129,9 @@ def roofline(
         for target, case in itertools.product(targets, cases):
             target.gpu.peak(case.dtype)
 
+    if several["gpus"] is not None:
+        _model_several(targets, cases, several, output, refused=measure or plot is not None)
+        return
     rows: list[dict[str, Any]] = []
     timed = [target.present and measure is not False for target in targets]
     names = ", ".join(target.gpu.name for target in targets)
@@ -147,6 +152,31 @@ def roofline(
                     measured = measure_rate(case)
                 rows += case_rows(target, case, measured)
                 save()
+
+
+def _model_several(
+    targets: Sequence[Target],
+    cases: Sequence[Case],
+    several: Mapping[str, Any],
+    output: Path | None,
+    *,
+    refused: bool,
+) -> None:
+    """Model the cases by numbers of GPUs."""
+    if refused:
+        raise click.UsageError("--gpus prints a table; leave out --measure and --plot")
+    scaling.refuse(cases, several)
+    pairs = list(itertools.product(targets, cases))
+    groups = []
+    for target, case in pairs:
+        fused_row = next(row for row in case_rows(target, case, None) if row["algorithm"] == _FUSED)
+        attainable = fused_row["attainable_tflops"] * 1e12
+        groups.append(scaling.rows_of(target.gpu, case, attainable, several))
+    record = report.Record(
+        environment.metadata(", ".join(target.gpu.name for target in targets)),
+        [row for rows in groups for row in rows],
+    )
+    report.keep(output, record, lambda: scaling.print_rows(groups, [case for _, case in pairs]))
 
 
 def _targets(asked: Sequence[str] | None) -> list[Target]:

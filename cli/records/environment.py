@@ -63,7 +63,7 @@ def kernel_name(family: str, direction: str) -> str:
 def versions() -> dict[str, str]:
     """Versions of what a result depends on; what is not there is left out.
 
-    torch and cuDNN are named where this process uses torch.
+    torch and cuDNN are named where this process uses torch, and NCCL where it uses that.
     """
     found: dict[str, str | None] = {
         "cupy_flash": cupy_flash.__version__,
@@ -76,6 +76,10 @@ def versions() -> dict[str, str]:
         found["torch"] = str(torch.__version__)
         cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
         found["cudnn"] = None if cudnn is None else str(cudnn)
+    nccl = sys.modules.get("cupy.cuda.nccl")
+    if nccl is not None and nccl.available:
+        number = nccl.get_version()
+        found["nccl"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return {name: version for name, version in found.items() if version}
 
 

@@ -140,6 +140,20 @@ def plan(
     modifications: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of a call, whose arrays are not read; see `cupy_flash.plan`."""
+    made = unloaded_plan(arguments, options, backend, arch, modifications)
+    if arch is not None or made.unit is None:
+        return made
+    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
+
+
+def unloaded_plan(
+    arguments: Arguments,
+    options: Options,
+    backend: str,
+    arch: str | None,
+    modifications: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The same, for which nothing is compiled."""
     if modifications:
         arguments, modifiers, _ = modified(arguments, modifications)
         options = options.with_modifiers(modifiers)
@@ -164,9 +178,7 @@ def plan(
         problem = problem_of(_as_copied(type(arguments)(*uploaded)), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
-    made = make_plan(problem, current_device(), family=options.family, tile=options.tile)
-    assert made.unit is not None
-    return dataclasses.replace(made, resources=compiler.loaded_resources(made.unit))
+    return make_plan(problem, current_device(), family=options.family, tile=options.tile)
 
 
 def _as_copied(arguments: Arguments) -> Arguments:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,25 @@ def cupy_module() -> Any:
     import cupy
 
     return cupy
+
+
+@functools.cache
+def nccl_module() -> Any:
+    """CuPy's interface to NCCL, which is not loaded with CuPy; see its `available`."""
+    with warnings.catch_warnings():
+        # Of a library that is not installed; whoever asks has to be told in another way.
+        warnings.simplefilter("ignore", UserWarning)
+        return importlib.import_module("cupy.cuda.nccl")
+
+
+@functools.cache
+def nccl_unavailable() -> str | None:
+    """Why GPUs cannot exchange arrays here, or None if they can."""
+    if reason := gpu_unavailable():
+        return reason
+    if not nccl_module().available:
+        return "NCCL is not installed; pip install nvidia-nccl-cu13, or -cu12"
+    return None
 
 
 def current_device() -> Device:

@@ -20,9 +20,12 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from cupy_flash.calls import on_gpu
+from cupy_flash.calls import attention, on_gpu, run
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.options import Options
 from cupy_flash.gpu import append, block_maps, compiler, launch
 from cupy_flash.mods import captures
+from cupy_flash.planning import planner
 from cupy_flash.problem.device import device_for_arch
 
 BATCH, HEADS = 2, 4
@@ -181,3 +184,22 @@ def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None
 
     dense(gpu, score_mod=ScoreMod(sums, **arrays))
     assert len(gpu.launches) > 0
+
+
+def test_a_grid_leaves_the_multiprocessors_that_are_reserved(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a plan of its own, so that calls without keep theirs, and of the same unit."""
+    plans: list[Any] = []
+
+    def make_plan(*arguments: Any, **options: Any) -> Any:
+        plans.append(planner.make_plan(*arguments, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(attention, "make_plan", make_plan)
+    q, k, v = (gpu.array(BATCH, 16384, HEADS, 64) for _ in range(3))
+    for reserved in (0, 4, 0):
+        run.attention(Arguments(q, k, v), Options(causal=True, reserved_sms=reserved), "auto")
+    whole, smaller = (max(plan.schedule.main.grid) for plan in plans)
+    assert (whole, smaller) == (device_for_arch("sm_90").sm_count, whole - 4)
+    assert plans[0].unit == plans[1].unit

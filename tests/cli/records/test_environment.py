@@ -86,6 +86,16 @@ def test_torch_is_named_where_it_is_used_and_cudnn_where_torch_can_use_it(
     assert found.get("cudnn") == says
 
 
+@pytest.mark.parametrize(("available", "says"), [(True, "2.28.9"), (False, None)])
+def test_nccl_is_named_where_it_is_used(
+    available: bool, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl = SimpleNamespace(available=available, get_version=lambda: 22809)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
+
+    assert environment.versions().get("nccl") == says
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -1,0 +1,168 @@
+"""The tables of `roofline --gpus`: time of a case by ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from cupy_flash.mods.keywords import Window
+
+from ..cases.cases import Case, describe
+from ..cases.options import FINITE
+from ..cases.options import refuse as refuse_given
+from ..errors import library_errors_as_usage
+from ..records import report
+from ..records.report import Column
+from .gpus import Gpu
+from .ranks import Links, counts, estimate
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Rows = Sequence[Mapping[str, Any]]
+
+# Between two H200 of a host NCCL moves 303 GB/s each way, of NVLink's 450; a host has a card of
+# 400 Gbit/s for each of its GPUs.
+_LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
+_OPTIONS = (
+    click.option(
+        "--gpus", type=click.IntRange(2, 65536), help="Model time on up to so many GPUs instead."
+    ),
+    click.option(
+        "--link",
+        type=FINITE,
+        show_default=f"{_LINK:g}",
+        help="GB/s of a GPU to others of its host, each way.",
+    ),
+    click.option(
+        "--network",
+        type=FINITE,
+        show_default=f"{_NETWORK:g}",
+        help="GB/s of a GPU to other hosts.",
+    ),
+    click.option(
+        "--host-gpus",
+        type=click.IntRange(1),
+        show_default=str(_HOST_GPUS),
+        help="GPUs of a host.",
+    ),
+    click.option(
+        "--rate",
+        type=FINITE,
+        help="TFLOP/s of attention on one GPU, as bench measures it; the roof's if left out.",
+    ),
+    click.option(
+        "--head-ranks",
+        type=click.IntRange(1),
+        help="GPUs that share out heads: 1 is a ring; the library's choice if left out.",
+    ),
+)
+_DEFAULTS = {
+    "link": _LINK,
+    "network": _NETWORK,
+    "host_gpus": _HOST_GPUS,
+    "rate": None,
+    "head_ranks": None,
+}
+
+
+def scaling_options(command: Command) -> Command:
+    """Add them."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of several GPUs, taken out; a usage error for any without --gpus."""
+    gpus = options.pop("gpus")
+    given = {name: options.pop(name) for name in _DEFAULTS}
+    if gpus is None:
+        refuse_given(given, tuple(given), "one GPU; it is for --gpus")
+    found = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    return {"gpus": gpus, **found}
+
+
+def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
+    """Raise a usage error for what is not modelled."""
+    for name, unit in (("link", "GB/s"), ("network", "GB/s"), ("rate", "TFLOP/s")):
+        value = scaling[name]
+        if value is not None and value <= 0:
+            raise click.UsageError(f"--{name} is {value:g} {unit}; expected a rate above 0")
+    for case in cases:
+        others = dataclasses.replace(case.mods, window=Window())
+        if not case.is_dense or case.seqlen_q != case.seqlen_k or others:
+            raise click.UsageError(
+                "--gpus models blocks of equal length, as many queries as keys, causal or not, "
+                "with or without a window"
+            )
+
+
+def rows_of(gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any]) -> Rows:
+    """A row for each number of GPUs.
+
+    Parameters
+    ----------
+    attainable
+        FLOP/s of one GPU, where the options name none.
+    """
+    links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
+    rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
+    rows, alone = [], 0.0
+    for ranks in counts(scaling["gpus"]):
+        asked = scaling["head_ranks"]
+        with library_errors_as_usage():
+            found = estimate(
+                *(case, ranks, None if asked is None else min(asked, ranks)),
+                *(rate, gpu.hbm_bytes_per_second, links),
+            )
+        alone = alone or found.seconds
+        rows.append(
+            {
+                "gpu": gpu.name,
+                **case.as_record(),
+                "one_gpu_tflops": rate / 1e12,
+                "link_gb_per_s": scaling["link"],
+                "network_gb_per_s": scaling["network"],
+                "host_gpus": scaling["host_gpus"],
+                "gpus": ranks,
+                "head_ranks": found.head_ranks,
+                "ms": 1e3 * found.seconds,
+                "attention_ms": 1e3 * found.compute,
+                "exchange_ms": 1e3 * found.exchange,
+                "speedup": alone / found.seconds,
+                "efficiency": alone / found.seconds / ranks,
+            }
+        )
+    return rows
+
+
+def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:
+    """A table for each case on each GPU."""
+    out = report.console()
+    columns = [
+        Column("GPUs", lambda row: str(row["gpus"])),
+        Column("heads among", lambda row: str(row["head_ranks"])),
+        Column("ms", lambda row: report.milliseconds(row["ms"])),
+        Column("attention", lambda row: report.milliseconds(row["attention_ms"])),
+        Column("waiting", lambda row: report.milliseconds(row["exchange_ms"])),
+        Column("speedup", lambda row: f"{row['speedup']:.4g}"),
+        Column("of ideal", lambda row: f"{row['efficiency']:.0%}"),
+    ]
+    shared, labels = describe(list(cases))
+    for rows, label in zip(groups, labels, strict=True):
+        first = rows[0]
+        title = (
+            f"{first['gpu']}: {first['one_gpu_tflops']:.4g} TFLOP/s of attention, "
+            f"{first['link_gb_per_s']:.4g} GB/s to the {first['host_gpus']} GPUs of a host, "
+            f"{first['network_gb_per_s']:.4g} beyond\n{shared} {label}".rstrip()
+        )
+        report.print_table(out, title, columns, [rows])
+    report.print_notes(
+        out,
+        [
+            "heads among: how many neighbours exchange heads; GPUs over that are a ring's places.",
+            "waiting: for what attention does not hide of the exchanges.",
+        ],
+    )

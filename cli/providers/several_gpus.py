@@ -1,0 +1,248 @@
+"""The library on several GPUs, each of which has a part of the tokens or of the cache."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from cupy_flash import parallel
+from cupy_flash.gpu.environment import gpu_unavailable, nccl_unavailable
+from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
+
+from ..cases.cases import Case
+from ..cases.inputs import Inputs, random_inputs
+from ..measure.ranks import Crew
+from ..measure.timing import Timed, replayed
+from .contract import Prepared, Provider
+
+# Longer than one rank draws inputs or compiles while others wait.
+_TIMEOUT = 300.0
+
+
+class Scheme(NamedTuple):
+    """How ranks share the work: see `cupy_flash.parallel`.
+
+    Attributes
+    ----------
+    head_ranks
+        Among how many heads are shared out; None for the library's choice.
+    reserved_sms
+        What attention leaves to NCCL, which then takes no more.
+    """
+
+    head_ranks: int | None = None
+    reserved_sms: int = 0
+
+
+class Share:
+    """What one rank does of a case.
+
+    Parameters
+    ----------
+    group
+        All of them.
+    inputs
+        Of the whole case; only this rank's part is kept.
+    scheme
+        How.
+    on_gpu
+        Whether to take CuPy arrays.
+    """
+
+    def __init__(
+        self, group: parallel.Group, inputs: Inputs, scheme: Scheme, *, on_gpu: bool = True
+    ) -> None:
+        self._group, self._case, self._scheme = group, inputs.case, scheme
+        group.reserved_sms = scheme.reserved_sms
+        q, k, v = inputs.gpu if on_gpu else inputs.host
+        self._token = q.ravel()[:1].copy()
+        self._call: Callable[[], Any]
+        if self._case.is_cached:
+            self._call = self._step(q, k, v, inputs.more_gpu if on_gpu else inputs.more)
+        else:
+            own = [self._shard(array) for array in (q, k, v)]
+            dout = inputs.dout(on_gpu=on_gpu) if self._case.is_backward else None
+            self._call = self._forward(own)
+            if dout is not None:
+                self._call = self._backward(self._shard(dout), own)
+
+    def call(self) -> Any:
+        """This rank's result, between two exchanges that start and end all ranks together."""
+        self._group.gather(self._token)
+        found = self._call()
+        self._group.gather(self._token)
+        return found
+
+    def captured(self) -> Timed | None:
+        """`call` as a CUDA graph that all ranks launch together; None if one cannot capture it."""
+        import cupy
+
+        found = replayed(Timed(self.call))
+        (are_there,) = self._group.gather(cupy.full(1, found is not None))
+        return found if are_there.all() else None
+
+    def whole(self, found: Any) -> Any:
+        """All ranks' results."""
+        if self._case.is_cached:
+            return found
+        if not self._case.is_backward:
+            return parallel.gather(found, self._group, seqlen=self._case.seqlen_q)
+        lengths = self._case.seqlen_q, self._case.seqlen_k, self._case.seqlen_k
+        return tuple(
+            parallel.gather(array, self._group, seqlen=seqlen)
+            for array, seqlen in zip(found, lengths, strict=True)
+        )
+
+    def _shard(self, array: Any) -> Any:
+        return parallel.shard(array, self._group.size, self._group.rank)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        case = self._case
+        return {
+            "seqlen": case.seqlen_q,
+            "seqlen_k": case.seqlen_k,
+            "causal": case.causal,
+            "softmax_scale": case.softmax_scale,
+            "head_ranks": self._scheme.head_ranks,
+        }
+
+    def _forward(self, own: list[Any]) -> Callable[[], Any]:
+        q, k, v = own
+        return lambda: parallel.flash_attention(q, k, v, self._group, **self._options)
+
+    def _backward(self, dout: Any, own: list[Any]) -> Callable[[], Any]:
+        q, k, v = own
+        out, lse = parallel.flash_attention(q, k, v, self._group, **self._options, return_lse=True)
+        arguments = (dout, *own, out, lse, self._group)
+        return lambda: parallel.flash_attention_backward(*arguments, **self._options)
+
+    def _step(self, q: Any, k: Any, v: Any, more: Any) -> Callable[[], Any]:
+        size, rank, case = self._group.size, self._group.rank, self._case
+        caches = [parallel.cache_shard(cache, size, rank) for cache in (k, v)]
+        return lambda: parallel.flash_attention_with_kvcache(
+            *(q, *caches, more.get("k"), more.get("v")),
+            group=self._group,
+            cache_seqlens=more["cache_seqlens"],
+            causal=case.causal,
+            softmax_scale=case.softmax_scale,
+        )
+
+
+def serve(communicator: Any, orders: Connection) -> None:
+    """What the ranks but the first do: as they are told, one case after the other."""
+    group = parallel.Group(communicator, timeout=_TIMEOUT)
+    share, found, graph = None, None, None
+    while True:
+        order, *arguments = orders.recv()
+        if order == "prepare":
+            share = found = graph = None
+            case, seed, scheme = arguments
+            share = Share(group, random_inputs(case, seed, on_gpu=True), scheme)
+        elif share is not None and order == "call":
+            found = share.call()
+        elif share is not None and order == "capture":
+            graph = share.captured()
+        elif graph is not None and order == "replay":
+            graph.call()
+        elif share is not None:
+            share.whole(found)
+
+
+class SeveralGpus(Provider):
+    """`cupy_flash.parallel` on so many GPUs, this process's among them."""
+
+    on_gpu = True
+    ours = True
+
+    def __init__(self, gpus: int, scheme: Scheme) -> None:
+        self.gpus, self.scheme = gpus, scheme
+        self.name = f"cupy_flash-{gpus}gpus"
+        self._crew: Crew | None = None
+        self._group: parallel.Group | None = None
+        self._share: Share | None = None
+
+    def missing(self) -> str | None:
+        if reason := gpu_unavailable():
+            return reason
+        import cupy
+
+        found = cupy.cuda.runtime.getDeviceCount()
+        if found < self.gpus:
+            return f"there are {found} GPUs here, not {self.gpus}"
+        return nccl_unavailable()
+
+    def why_not(self, case: Case) -> str | None:
+        if reason := self.missing():
+            return reason
+        heads = case.heads_q, case.heads_kv
+        asked = self.scheme.head_ranks
+        if asked and (reason := why_not_head_ranks(asked, self.gpus, *heads)):
+            return f"--head-ranks is {asked}, which {reason}"
+        if case.mods or case.q_offset is not None or case.layout != "bshd":
+            return "on several GPUs bench times plain attention in bshd order"
+        if case.is_cached:
+            if case.page_size or case.cache_dtype or case.values_in_keys or case.rotary:
+                return "caches on several GPUs have no pages, 8 bits or rotation"
+            if case.asked_splits or (case.causal and case.seqlen_q > 1 and not case.append):
+                return "caches on several GPUs have no splits of the caller's, and new causal keys"
+        elif not case.is_dense or case.seqlen_q != case.seqlen_k:
+            return "tokens are shared out of blocks of equal length, as many queries as keys"
+        return None
+
+    def scratch_bytes(self, case: Case) -> int:
+        if case.is_cached:
+            return case.array_bytes // self.gpus
+        # Own tokens, those of a guest, and results of two parts.
+        return 3 * (case.array_bytes + case.result_bytes) // self.gpus
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        if self._crew is None:
+            if self.scheme.reserved_sms:
+                # Read when a communicator is made.
+                os.environ["NCCL_MAX_CTAS"] = str(self.scheme.reserved_sms)
+            self._crew = Crew(serve, self.gpus)
+            atexit.register(self._crew.close)
+            self._group = parallel.Group(self._crew.communicator, timeout=_TIMEOUT)
+        crew, group = self._crew, self._group
+        assert group is not None
+        crew.tell("prepare", inputs.case, inputs.seed, self.scheme)
+        share = self._share = Share(group, inputs, self.scheme)
+
+        def call() -> Any:
+            crew.tell("call")
+            return share.call()
+
+        def to_result(found: Any) -> Any:
+            crew.tell("whole")
+            return share.whole(found)
+
+        return Prepared(call, to_result, note=self.note_of(inputs.case))
+
+    def note_of(self, case: Case) -> str:
+        """What the GPUs share, and how."""
+        if case.is_cached:
+            return f"{self.gpus} GPUs, each with a part of the keys"
+        found = self.scheme.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
+        scheme = "a ring" if found == 1 else f"heads shared out among {found}"
+        reserved = self.scheme.reserved_sms
+        left = f", {reserved} SMs left to NCCL" if reserved else ""
+        return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}{left}"
+
+    def replayed(self, prepared: Prepared) -> Timed | None:
+        crew, share = self._crew, self._share
+        assert crew is not None
+        assert share is not None
+        crew.tell("capture")
+        graph = share.captured()
+        if graph is None:
+            return None
+
+        def launch() -> Any:
+            crew.tell("replay")
+            return graph.call()
+
+        return Timed(launch)

@@ -1,0 +1,412 @@
+"""Attention, and its gradients, of a sequence whose tokens are shared out among ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.strided import (
+    array_module,
+    dtype_name,
+    require_axes,
+    require_float,
+    require_shape,
+)
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.backends import require_backend
+from cupy_flash.calls.options import Options
+from cupy_flash.mods.keywords import checked_softcap, window_of
+from cupy_flash.parallel import calls, ring
+from cupy_flash.parallel.calls import Rows, Scores
+from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.heads import HeadExchange, chosen_head_ranks, why_not_head_ranks
+from cupy_flash.parallel.pieces import Geometry
+from cupy_flash.parallel.shards import require_order, shard_length
+from cupy_flash.problem.gradient import ROWS
+from cupy_flash.problem.values import check_bool, count, finite, integer
+
+_AXES = "batch, tokens, heads and head_dim"
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    group: Group,
+    *,
+    seqlen: int,
+    seqlen_k: int | None = None,
+    order: str = "zigzag",
+    cu_seqlens: Sequence[int] | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    sinks: Any | None = None,
+    head_ranks: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """`cupy_flash.flash_attention` of a sequence whose tokens are shared out among ranks.
+
+    Every rank calls it with its shard of q, k and v, and gets that of the result.
+
+    Parameters
+    ----------
+    q : array, shape (batch, tokens, heads_q, head_dim)
+        Queries of this rank's tokens: what `shard` gives of the whole. Of NumPy, or CuPy with a
+        communicator of NCCL; float16, bfloat16, float32 or float64.
+    k : array, shape (batch, tokens, heads_kv, head_dim)
+        Keys likewise, of the same dtype. heads_q is a multiple of heads_kv.
+    v : array, shape (batch, tokens, heads_kv, head_dim_v)
+        Values.
+    group : Group
+        The ranks.
+    seqlen : int
+        Tokens of the whole sequence.
+    seqlen_k : int, optional
+        Keys of the whole sequence, if not seqlen; shared out in the same order. The last query then
+        stands at the last key.
+    order : {"zigzag", "contiguous"}
+        How tokens are shared out, see `shard`.
+    cu_seqlens : sequence of int, optional
+        The sequence is several, packed one behind the other, each of which attends to itself alone:
+        where they begin, from 0, and where the last one ends, at seqlen. In host memory. The batch
+        is 1.
+    causal : bool
+        Queries see no later keys.
+    softmax_scale : float, optional
+        Factor on the scores, by default 1 / sqrt(head_dim).
+    window_size, softcap
+        As of `cupy_flash.Modifications`. Keys that a window hides from all queries of a rank do not
+        travel to it.
+    alibi_slopes, sinks : array, shape (heads_q,), optional
+        As of `cupy_flash.Modifications`: of float32, of float64 beside a float64 q. The same on all
+        ranks.
+    head_ranks : int, optional
+        Among how many neighbouring ranks heads are shared out: 1 is a ring, group.size
+        head-parallel attention, others between them are rings of such ranks. It divides group.size
+        and heads_q, and divides heads_kv or is a multiple of them. By default 1 of two
+        ranks, of more the largest that divides group.size and heads_kv.
+    return_lse : bool
+        Also return the log-sum-exp.
+    backend : {"auto", "gpu", "cpu"}
+        Where NumPy arrays are computed.
+
+    Returns
+    -------
+    out : array, shape (batch, tokens, heads_q, head_dim_v)
+        Of this rank's tokens.
+    lse : array, shape (batch, heads_q, tokens)
+        Only with return_lse; as of `cupy_flash.flash_attention`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that are wrong on this rank.
+    ParallelError
+        If another rank raises, calls with other arguments, or does not answer in time.
+    UnsupportedError, CompileError
+        As `cupy_flash.flash_attention`.
+
+    What else a rank raises in the middle of a call, as for want of memory, ends the group: the
+    others wait for it until their time is over.
+
+    Notes
+    -----
+    Same inputs on as many ranks give the same bits. On GPUs it runs on the current stream, and on
+    one of the group's, and does not synchronize but the first time that it is called with other
+    shapes or options.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI  # doctest: +SKIP
+    >>> group = parallel.Group(MPI.COMM_WORLD, timeout=60)  # doctest: +SKIP
+    >>> out = parallel.flash_attention(q, k, v, group, seqlen=131072, causal=True)  # doctest: +SKIP
+    """
+    call = _Call(
+        *("flash_attention", group, seqlen, seqlen_k, order, cu_seqlens, causal, softmax_scale),
+        *(window_size, softcap, alibi_slopes, sinks, head_ranks, backend, return_lse),
+    )
+    with call.agreed(q, k, v) as plan:
+        exchange, lengths = plan.exchange, (plan.seqlen_q, plan.seqlen_k, plan.seqlen_k)
+        on_queries, on_keys = exchange.query_heads, exchange.key_heads
+        heads_of = (on_queries, on_keys, on_keys)
+        q, k, v = exchange.to_heads(list(zip((q, k, v), lengths, heads_of, strict=True)))
+        own_sinks = None if sinks is None else sinks[on_queries(group.rank)]
+        out, lse = ring.forward(q, k, v, exchange.ring, plan.geometry, plan.scores, own_sinks)
+        back = [(out, plan.seqlen_q, exchange.heads_q, on_queries)]
+        if return_lse:
+            back.append((_as_rows(lse), plan.seqlen_q, exchange.heads_q, on_queries))
+        found = exchange.to_tokens(back)
+        return (found[0], _from_rows(found[1])) if return_lse else found[0]
+
+
+def flash_attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    group: Group,
+    *,
+    seqlen: int,
+    seqlen_k: int | None = None,
+    order: str = "zigzag",
+    cu_seqlens: Sequence[int] | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    sinks: Any | None = None,
+    head_ranks: int | None = None,
+    backend: str = "auto",
+) -> tuple[Any, ...]:
+    """Gradients of `flash_attention` of a sequence that is shared out among ranks.
+
+    Parameters
+    ----------
+    dout : array, shape (batch, tokens, heads_q, head_dim_v)
+        Gradient of this rank's output.
+    q, k, v, group, **options
+        As of the call of `flash_attention` whose gradients these are.
+    out, lse : arrays
+        What it returned.
+
+    Returns
+    -------
+    dq, dk, dv : arrays
+        Of this rank's tokens, as q, k and v.
+    dsinks : array, shape (heads_q,)
+        Only with sinks: over the tokens of all ranks, the same on each, of sinks' dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, ParallelError, UnsupportedError, CompileError
+        As `flash_attention`.
+
+    Notes
+    -----
+    Sums over ranks are kept in float32, of float64 inputs in float64, and rounded once. Same inputs
+    on as many ranks give the same bits.
+    """
+    call = _Call(
+        *("flash_attention_backward", group, seqlen, seqlen_k, order, cu_seqlens, causal),
+        *(softmax_scale, window_size, softcap, alibi_slopes, sinks, head_ranks, backend),
+    )
+    with call.agreed(q, k, v, dout, out, lse) as plan:
+        return _gradients(plan, (q, k, v, dout, out, lse), sinks)
+
+
+def _gradients(plan: _Plan, arrays: tuple[Any, ...], sinks: Any | None) -> tuple[Any, ...]:
+    q, k, v, dout, out, lse = arrays
+    exchange, dtype = plan.exchange, q.dtype
+    on_queries, on_keys = exchange.query_heads, exchange.key_heads
+    *of_rows, k, v = exchange.to_heads(
+        [(array, plan.seqlen_q, on_queries) for array in (q, out, dout, _as_rows(lse))]
+        + [(array, plan.seqlen_k, on_keys) for array in (k, v)]
+    )
+    q, out, dout, lse = of_rows
+    rows = Rows(q, out, dout, _from_rows(lse))
+    dq, dk, dv = ring.backward(rows, k, v, exchange.ring, plan.geometry, plan.scores)
+    if not exchange.shares_key_heads:
+        # Then nothing more is added.
+        dk, dv = (array.astype(dtype, copy=False) for array in (dk, dv))
+    dq, dk, dv = exchange.to_tokens(
+        [(dq.astype(dtype, copy=False), plan.seqlen_q, exchange.heads_q, on_queries)]
+        + [(array, plan.seqlen_k, exchange.heads_kv, on_keys) for array in (dk, dv)]
+    )
+    gradients = (dq, dk.astype(dtype, copy=False), dv.astype(dtype, copy=False))
+    if sinks is None:
+        return gradients
+    heads = on_queries(exchange.group.rank)
+    own = calls.sink_gradients(rows, k, v, sinks[heads], plan.scores)
+    return (*gradients, _sum_of_sinks(own, exchange).astype(sinks.dtype))
+
+
+def _sum_of_sinks(own: Any, exchange: HeadExchange) -> Any:
+    """Gradients of all sinks over all rows, from those of a rank's heads over its rows."""
+    (said,) = exchange.group.gather(own)
+    total = array_module(own).zeros(exchange.heads_q, own.dtype)
+    for rank, part in enumerate(said):
+        total[exchange.query_heads(rank)] += part
+    return total
+
+
+def _as_rows(lse: Any) -> Any:
+    """A log-sum-exp, (batch, heads, rows), as heads of one column: (batch, rows, heads, 1)."""
+    return lse.swapaxes(1, 2)[..., None]
+
+
+def _from_rows(rows: Any) -> Any:
+    return array_module(rows).ascontiguousarray(rows[..., 0].swapaxes(1, 2))
+
+
+class _Plan(NamedTuple):
+    """What all ranks agreed to do."""
+
+    exchange: HeadExchange
+    geometry: Geometry
+    scores: Scores
+    seqlen_q: int
+    seqlen_k: int
+
+
+class _Call(NamedTuple):
+    """Arguments of a call, but for its arrays of tokens."""
+
+    name: str
+    group: Group
+    seqlen: int
+    seqlen_k: int | None
+    order: str
+    cu_seqlens: Sequence[int] | None
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: Any
+    sinks: Any
+    head_ranks: int | None
+    backend: str
+    return_lse: bool = True
+
+    def agreed(self, q: Any, k: Any, v: Any, *others: Any) -> AbstractContextManager[_Plan]:
+        """The plan, once all ranks are known to call alike, to carry it out in."""
+        return together(self.group, lambda: self._planned(q, k, v, others))
+
+    def _planned(
+        self, q: Any, k: Any, v: Any, others: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], _Plan]:
+        """What all ranks have to call alike, and what this one does then."""
+        for name, array in (("q", q), ("k", k), ("v", v)):
+            self.group.require_carried(name, array)
+            require_axes(name, array, 4, _AXES)
+        require_backend(self.backend)
+        check_bool("causal", self.causal)
+        check_bool("return_lse", self.return_lse)
+        require_order(self.order)
+        seqlen_q = count("seqlen", self.seqlen)
+        seqlen_k = seqlen_q if self.seqlen_k is None else count("seqlen_k", self.seqlen_k)
+        heads_q, heads_kv = q.shape[2], k.shape[2]
+        self._check_shapes(q, k, v, seqlen_q, seqlen_k)
+        accumulator = "float64" if dtype_name(q) == "float64" else "float32"
+        alike_typed = {"q": q, "k": k, "v": v}
+        for name, array in zip(("dout", "out", "lse"), others, strict=False):
+            self.group.require_carried(name, array)
+            expected = (*q.shape[:3], v.shape[3])
+            if name == "lse":
+                expected = (q.shape[0], heads_q, q.shape[1])
+                require_float(name, array, (accumulator,))
+            else:
+                alike_typed[name] = array
+            require_shape(name, array, expected, "of this rank's tokens")
+        calls.require_same_dtype(alike_typed)
+        for name, array, dtypes in (
+            ("alibi_slopes", self.alibi_slopes, (accumulator,)),
+            ("sinks", self.sinks, tuple(dict.fromkeys((accumulator, dtype_name(q))))),
+        ):
+            if array is not None:
+                self.group.require_carried(name, array)
+                require_float(name, array, dtypes)
+                require_shape(name, array, (heads_q,), "one for each query head")
+        head_ranks = self._head_ranks(heads_q, heads_kv)
+        window = (None, None) if self.window_size is None else window_of(self.window_size)
+        geometry = Geometry(
+            seqlen_q,
+            seqlen_k,
+            ranks=self.group.size // head_ranks,
+            order=self.order,
+            causal=bool(self.causal),
+            left=window[0],
+            right=window[1],
+            cu_seqlens=self._cuts(q.shape[0], seqlen_q, seqlen_k),
+            by_distance=self.alibi_slopes is not None,
+        )
+        exchange = HeadExchange(self.group, head_ranks, heads_q, heads_kv, self.order)
+        scale = 1 / math.sqrt(q.shape[3])
+        if self.softmax_scale is not None:
+            scale = finite("softmax_scale", self.softmax_scale)
+        scores = Scores(
+            scale,
+            None if self.softcap is None else checked_softcap(self.softcap),
+            None
+            if self.alibi_slopes is None
+            else self.alibi_slopes[exchange.query_heads(self.group.rank)],
+            self.backend,
+        )
+        alike = (
+            *(self.name, q.dtype.name, q.shape[0], heads_q, heads_kv, q.shape[3], v.shape[3]),
+            *(geometry, head_ranks, *scores[:2], self.backend, bool(self.return_lse)),
+            None if self.sinks is None else dtype_name(self.sinks),
+        )
+        if not self.group.knows(alike):
+            self._refuse(q, k, v, scale, is_backward=bool(others))
+        return alike, _Plan(exchange, geometry, scores, seqlen_q, seqlen_k)
+
+    def _refuse(self, q: Any, k: Any, v: Any, scale: float, *, is_backward: bool) -> None:
+        options = Options("equal", causal=bool(self.causal), softmax_scale=scale, return_lse=True)
+        if is_backward:
+            wide = None if dtype_name(q) == "float64" else "float32"
+            options = options._replace(wrt=ROWS, grad_dtype=wide)
+        modifications = {
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+        calls.refuse_alone(Arguments(q, k, v), options, self.backend, modifications)
+
+    def _check_shapes(self, q: Any, k: Any, v: Any, seqlen_q: int, seqlen_k: int) -> None:
+        ranks, rank = self.group.size, self.group.rank
+        for name, array, seqlen in (("q", q, seqlen_q), ("k", k, seqlen_k), ("v", v, seqlen_k)):
+            length = shard_length(seqlen, ranks, rank, self.order)
+            if array.shape[1] != length:
+                raise ValueError(
+                    f"{name} has {array.shape[1]} tokens on rank {rank} of {ranks}; expected "
+                    f"{length} of a sequence of {seqlen} in {self.order} order"
+                )
+        batch, heads_kv, head_dim = q.shape[0], k.shape[2], q.shape[3]
+        if k.shape[0] != batch or v.shape[0] != batch:
+            raise ValueError(f"q, k and v have batch {batch}, {k.shape[0]} and {v.shape[0]}")
+        if k.shape[3] != head_dim or not head_dim:
+            raise ValueError(
+                f"k has head_dim {k.shape[3]}, but q has {head_dim}; expected the same, at least 1"
+            )
+        if v.shape[2] != heads_kv or not heads_kv or q.shape[2] % heads_kv:
+            raise ValueError(
+                f"q, k and v have {q.shape[2]}, {heads_kv} and {v.shape[2]} heads; expected as "
+                "many of k as of v, and a multiple of these of q"
+            )
+
+    def _head_ranks(self, heads_q: int, heads_kv: int) -> int:
+        if self.head_ranks is None:
+            return chosen_head_ranks(self.group.size, heads_kv)
+        asked = integer("head_ranks", self.head_ranks)
+        if reason := why_not_head_ranks(asked, self.group.size, heads_q, heads_kv):
+            raise ValueError(f"head_ranks is {asked}, which {reason}")
+        return asked
+
+    def _cuts(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...] | None:
+        """Where packed sequences begin and end, each once; None of one."""
+        if self.cu_seqlens is None:
+            return None
+        if not isinstance(self.cu_seqlens, Iterable):
+            raise TypeError(f"cu_seqlens is {self.cu_seqlens!r}; expected a sequence of integers")
+        cuts = [integer("cu_seqlens", cut) for cut in self.cu_seqlens]
+        if cuts[:1] != [0] or cuts[-1:] != [seqlen_q] or cuts != sorted(cuts):
+            raise ValueError(
+                f"cu_seqlens goes from {cuts[:1]} to {cuts[-1:]}; expected totals that do not "
+                f"decrease, from 0 to the {seqlen_q} tokens there are"
+            )
+        if batch != 1 or seqlen_q != seqlen_k:
+            raise ValueError(
+                f"cu_seqlens packs the sequences of queries and keys alike, of a batch of 1; the "
+                f"batch is {batch}, and there are {seqlen_q} queries and {seqlen_k} keys"
+            )
+        return tuple(dict.fromkeys(cuts))

@@ -1,0 +1,172 @@
+"""A piece of the score matrix as a call of attention, or of its gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.strided import array_module, require_float
+from cupy_flash.calls import run, run_backward
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.gradients import GradientArguments
+from cupy_flash.calls.options import Options
+from cupy_flash.parallel.pieces import Geometry, Piece
+from cupy_flash.problem.gradient import ROWS
+
+
+class Scores(NamedTuple):
+    """What becomes of scores, and where they are computed, besides their geometry.
+
+    Attributes
+    ----------
+    scale
+        Factor.
+    softcap, alibi_slopes
+        As of `cupy_flash.Modifications`; slopes of the heads that the arrays have.
+    backend
+        As of `cupy_flash.flash_attention`.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Any = None
+    backend: str = "auto"
+
+
+class Rows(NamedTuple):
+    """Arrays of queries' rows, (batch, rows, heads, dim), and what forward left of them.
+
+    `lse` is (batch, heads, rows).
+    """
+
+    q: Any
+    out: Any = None
+    dout: Any = None
+    lse: Any = None
+
+
+def refuse_alone(
+    arguments: Arguments, options: Options, backend: str, modifications: Mapping[str, Any]
+) -> None:
+    """Raise what one rank alone would raise for arrays of these shapes and dtypes.
+
+    In the middle of a call it would leave the other ranks behind.
+    """
+    if not (arguments.q.size and arguments.keys.size):
+        return
+    if options.wrt is None:
+        run.unloaded_plan(arguments, options, backend, None, modifications)
+    else:
+        run_backward.plan(*arguments[:3], options, backend, None, modifications)
+
+
+def require_same_dtype(arrays: Mapping[str, Any]) -> None:
+    """Raise TypeError unless all have a dtype that attention is computed in, and the same."""
+    first, like = next(iter(arrays.items()))
+    for name, array in arrays.items():
+        require_float(name, array)
+        if array.dtype != like.dtype:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; expected {like.dtype}, as {first} has"
+            )
+
+
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    piece: Piece,
+    geometry: Geometry,
+    scores: Scores,
+    out: Any,
+    lse: Any,
+    reserved_sms: int,
+) -> None:
+    """Write attention of a piece into its rows of out, and its log-sum-exp.
+
+    Arrays are those of all rows, (batch, rows, heads, dim) and (batch, heads, rows).
+    """
+    rows, keys = slice(*piece.rows), slice(*piece.keys)
+    options = _options(piece, geometry, scores)._replace(reserved_sms=reserved_sms)
+    modifications = _modifications(piece, geometry, scores)
+    arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
+    if piece.cu_seqlens is not None:
+        arguments = _packed(arguments, piece)
+    _, found = run.attention(arguments, options, scores.backend, 0, modifications)
+    lse[:, :, rows] = found
+
+
+def gradients(
+    of: Rows, k: Any, v: Any, piece: Piece, geometry: Geometry, scores: Scores, reserved_sms: int
+) -> tuple[Any, Any, Any]:
+    """What a piece adds to dq of its rows and to dk and dv of its keys, in float32 at least."""
+    rows, keys = slice(*piece.rows), slice(*piece.keys)
+    options = _options(piece, geometry, scores)._replace(
+        wrt=ROWS,
+        grad_dtype=None if k.dtype == "float64" else "float32",
+        reserved_sms=reserved_sms,
+    )
+    modifications = _modifications(piece, geometry, scores)
+    lse = array_module(k).ascontiguousarray(of.lse[:, :, rows])
+    arguments = GradientArguments(
+        of.q[:, rows], k[:, keys], v[:, keys], of.out[:, rows], of.dout[:, rows], lse
+    )
+    if piece.cu_seqlens is not None:
+        arguments = _packed(arguments, piece)
+    found = run_backward.gradients(arguments, options, scores.backend, modifications)
+    dq, dk, dv = found if piece.cu_seqlens is None else (array[None] for array in found)
+    return dq, dk, dv
+
+
+def sink_gradients(of: Rows, k: Any, v: Any, sinks: Any, scores: Scores) -> Any:
+    """Of sinks, (heads,): they take part in the log-sum-exp alone, and any key serves."""
+    xp = array_module(k)
+    key, value = (xp.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype) for array in (k, v))
+    options = Options(
+        "equal",
+        softmax_scale=scores.scale,
+        return_lse=True,
+        wrt=("sinks",),
+        grad_dtype=None if k.dtype == "float64" else "float32",
+    )
+    arguments = GradientArguments(of.q, key, value, of.out, of.dout, of.lse)
+    (found,) = run_backward.gradients(arguments, options, scores.backend, {"sinks": sinks})
+    return found
+
+
+def _options(piece: Piece, geometry: Geometry, scores: Scores) -> Options:
+    is_packed = piece.cu_seqlens is not None
+    causal = geometry.causal and piece.is_masked
+    longest = None
+    if piece.cu_seqlens is not None:
+        cuts = piece.cu_seqlens
+        longest = max(stop - start for start, stop in itertools.pairwise(cuts))
+    places = causal or bool(_modifications(piece, geometry, scores))
+    return Options(
+        "packed" if is_packed else "equal",
+        causal=causal,
+        softmax_scale=scores.scale,
+        return_lse=True,
+        q_offset=piece.q_offset if places and not is_packed else None,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+    )
+
+
+def _modifications(piece: Piece, geometry: Geometry, scores: Scores) -> dict[str, Any]:
+    found = {"softcap": scores.softcap, "alibi_slopes": scores.alibi_slopes}
+    if piece.is_masked and geometry.has_window:
+        found["window_size"] = (geometry.left, geometry.right)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _packed(arguments: Any, piece: Piece) -> Any:
+    """The same of a batch of one as rows of packed sequences."""
+    cuts = array_module(arguments.q).asarray(piece.cu_seqlens, "int32")
+    rows = {
+        name: array[0]
+        for name, array in zip(arguments._fields, arguments, strict=True)
+        if array is not None
+    }
+    return arguments._replace(**rows, cu_seqlens_q=cuts, cu_seqlens_k=cuts)

@@ -1,0 +1,339 @@
+"""Generation over a cache whose keys are shared out among ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.api.dense import flash_attention
+from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
+from cupy_flash.arrays.strided import (
+    array_module,
+    dtype_name,
+    require_axes,
+    require_float,
+    require_in_place,
+    require_shape,
+)
+from cupy_flash.calls import run
+from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
+from cupy_flash.calls.backends import require_backend
+from cupy_flash.calls.on_host import require_writable
+from cupy_flash.calls.options import Options
+from cupy_flash.calls.partials import Partials
+from cupy_flash.mods.keywords import checked_softcap
+from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
+from cupy_flash.parallel.group import Group, together
+from cupy_flash.parallel.shards import placed_axis, require_rank
+from cupy_flash.problem.values import check_bool, count, finite
+
+# Neighbouring keys on one rank: whole tiles of any kernel, and few enough that ranks have nearly as
+# many keys each.
+STRIPE = 256
+
+
+def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int = STRIPE) -> Any:
+    """A rank's rows of a whole cache, or of keys to fill one with.
+
+    Stripes of `stripe` keys go to the ranks in turns, so that all have as many at any length.
+
+    Parameters
+    ----------
+    array : array
+        Of NumPy or CuPy.
+    ranks, rank : int
+        How many ranks there are, and which one's part is wanted.
+    axis : int
+        Of the keys: 1 of (batch, seqlen, heads, dim).
+    stripe : int
+        As of `flash_attention_with_kvcache`.
+
+    Returns
+    -------
+    array
+        A new one.
+
+    Raises
+    ------
+    ValueError
+        For a rank, a stripe or an axis that there is not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupy_flash import parallel
+    >>> parallel.cache_shard(np.arange(10), 2, 1, axis=0, stripe=2).tolist()
+    [2, 3, 6, 7]
+    """
+    axis = placed_axis(array, axis)
+    own = cache_shard_length(array.shape[axis], ranks, rank, stripe=stripe)
+    before, behind = array.shape[:axis], array.shape[axis + 1 :]
+    every = (slice(None),) * axis
+    seqlen, period = array.shape[axis], stripe * ranks
+    turns, first = seqlen // period, seqlen // period * period + rank * stripe
+    found = array_module(array).empty((*before, own, *behind), array.dtype)
+    whole = array[(*every, slice(turns * period))]
+    striped = whole.reshape((*before, turns, ranks, stripe, *behind))
+    of_rank = striped[(*every, slice(None), rank)]
+    found[(*every, slice(turns * stripe))] = of_rank.reshape((*before, turns * stripe, *behind))
+    found[(*every, slice(turns * stripe, None))] = array[(*every, slice(first, first + stripe))]
+    return found
+
+
+def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STRIPE) -> Any:
+    """How many of a sequence's first keys a rank has.
+
+    Parameters
+    ----------
+    seqlens : int or array of int32
+        Lengths of whole sequences.
+    ranks, rank, stripe
+        As of `cache_shard`.
+
+    Returns
+    -------
+    int or array of int32
+    """
+    require_rank(ranks, rank)
+    _require_stripe(stripe)
+    turns, rest = seqlens // (stripe * ranks), seqlens % (stripe * ranks) - rank * stripe
+    own = min(max(rest, 0), stripe) if isinstance(rest, int) else rest.clip(0, stripe)
+    return turns * stripe + own
+
+
+def _require_stripe(stripe: int) -> int:
+    if count("stripe", stripe) == 0:
+        raise ValueError("stripe is 0; expected at least 1 key")
+    return count("stripe", stripe)
+
+
+def flash_attention_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any | None = None,
+    v: Any | None = None,
+    *,
+    group: Group,
+    cache_seqlens: Any,
+    stripe: int = STRIPE,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Any | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """`cupy_flash.flash_attention_with_kvcache` over a cache whose keys are shared out among ranks.
+
+    Each rank attends to the keys that it has, and all merge all results. New keys are appended on
+    the rank whose stripe they fall in.
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries, the same on all ranks; of NumPy, or CuPy with a communicator of NCCL.
+    k_cache, v_cache : arrays, shape (batch, seqlen_cache, heads_kv, dim)
+        This rank's rows of the cache, with room for `cache_shard_length` of the longest sequence.
+        Written in place if k is given.
+    k, v : arrays, shape (batch, seqlen_new, heads_kv, dim), optional
+        New keys and values, the same on all ranks, of the cache's dtype, which is q's.
+    group : Group
+        The ranks.
+    cache_seqlens : int or array of int32, shape (batch,)
+        Keys of each sequence on all ranks together, before new ones are appended; of q's kind, for
+        NumPy q also a list.
+    stripe : int
+        So many neighbouring keys lie on one rank, the next on the next: key p on rank
+        p // stripe % group.size, where it is in row
+        p // (stripe * group.size) * stripe + p % stripe. See `cache_shard`.
+    causal : bool
+        Query i sees the keys j <= i + seqlen_k - seqlen_q, seqlen_k being the length after the
+        append. With several queries, these are no more than the new keys.
+    softmax_scale, softcap, backend
+        As of `cupy_flash.flash_attention_with_kvcache`.
+    sinks : array, shape (heads_q,), optional
+        Likewise: of float32, of float64 beside a float64 q, or of q's dtype. The same on all ranks.
+    return_lse : bool
+        Also return the log-sum-exp.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        The same on all ranks.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with return_lse.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError, CompileError
+        As `cupy_flash.flash_attention_with_kvcache`.
+    ParallelError
+        If another rank raises, calls with other arguments, or does not answer in time. Contents of
+        the arrays, and so the lengths, are not compared.
+
+    What else a rank raises in the middle of a call, as for want of memory, ends the group: the
+    others wait for it until their time is over.
+
+    Notes
+    -----
+    On GPUs with lengths in an array the step can be captured, once the same has been run: the graph
+    reads the lengths anew at each launch. It needs a memory pool of its own, as one of
+    `cupy_flash.flash_attention_with_kvcache` does. A failure within a graph is not seen.
+    """
+    planned = functools.partial(
+        _planned,
+        *(q, k_cache, v_cache, k, v, group, cache_seqlens, stripe, causal, softmax_scale, softcap),
+        *(sinks, return_lse, backend),
+    )
+    with together(group, planned) as (lengths, new, stripe):
+        if new:
+            _append((k_cache, v_cache), (k, v), lengths, group, stripe)
+        # Several causal queries see all that was there before, each another share of what is new.
+        is_apart = causal and q.shape[1] > 1
+        attended = lengths if is_apart else lengths + new
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "backend": backend}
+        if softcap is not None:
+            options["softcap"] = softcap
+        out, lse = attention_with_kvcache(
+            *(q, k_cache, v_cache),
+            cache_seqlens=cache_shard_length(attended, group.size, group.rank, stripe=stripe),
+            return_lse=True,
+            **options,
+        )
+        parts, lses = group.gather(out, lse, room=int(is_apart))
+        if is_apart:
+            parts[-1], lses[-1] = flash_attention(q, k, v, causal=True, return_lse=True, **options)
+        merged, merged_lse = run.combine(Partials(parts, lses, None, sinks))
+        return (merged, merged_lse) if return_lse else merged
+
+
+def _planned(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any | None,
+    v: Any | None,
+    group: Group,
+    cache_seqlens: Any,
+    stripe: int,
+    causal: bool,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Any | None,
+    return_lse: bool,
+    backend: str,
+) -> tuple[tuple[Any, ...], tuple[Any, int, int]]:
+    """What all ranks have to call alike; lengths, how many keys are new, and of a stripe.
+
+    Raises for what is wrong on this rank, before anything is written.
+    """
+    check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
+    require_backend(backend)
+    stripe = _require_stripe(stripe)
+    if (k is None) != (v is None):
+        raise TypeError("of k and v one is given; expected both or neither")
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    arrays |= {} if k is None else {"k": k, "v": v}
+    for name, array in arrays.items():
+        group.require_carried(name, array)
+        require_axes(name, array, 4, "batch, tokens, heads and head_dim")
+    require_same_dtype(arrays)
+    for name in CACHES:
+        require_in_place(name, arrays[name], ": a cache is not copied")
+        if k is not None and isinstance(arrays[name], np.ndarray):
+            require_writable(name, arrays[name])
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    capacity, heads_kv, head_dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    require_shape("k_cache", k_cache, (batch, capacity, heads_kv, head_dim), "of q's sequences")
+    require_shape("v_cache", v_cache, (batch, capacity, heads_kv, head_dim_v), "of k_cache's rows")
+    new = 0
+    if k is not None and v is not None:
+        new = k.shape[1]
+        require_shape("k", k, (batch, new, heads_kv, head_dim), "rows of k_cache")
+        require_shape("v", v, (batch, new, heads_kv, head_dim_v), "rows of v_cache")
+    if sinks is not None:
+        group.require_carried("sinks", sinks)
+        wide = "float64" if dtype_name(q) == "float64" else "float32"
+        require_float("sinks", sinks, dict.fromkeys((wide, dtype_name(q))))
+        require_shape("sinks", sinks, (heads_q,), "one for each query head")
+    if causal and seqlen_q > max(1, new):
+        raise ValueError(
+            f"q has {seqlen_q} causal queries, but {new} keys are new; expected at most as many"
+        )
+    lengths = _lengths(cache_seqlens, q)
+    if not isinstance(lengths, int):
+        group.require_carried("cache_seqlens", lengths)
+    if isinstance(lengths, (int, np.ndarray)):
+        needed = cache_shard_length(
+            int(np.max(lengths, initial=0)) + new, group.size, group.rank, stripe=stripe
+        )
+        if np.min(lengths, initial=0) < 0 or needed > capacity:
+            raise ValueError(
+                f"cache_seqlens is {cache_seqlens}, and {new} keys are new; expected lengths from "
+                f"0 that in stripes of {stripe} on {group.size} ranks take the {capacity} rows of "
+                f"k_cache on rank {group.rank}, not {needed}"
+            )
+    scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
+    cap = None if softcap is None else checked_softcap(softcap)
+    alike = (
+        *("flash_attention_with_kvcache", q.dtype.name, q.shape, heads_kv, head_dim_v, new),
+        *(stripe, bool(causal), scale, cap, bool(return_lse), backend),
+        None if sinks is None else dtype_name(sinks),
+    )
+    if not group.knows(alike):
+        refuse_alone(
+            Arguments(q, k_cache=k_cache, v_cache=v_cache),
+            Options("cached", softmax_scale=scale, return_lse=True),
+            backend,
+            {"softcap": cap, "sinks": sinks},
+        )
+    return alike, (lengths, new, stripe)
+
+
+def _lengths(cache_seqlens: Any, q: Any) -> Any:
+    """The one length of all caches, or an array of each one's, where q lies."""
+    length, lengths = given_lengths(cache_seqlens)
+    if lengths is None:
+        return length
+    if isinstance(lengths, (list, tuple)) and isinstance(q, np.ndarray):
+        lengths = np.asarray(lengths, np.int32)
+    if dtype_name(lengths) != "int32":
+        raise TypeError(f"cache_seqlens has dtype {lengths.dtype}; expected int32")
+    require_shape("cache_seqlens", lengths, (len(q),), "one length for each sequence")
+    return lengths
+
+
+def _append(
+    caches: tuple[Any, Any], new: tuple[Any, Any], lengths: Any, group: Group, stripe: int
+) -> None:
+    """Write the new keys that are this rank's, and their values, into its rows.
+
+    It looks at as many rows as there are new keys, distinct ones within the cache whatever the
+    lengths are: a row that gets no new key keeps what it holds.
+    """
+    xp = array_module(caches[0])
+    batch, capacity = caches[0].shape[:2]
+    count_new = new[0].shape[1]
+    if isinstance(lengths, int):
+        lengths = xp.full(batch, lengths, np.int32)
+    looked_at = min(count_new, capacity)
+    first = cache_shard_length(lengths, group.size, group.rank, stripe=stripe)
+    rows = first.clip(0, capacity - looked_at)[:, None] + xp.arange(looked_at, dtype=np.int32)
+    positions = (rows // stripe * group.size + group.rank) * stripe + rows % stripe
+    source = positions - lengths[:, None]
+    sequences = xp.arange(batch)[:, None]
+    is_new = ((source >= 0) & (source < count_new))[..., None, None]
+    source = source.clip(0, count_new - 1)
+    for cache, given in zip(caches, new, strict=True):
+        # As integers: a NaN that is read and written as a number may have other bits.
+        kept, added = _words(cache), _words(given)
+        kept[sequences, rows] = xp.where(is_new, added[sequences, source], kept[sequences, rows])
+
+
+def _words(array: Any) -> Any:
+    """A view of an array's bits as integers."""
+    return array.view(f"u{array.dtype.itemsize}")

@@ -1,0 +1,269 @@
+"""Causal attention over as long a sequence as several GPUs hold, or several processes on the CPU.
+
+Each process has its share of the tokens. Started as it is, the program starts one for each GPU, and
+NCCL carries keys and values; started by MPI (``mpiexec -n 4 python examples/long_context.py``) its
+processes compute in NumPy. Random rows are compared with the formula in float64. Needs click and
+rich, and for several processes NCCL or the extra `parallel`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import click
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cupy_flash import attention_reference, combine, parallel
+
+HEAD_DIM = 128
+# Of a GPU's memory, for arrays; the rest is for what calls take besides.
+MEMORY_SHARE = 0.6
+# What a GPU, and a core, are taken to reach where --minutes decides on the length, in FLOP/s.
+GPU_RATE, CPU_RATE = 500e12, 20e9
+# Rows of each process that are compared.
+SAMPLED = 16
+# How the launchers of MPI tell a program how many processes there are.
+MPI_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+class Settings(NamedTuple):
+    """What all processes are told."""
+
+    tokens: int | None
+    heads: int
+    heads_kv: int
+    minutes: float
+    head_ranks: int | None
+
+
+class Place(NamedTuple):
+    """Whose arrays a process computes with, and its ranks."""
+
+    xp: Any
+    group: parallel.Group
+    dtype: np.dtype[Any]
+
+    @property
+    def is_first(self) -> bool:
+        return self.group.rank == 0
+
+    def wait(self) -> None:
+        """Until what was asked of the GPU is done."""
+        if self.xp is not np:
+            self.xp.cuda.Device().synchronize()
+
+
+def run(place: Place, settings: Settings) -> None:
+    """Attend, and compare."""
+    tokens = settings.tokens or fitting(place, settings)
+    q, k, v = tensors(place, settings, tokens)
+    out = place.xp.empty_like(q)
+    shared_by = settings.heads // settings.heads_kv
+    say = Console(quiet=not place.is_first).print
+    say(f"{tokens} tokens, {settings.heads} heads of {HEAD_DIM}, {place.group.size} processes")
+
+    def attend(kv_head: int) -> None:
+        # A few heads at a time: what comes from other processes takes memory for these alone.
+        heads = slice(kv_head * shared_by, (kv_head + 1) * shared_by)
+        own = slice(kv_head, kv_head + 1)
+        out[:, :, heads] = parallel.flash_attention(
+            *(q[:, :, heads], k[:, :, own], v[:, :, own], place.group),
+            seqlen=tokens,
+            causal=True,
+            head_ranks=settings.head_ranks,
+        )
+        place.wait()
+
+    attend(0)  # kernels compile, and processes find each other
+    start = time.perf_counter()
+    for kv_head in progress(range(settings.heads_kv), shown=place.is_first):
+        attend(kv_head)
+    seconds = time.perf_counter() - start
+    flops = 2.0 * settings.heads * HEAD_DIM * float(tokens) ** 2
+    say(f"{seconds:.3g} s, {flops / seconds / 1e12:.4g} TFLOP/s")
+    error, allowed = compare(place, q, k, v, out, tokens)
+    say(f"Rows compared: off by {error:.2g}, allowed {allowed:.2g}.")
+    if not error <= allowed:
+        raise click.ClickException("attention differs from the formula")
+
+
+def fitting(place: Place, settings: Settings) -> int:
+    """As many tokens as memory and time allow; the same on all processes."""
+    size = place.group.size
+    rate = CPU_RATE if place.xp is np else GPU_RATE
+    work = settings.minutes * 60 * rate * size
+    most = int((work / (2.0 * settings.heads * HEAD_DIM)) ** 0.5)
+    if place.xp is not np:
+        free = place.xp.asarray([place.xp.cuda.runtime.memGetInfo()[0]], np.int64)
+        least = int(
+            parallel.gather(free, place.group, seqlen=size, axis=0, order="contiguous").min()
+        )
+        shared_by = settings.heads // settings.heads_kv
+        # q, out, k, v; of the heads at hand guests twice, results of parts, and a sum.
+        heads = 2 * settings.heads + 2 * settings.heads_kv + 4 + 9 * shared_by
+        most = min(most, int(MEMORY_SHARE * least * size / (heads * HEAD_DIM * 2)))
+    return max(size, most)
+
+
+def tensors(place: Place, settings: Settings, tokens: int) -> tuple[Any, Any, Any]:
+    """Random q, k and v of this process's tokens."""
+    xp, rank, size = place.xp, place.group.rank, place.group.size
+    rng = xp.random.default_rng(rank)
+    own = parallel.shard_length(tokens, size, rank)
+    found = []
+    for heads in (settings.heads, settings.heads_kv, settings.heads_kv):
+        array = xp.empty((1, own, heads, HEAD_DIM), place.dtype)
+        for head in range(heads):
+            array[:, :, head] = rng.standard_normal((1, own, HEAD_DIM), np.float32)
+        found.append(array)
+    q, k, v = found
+    return q, k, v
+
+
+def compare(place: Place, q: Any, k: Any, v: Any, out: Any, tokens: int) -> tuple[float, float]:
+    """Largest error of some rows of each process, and how large it may be.
+
+    Each process computes the formula over its own keys, and the parts are merged: the reference
+    needs no more memory than attention. A result may be off by the rounding of its weights, of two
+    partial results and of itself, each half of the dtype's eps, and by that of scores in float32,
+    which are about as large as the log-sum-exp; all of the sum of weights times absolute values.
+    """
+    xp, size, rank = place.xp, place.group.size, place.group.rank
+
+    def gathered(array: Any, axis: int) -> Any:
+        length = array.shape[axis] * size
+        return parallel.gather(array, place.group, seqlen=length, axis=axis, order="contiguous")
+
+    positions = xp.asarray(parallel.shard(np.arange(tokens), size, rank, axis=0))
+    chosen = xp.asarray(np.random.default_rng(rank).integers(0, len(positions), SAMPLED))
+    rows, results = (gathered(array[:, chosen], 1) for array in (q, out))
+    seen = positions <= gathered(positions[chosen], 0)[:, None]
+    values = xp.concatenate([v.astype(np.float64), abs(v.astype(np.float64))], axis=3)
+    part, lse = attention_reference(
+        rows.astype(np.float64),
+        k.astype(np.float64),
+        values,
+        mask=seen[None, None],
+        return_lse=True,
+    )
+    exact, exact_lse = combine(gathered(part[None], 0), gathered(lse[None], 0))
+    exact, sizes = exact[..., :HEAD_DIM], exact[..., HEAD_DIM:]
+    error = abs(results.astype(np.float64) - exact)
+    eps = float(ml_dtypes.finfo(place.dtype).eps)
+    single = float(np.finfo(np.float32).eps) * (4 + 2 * float(abs(exact_lse).max()))
+    return float(error.max()), float((2 * eps + single) * sizes.max())
+
+
+def progress(steps: range, *, shown: bool) -> Iterator[int]:
+    """The steps, with a bar on stderr."""
+    bar = Progress(
+        TextColumn("attention"),
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} groups of heads"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not (shown and sys.stderr.isatty()),
+    )
+    with bar:
+        yield from bar.track(steps)
+
+
+def require_enough(settings: Settings, ranks: int) -> None:
+    """Raise a usage error for a length of which some process would have no token."""
+    if settings.tokens is not None and settings.tokens < ranks:
+        raise click.UsageError(f"--tokens is {settings.tokens}, fewer than the {ranks} processes")
+
+
+def over_mpi(settings: Settings) -> None:
+    from mpi4py import MPI
+
+    require_enough(settings, MPI.COMM_WORLD.Get_size())
+    group = parallel.Group(MPI.COMM_WORLD, timeout=600)
+    run(Place(np, group, np.dtype(np.float32)), settings)
+
+
+def over_nccl(rank: int, ranks: int, names: Any, settings: Settings) -> None:
+    """What the process of a GPU does."""
+    import cupy
+    from cupy.cuda import nccl
+
+    cupy.cuda.Device(rank).use()
+    if rank == 0:
+        name = nccl.get_unique_id()
+        for _ in range(ranks - 1):
+            names.put(name)
+    else:
+        name = names.get()
+    group = parallel.Group(nccl.NcclCommunicator(ranks, name, rank), timeout=600)
+    run(Place(cupy, group, np.dtype(ml_dtypes.bfloat16)), settings)
+
+
+def start_ranks(gpus: int, settings: Settings) -> None:
+    """A process for each GPU, until all have ended or one has failed."""
+    require_enough(settings, gpus)
+    context = multiprocessing.get_context("spawn")
+    names = context.Queue()
+    processes = [
+        context.Process(target=over_nccl, args=(rank, gpus, names, settings), daemon=True)
+        for rank in range(gpus)
+    ]
+    for process in processes:
+        process.start()
+    are_running = True
+    while are_running:
+        time.sleep(0.1)
+        are_running = any(process.is_alive() for process in processes)
+        if any(process.exitcode for process in processes):
+            raise click.ClickException("a process has failed; its error stands above")
+
+
+def gpus_here() -> int:
+    try:
+        import cupy
+        from cupy.cuda import nccl
+
+        return int(cupy.cuda.runtime.getDeviceCount()) if nccl.available else 0
+    except Exception:  # no CuPy, no driver, no GPU
+        return 0
+
+
+@click.command()
+@click.option("--tokens", type=click.IntRange(1), help="As many as fit if left out.")
+@click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--kv-heads", "heads_kv", type=click.IntRange(1), default=4, show_default=True)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="What the length may cost, about, where it is not given.",
+)
+@click.option("--gpus", type=click.IntRange(1), help="All of this host if left out.")
+@click.option("--head-ranks", type=click.IntRange(1), help="1 for a ring alone.")
+def main(gpus: int | None, **options: Any) -> None:
+    """Attend to a long sequence on several GPUs, or by MPI on the CPU."""
+    settings = Settings(**options)
+    if settings.heads % settings.heads_kv:
+        raise click.UsageError("--heads is no multiple of --kv-heads")
+    if any(variable in os.environ for variable in MPI_VARIABLES):
+        over_mpi(settings)
+        return
+    found = gpus or gpus_here()
+    if not found:
+        raise click.UsageError(
+            "no GPU and NCCL here; start it by MPI: mpiexec -n 2 python examples/long_context.py"
+        )
+    start_ranks(found, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`cupy-flash roofline --gpus`: time by ranks as a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.model.ranks import Links, counts, estimate
+from cupy_flash.cli.model.roofline import roofline
+
+CASE = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128)
+FAST = Links(1e30, 1e30, 8)
+SHAPE = ("--gpu", "H200", "--batch", "1", "--heads", "16", "--dtype", "bf16")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(roofline, list(arguments), catch_exceptions=False)
+
+
+def rows_of(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    path = tmp_path / "rows.json"
+    result = run(*SHAPE, *arguments, "--output", str(path))
+    assert result.exit_code == 0, result.output
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+
+
+def test_on_one_gpu_nothing_is_exchanged() -> None:
+    found = estimate(CASE, 1, None, 600e12, 4.8e12, Links(1.0, 1.0, 8))
+    assert found.exchange == 0
+    assert found.seconds == pytest.approx(CASE.flops() / 600e12)
+
+
+@pytest.mark.parametrize("head_ranks", [1, 4, 8])
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_links_that_take_no_time_ranks_share_the_work_evenly(
+    causal: bool, head_ranks: int
+) -> None:
+    case = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128, causal=causal)
+    found = estimate(case, 8, head_ranks, 600e12, 1e30, FAST)
+    assert found.compute == pytest.approx(case.flops() / 600e12 / 8, rel=1e-3)
+
+
+def test_a_step_of_a_ring_hides_the_next_ones_keys() -> None:
+    """Two ranks: the second step's keys and values come while the first is computed."""
+    bytes_moved = 131072 // 2 * 16 * 2 * 128 * 2
+    first_step = CASE.flops() / 600e12 / 4
+    slow = Links(bytes_moved / first_step / 2, 1.0, 8)
+    found = estimate(CASE, 2, 1, 600e12, 1e30, slow)
+    assert found.exchange == pytest.approx(first_step, rel=1e-3)
+    assert estimate(CASE, 2, 1, 600e12, 1e30, Links(1e12, 1.0, 8)).exchange == 0
+
+
+def test_heads_are_exchanged_before_and_after_and_nothing_hides_it() -> None:
+    tokens = 131072 // 2
+    moved = tokens * 16 * 128 * 2 * 4 / 2
+    found = estimate(CASE, 2, 2, 600e12, 1e30, Links(300e9, 1.0, 8))
+    assert found.exchange == pytest.approx(moved / 300e9, rel=0.05)
+
+
+def test_between_hosts_the_network_carries() -> None:
+    links = Links(1e30, 50e9, 8)
+    assert links.seconds(1e9, within=True) == pytest.approx(14e-6)
+    assert links.seconds(1e9, within=False) == pytest.approx(14e-6 + 0.02)
+    assert links.seconds(0, within=False) == 0
+
+
+def test_a_step_of_a_ring_over_hosts_takes_as_long_as_its_slowest_pair() -> None:
+    """Also of neighbours: the first GPU of a host has the last one of another before it."""
+    links = Links(1e30, 50e9, 8)
+    assert estimate(CASE, 8, 1, 600e12, 1e30, links).exchange == 0
+    first_step = CASE.flops() / 600e12 / 16**2
+    moved = 131072 // 16 * 16 * 2 * 128 * 2
+    expected = 15 * (14e-6 + moved / 50e9 - first_step)
+    assert estimate(CASE, 16, 1, 600e12, 1e30, links).exchange == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("heads_kv", "head_ranks", "item_back"), [(4, 2, 2), (2, 4, 4)])
+def test_backward_exchanges_heads_of_all_that_it_reads_and_writes(
+    heads_kv: int, head_ranks: int, item_back: int
+) -> None:
+    """Gradients of keys that several ranks have are added up in float32."""
+    case = Case("bfloat16", 1, 4096, 4096, 8, heads_kv, 128, 64, direction="backward")
+    ranks = head_ranks
+    links = Links(1e6, 1.0, 8)
+    of_queries = 8 * (2 * (128 + 64) * 2 + 4)
+    of_keys = max(heads_kv, head_ranks) * (128 + 64) * (2 + item_back)
+    moved = 4096 / ranks * (of_queries + of_keys) * (head_ranks - 1) / head_ranks
+    found = estimate(case, ranks, head_ranks, 600e12, 1e30, links)
+    assert found.exchange == pytest.approx(moved / 1e6, rel=1e-4)
+
+
+def test_gradients_go_back_in_float32() -> None:
+    """Twice the bytes of what came, of which the last cannot be hidden."""
+    case = Case("bfloat16", 1, 131072, 131072, 16, 16, 128, 128, direction="backward")
+    found = estimate(case, 2, 1, 600e12, 1e30, Links(300e9, 1.0, 8))
+    back = 131072 // 2 * 16 * 2 * 128 * 4
+    assert found.exchange == pytest.approx(back / 300e9, rel=0.05)
+
+
+def test_ranks_are_doubled_up_to_the_most() -> None:
+    assert counts(12) == [1, 2, 4, 8, 12]
+    assert counts(16) == [1, 2, 4, 8, 16]
+
+
+def test_a_row_for_each_number_of_gpus(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--seqlen-q", "131072", "--gpus", "1024", "--rate", "650")
+    assert [row["gpus"] for row in rows] == counts(1024)
+    assert [row["head_ranks"] for row in rows[:6]] == [1, 1, 4, 8, 16, 16]
+    assert rows[0]["ms"] == pytest.approx(1e3 * CASE.flops() / 650e12)
+    assert all(row["efficiency"] <= 1 for row in rows)
+
+
+def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
+    result = run(*SHAPE, "--seqlen-q", "65536", "--gpus", "16", "--link", "250")
+    assert "250 GB/s to the 8 GPUs of a host, 50 beyond" in result.output
+    assert "of ideal" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--gpus", "4", "--link", "0"), "--link is 0 GB/s"),
+        (("--gpus", "8", "--rate", "0"), "--rate is 0 TFLOP/s"),
+        (("--link", "250"), "--link does not go with one GPU"),
+        (("--rate", "650"), "--rate does not go with one GPU"),
+        (("--head-ranks", "1"), "--head-ranks does not go with one GPU"),
+        (("--gpus", "4", "--seqlen-k", "7"), "as many queries as keys"),
+        (("--gpus", "4", "--plot", "x.svg"), "leave out --measure"),
+        (("--gpus", "6", "--head-ranks", "4"), "does not divide the 6 ranks"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(arguments: tuple[str, ...], text: str) -> None:
+    result = run(*SHAPE, "--seqlen-q", "4096", *arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())

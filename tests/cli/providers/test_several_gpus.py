@@ -1,0 +1,114 @@
+"""What a rank does in `bench --gpus`: with one rank, over MPI, it does all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cupy_flash import parallel
+from cupy_flash.cli.bench.bench import bench
+from cupy_flash.cli.cases.cases import Case
+from cupy_flash.cli.cases.inputs import random_inputs
+from cupy_flash.cli.providers.several_gpus import Scheme, SeveralGpus, Share
+
+CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
+
+
+@pytest.fixture(scope="module")
+def group() -> parallel.Group:
+    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    return parallel.Group(mpi.COMM_SELF)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        dataclasses.replace(CASE, direction="backward"),
+        dataclasses.replace(CASE, kind="cache", seqlen_q=1, seqlen_k=300),
+        dataclasses.replace(CASE, kind="cache", seqlen_q=3, seqlen_k=301, append=True),
+    ],
+    ids=["forward", "backward", "cache", "append"],
+)
+def test_all_ranks_together_compute_the_case(case: Case, group: parallel.Group) -> None:
+    inputs = random_inputs(case, 0, on_gpu=False)
+    share = Share(group, inputs, Scheme(), on_gpu=False)
+    expected: Any = inputs.call(on_gpu=False)()
+    found = share.whole(share.call())
+    if not case.is_backward:
+        found, expected = (found,), (expected,)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "head_ranks", "reason"),
+    [
+        ({"layout": "bhsd"}, None, "plain attention in bshd order"),
+        ({"seqlen_q": 7}, None, "as many queries as keys"),
+        ({"kind": "cache", "seqlen_q": 1, "page_size": 16}, None, "no pages"),
+        ({"kind": "cache", "seqlen_q": 2}, None, "new causal keys"),
+        ({}, 3, "--head-ranks is 3, which does not divide the 2 ranks"),
+    ],
+)
+def test_what_it_does_not_time_has_a_reason(
+    changed: dict[str, Any], head_ranks: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SeveralGpus, "missing", lambda self: None)
+    found = SeveralGpus(2, Scheme(head_ranks)).why_not(dataclasses.replace(CASE, **changed))
+    assert found is not None
+    assert reason in found
+
+
+def test_a_cache_takes_its_shard_besides() -> None:
+    case = dataclasses.replace(CASE, kind="cache", seqlen_q=1, seqlen_k=300)
+    assert SeveralGpus(2, Scheme()).scratch_bytes(case) == case.array_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changed", "says"),
+    [
+        (Scheme(), {}, "a part of the tokens: a ring"),
+        (Scheme(2), {}, "a part of the tokens: heads shared out among 2"),
+        (Scheme(1, 4), {}, "a part of the tokens: a ring, 4 SMs left to NCCL"),
+        (Scheme(), {"kind": "cache", "seqlen_q": 1}, "2 GPUs, each with a part of the keys"),
+    ],
+)
+def test_a_row_says_how_the_work_was_shared_out(
+    scheme: Scheme, changed: dict[str, Any], says: str
+) -> None:
+    case = dataclasses.replace(CASE, **changed)
+    assert SeveralGpus(2, scheme).note_of(case).endswith(says)
+
+
+def test_without_the_gpus_it_says_so() -> None:
+    assert SeveralGpus(1000, Scheme()).missing() is not None
+    assert any(param.name == "gpus" for param in bench.params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--head-ranks", "1"), "--head-ranks does not go with one GPU; it is for --gpus"),
+        (("--reserved-sms", "0"), "--reserved-sms does not go with one GPU"),
+        (("--gpus", "1000"), "--gpus is 1000, but"),
+    ],
+)
+def test_options_of_gpus_that_do_nothing_are_refused(arguments: tuple[str, ...], text: str) -> None:
+    result = CliRunner().invoke(bench, arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("arguments", [("--br", "64"), ("--preset", "memory")])
+def test_what_ranks_do_not_take_is_refused(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SeveralGpus, "missing", lambda self: None)
+    result = CliRunner().invoke(bench, ("--gpus", "2", *arguments))
+    assert result.exit_code == 2
+    assert "leave out --preset, --input and a forced tile" in " ".join(result.output.split())

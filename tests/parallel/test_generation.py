@@ -1,0 +1,116 @@
+"""Steps over a cache that is shared out: what is refused, and how keys are shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupy_flash import flash_attention_with_kvcache, parallel
+
+
+@pytest.fixture(scope="module")
+def group() -> parallel.Group:
+    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    return parallel.Group(mpi.COMM_SELF)
+
+
+def read_only(*shape: int) -> np.ndarray:
+    array = np.zeros(shape, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    cache = np.zeros((2, 40, 2, 8), np.float32)
+    return {
+        "q": np.ones((2, 1, 4, 8), np.float32),
+        "k_cache": cache,
+        "v_cache": cache.copy(),
+        "k": np.ones((2, 3, 2, 8), np.float32),
+        "v": np.ones((2, 3, 2, 8), np.float32),
+        "cache_seqlens": np.array([5, 37], np.int32),
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"cache_seqlens": np.array([5, 38], np.int32)}, ValueError, "take the 40 rows"),
+        ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38, and 3 keys are new"),
+        ({"cache_seqlens": [-1, 3]}, (TypeError, ValueError), "cache_seqlens"),
+        ({"cache_seqlens": np.array([5, 37])}, TypeError, "int64; expected int32"),
+        ({"cache_seqlens": np.array([5], np.int32)}, ValueError, "one length for each sequence"),
+        ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
+        ({"v": None}, TypeError, "expected both or neither"),
+        ({"q": np.ones((2, 4, 4, 8), np.float32), "causal": True}, ValueError, "4 causal queries"),
+        ({"stripe": 0}, ValueError, "at least 1 key"),
+        ({"q": np.ones((3, 1, 4, 8), np.float32)}, ValueError, "k_cache has shape"),
+        ({"sinks": np.ones(3, np.float32)}, ValueError, "one sink|one for each query head"),
+        ({"sinks": np.ones(4)}, TypeError, "sinks has dtype float64"),
+        ({"k": np.ones((2, 3, 2, 8))}, TypeError, "k has dtype float64; expected float32, as q"),
+        ({"v": np.ones((2, 3, 2, 8), np.float16)}, TypeError, "v has dtype float16"),
+        ({"v_cache": np.zeros((2, 40, 2, 8))}, TypeError, "v_cache has dtype float64"),
+        ({"q": np.ones((2, 1, 4, 8))}, TypeError, "k_cache has dtype float32; expected float64"),
+        ({"v_cache": read_only(2, 40, 2, 8)}, ValueError, "v_cache is read-only"),
+        ({"backend": "tpu"}, ValueError, "backend is 'tpu'"),
+        ({"return_lse": 1}, TypeError, "return_lse is 1"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_written(
+    group: parallel.Group, changed: dict[str, Any], error: Any, text: str
+) -> None:
+    given = arguments(**changed)
+    with pytest.raises(error, match=text):
+        parallel.flash_attention_with_kvcache(**given, group=group)
+    assert not given["k_cache"].any()
+    parallel.flash_attention_with_kvcache(**arguments(), group=group)
+
+
+@pytest.mark.parametrize("cache_seqlens", [7, np.int64(7), np.array([7, 7], np.int32)])
+def test_one_length_serves_all_sequences(group: parallel.Group, cache_seqlens: Any) -> None:
+    given = arguments(cache_seqlens=cache_seqlens)
+    out = parallel.flash_attention_with_kvcache(**given, group=group)
+    other = arguments(cache_seqlens=7)
+    expected = flash_attention_with_kvcache(**other)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_array_equal(given["k_cache"], other["k_cache"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "stripe", "text"),
+    [
+        (2, 2, 4, "rank is 2 of 2"),
+        (0, 0, 4, "rank is 0 of 0"),
+        (2, -1, 4, "rank is -1"),
+        (2, 0, 0, "stripe is 0"),
+        (2, 0, -1, "stripe is -1"),
+    ],
+)
+def test_a_rank_or_stripe_that_there_is_not_is_refused(
+    ranks: int, rank: int, stripe: int, text: str
+) -> None:
+    for call in (
+        lambda: parallel.cache_shard(np.arange(9), ranks, rank, axis=0, stripe=stripe),
+        lambda: parallel.cache_shard_length(9, ranks, rank, stripe=stripe),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        seqlen, ranks, stripe = (int(rng.integers(1, most)) for most in (300, 7, 20))
+        keys = np.arange(seqlen)
+        shards = [parallel.cache_shard(keys, ranks, r, axis=0, stripe=stripe) for r in range(ranks)]
+        assert sorted(np.concatenate(shards).tolist()) == keys.tolist()
+        lengths = [
+            parallel.cache_shard_length(seqlen, ranks, r, stripe=stripe) for r in range(ranks)
+        ]
+        assert lengths == list(map(len, shards))
+        assert max(lengths) - min(lengths) <= stripe
+        for rank, own in enumerate(shards):
+            rows = keys // (stripe * ranks) * stripe + keys % stripe
+            assert (rows[own] == np.arange(len(own))).all(), rank

@@ -1,0 +1,49 @@
+"""Results over parts of the keys, merged a few at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.combine_support import assert_merged, random_parts
+
+import cupy_flash
+from cupy_flash.parallel.merger import Merger
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 65, 80])
+def test_any_number_of_parts_is_merged_as_at_once(count: int, rng: np.random.Generator) -> None:
+    parts, lses = random_parts(rng, "float64", (count, 2, 7, 3, 8))
+    merger = Merger(parts.shape[1:], parts.dtype, count, np)
+    for part, lse in zip(parts, lses, strict=True):
+        out, out_lse = merger.add(is_whole=False)
+        out[...], out_lse[...] = part, lse
+    out, lse = merger.result(None)
+    if count <= 8:
+        assert_merged(out, lse, parts, lses)
+    expected, expected_lse = cupy_flash.combine(parts, lses)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-13)
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_rows_that_no_part_has_are_zero_and_see_nothing() -> None:
+    merger = Merger((1, 4, 2, 8), np.dtype(np.float32), 1, np)
+    out, lse = merger.add(is_whole=False)
+    out[...] = np.nan
+    out[:, 2:], lse[:, :, 2:] = 1, 0
+    merged, merged_lse = merger.result(None)
+    assert not merged[:, :2].any()
+    assert (merged_lse[:, :, :2] == -np.inf).all()
+    assert (merged[:, 2:] == 1).all()
+
+
+def test_sinks_count_once_however_many_parts_there_are(rng: np.random.Generator) -> None:
+    parts, lses = random_parts(rng, "float64", (11, 1, 5, 2, 4), unseen=0)
+    sinks = rng.standard_normal(2)
+    merger = Merger(parts.shape[1:], parts.dtype, 11, np)
+    for part, lse in zip(parts, lses, strict=True):
+        out, out_lse = merger.add(is_whole=False)
+        out[...], out_lse[...] = part, lse
+    expected, expected_lse = cupy_flash.combine(parts, lses, sinks=sinks)
+    out, lse = merger.result(sinks)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-13)
+    np.testing.assert_allclose(out, expected, rtol=1e-12)

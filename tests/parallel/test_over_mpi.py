@@ -1,0 +1,68 @@
+"""Ranks that exchange arrays in host memory through MPI: one to four processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import rank_checks
+from support.ranks import launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
+def said(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    """What each of so many ranks has to say of each check: nothing where it passed."""
+    return said_by(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def said_by_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What a rank without others has to say."""
+    return said_by(1, tmp_path_factory)
+
+
+def said_by(ranks: int, temporary: pytest.TempPathFactory) -> dict[str, list[str]]:
+    folder = temporary.mktemp("ranks")
+    seed = os.environ.get("CUPY_FLASH_TEST_SEED") or str(secrets.randbelow(2**32))
+    print(f"CUPY_FLASH_TEST_SEED={seed}")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "CUPY_FLASH_HOME": str(folder),
+        # More ranks than cores.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    program = [sys.executable, rank_checks.__file__, seed, str(folder)]
+    done = subprocess.run(
+        [launcher(), "-n", str(ranks), *program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
+
+
+@pytest.mark.parametrize("name", rank_checks.CHECKS)
+def test_all_ranks_pass_the_check(said: dict[str, list[str]], name: str) -> None:
+    for rank, text in enumerate(said[name]):
+        assert not text, f"rank {rank}: {text}"
+
+
+@pytest.mark.parametrize("name", rank_checks.checks_of(1))
+def test_one_rank_passes_the_check(said_by_one: dict[str, list[str]], name: str) -> None:
+    (text,) = said_by_one[name]
+    assert not text

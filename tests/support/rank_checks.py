@@ -1,0 +1,564 @@
+"""What every rank of a communicator does in the tests of `cupy_flash.parallel`.
+
+Over MPI it is a program: `mpiexec -n RANKS python rank_checks.py SEED FOLDER` makes each check
+below on all ranks and leaves in FOLDER what each rank has to say of it: a traceback, or nothing
+where it passed. Over NCCL `over_nccl` does, in processes that have a communicator.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupy_flash import attention_reference, parallel
+from cupy_flash.parallel import calls
+from support.gradient_calls import GradientCall
+from support.gradient_rule import check_gradients
+from support.modified_calls import DTYPES, ModifiedCall
+from support.sequence_support import random_kvcache_case
+
+TIMEOUT = 60.0
+# Of ranks on GPUs, whose kernels may have to be compiled.
+_TIMEOUT_OF_NCCL = 15.0
+# For one check; a rank that takes longer hangs in spite of its group, and ends with its stack.
+_CHECK_SECONDS = 30.0
+
+
+class Ranks(NamedTuple):
+    """The ranks of a check.
+
+    Attributes
+    ----------
+    group
+        Them.
+    xp
+        Whose arrays they exchange: NumPy or CuPy.
+    anew
+        Makes a group of the same ranks with another communicator, and this time limit.
+    """
+
+    group: parallel.Group
+    xp: Any
+    anew: Callable[[float], parallel.Group]
+
+    def place(self, array: Any) -> Any:
+        """An array of the host where ranks have theirs."""
+        return None if array is None else self.xp.asarray(array)
+
+    def on_host(self, array: Any) -> np.ndarray:
+        found: np.ndarray = array if self.xp is np else array.get()
+        return found
+
+    @property
+    def short(self) -> float:
+        """A time limit that ranks which make the same call keep, in seconds.
+
+        NCCL first connects the ranks, and each may compile kernels that another has by then.
+        """
+        return 0.5 if self.xp is np else 3.0
+
+
+Check = Callable[[Ranks, np.random.Generator], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def random_call(rng: np.random.Generator, dtype: str, *, packed: bool) -> ModifiedCall:
+    """Attention of a whole sequence, of a length that ranks do not divide."""
+    real = DTYPES[dtype]
+    heads_kv = int(rng.integers(1, 5))
+    heads_q, dim, dim_v = heads_kv * int(rng.integers(1, 3)), *rng.choice([8, 24, 32], 2)
+    seqlen_q = int(rng.integers(1, 160))
+    seqlen_k = seqlen_q if packed or rng.integers(2) else int(rng.integers(1, 160))
+    outer = () if packed else (int(rng.integers(1, 3)),)
+    shapes = {
+        "q": (seqlen_q, heads_q, dim),
+        "k": (seqlen_k, heads_kv, dim),
+        "v": (seqlen_k, heads_kv, dim_v),
+    }
+    arrays = {
+        name: rng.standard_normal((*outer, *shape)).astype(real) for name, shape in shapes.items()
+    }
+    options: dict[str, Any] = {"causal": bool(rng.integers(2))}
+    if rng.integers(2):
+        sides = [None if rng.integers(3) == 0 else int(rng.integers(0, 60)) for _ in range(2)]
+        options["window_size"] = tuple(sides)
+    if rng.integers(3) == 0:
+        options["softmax_scale"] = float(rng.choice([-0.2, 0.5]))
+    if rng.integers(4) == 0:
+        options["softcap"] = 30.0
+    # Slopes and sinks are of the dtype that sums are kept in.
+    own = np.float64 if dtype == "float64" else np.float32
+    if rng.integers(3) == 0:
+        arrays["alibi_slopes"] = rng.uniform(0, 0.5, heads_q).astype(own)
+    if rng.integers(2):
+        arrays["sinks"] = rng.standard_normal(heads_q).astype(own)
+    if packed:
+        cuts = np.sort(rng.integers(0, seqlen_q + 1, int(rng.integers(0, 5))))
+        cu_seqlens = np.array([0, *cuts, seqlen_q], np.int32)
+        arrays["cu_seqlens_q"] = arrays["cu_seqlens_k"] = cu_seqlens
+        options["max_seqlen_q"] = options["max_seqlen_k"] = seqlen_q
+    return ModifiedCall("packed" if packed else "equal", dtype, arrays, options)
+
+
+class Sharded:
+    """A call as ranks make it, and their shards as the whole."""
+
+    def __init__(self, call: ModifiedCall, ranks: Ranks, rng: np.random.Generator) -> None:
+        self.call, self.ranks, self.group = call, ranks, ranks.group
+        self.is_packed = call.kind == "packed"
+        self.order = str(rng.choice(["zigzag", "zigzag", "contiguous"]))
+        heads_q, heads_kv = (call.arrays[name].shape[-2] for name in "qk")
+        size = self.group.size
+        degrees = [
+            h
+            for h in range(1, size + 1)
+            if not (size % h or heads_q % h or (heads_kv % h and h % heads_kv))
+        ]
+        self.head_ranks = int(rng.choice(degrees))
+
+    def shard(self, array: np.ndarray, axis: int = 1) -> Any:
+        batched = array[None] if self.is_packed else array
+        own = parallel.shard(batched, self.group.size, self.group.rank, axis=axis, order=self.order)
+        return self.ranks.place(own)
+
+    def whole(self, own: Any, seqlen: int, axis: int = 1) -> np.ndarray:
+        found = parallel.gather(own, self.group, seqlen=seqlen, axis=axis, order=self.order)
+        on_host = self.ranks.on_host(found)
+        return on_host[0] if self.is_packed else on_host
+
+    @property
+    def qkv(self) -> list[Any]:
+        return [self.shard(self.call.arrays[name]) for name in "qkv"]
+
+    @property
+    def seqlens(self) -> tuple[int, int]:
+        axis = 0 if self.is_packed else 1
+        return self.call.arrays["q"].shape[axis], self.call.arrays["k"].shape[axis]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        arrays = self.call.arrays
+        named = {n: x for n, x in self.call.options.items() if not n.startswith("max_")}
+        modifiers = ("alibi_slopes", "sinks")
+        named |= {n: self.ranks.place(arrays[n]) for n in modifiers if n in arrays}
+        if self.is_packed:
+            named["cu_seqlens"] = arrays["cu_seqlens_q"].tolist()
+        seqlen, seqlen_k = self.seqlens
+        return {
+            "seqlen": seqlen,
+            "seqlen_k": seqlen_k,
+            "order": self.order,
+            "head_ranks": self.head_ranks,
+            **named,
+        }
+
+    def forward(self) -> tuple[Any, Any]:
+        out, lse = parallel.flash_attention(*self.qkv, self.group, **self.options, return_lse=True)
+        return out, lse
+
+    def backward(self, call: GradientCall) -> tuple[Any, ...]:
+        out, lse = call.results
+        own = [self.shard(call.dout), *self.qkv, self.shard(out), self.shard(lse, axis=2)]
+        return parallel.flash_attention_backward(*own, self.group, **self.options)
+
+
+def random_gradient_call(rng: np.random.Generator, forward: ModifiedCall) -> GradientCall:
+    wrt = ("q", "k", "v", "sinks")[: 3 + ("sinks" in forward.arrays)]
+    rows = (*forward.arrays["q"].shape[:-1], forward.arrays["v"].shape[-1])
+    dout = rng.standard_normal(rows).astype(forward.arrays["q"].dtype)
+    return GradientCall(forward, dout, wrt=wrt)
+
+
+def check_forward(ranks: Ranks, rng: np.random.Generator, *, packed: bool) -> None:
+    done = []
+    for dtype in (*DTYPES, "float32", "bfloat16"):
+        call = random_call(rng, dtype, packed=packed)
+        sharded = Sharded(call, ranks, rng)
+        out, lse = sharded.forward()
+        seqlen, _ = sharded.seqlens
+        done.append((call, sharded.whole(out, seqlen), sharded.whole(lse, seqlen, axis=2)))
+    # One rank's, and at the end: a rank that fails says nothing to the others.
+    for call, out, lse in done if ranks.group.rank == 0 else ():
+        call.compare(out, lse)
+
+
+def check_backward(ranks: Ranks, rng: np.random.Generator, *, packed: bool) -> None:
+    done = []
+    for dtype in (*DTYPES, "float32", "bfloat16"):
+        forward = random_call(rng, dtype, packed=packed)
+        sharded = Sharded(forward, ranks, rng)
+        call = random_gradient_call(rng, forward)
+        dq, dk, dv, *dsinks = sharded.backward(call)
+        seqlen_q, seqlen_k = sharded.seqlens
+        whole = [sharded.whole(x, n) for x, n in ((dq, seqlen_q), (dk, seqlen_k), (dv, seqlen_k))]
+        done.append((call, [*whole, *map(ranks.on_host, dsinks)]))
+    for call, found in done if ranks.group.rank == 0 else ():
+        check_gradients(call, found)
+
+
+@check
+def attention(ranks: Ranks, rng: np.random.Generator) -> None:
+    check_forward(ranks, rng, packed=False)
+
+
+@check
+def attention_of_packed_sequences(ranks: Ranks, rng: np.random.Generator) -> None:
+    check_forward(ranks, rng, packed=True)
+
+
+@check
+def gradients(ranks: Ranks, rng: np.random.Generator) -> None:
+    check_backward(ranks, rng, packed=False)
+
+
+@check
+def gradients_of_packed_sequences(ranks: Ranks, rng: np.random.Generator) -> None:
+    check_backward(ranks, rng, packed=True)
+
+
+@check
+def the_same_bits_again(ranks: Ranks, rng: np.random.Generator) -> None:
+    forward = random_call(rng, "float32", packed=False)
+    sharded = Sharded(forward, ranks, rng)
+    call = random_gradient_call(rng, forward)
+    first, second = ([*sharded.forward(), *sharded.backward(call)] for _ in range(2))
+    for once, again in zip(first, second, strict=True):
+        assert ranks.on_host(once).tobytes() == ranks.on_host(again).tobytes()
+
+
+@check
+def shards_come_together_again(ranks: Ranks, rng: np.random.Generator) -> None:
+    group = ranks.group
+    for order in ("zigzag", "contiguous"):
+        array = rng.standard_normal((2, int(rng.integers(0, 40)), 3))
+        own = ranks.place(parallel.shard(array, group.size, group.rank, order=order))
+        found = parallel.gather(own, group, seqlen=array.shape[1], order=order)
+        np.testing.assert_array_equal(ranks.on_host(found), array)
+
+
+@check
+def generation(ranks: Ranks, rng: np.random.Generator) -> None:
+    group, done = ranks.group, []
+    for dtype in DTYPES:
+        new, stripe = int(rng.integers(0, 20)), int(rng.integers(1, 17))
+        causal = bool(rng.integers(2))
+        most = max(1, new) if causal else 5
+        case = random_kvcache_case(
+            rng,
+            batch=3,
+            dtype=dtype,
+            seqlen_new=new,
+            seqlen_q=int(rng.integers(1, most + 1)),
+            causal=causal,
+        )
+        problem = case.problem()
+        given = problem.arguments()
+        wholes = given["k_cache"], given["v_cache"]
+        caches = [ranks.place(_rows_of_rank(group, whole, stripe)) for whole in wholes]
+        out, lse = parallel.flash_attention_with_kvcache(
+            ranks.place(given["q"]),
+            *caches,
+            *map(ranks.place, (given["k"], given["v"])),
+            group=group,
+            cache_seqlens=ranks.place(given["cache_seqlens"]),
+            stripe=stripe,
+            causal=causal,
+            return_lse=True,
+        )
+        together = [_together(ranks, cache, wholes[0], stripe) for cache in caches]
+        done.append((problem, out, lse, together))
+    for problem, out, lse, together in done:
+        problem.check(out, lse)
+        if problem.case.seqlen_new:
+            problem.check_caches(*together)
+
+
+def _rows_of_rank(group: parallel.Group, whole: np.ndarray, stripe: int) -> np.ndarray:
+    """A rank's rows of a cache, and NaN up to what the one has that has most."""
+    rows = parallel.cache_shard(whole, group.size, group.rank, stripe=stripe)
+    room = parallel.cache_shard_length(whole.shape[1], group.size, 0, stripe=stripe)
+    cache = np.full((len(whole), room, *whole.shape[2:]), np.nan, whole.dtype)
+    cache[:, : rows.shape[1]] = rows
+    return cache
+
+
+def _together(ranks: Ranks, cache: Any, like: np.ndarray, stripe: int) -> np.ndarray:
+    """The whole cache whose rows these are on each rank."""
+    (gathered,) = ranks.group.gather(cache)
+    of_all, size = ranks.on_host(gathered), ranks.group.size
+    positions = np.arange(like.shape[1])
+    rows = positions // (stripe * size) * stripe + positions % stripe
+    found: np.ndarray = of_all[positions // stripe % size, :, rows].swapaxes(0, 1)
+    return np.ascontiguousarray(found)
+
+
+def _tokens(ranks: Ranks, seqlen: int) -> Any:
+    own = parallel.shard_length(seqlen, ranks.group.size, ranks.group.rank)
+    return ranks.xp.ones((1, own, ranks.group.size, 8), np.float32)
+
+
+@check
+def an_error_of_one_rank_is_raised_on_all(ranks: Ranks, rng: np.random.Generator) -> None:
+    x, group = _tokens(ranks, 50), ranks.group
+    if group.rank == 1:
+        with pytest.raises(ValueError, match=r"q has \d+ tokens on rank 1"):
+            parallel.flash_attention(x[:, :-1], x, x, group, seqlen=50)
+    else:
+        with pytest.raises(parallel.ParallelError, match="rank 1 raised ValueError: q has"):
+            parallel.flash_attention(x, x, x, group, seqlen=50)
+
+
+@check
+def what_all_ranks_refuse_leaves_nothing_behind(ranks: Ranks, rng: np.random.Generator) -> None:
+    group, array = ranks.group, rng.standard_normal((1, 50, 2, 600)).astype(np.float32)
+    own = ranks.place(parallel.shard(array, group.size, group.rank))
+    with pytest.raises(ValueError, match="head_dim of q and k is 600"):
+        parallel.flash_attention(own, own, own, group, seqlen=50, head_ranks=1)
+    q = k = v = own[..., :8]
+    out = parallel.flash_attention(q, k, v, group, seqlen=50, head_ranks=1)
+    found = ranks.on_host(parallel.gather(out, group, seqlen=50))
+    expected = attention_reference(*(array[..., :8],) * 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@check
+def ranks_that_call_differently_raise(ranks: Ranks, rng: np.random.Generator) -> None:
+    x, group = _tokens(ranks, 50), ranks.group
+    with pytest.raises(parallel.ParallelError, match="makes another call than rank"):
+        parallel.flash_attention(x, x, x, group, seqlen=50, causal=group.rank == 1)
+
+
+@check
+def shards_of_another_number_of_ranks_are_refused(ranks: Ranks, rng: np.random.Generator) -> None:
+    group = ranks.group
+    length = parallel.shard_length(64, group.size + 1, group.rank)
+    x = ranks.xp.ones((1, length, 2, 8), np.float32)
+    with pytest.raises(ValueError, match=f"of {group.size}; expected"):
+        parallel.flash_attention(x, x, x, group, seqlen=64)
+
+
+@check
+def integers_of_numpy_are_integers(ranks: Ranks, rng: np.random.Generator) -> None:
+    group, x = ranks.group, _tokens(ranks, 50)
+    kind = np.int64 if group.rank else int
+    parallel.flash_attention(x, x, x, group, seqlen=kind(50), head_ranks=kind(1))
+    parallel.gather(x, group, seqlen=kind(50), axis=kind(-3))
+    q, cache = ranks.xp.ones((1, 1, 2, 8), np.float32), ranks.xp.ones((1, 64, 2, 8), np.float32)
+    parallel.flash_attention_with_kvcache(
+        q, cache, cache, group=group, cache_seqlens=kind(9), stripe=kind(4)
+    )
+
+
+@check
+def whether_a_log_sum_exp_is_wanted_is_part_of_a_call(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    x, group = _tokens(ranks, 50), ranks.group
+    with pytest.raises(parallel.ParallelError, match="makes another call than rank"):
+        parallel.flash_attention(x, x, x, group, seqlen=50, return_lse=group.rank == 1)
+
+
+@check
+def known_calls_that_differ_are_found_by_their_messages(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    """Over MPI, which tells how many bytes come; NCCL's time limit is another check's."""
+    if ranks.xp is not np:
+        return
+    impatient = ranks.anew(2.0)
+    lengths = (50, 80)
+    arrays = [_tokens(ranks, length) for length in lengths]
+    for x, length in zip(arrays, lengths, strict=True):
+        parallel.flash_attention(x, x, x, impatient, seqlen=length, head_ranks=1)
+    mine = int(impatient.rank == 0)
+
+    def call_twice() -> None:
+        # Ranks that call alike may come to their end: the next exchange tells them.
+        for _ in range(2):
+            x = arrays[mine]
+            parallel.flash_attention(x, x, x, impatient, seqlen=lengths[mine], head_ranks=1)
+
+    with pytest.raises(parallel.ParallelError, match=r"makes another call|truncated"):
+        call_twice()
+
+
+@check
+def a_rank_that_does_not_call_is_not_waited_for(ranks: Ranks, rng: np.random.Generator) -> None:
+    impatient, x = ranks.anew(ranks.short), _tokens(ranks, 50)
+
+    def call() -> None:
+        out = parallel.flash_attention(x, x, x, impatient, seqlen=50, head_ranks=1)
+        # On a GPU a call does not wait: what comes after it finds that the exchange was ended.
+        ranks.on_host(out)
+        parallel.gather(x, impatient, seqlen=50)
+
+    # What all know is not agreed upon again, so that a rank is missed in the exchange itself.
+    call()
+    start = time.monotonic()
+    for _ in range(2 if impatient.rank else 0):
+        with pytest.raises(parallel.ParallelError, match=f"waited {ranks.short:g} s for"):
+            call()
+    # Those who wait for one that waits give up after it, each at its own limit.
+    assert time.monotonic() - start < ranks.short * impatient.size + 5
+
+
+@check
+def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    """Else its next call's messages would be taken for those of this one."""
+    impatient, x = ranks.anew(2 * ranks.short), _tokens(ranks, 50)
+
+    def call() -> None:
+        out = parallel.flash_attention(x, x, x, impatient, seqlen=50, head_ranks=1)
+        ranks.on_host(out)
+        ranks.on_host(parallel.gather(x, impatient, seqlen=50))
+        # On a GPU nothing waits for the exchange but its end.
+        impatient.check()
+
+    def out_of_memory(*arguments: Any) -> None:
+        raise MemoryError
+
+    call()
+    # NCCL may see that a rank has ended before the time is over.
+    waited = f"waited {2 * ranks.short:g} s for|NCCL reports"
+    if impatient.rank == 1:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(calls, "attend", out_of_memory)
+            with pytest.raises(MemoryError):
+                call()
+    else:
+        # It may have sent all that this call needs, but nothing of the next.
+        with pytest.raises(parallel.ParallelError, match=waited):
+            call()
+    text = "raised MemoryError in the middle" if impatient.rank == 1 else waited
+    with pytest.raises(parallel.ParallelError, match=text):
+        call()
+
+
+# Of the others there have to be several ranks.
+_OF_ONE_RANK = (
+    attention,
+    attention_of_packed_sequences,
+    gradients,
+    gradients_of_packed_sequences,
+    the_same_bits_again,
+    shards_come_together_again,
+    generation,
+    what_all_ranks_refuse_leaves_nothing_behind,
+    integers_of_numpy_are_integers,
+)
+
+
+def checks_of(ranks: int) -> dict[str, Check]:
+    """The checks that so many ranks make."""
+    return {n: f for n, f in CHECKS.items() if ranks > 1 or f in _OF_ONE_RANK}
+
+
+# Makes a group with a communicator of its own, of a name that is used once, and a time limit.
+Groups = Callable[[str, float], parallel.Group]
+# Is told of each check what a rank has to say.
+Told = Callable[[str, str], None]
+
+
+def checked(groups: Groups, size: int, xp: Any, timeout: float, seed: int, told: Told) -> None:
+    """Make each check, those about failures last, and tell of each: a traceback, or nothing.
+
+    Each has a communicator of its own, so that what one leaves behind is no matter of the next.
+    """
+    for number, (name, function) in enumerate(checks_of(size).items()):
+        try:
+            anew = functools.partial(groups, f"{name} anew")
+            ranks = Ranks(groups(name, timeout), xp, anew)
+            function(ranks, np.random.default_rng([seed, number]))
+            told(name, "")
+        except BaseException:
+            told(name, traceback.format_exc())
+
+
+def appear(places: list[Path], *, seconds: float) -> bool:
+    """Whether there are all files by then."""
+    give_up = time.monotonic() + seconds
+    while not all(place.exists() for place in places):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def over_nccl(communicator: Any, seed: int, folder: Path) -> None:
+    """`checked` on the current GPU; what each rank says is in the folder once it is said."""
+    import cupy
+    from cupy.cuda import nccl
+
+    rank, size = communicator.rank_id(), communicator.size()
+    made = []
+
+    def groups(name: str, timeout: float) -> parallel.Group:
+        """Ranks find each other by a file: no communicator is whole where a check has failed."""
+        place = folder / f"{name}.place"
+        if rank == 0:
+            place.with_suffix(".part").write_bytes(pickle.dumps(nccl.get_unique_id()))
+            place.with_suffix(".part").rename(place)
+        assert appear([place], seconds=_TIMEOUT_OF_NCCL), f"rank 0 has not come to {name}"
+        found = nccl.NcclCommunicator(size, pickle.loads(place.read_bytes()), rank)
+        # The end of one waits for other ranks, unless it is aborted.
+        made.append(found)
+        return parallel.Group(found, timeout=timeout)
+
+    def told(name: str, text: str) -> None:
+        if not text:
+            cupy.cuda.Device().synchronize()
+        (folder / f"{name}.{rank}").write_text(text)
+        print(f"rank {rank}: {name}: {text or 'passed'}", file=sys.stderr, flush=True)
+        # Others may still receive what this rank has sent.
+        appear([folder / f"{name}.{other}" for other in range(size)], seconds=_TIMEOUT_OF_NCCL)
+        for found in made:
+            found.abort()
+        made.clear()
+        faulthandler.dump_traceback_later(_CHECK_SECONDS, exit=True)
+
+    faulthandler.dump_traceback_later(_CHECK_SECONDS, exit=True)
+    checked(groups, size, cupy, _TIMEOUT_OF_NCCL, seed, told)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def over_mpi(seed: int) -> dict[str, str]:
+    """`checked` over all processes that were started together: what this rank has to say."""
+    from mpi4py import MPI
+
+    said: dict[str, str] = {}
+
+    def groups(name: str, timeout: float) -> parallel.Group:
+        return parallel.Group(MPI.COMM_WORLD.Dup(), timeout=timeout)
+
+    size = MPI.COMM_WORLD.Get_size()
+    checked(groups, size, np, TIMEOUT, seed, said.__setitem__)
+    return said
+
+
+def main(seed: int, folder: Path) -> None:
+    from mpi4py import MPI
+
+    said = over_mpi(seed)
+    (folder / f"{MPI.COMM_WORLD.Get_rank()}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

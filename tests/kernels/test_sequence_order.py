@@ -56,6 +56,7 @@ class Batch:
     threads: int = 64
     splits: int = 1
     seqused_k: list[int] | None = field(default=None)
+    alike: bool = False
 
     @classmethod
     def of_lengths(cls, q: list[int], k: list[int], **options: int) -> Batch:
@@ -67,7 +68,7 @@ class Batch:
         numbers = [self.causal, self.threads, len(self.cu_seqlens_q) - 1]
         numbers += [self.max_seqlen_q, self.max_seqlen_k, self.heads_q, self.heads_kv]
         numbers += [self.section_keys, self.total_q, self.total_k, self.seqused_k is not None]
-        numbers += [self.splits]
+        numbers += [self.splits, self.alike]
         numbers += [*self.cu_seqlens_q, *self.cu_seqlens_k, *(self.seqused_k or [])]
         return " ".join(str(int(number)) for number in numbers)
 
@@ -167,8 +168,25 @@ def test_every_query_tile_of_every_head_is_handed_out_once_with_the_keys_that_it
         replace(random_batch(seed), causal=False, splits=splits)
         for seed, splits in zip(range(40, 60), itertools.cycle((2, 3, 7)))
     ]
+    batches += [replace(random_batch(seed), alike=True) for seed in range(60, 80)]
     for batch, visits in zip(batches, handed_out(batches), strict=True):
         assert sorted(visits) == sorted(batch.expected())
+
+
+def test_blocks_that_make_the_order_each_for_itself_come_to_the_same(handed_out):
+    rng = np.random.default_rng(2)
+    lengths = [int(n) for n in rng.choice([0, 1, 63, 64, 900, 1000], 300)]
+    one, *others = (
+        Batch.of_lengths([1] * 300, lengths, threads=threads, alike=True)
+        for threads in (32, 64, 128)
+    )
+    expected = handed_out([one])[0]
+    # Of sequences alike those of lower numbers come first.
+    by_length: dict[int, list[int]] = {}
+    for visit in expected:
+        by_length.setdefault(visit.seqlen_k, []).append(visit.batch)
+    assert all(numbers == sorted(numbers) for numbers in by_length.values())
+    assert all(visits == expected for visits in handed_out(others))
 
 
 def test_whatever_the_numbers_are_no_row_outside_of_the_arrays_is_named(handed_out):

@@ -110,6 +110,16 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   });
 }
 
+inline unsigned __match_any_sync(unsigned, int value) {
+  return among_lanes(unsigned(value), [=](const unsigned* all) {
+    unsigned alike = 0;
+    for (int lane = 0; lane < 32; ++lane) alike |= unsigned(all[lane] == unsigned(value)) << lane;
+    return alike;
+  });
+}
+
+inline void __syncwarp() { the_warp().barrier.arrive_and_wait(); }
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

@@ -1,7 +1,7 @@
 // Prints the visits of batches of sequences in the order in which `grid/order.cuh` hands them
 // out. Of each batch, standard input has one line of numbers: causal, threads, batch, seqlen_q,
 // seqlen_k, heads_q, heads_kv, section_keys, total_q, total_k, whether there is seqused_k, splits,
-// and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head,
+// whether blocks make the order alike, and then cu_seqlens_q, cu_seqlens_k and seqused_k. A line for each visit has: batch, head,
 // head_kv, q_begin, the first block of keys and the end of them, q_first, seqlen_q, k_first, seqlen_k. An
 // empty line ends a batch.
 #include "cuda_on_host.h"
@@ -22,12 +22,23 @@ struct Config {
   static constexpr bool window_left = false, window_right = false, prefix = false;
 };
 
+struct AlikeMakers : SequenceOrder::WholeBlock {
+  static constexpr bool alike = true;
+};
+
 template <bool Causal, bool Split>
-void print_visits(const Params& p, int threads, int section_keys) {
+void print_visits(const Params& p, int threads, int section_keys, bool alike) {
   std::vector<int> scratch(SequenceOrder::scratch_words);
   // Behind partial results.
   const SequenceOrder order = SequenceOrder(p).behind(Split ? behind : 0);
-  run_block(threads, [&] { order.template make<Config<Causal, Split>::Br>(p, scratch.data()); });
+  constexpr int Br = Config<Causal, Split>::Br;
+  run_block(threads, [&] {
+    if (alike) {
+      order.template make<Br, AlikeMakers>(p, scratch.data());
+    } else {
+      order.template make<Br, SequenceOrder::WholeBlock>(p, scratch.data());
+    }
+  });
   run_block(32, [&] {
     static Visit<true> next;
     const bool is_first = threadIdx.x == 0;
@@ -50,7 +61,7 @@ void print_visits(const Params& p, int threads, int section_keys) {
 int main() {
   int causal;
   while (std::scanf("%d", &causal) == 1) {
-    const std::vector<int> sizes = read(11);
+    const std::vector<int> sizes = read(12);
     const int threads = sizes[0];
     Params p = {};
     p.batch = sizes[1];
@@ -71,11 +82,11 @@ int main() {
     std::vector<int> workspace(2 * p.batch + 2 + (p.num_splits > 1 ? behind : 0), 0x7fffffff);
     p.workspace = workspace.data();
     if (p.num_splits > 1) {
-      print_visits<false, true>(p, threads, section_keys);
+      print_visits<false, true>(p, threads, section_keys, sizes[11]);
     } else if (causal) {
-      print_visits<true, false>(p, threads, section_keys);
+      print_visits<true, false>(p, threads, section_keys, sizes[11]);
     } else {
-      print_visits<false, false>(p, threads, section_keys);
+      print_visits<false, false>(p, threads, section_keys, sizes[11]);
     }
   }
 }

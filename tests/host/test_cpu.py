@@ -219,6 +219,27 @@ def test_a_masked_key_of_a_small_call_leaves_no_trace(poison):
     assert lse[..., :-1].tobytes() == clean[1][..., :-1].tobytes()
 
 
+def test_small_calls_take_axes_in_any_order_in_memory():
+    rng = np.random.default_rng(4)
+    for seed in range(200):
+        seqlen_q, seqlen_k = map(int, rng.integers(1, 6, 2))
+        heads_kv, group, batch, dim = map(int, rng.integers(1, 4, 4))
+        arrays = random_qkv(
+            seqlen_q,
+            seqlen_k,
+            batch=batch,
+            heads=(heads_kv * group, heads_kv),
+            dims=(dim, dim),
+            seed=seed,
+        )
+        check(*(in_memory_order(x, rng.permutation(4)) for x in arrays))
+
+
+def in_memory_order(array, axes):
+    """The same array, whose axes lie in memory in this order."""
+    return np.ascontiguousarray(array.transpose(axes)).transpose(np.argsort(axes))
+
+
 def test_rows_of_a_small_call_that_see_no_key_are_zero():
     q, k, v = random_qkv(8, 8, heads=(2, 2))
     out, lse = run(q, k, v, causal=True, q_offset=-3)

@@ -142,6 +142,8 @@ GIVES_POSITIONS = {
     str(Path("host", "gradient_tiles.py")): 1,
     str(Path("mods", "scores.py")): 2,
     str(Path("mods", "slopes.py")): 1,
+    # Of pieces of a sequence: how they follow one another.
+    str(Path("parallel", "pieces.py")): 4,
 }
 
 

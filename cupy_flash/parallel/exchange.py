@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +48,9 @@ class Exchange(Protocol):
     rank: int
     size: int
     xp: Any
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """What to be in while arrays are made and computed with that it carries."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """All of them at once; both ends start them in the same order.

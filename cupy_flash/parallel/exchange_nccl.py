@@ -74,7 +74,7 @@ class NcclExchange:
         self._lock = threading.Lock()
 
     def on_device(self) -> Any:
-        """The communicator's device, to be in while something is made there."""
+        """See `Exchange`: the communicator's device."""
         return self.xp.cuda.Device(self._device)
 
     def begin(self) -> None:

@@ -115,6 +115,12 @@ def test_a_row_for_each_number_of_gpus(tmp_path: Path) -> None:
     assert all(row["efficiency"] <= 1 for row in rows)
 
 
+def test_numbers_of_gpus_that_cannot_share_out_heads_as_asked_are_left_out(tmp_path: Path) -> None:
+    options = ("--heads", "6", "--head-ranks", "3", "--gpus", "12", "--seqlen-q", "4096")
+    rows = rows_of(tmp_path, *options)
+    assert [(row["gpus"], row["head_ranks"]) for row in rows] == [(1, 1), (2, 2), (12, 3)]
+
+
 def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
     result = run(*SHAPE, "--seqlen-q", "65536", "--gpus", "16", "--link", "250")
     assert "250 GB/s to the 8 GPUs of a host, 50 beyond" in result.output

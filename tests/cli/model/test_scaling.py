@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.benchmark_scripts import IN_CHECKOUT
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model.ranks import Links, counts, estimate
@@ -100,6 +101,31 @@ def test_gradients_go_back_in_float32() -> None:
     found = estimate(case, 2, 1, 600e12, 1e30, Links(300e9, 1.0, 8))
     back = 131072 // 2 * 16 * 2 * 128 * 4
     assert found.exchange == pytest.approx(back / 300e9, rel=0.05)
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/roofline.md"
+
+
+@pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_two_gpus_took_as_long_as_the_model_says_within_a_tenth(direction: str) -> None:
+    record = PAGE.parents[1] / f"benchmarks/results/h100x2_{direction}.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    alone = {row["causal"]: row for row in rows if row["provider"] == "cupy_flash"}
+    on_two = {row["causal"]: row["median_ms"] for row in rows if "2gpus" in row["provider"]}
+    assert alone.keys() == on_two.keys()
+    assert on_two
+    for causal, one in alone.items():
+        shape = (one["batch"], one["seqlen_q"], one["seqlen_k"], one["heads_q"], one["heads_kv"])
+        dims = (one["head_dim"], one["head_dim_v"])
+        case = Case(one["dtype"], *shape, *dims, causal=causal, direction=one["direction"])
+        links = Links(300e9, 50e9, 8)
+        found = estimate(case, 2, None, one["tflops"] * 1e12, 3.35e12, links).seconds * 1e3
+        assert on_two[causal] == pytest.approx(found, rel=0.1)
+        mask = "causal" if causal else "full"
+        measured = f"{one['median_ms']:.1f} | {on_two[causal]:.1f}"
+        more = f"{found:.1f} | {on_two[causal] / found - 1:+.1%}"
+        assert f".json) | {mask} | {measured} | {more} |" in PAGE.read_text(encoding="utf-8")
 
 
 def test_ranks_are_doubled_up_to_the_most() -> None:

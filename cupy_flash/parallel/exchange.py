@@ -61,6 +61,9 @@ class Exchange(Protocol):
             Once a rank has failed or not answered.
         """
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes to a CUDA graph."""
+
     def begin(self) -> None:
         """A call begins: messages of another one are none of its own, where a carrier can tell."""
 

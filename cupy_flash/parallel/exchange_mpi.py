@@ -50,6 +50,10 @@ class MpiExchange:
         """See `Exchange`: any."""
         return contextlib.nullcontext()
 
+    def is_capturing(self) -> bool:
+        """See `Exchange`."""
+        return False
+
     def begin(self) -> None:
         """See `Exchange`."""
         self._calls += 1

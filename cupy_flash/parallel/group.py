@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupy_flash.arrays.strided import kind_of
-from cupy_flash.errors import ParallelError
+from cupy_flash.errors import ParallelError, UnsupportedError
 from cupy_flash.parallel.exchange import Exchange, Message, Transfer
 from cupy_flash.parallel.exchange_mpi import MpiExchange
 from cupy_flash.parallel.exchange_nccl import NcclExchange, communicator_of
@@ -137,7 +137,11 @@ class Group:
         return call in self._agreed
 
     @contextlib.contextmanager
-    def call(self, planned: Callable[[], tuple[tuple[Any, ...], _Plan]]) -> Iterator[_Plan]:
+    def call(
+        self,
+        planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
+        why_not_captured: str | None = None,
+    ) -> Iterator[_Plan]:
         """What this rank plans to do, once all ranks are known to make the same call, to do it in.
 
         A rank that raises within leaves messages behind that the others wait for, and would take
@@ -148,12 +152,18 @@ class Group:
         planned
             Gives all that must be the same, as plain values, and the plan; raises for arguments of
             this rank.
+        why_not_captured
+            Why the call cannot be in a CUDA graph; None if it can.
 
         Raises
         ------
+        UnsupportedError
+            If it is captured and cannot be; nothing was said by then.
         ParallelError
             If a rank makes another call, raises, or does not answer in time.
         """
+        if why_not_captured and self._exchange.is_capturing():
+            raise UnsupportedError(f"{why_not_captured}; no CUDA graph of it can be captured")
         with self._exchange.on_device():
             plan = self._agree(planned)
             with self._or_end():
@@ -262,12 +272,14 @@ class _Strided:
 
 
 def together(
-    group: Group, planned: Callable[[], tuple[tuple[Any, ...], _Plan]]
+    group: Group,
+    planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
+    why_not_captured: str | None = None,
 ) -> AbstractContextManager[_Plan]:
     """`Group.call`; TypeError for what is no group."""
     if not isinstance(group, Group):
         raise TypeError(f"group is {group!r}; expected a cupy_flash.parallel.Group")
-    return group.call(planned)
+    return group.call(planned, why_not_captured)
 
 
 def _exchange_of(comm: Any, timeout: float) -> Exchange:

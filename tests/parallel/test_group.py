@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cupy_flash import parallel
+from cupy_flash.errors import UnsupportedError
 from cupy_flash.parallel import group as group_module
 from cupy_flash.parallel.exchange import Message
 
@@ -24,6 +25,7 @@ class Sizeless:
     def __init__(self, fill: Fill) -> None:
         self._fill, self._broken = fill, ""
         self.is_on_device = False
+        self.captures = False
         self.sent = 0
 
     @contextlib.contextmanager
@@ -35,7 +37,7 @@ class Sizeless:
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sizeless:
         assert self.is_on_device
         self.sent += len(sends)
-        for (own, _), (place, _) in zip(sends, receives, strict=True):
+        for (own, _), (place, _) in zip(sends, receives, strict=False):
             self._fill(place, own)
         return self
 
@@ -43,6 +45,9 @@ class Sizeless:
         pass
 
     finish = wait
+
+    def is_capturing(self) -> bool:
+        return self.captures
 
     def begin(self) -> None:
         pass
@@ -116,6 +121,19 @@ def test_who_raises_in_a_call_that_is_new_to_all_keeps_its_group(
     sent = group._exchange.sent  # type: ignore[attr-defined]
     make(group)
     assert group._exchange.sent == sent  # type: ignore[attr-defined]
+
+
+def test_packed_sequences_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing was said: the group can be used."""
+    group = grouped(the_same, monkeypatch)
+    exchange: Any = group._exchange
+    exchange.captures = True
+    x = np.ones((1, 4, 1, 8), np.float32)
+    with pytest.raises(UnsupportedError, match="cu_seqlens goes to the GPU in each call; no CUDA"):
+        parallel.flash_attention(x, x, x, group, seqlen=8, cu_seqlens=[0, 3, 8])
+    assert not exchange.sent
+    exchange.captures = False
+    parallel.flash_attention(x, x, x, group, seqlen=8, cu_seqlens=[0, 3, 8])
 
 
 def test_arrays_are_made_on_the_device_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

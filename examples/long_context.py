@@ -110,7 +110,7 @@ def fitting(place: Place, settings: Settings) -> int:
         # q, out, k, v; of the heads at hand guests twice, results of parts, and a sum.
         heads = 2 * settings.heads + 2 * settings.heads_kv + 4 + 9 * shared_by
         most = min(most, int(MEMORY_SHARE * least * size / (heads * HEAD_DIM * 2)))
-    return max(size, most)
+    return max(2 * size, most)
 
 
 def tensors(place: Place, settings: Settings, tokens: int) -> tuple[Any, Any, Any]:
@@ -178,9 +178,14 @@ def progress(steps: range, *, shown: bool) -> Iterator[int]:
 
 
 def require_enough(settings: Settings, ranks: int) -> None:
-    """Raise a usage error for a length of which some process would have no token."""
-    if settings.tokens is not None and settings.tokens < ranks:
-        raise click.UsageError(f"--tokens is {settings.tokens}, fewer than the {ranks} processes")
+    """Raise a usage error for a length of which some process may have no token.
+
+    Each has two chunks of the sequence, see `cupy_flash.parallel.shard`.
+    """
+    if settings.tokens is not None and settings.tokens < 2 * ranks:
+        raise click.UsageError(
+            f"--tokens is {settings.tokens}, fewer than 2 for each of the {ranks} processes"
+        )
 
 
 def over_mpi(settings: Settings) -> None:

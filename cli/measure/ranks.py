@@ -10,8 +10,8 @@ import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ class RankError(RuntimeError):
 class _Rank(NamedTuple):
     """A process, and where it is told and tells things."""
 
+    number: int
     process: SpawnProcess
     pipe: Connection
 
@@ -51,15 +52,15 @@ def on_ranks(work: Work, ranks: int, *arguments: Any, seconds: float) -> list[An
     Raises
     ------
     RankError
-        With the traceback of the first rank that failed.
+        With the traceback of the rank that failed first.
     """
     started = [_start(_answer, ranks, rank, (work, *arguments)) for rank in range(ranks)]
     give_up = time.monotonic() + seconds
     try:
-        name, *_ = [_said(found, rank, give_up) for rank, found in enumerate(started)]
+        name, *_ = _said_by(started, give_up)
         for other in started[1:]:
             other.pipe.send(name)
-        return [_said(found, rank, give_up) for rank, found in enumerate(started)]
+        return _said_by(started, give_up)
     finally:
         for found in started:
             found.end()
@@ -89,8 +90,7 @@ class Crew:
         self._others = [_start(work, ranks, rank, ()) for rank in range(1, ranks)]
         try:
             # A communicator waits for all ranks, however long it takes.
-            for rank, other in enumerate(self._others, 1):
-                _said(other, rank, give_up)
+            _said_by(self._others, give_up)
         except RankError:
             self.close()
             raise
@@ -124,7 +124,7 @@ def _start(role: Work, ranks: int, rank: int, arguments: tuple[Any, ...]) -> _Ra
     process.start()
     # Else nobody would see that the process has ended.
     theirs.close()
-    return _Rank(process, ours)
+    return _Rank(rank, process, ours)
 
 
 def _run(role: Work, ranks: int, rank: int, parent: Connection, arguments: tuple[Any, ...]) -> None:
@@ -155,13 +155,24 @@ def _answer(communicator: Any, parent: Connection, work: Work, *arguments: Any) 
     parent.send((None, work(communicator, *arguments)))
 
 
-def _said(found: _Rank, rank: int, give_up: float) -> Any:
+def _said_by(ranks: Sequence[_Rank], give_up: float) -> list[Any]:
+    """What each says next; RankError as soon as one has failed, though others hang for it."""
+    waiting, found = {rank.pipe: rank.number for rank in ranks}, {}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, give_up - time.monotonic()))
+        if not ready:
+            raise RankError(f"rank {min(waiting.values())} did not end in time")
+        for pipe in waiting.keys() & ready:
+            number = waiting.pop(pipe)
+            found[number] = _said(pipe, number)
+    return [found[rank.number] for rank in ranks]
+
+
+def _said(pipe: Connection, number: int) -> Any:
     try:
-        if not found.pipe.poll(max(0.0, give_up - time.monotonic())):
-            raise RankError(f"rank {rank} did not end in time")
-        error, value = found.pipe.recv()
+        error, value = pipe.recv()
     except EOFError:
-        raise RankError(f"rank {rank} ended without a result") from None
+        raise RankError(f"rank {number} ended without a result") from None
     if error is not None:
-        raise RankError(f"rank {rank}: {error}")
+        raise RankError(f"rank {number}: {error}")
     return value

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from cupy_flash.mods.keywords import Window
+from cupy_flash.parallel.heads import why_not_head_ranks
 
 from ..cases.cases import Case, describe
 from ..cases.options import FINITE
@@ -110,7 +111,7 @@ def rows_of(gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any])
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
     rows, alone = [], 0.0
-    for ranks in counts(scaling["gpus"]):
+    for ranks in _counts(case, scaling):
         asked = scaling["head_ranks"]
         with library_errors_as_usage():
             found = estimate(
@@ -136,6 +137,15 @@ def rows_of(gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any])
             }
         )
     return rows
+
+
+def _counts(case: Case, scaling: Mapping[str, Any]) -> list[int]:
+    """Numbers of GPUs, without those between that cannot share out heads as asked."""
+    *between, most = counts(scaling["gpus"])
+    asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
+    if asked is not None:
+        between = [n for n in between if not why_not_head_ranks(min(asked, n), n, *heads)]
+    return [*between, most]
 
 
 def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:

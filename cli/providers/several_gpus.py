@@ -14,7 +14,7 @@ from cupy_flash.parallel.heads import chosen_head_ranks, why_not_head_ranks
 
 from ..cases.cases import Case
 from ..cases.inputs import Inputs, random_inputs
-from ..measure.ranks import Crew
+from ..measure.ranks import Crew, RankError
 from ..measure.timing import Timed, replayed
 from .contract import Prepared, Provider
 
@@ -76,13 +76,23 @@ class Share:
         self._group.gather(self._token)
         return found
 
-    def captured(self) -> Timed | None:
-        """`call` as a CUDA graph that all ranks launch together; None if one cannot capture it."""
-        import cupy
+    def captured(self) -> Timed:
+        """`call` as a CUDA graph that all ranks launch together, once all have one.
 
+        Raises
+        ------
+        ParallelError
+            If this rank cannot capture it, or another does not answer: in the middle of a call
+            that leaves messages behind, so that the group is of no use any more.
+        """
         found = replayed(Timed(self.call))
-        (are_there,) = self._group.gather(cupy.full(1, found is not None))
-        return found if are_there.all() else None
+        if found is None:
+            raise parallel.ParallelError(f"rank {self._group.rank} cannot capture its part")
+        # A graph that waits for a rank has no time limit.
+        (of_all,) = self._group.gather(self._token)
+        of_all.get()
+        self._group.check()
+        return found
 
     def whole(self, found: Any) -> Any:
         """All ranks' results."""
@@ -164,6 +174,8 @@ class SeveralGpus(Provider):
         self._crew: Crew | None = None
         self._group: parallel.Group | None = None
         self._share: Share | None = None
+        # Why the ranks are no more.
+        self._ended: str | None = None
 
     def missing(self) -> str | None:
         if reason := gpu_unavailable():
@@ -176,7 +188,7 @@ class SeveralGpus(Provider):
         return nccl_unavailable()
 
     def why_not(self, case: Case) -> str | None:
-        if reason := self.missing():
+        if reason := self._ended or self.missing():
             return reason
         heads = case.heads_q, case.heads_kv
         asked = self.scheme.head_ranks
@@ -207,17 +219,17 @@ class SeveralGpus(Provider):
             self._crew = Crew(serve, self.gpus)
             atexit.register(self._crew.close)
             self._group = parallel.Group(self._crew.communicator, timeout=_TIMEOUT)
-        crew, group = self._crew, self._group
+        group = self._group
         assert group is not None
-        crew.tell("prepare", inputs.case, inputs.seed, self.scheme)
+        self._tell("prepare", inputs.case, inputs.seed, self.scheme)
         share = self._share = Share(group, inputs, self.scheme)
 
         def call() -> Any:
-            crew.tell("call")
+            self._tell("call")
             return share.call()
 
         def to_result(found: Any) -> Any:
-            crew.tell("whole")
+            self._tell("whole")
             return share.whole(found)
 
         return Prepared(call, to_result, note=self.note_of(inputs.case))
@@ -232,17 +244,32 @@ class SeveralGpus(Provider):
         left = f", {reserved} SMs left to NCCL" if reserved else ""
         return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}{left}"
 
-    def replayed(self, prepared: Prepared) -> Timed | None:
-        crew, share = self._crew, self._share
-        assert crew is not None
+    def replayed(self, prepared: Prepared) -> Timed:
+        share = self._share
         assert share is not None
-        crew.tell("capture")
-        graph = share.captured()
-        if graph is None:
-            return None
+        self._tell("capture")
+        try:
+            graph = share.captured()
+        except Exception as error:
+            self._end(f"the {self.gpus} ranks ended as they captured a call: {error}")
+            raise
 
         def launch() -> Any:
-            crew.tell("replay")
+            self._tell("replay")
             return graph.call()
 
         return Timed(launch)
+
+    def _tell(self, *order: Any) -> None:
+        """Tell the other ranks; RankError with the reason once they are no more."""
+        if self._ended:
+            raise RankError(self._ended)
+        assert self._crew is not None
+        self._crew.tell(*order)
+
+    def _end(self, why: str) -> None:
+        assert self._crew is not None
+        self._ended = why
+        # Else the end of this process waits for them.
+        self._crew.communicator.abort()
+        self._crew.close()

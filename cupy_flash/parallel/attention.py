@@ -75,7 +75,7 @@ def flash_attention(
     cu_seqlens : sequence of int, optional
         The sequence is several, packed one behind the other, each of which attends to itself alone:
         where they begin, from 0, and where the last one ends, at seqlen. In host memory. The batch
-        is 1.
+        is 1. Such a call cannot be captured in a CUDA graph.
     causal : bool
         Queries see no later keys.
     softmax_scale : float, optional
@@ -278,7 +278,9 @@ class _Call(NamedTuple):
 
     def agreed(self, q: Any, k: Any, v: Any, *others: Any) -> AbstractContextManager[_Plan]:
         """The plan, once all ranks are known to call alike, to carry it out in."""
-        return together(self.group, lambda: self._planned(q, k, v, others))
+        # A graph would copy the cuts from memory of the host that is another's by then.
+        packed = None if self.cu_seqlens is None else "cu_seqlens goes to the GPU in each call"
+        return together(self.group, lambda: self._planned(q, k, v, others), packed)
 
     def _planned(
         self, q: Any, k: Any, v: Any, others: tuple[Any, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,6 +49,9 @@ class Exchange(Protocol):
     size: int
     xp: Any
 
+    def on_device(self) -> AbstractContextManager[Any]:
+        """What to be in while arrays are made and computed with that it carries."""
+
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """All of them at once; both ends start them in the same order.
 
@@ -56,6 +60,9 @@ class Exchange(Protocol):
         ParallelError
             Once a rank has failed or not answered.
         """
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes to a CUDA graph."""
 
     def begin(self) -> None:
         """A call begins: messages of another one are none of its own, where a carrier can tell."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,6 +45,14 @@ class MpiExchange:
         self._calls = 0
         # Also those whose owner has raised: MPI goes on to write to their memory.
         self._under_way: list[_MpiTransfer] = []
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """See `Exchange`: any."""
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        """See `Exchange`."""
+        return False
 
     def begin(self) -> None:
         """See `Exchange`."""

@@ -74,8 +74,14 @@ class NcclExchange:
         self._lock = threading.Lock()
 
     def on_device(self) -> Any:
-        """The communicator's device, to be in while something is made there."""
+        """See `Exchange`: the communicator's device."""
         return self.xp.cuda.Device(self._device)
+
+    def is_capturing(self) -> bool:
+        """See `Exchange`."""
+        with self.on_device():
+            current = self.xp.cuda.get_current_stream()
+            return bool(self.xp.cuda.runtime.streamIsCapturing(current.ptr))
 
     def begin(self) -> None:
         """See `Exchange`; NCCL tells messages by their order alone."""
@@ -102,7 +108,7 @@ class NcclExchange:
             transfer.ready.record(current)
             self._stream.wait_event(transfer.ready)
             # What is captured runs later, and then nobody can tell when.
-            is_watched = not self.xp.cuda.runtime.streamIsCapturing(current.ptr)
+            is_watched = not self.is_capturing()
             if is_watched:
                 marks = _Marks(self.xp.cuda.alloc_pinned_memory(2))
                 self._mark(marks, _BEGUN, transfer.ready)

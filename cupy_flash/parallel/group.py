@@ -12,15 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupy_flash.arrays.strided import kind_of
-from cupy_flash.errors import ParallelError
+from cupy_flash.errors import ParallelError, UnsupportedError
 from cupy_flash.parallel.exchange import Exchange, Message, Transfer
 from cupy_flash.parallel.exchange_mpi import MpiExchange
 from cupy_flash.parallel.exchange_nccl import NcclExchange, communicator_of
 from cupy_flash.problem.values import finite, integer
 
-# Of what a rank says of its call: a digest, and text. An odd number of bytes, as no array of 16-bit
-# numbers has: who expects one, over MPI, finds that it is none.
-_DIGEST, _TEXT = 32, 479
+# Of what a rank says of its call: a mark, a digest, and text. An odd number of bytes, as no array
+# of 16-bit numbers has: who expects one, over MPI, finds that it is none. NCCL compares no sizes;
+# there who expects what is said finds that an array does not begin with the mark, a text's hash.
+_MARK = hashlib.sha256(b"cupy_flash.parallel: a call").digest()[:16]
+_DIGEST, _TEXT = 32, 463
 # Calls that were agreed upon; forgotten all at once, by all ranks alike.
 _MAX_AGREED = 4096
 
@@ -33,7 +35,8 @@ class Group:
     Every rank makes the same calls in the same order, each with its part of the arrays. The first
     time that a rank makes a call of some shapes and options it tells the others, so that all raise
     where they differ, or where one has raised. Later ones cost nothing and are not compared: ranks
-    that differ then wait for each other until their time is over.
+    that differ then wait for each other until their time is over, or, where their messages have
+    equal sizes (as of two `softmax_scale`), get wrong results unseen.
 
     Parameters
     ----------
@@ -119,13 +122,14 @@ class Group:
         """
         xp, sends, receives, found = self._exchange.xp, [], [], []
         others = [rank for rank in range(self.size) if rank != self.rank]
-        for array in own:
-            of_all = xp.empty((self.size + room, *array.shape), array.dtype)
-            of_all[self.rank] = array
-            sends += [Message(array, rank) for rank in others]
-            receives += [Message(of_all[rank], rank) for rank in others]
-            found.append(of_all)
-        self.start(sends, receives).wait()
+        with self._exchange.on_device():
+            for array in own:
+                of_all = xp.empty((self.size + room, *array.shape), array.dtype)
+                of_all[self.rank] = array
+                sends += [Message(array, rank) for rank in others]
+                receives += [Message(of_all[rank], rank) for rank in others]
+                found.append(of_all)
+            self.start(sends, receives).wait()
         return found
 
     def knows(self, call: tuple[Any, ...]) -> bool:
@@ -133,7 +137,11 @@ class Group:
         return call in self._agreed
 
     @contextlib.contextmanager
-    def call(self, planned: Callable[[], tuple[tuple[Any, ...], _Plan]]) -> Iterator[_Plan]:
+    def call(
+        self,
+        planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
+        why_not_captured: str | None = None,
+    ) -> Iterator[_Plan]:
         """What this rank plans to do, once all ranks are known to make the same call, to do it in.
 
         A rank that raises within leaves messages behind that the others wait for, and would take
@@ -144,15 +152,28 @@ class Group:
         planned
             Gives all that must be the same, as plain values, and the plan; raises for arguments of
             this rank.
+        why_not_captured
+            Why the call cannot be in a CUDA graph; None if it can.
 
         Raises
         ------
+        UnsupportedError
+            If it is captured and cannot be; nothing was said by then.
         ParallelError
             If a rank makes another call, raises, or does not answer in time.
         """
-        plan = self._agree(planned)
+        if why_not_captured and self._exchange.is_capturing():
+            raise UnsupportedError(f"{why_not_captured}; no CUDA graph of it can be captured")
+        with self._exchange.on_device():
+            plan = self._agree(planned)
+            with self._or_end():
+                yield plan
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """End the group if what is within raises, once there are messages that others wait for."""
         try:
-            yield plan
+            yield
         except BaseException as error:
             self._exchange.end(
                 f"rank {self.rank} raised {type(error).__name__} in the middle of a call"
@@ -165,8 +186,9 @@ class Group:
         try:
             call, plan = planned()
         except Exception as error:
-            # The others may wait for this rank to say what it calls.
-            with contextlib.suppress(ParallelError):
+            # The others may wait for this rank to say what it calls. Or they know their call and
+            # do not: then the group is ended.
+            with contextlib.suppress(Exception):
                 self._say(bytes(_DIGEST), f"{type(error).__name__}: {error}")
             raise
         if call in self._agreed:
@@ -187,20 +209,32 @@ class Group:
         return plan
 
     def _say(self, digest: bytes, text: str) -> list[tuple[bytes, str]]:
-        """Tell all ranks a digest and as much of a text as fits; what each says."""
-        xp = self._exchange.xp
-        record = (digest + text.encode()[:_TEXT]).ljust(_DIGEST + _TEXT, b"\0")
-        own = xp.asarray(np.frombuffer(record, np.uint8))
-        said = xp.zeros((self.size, len(record)), np.uint8)
-        said[self.rank] = own
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._exchange.start(
-            [Message(own, rank) for rank in others], [Message(said[rank], rank) for rank in others]
-        ).finish()
-        rows = [row.tobytes() for row in (said if xp is np else said.get())]
-        return [
-            (row[:_DIGEST], row[_DIGEST:].rstrip(b"\0").decode(errors="replace")) for row in rows
-        ]
+        """Tell all ranks a digest and as much of a text as fits; what each says.
+
+        Ends the group, and raises ParallelError, if one says nothing but is in a call already.
+        """
+        xp, room = self._exchange.xp, len(_MARK) + _DIGEST + _TEXT
+        record = (_MARK + digest + text.encode())[:room].ljust(room, b"\0")
+        with self._or_end():
+            own = xp.asarray(np.frombuffer(record, np.uint8))
+            said = xp.zeros((self.size, room), np.uint8)
+            said[self.rank] = own
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            self._exchange.start(
+                [Message(own, rank) for rank in others],
+                [Message(said[rank], rank) for rank in others],
+            ).finish()
+            rows = [row.tobytes() for row in (said if xp is np else said.get())]
+        found = []
+        for rank, row in enumerate(rows):
+            if not row.startswith(_MARK):
+                self._exchange.end(
+                    f"rank {rank} makes another call than rank {self.rank}: one that all ranks know"
+                )
+                self.check()
+            told = row[len(_MARK) :]
+            found.append((told[:_DIGEST], told[_DIGEST:].rstrip(b"\0").decode(errors="replace")))
+        return found
 
 
 class _Strided:
@@ -238,12 +272,14 @@ class _Strided:
 
 
 def together(
-    group: Group, planned: Callable[[], tuple[tuple[Any, ...], _Plan]]
+    group: Group,
+    planned: Callable[[], tuple[tuple[Any, ...], _Plan]],
+    why_not_captured: str | None = None,
 ) -> AbstractContextManager[_Plan]:
     """`Group.call`; TypeError for what is no group."""
     if not isinstance(group, Group):
         raise TypeError(f"group is {group!r}; expected a cupy_flash.parallel.Group")
-    return group.call(planned)
+    return group.call(planned, why_not_captured)
 
 
 def _exchange_of(comm: Any, timeout: float) -> Exchange:

@@ -54,9 +54,14 @@ def test_the_example_finds_its_rows_as_the_formula_has_them() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--heads", "3", "--kv-heads", "2"), ("--tokens", "0"), ("--tokens", "1")],
+    [("--heads", "3", "--kv-heads", "2"), ("--tokens", "0"), ("--tokens", "5")],
 )
 def test_the_example_refuses_what_it_cannot_run(arguments: tuple[str, ...]) -> None:
-    done = run_on(2, str(ROOT / "examples/long_context.py"), *arguments)
+    done = run_on(4, str(ROOT / "examples/long_context.py"), *arguments)
     assert done.returncode == 2
     assert "Error" in done.stderr
+
+
+def test_the_example_takes_as_few_tokens_as_give_each_process_some() -> None:
+    done = run_on(4, str(ROOT / "examples/long_context.py"), "--tokens", "8", "--heads", "4")
+    assert done.returncode == 0, done.stderr

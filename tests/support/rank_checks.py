@@ -452,6 +452,30 @@ def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
         call()
 
 
+@check
+def a_rank_that_raises_in_a_call_that_the_others_know_makes_no_other(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    """What it says is for ranks that say something: these have it among their keys."""
+    impatient, x = ranks.anew(2 * ranks.short), _tokens(ranks, 50)
+
+    def call(q: Any) -> None:
+        out = parallel.flash_attention(q, x, x, impatient, seqlen=50, head_ranks=1)
+        ranks.on_host(out)
+        ranks.on_host(parallel.gather(x, impatient, seqlen=50))
+        impatient.check()
+
+    call(x)
+    if impatient.rank == 1:
+        with pytest.raises(ValueError, match=r"q has \d+ tokens on rank 1"):
+            call(x[:, :-1])
+    else:
+        with pytest.raises(parallel.ParallelError):
+            call(x)
+    with pytest.raises(parallel.ParallelError, match="rank"):
+        call(x)
+
+
 # Of the others there have to be several ranks.
 _OF_ONE_RANK = (
     attention,

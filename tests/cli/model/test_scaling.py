@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from support.benchmark_scripts import IN_CHECKOUT
 
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.model.ranks import Links, counts, estimate
@@ -102,6 +103,31 @@ def test_gradients_go_back_in_float32() -> None:
     assert found.exchange == pytest.approx(back / 300e9, rel=0.05)
 
 
+PAGE = Path(__file__).resolve().parents[3] / "docs/roofline.md"
+
+
+@pytest.mark.skipif(not IN_CHECKOUT, reason="the tests stand outside a checkout")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_two_gpus_took_as_long_as_the_model_says_within_a_tenth(direction: str) -> None:
+    record = PAGE.parents[1] / f"benchmarks/results/h100x2_{direction}.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    alone = {row["causal"]: row for row in rows if row["provider"] == "cupy_flash"}
+    on_two = {row["causal"]: row["median_ms"] for row in rows if "2gpus" in row["provider"]}
+    assert alone.keys() == on_two.keys()
+    assert on_two
+    for causal, one in alone.items():
+        shape = (one["batch"], one["seqlen_q"], one["seqlen_k"], one["heads_q"], one["heads_kv"])
+        dims = (one["head_dim"], one["head_dim_v"])
+        case = Case(one["dtype"], *shape, *dims, causal=causal, direction=one["direction"])
+        links = Links(300e9, 50e9, 8)
+        found = estimate(case, 2, None, one["tflops"] * 1e12, 3.35e12, links).seconds * 1e3
+        assert on_two[causal] == pytest.approx(found, rel=0.1)
+        mask = "causal" if causal else "full"
+        measured = f"{one['median_ms']:.1f} | {on_two[causal]:.1f}"
+        more = f"{found:.1f} | {on_two[causal] / found - 1:+.1%}"
+        assert f".json) | {mask} | {measured} | {more} |" in PAGE.read_text(encoding="utf-8")
+
+
 def test_ranks_are_doubled_up_to_the_most() -> None:
     assert counts(12) == [1, 2, 4, 8, 12]
     assert counts(16) == [1, 2, 4, 8, 16]
@@ -113,6 +139,12 @@ def test_a_row_for_each_number_of_gpus(tmp_path: Path) -> None:
     assert [row["head_ranks"] for row in rows[:6]] == [1, 1, 4, 8, 16, 16]
     assert rows[0]["ms"] == pytest.approx(1e3 * CASE.flops() / 650e12)
     assert all(row["efficiency"] <= 1 for row in rows)
+
+
+def test_numbers_of_gpus_that_cannot_share_out_heads_as_asked_are_left_out(tmp_path: Path) -> None:
+    options = ("--heads", "6", "--head-ranks", "3", "--gpus", "12", "--seqlen-q", "4096")
+    rows = rows_of(tmp_path, *options)
+    assert [(row["gpus"], row["head_ranks"]) for row in rows] == [(1, 1), (2, 2), (12, 3)]
 
 
 def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:

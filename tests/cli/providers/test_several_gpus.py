@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 from cupy_flash import parallel
 from cupy_flash.cli.bench.bench import bench
 from cupy_flash.cli.cases.cases import Case
-from cupy_flash.cli.cases.inputs import random_inputs
+from cupy_flash.cli.cases.inputs import Inputs, random_inputs
+from cupy_flash.cli.measure.ranks import RankError
+from cupy_flash.cli.providers import several_gpus
 from cupy_flash.cli.providers.several_gpus import Scheme, SeveralGpus, Share
 
 CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
@@ -62,6 +65,32 @@ def test_what_it_does_not_time_has_a_reason(
     found = SeveralGpus(2, Scheme(head_ranks)).why_not(dataclasses.replace(CASE, **changed))
     assert found is not None
     assert reason in found
+
+
+def test_a_capture_that_fails_ends_the_ranks_and_says_so(
+    group: parallel.Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been in the middle of a call, which leaves a group of no use."""
+    done: list[Any] = []
+    crew: Any = SimpleNamespace(
+        tell=lambda *order: done.append(order[0]),
+        close=lambda: done.append("close"),
+        communicator=SimpleNamespace(abort=lambda: done.append("abort")),
+    )
+    monkeypatch.setattr(several_gpus, "replayed", lambda timed: None)
+    monkeypatch.setattr(several_gpus, "Crew", lambda work, gpus: crew)
+    monkeypatch.setattr(parallel, "Group", lambda communicator, timeout: group)
+    monkeypatch.setattr(Inputs, "gpu", Inputs.host)
+    inputs = random_inputs(CASE, 0, on_gpu=False)
+    provider = SeveralGpus(2, Scheme())
+    prepared = provider.prepare(inputs)
+    with pytest.raises(parallel.ParallelError, match="rank 0 cannot capture its part"):
+        provider.replayed(prepared)
+    assert done == ["prepare", "capture", "abort", "close"]
+    said = "the 2 ranks ended as they captured a call: rank 0 cannot capture"
+    with pytest.raises(RankError, match=said):
+        prepared.call()
+    assert str(provider.why_not(CASE)).startswith(said)
 
 
 def test_a_cache_takes_its_shard_besides() -> None:

@@ -308,9 +308,9 @@ def _together(ranks: Ranks, cache: Any, like: np.ndarray, stripe: int) -> np.nda
     return np.ascontiguousarray(found)
 
 
-def _tokens(ranks: Ranks, seqlen: int) -> Any:
+def _tokens(ranks: Ranks, seqlen: int, head_dim: int = 8) -> Any:
     own = parallel.shard_length(seqlen, ranks.group.size, ranks.group.rank)
-    return ranks.xp.ones((1, own, ranks.group.size, 8), np.float32)
+    return ranks.xp.ones((1, own, ranks.group.size, head_dim), np.float32)
 
 
 @check
@@ -416,6 +416,21 @@ def a_rank_that_does_not_call_is_not_waited_for(ranks: Ranks, rng: np.random.Gen
             call()
     # Those who wait for one that waits give up after it, each at its own limit.
     assert time.monotonic() - start < ranks.short * impatient.size + 5
+
+
+@check
+def a_rank_that_calls_once_the_others_gave_up_raises_as_they_do(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    """Over MPI, with messages of 64 KB and more: it sends those once they are received."""
+    if ranks.xp is not np:
+        return
+    impatient, x = ranks.anew(ranks.short), _tokens(ranks, 1000, 64)
+    parallel.flash_attention(x, x, x, impatient, seqlen=1000)
+    if impatient.rank == 1:
+        time.sleep(2 * ranks.short)
+    with pytest.raises(parallel.ParallelError, match=f"waited {ranks.short:g} s for"):
+        parallel.flash_attention(x, x, x, impatient, seqlen=1000)
 
 
 @check

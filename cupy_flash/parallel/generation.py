@@ -9,17 +9,20 @@ import numpy as np
 
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
+from cupy_flash.arrays.kinds import normalize_int32
 from cupy_flash.arrays.strided import (
     array_module,
     dtype_name,
     require_axes,
     require_float,
     require_in_place,
+    require_int32,
     require_shape,
 )
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
+from cupy_flash.calls.contents import LengthLimit, require_length
 from cupy_flash.calls.on_host import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.partials import Partials
@@ -27,7 +30,7 @@ from cupy_flash.mods.keywords import checked_softcap
 from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
 from cupy_flash.parallel.group import Group, together
 from cupy_flash.parallel.shards import placed_axis, require_rank
-from cupy_flash.problem.values import check_bool, count, finite
+from cupy_flash.problem.values import MAX_COUNT, check_bool, count, finite
 
 # Neighbouring keys on one rank: whole tiles of any kernel, and few enough that ranks have nearly as
 # many keys each.
@@ -264,19 +267,13 @@ def _planned(
         raise ValueError(
             f"q has {seqlen_q} causal queries, but {new} keys are new; expected at most as many"
         )
-    lengths = _lengths(cache_seqlens, q)
-    if not isinstance(lengths, int):
-        group.require_carried("cache_seqlens", lengths)
-    if isinstance(lengths, (int, np.ndarray)):
-        needed = cache_shard_length(
-            int(np.max(lengths, initial=0)) + new, group.size, group.rank, stripe=stripe
-        )
-        if np.min(lengths, initial=0) < 0 or needed > capacity:
-            raise ValueError(
-                f"cache_seqlens is {cache_seqlens}, and {new} keys are new; expected lengths from "
-                f"0 that in stripes of {stripe} on {group.size} ranks take the {capacity} rows of "
-                f"k_cache on rank {group.rank}, not {needed}"
-            )
+    lengths = _lengths(cache_seqlens, q, group)
+    limit = _length_limit(capacity, new, group.size, group.rank, stripe)
+    if isinstance(lengths, int):
+        require_length("cache_seqlens", lengths, (limit,))
+    elif isinstance(lengths, np.ndarray):
+        for b, length in enumerate(lengths.tolist()):
+            require_length(f"cache_seqlens[{b}]", length, (limit,))
     scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
     cap = None if softcap is None else checked_softcap(softcap)
     alike = (
@@ -294,17 +291,28 @@ def _planned(
     return alike, (lengths, new, stripe)
 
 
-def _lengths(cache_seqlens: Any, q: Any) -> Any:
+def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
     """The one length of all caches, or an array of each one's, where q lies."""
     length, lengths = given_lengths(cache_seqlens)
     if lengths is None:
         return length
-    if isinstance(lengths, (list, tuple)) and isinstance(q, np.ndarray):
-        lengths = np.asarray(lengths, np.int32)
-    if dtype_name(lengths) != "int32":
-        raise TypeError(f"cache_seqlens has dtype {lengths.dtype}; expected int32")
+    on_host = isinstance(q, np.ndarray)
+    lengths = normalize_int32("cache_seqlens", lengths, on_host=on_host)
+    group.require_carried("cache_seqlens", lengths)
+    require_int32("cache_seqlens", lengths)
     require_shape("cache_seqlens", lengths, (len(q),), "one length for each sequence")
     return lengths
+
+
+def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -> LengthLimit:
+    """Up to the first key, in the last stripe, that this rank's rows have no room for."""
+    turns, rest = divmod(capacity, stripe)
+    keys = (turns * ranks + rank) * stripe + rest
+    reason = (
+        f"k_cache has {capacity} rows on rank {rank} of {ranks}, in stripes of {stripe} for {keys} "
+        "keys on all ranks" + (f", and {new} are appended" if new else "")
+    )
+    return LengthLimit(min(keys, MAX_COUNT) - new, reason)
 
 
 def _append(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cupy_flash import flash_attention_with_kvcache, parallel
+from cupy_flash.parallel import generation
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,19 @@ def arguments(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"cache_seqlens": np.array([5, 38], np.int32)}, ValueError, "take the 40 rows"),
-        ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38, and 3 keys are new"),
-        ({"cache_seqlens": [-1, 3]}, (TypeError, ValueError), "cache_seqlens"),
-        ({"cache_seqlens": np.array([5, 37])}, TypeError, "int64; expected int32"),
+        (
+            {"cache_seqlens": np.array([5, 38], np.int32)},
+            ValueError,
+            r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1",
+        ),
+        ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38; expected at most 37"),
+        ({"cache_seqlens": [3, -1]}, ValueError, r"cache_seqlens\[1\] is -1; expected at least 0"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; expected at least 0"),
+        ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
+        ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is no list of integers"),
+        ({"cache_seqlens": [5, 2**40]}, ValueError, "cache_seqlens holds integers that int32 does"),
+        ({"cache_seqlens": np.array([5, 37])}, TypeError, r"int64; pass cache_seqlens\.astype"),
+        ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
         ({"cache_seqlens": np.array([5], np.int32)}, ValueError, "one length for each sequence"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
         ({"v": None}, TypeError, "expected both or neither"),
@@ -98,6 +110,16 @@ def test_a_rank_or_stripe_that_there_is_not_is_refused(
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
+    for capacity, ranks, stripe in itertools.product((1, 7, 8, 13), (1, 2, 3), (1, 4, 16)):
+        for rank in range(ranks):
+            limit = generation._length_limit(capacity, 2, ranks, rank, stripe)
+            whole = limit.most + 2
+            length = functools.partial(parallel.cache_shard_length, ranks=ranks, rank=rank)
+            assert length(whole, stripe=stripe) == capacity
+            assert length(whole + 1, stripe=stripe) == capacity + 1
 
 
 def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cupy_flash.arrays.kinds import normalize
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.errors import ParallelError, UnsupportedError
 from cupy_flash.parallel.exchange import Exchange, Message, Transfer
@@ -94,9 +95,10 @@ class Group:
         self._exchange.check()
 
     def require_carried(self, name: str, array: Any) -> None:
-        """Raise TypeError for an array that the communicator does not carry."""
+        """Raise TypeError for an array that the communicator does not carry, or a masked one."""
         if reason := self._exchange.why_not(array):
             raise TypeError(f"{name} {reason}")
+        normalize(name, array)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Exchange arrays that need not be contiguous; those received are written when waited for.

@@ -95,10 +95,11 @@ def test_one_length_serves_all_sequences(group: parallel.Group, cache_seqlens: A
     ("ranks", "rank", "stripe", "text"),
     [
         (2, 2, 4, "rank is 2 of 2"),
-        (0, 0, 4, "rank is 0 of 0"),
+        (0, 0, 4, "ranks is 0; expected at least 1"),
         (2, -1, 4, "rank is -1"),
         (2, 0, 0, "stripe is 0"),
         (2, 0, -1, "stripe is -1"),
+        (2, 0, 2**30, "stripe is 1073741824; expected at most 1073741823 keys on each of 2 ranks"),
     ],
 )
 def test_a_rank_or_stripe_that_there_is_not_is_refused(
@@ -120,6 +121,42 @@ def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
             length = functools.partial(parallel.cache_shard_length, ranks=ranks, rank=rank)
             assert length(whole, stripe=stripe) == capacity
             assert length(whole + 1, stripe=stripe) == capacity + 1
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "error", "text"),
+    [
+        (10.5, TypeError, "seqlens is 10.5; expected an integer or an array of int32"),
+        (True, TypeError, "seqlens is True; expected an integer"),
+        (
+            [10, 2000],
+            TypeError,
+            r"seqlens is \[10, 2000\]; expected an integer or an array of int32",
+        ),
+        (
+            np.array([10, 20]),
+            TypeError,
+            r"seqlens has dtype int64; pass seqlens\.astype\('int32'\)",
+        ),
+        (np.array([1.5]), TypeError, "seqlens has dtype float64"),
+        (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
+        (-10, ValueError, "seqlens is -10; expected at least 0"),
+        (np.array([3, -10], np.int32), ValueError, "seqlens holds -10; expected lengths of at"),
+    ],
+)
+def test_lengths_of_sequences_are_integers(seqlens: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        parallel.cache_shard_length(seqlens, 2, 1)
+
+
+def test_lengths_of_shards_are_of_the_lengths_kind() -> None:
+    assert type(parallel.cache_shard_length(np.int32(2000), 2, 1)) is int
+    found = parallel.cache_shard_length(np.array([10, 2000], np.int32), 2, 1)
+    assert found.dtype == np.int32
+    assert found.tolist() == [0, 976]
+    assert parallel.cache_shard_length(np.array([2**31 - 1], np.int32), 2, 1, stripe=2**30 - 1) == [
+        2**30 - 1
+    ]
 
 
 def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:

@@ -61,7 +61,8 @@ class Group:
     TypeError
         For what is no communicator.
     ValueError
-        For a time that is not positive.
+        For a time that is not positive, or a communicator of MPI that is null or between two
+        groups.
     """
 
     def __init__(self, comm: Any, *, timeout: float = 600.0, reserved_sms: int = 0) -> None:
@@ -287,6 +288,13 @@ def together(
 def _exchange_of(comm: Any, timeout: float) -> Exchange:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(comm, mpi.Comm):
+        if comm == mpi.COMM_NULL:
+            raise ValueError("comm is MPI.COMM_NULL; expected a communicator with this process")
+        if comm.Is_inter():
+            raise ValueError(
+                "comm is an intercommunicator; expected an intracommunicator, whose ranks are all "
+                "of one group"
+            )
         return MpiExchange(comm, timeout)
     if (of_nccl := communicator_of(comm)) is not None:
         return NcclExchange(of_nccl, timeout)

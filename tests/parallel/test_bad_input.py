@@ -206,3 +206,11 @@ def test_a_group_has_a_time_limit(
 def test_what_is_no_communicator_is_refused(mpi: Any) -> None:
     with pytest.raises(TypeError, match="comm is an int; expected a communicator of mpi4py"):
         parallel.Group(3)
+
+
+def test_no_group_is_of_a_null_communicator(mpi: Any) -> None:
+    freed = mpi.COMM_SELF.Dup()
+    freed.Free()
+    for comm in (mpi.COMM_NULL, freed):
+        with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL; expected a communicator"):
+            parallel.Group(comm)

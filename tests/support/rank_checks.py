@@ -345,6 +345,32 @@ def ranks_that_call_differently_raise(ranks: Ranks, rng: np.random.Generator) ->
 
 
 @check
+def a_communicator_between_two_groups_is_refused(ranks: Ranks, rng: np.random.Generator) -> None:
+    if ranks.xp is not np:
+        return
+    from mpi4py import MPI
+
+    is_first = ranks.group.rank == 0
+    own = MPI.COMM_WORLD.Split(int(is_first))
+    between = own.Create_intercomm(0, MPI.COMM_WORLD, int(is_first))
+    with pytest.raises(ValueError, match="comm is an intercommunicator; expected"):
+        parallel.Group(between)
+
+
+@check
+def an_array_that_no_rank_can_take_is_refused_before_anything_is_said(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    group, own = ranks.group, ranks.xp.ones(1)
+    size = group.size
+    objects = np.ones(1, object)
+    with pytest.raises(TypeError, match="own "):
+        parallel.gather(objects, group, seqlen=size, axis=0, order="contiguous")
+    found = parallel.gather(own, group, seqlen=size, axis=0, order="contiguous")
+    assert ranks.on_host(found).tolist() == [1.0] * size
+
+
+@check
 def shards_of_another_number_of_ranks_are_refused(ranks: Ranks, rng: np.random.Generator) -> None:
     group = ranks.group
     length = parallel.shard_length(64, group.size + 1, group.rank)

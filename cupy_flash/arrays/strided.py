@@ -198,6 +198,11 @@ def require_dtype(name: str, array: Any, dtypes: Iterable[str]) -> None:
 def require_float(name: str, array: Any, dtypes: Iterable[str] = DTYPES) -> None:
     """Raise TypeError unless the dtype is one that attention is computed in, or of `dtypes`."""
     require_dtype(name, array, dtypes)
+    require_native(name, array)
+
+
+def require_native(name: str, array: Any) -> None:
+    """Raise TypeError for numbers in another byte order than this machine's."""
     if not array.dtype.isnative:
         raise TypeError(
             f"{name} has dtype {array.dtype.str}, in another byte order than this machine's; pass "

@@ -71,7 +71,10 @@ class Exchange(Protocol):
         """Raise ParallelError once a rank has failed or not answered."""
 
     def end(self, why: str) -> None:
-        """Take back what is under way, and carry no more; the first reason is what `check` says."""
+        """Receive nothing more of what is under way, and carry no more.
+
+        The first reason is what `check` says.
+        """
 
     def why_not(self, array: Any) -> str | None:
         """Why it cannot carry an array; None if it can."""

@@ -21,6 +21,9 @@ _TAG, _TAGS = 20847, 8192
 # Looks at messages without a pause, and the pause from then on, in seconds: short exchanges are not
 # held up, and where ranks share cores the one that computes gets them.
 _BUSY_LOOKS, _PAUSE = 200, 50e-6
+# What was under way when an exchange ended, for good: MPI may still read and write its memory when
+# the group and its arrays are gone.
+_abandoned: list[_MpiTransfer] = []
 
 
 class MpiExchange:
@@ -119,9 +122,11 @@ class MpiExchange:
         if self._broken:
             return
         self._broken = f"{why}; the group is of no use any more"
+        _abandoned.extend(self._under_way)
         for transfer in self._under_way:
             for message in transfer.open:
-                if message.request:
+                # Not one that is sent: MPICH crashes where its receiver has not taken it.
+                if message.request and message.expected is not None:
                     message.request.Cancel()
 
     def _give_up(self, why: str) -> NoReturn:

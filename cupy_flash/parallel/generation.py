@@ -9,25 +9,29 @@ import numpy as np
 
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
+from cupy_flash.arrays.kinds import normalize_int32
 from cupy_flash.arrays.strided import (
     array_module,
     dtype_name,
+    is_cupy,
     require_axes,
     require_float,
     require_in_place,
+    require_int32,
     require_shape,
 )
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
+from cupy_flash.calls.contents import LengthLimit, require_length
 from cupy_flash.calls.on_host import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.partials import Partials
 from cupy_flash.mods.keywords import checked_softcap
 from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
 from cupy_flash.parallel.group import Group, together
-from cupy_flash.parallel.shards import placed_axis, require_rank
-from cupy_flash.problem.values import check_bool, count, finite
+from cupy_flash.parallel.shards import placed_axis, require_array, require_rank
+from cupy_flash.problem.values import MAX_COUNT, check_bool, count, finite
 
 # Neighbouring keys on one rank: whole tiles of any kernel, and few enough that ranks have nearly as
 # many keys each.
@@ -42,7 +46,7 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
     Parameters
     ----------
     array : array
-        Of NumPy or CuPy.
+        Of NumPy or CuPy, not masked.
     ranks, rank : int
         How many ranks there are, and which one's part is wanted.
     axis : int
@@ -57,8 +61,11 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
 
     Raises
     ------
+    TypeError
+        For what is no such array, or no integer.
     ValueError
-        For a rank, a stripe or an axis that there is not.
+        For a rank or an axis that there is not, or a stripe of no keys or of more than int32 counts
+        on all ranks.
 
     Examples
     --------
@@ -67,6 +74,7 @@ def cache_shard(array: Any, ranks: int, rank: int, *, axis: int = 1, stripe: int
     >>> parallel.cache_shard(np.arange(10), 2, 1, axis=0, stripe=2).tolist()
     [2, 3, 6, 7]
     """
+    require_array("array", array)
     axis = placed_axis(array, axis)
     own = cache_shard_length(array.shape[axis], ranks, rank, stripe=stripe)
     before, behind = array.shape[:axis], array.shape[axis + 1 :]
@@ -88,25 +96,51 @@ def cache_shard_length(seqlens: Any, ranks: int, rank: int, *, stripe: int = STR
     Parameters
     ----------
     seqlens : int or array of int32
-        Lengths of whole sequences.
+        Lengths of whole sequences, of NumPy or CuPy if an array.
     ranks, rank, stripe
         As of `cache_shard`.
 
     Returns
     -------
     int or array of int32
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cache_shard`; for negative lengths in host memory.
     """
     require_rank(ranks, rank)
-    _require_stripe(stripe)
+    stripe = _require_stripe(stripe, ranks)
+    if isinstance(seqlens, np.integer):
+        seqlens = int(seqlens)
+    if isinstance(seqlens, int):
+        return _own_keys(count("seqlens", seqlens), ranks, rank, stripe)
+    if not (isinstance(seqlens, np.ndarray) or is_cupy(seqlens)):
+        raise TypeError(
+            f"seqlens is {seqlens!r}; expected an integer or an array of int32, of NumPy or CuPy"
+        )
+    require_array("seqlens", seqlens)
+    require_int32("seqlens", seqlens)
+    if isinstance(seqlens, np.ndarray) and seqlens.min(initial=0) < 0:
+        raise ValueError(f"seqlens holds {seqlens.min()}; expected lengths of at least 0")
+    return _own_keys(seqlens, ranks, rank, stripe)
+
+
+def _own_keys(seqlens: Any, ranks: int, rank: int, stripe: int) -> Any:
+    """`cache_shard_length` of lengths that are known to be right."""
     turns, rest = seqlens // (stripe * ranks), seqlens % (stripe * ranks) - rank * stripe
     own = min(max(rest, 0), stripe) if isinstance(rest, int) else rest.clip(0, stripe)
     return turns * stripe + own
 
 
-def _require_stripe(stripe: int) -> int:
-    if count("stripe", stripe) == 0:
+def _require_stripe(stripe: int, ranks: int) -> int:
+    """The stripe; positions of keys on all ranks stay within int32."""
+    keys = count("stripe", stripe)
+    if keys == 0:
         raise ValueError("stripe is 0; expected at least 1 key")
-    return count("stripe", stripe)
+    if keys > (most := MAX_COUNT // ranks):
+        raise ValueError(f"stripe is {keys}; expected at most {most} keys on each of {ranks} ranks")
+    return keys
 
 
 def flash_attention_with_kvcache(
@@ -199,7 +233,7 @@ def flash_attention_with_kvcache(
             options["softcap"] = softcap
         out, lse = attention_with_kvcache(
             *(q, k_cache, v_cache),
-            cache_seqlens=cache_shard_length(attended, group.size, group.rank, stripe=stripe),
+            cache_seqlens=_own_keys(attended, group.size, group.rank, stripe),
             return_lse=True,
             **options,
         )
@@ -233,7 +267,7 @@ def _planned(
     check_bool("causal", causal)
     check_bool("return_lse", return_lse)
     require_backend(backend)
-    stripe = _require_stripe(stripe)
+    stripe = _require_stripe(stripe, group.size)
     if (k is None) != (v is None):
         raise TypeError("of k and v one is given; expected both or neither")
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
@@ -264,19 +298,13 @@ def _planned(
         raise ValueError(
             f"q has {seqlen_q} causal queries, but {new} keys are new; expected at most as many"
         )
-    lengths = _lengths(cache_seqlens, q)
-    if not isinstance(lengths, int):
-        group.require_carried("cache_seqlens", lengths)
-    if isinstance(lengths, (int, np.ndarray)):
-        needed = cache_shard_length(
-            int(np.max(lengths, initial=0)) + new, group.size, group.rank, stripe=stripe
-        )
-        if np.min(lengths, initial=0) < 0 or needed > capacity:
-            raise ValueError(
-                f"cache_seqlens is {cache_seqlens}, and {new} keys are new; expected lengths from "
-                f"0 that in stripes of {stripe} on {group.size} ranks take the {capacity} rows of "
-                f"k_cache on rank {group.rank}, not {needed}"
-            )
+    lengths = _lengths(cache_seqlens, q, group)
+    limit = _length_limit(capacity, new, group.size, group.rank, stripe)
+    if isinstance(lengths, int):
+        require_length("cache_seqlens", lengths, (limit,))
+    elif isinstance(lengths, np.ndarray):
+        for b, length in enumerate(lengths.tolist()):
+            require_length(f"cache_seqlens[{b}]", length, (limit,))
     scale = None if softmax_scale is None else finite("softmax_scale", softmax_scale)
     cap = None if softcap is None else checked_softcap(softcap)
     alike = (
@@ -294,17 +322,28 @@ def _planned(
     return alike, (lengths, new, stripe)
 
 
-def _lengths(cache_seqlens: Any, q: Any) -> Any:
+def _lengths(cache_seqlens: Any, q: Any, group: Group) -> Any:
     """The one length of all caches, or an array of each one's, where q lies."""
     length, lengths = given_lengths(cache_seqlens)
     if lengths is None:
         return length
-    if isinstance(lengths, (list, tuple)) and isinstance(q, np.ndarray):
-        lengths = np.asarray(lengths, np.int32)
-    if dtype_name(lengths) != "int32":
-        raise TypeError(f"cache_seqlens has dtype {lengths.dtype}; expected int32")
+    on_host = isinstance(q, np.ndarray)
+    lengths = normalize_int32("cache_seqlens", lengths, on_host=on_host)
+    group.require_carried("cache_seqlens", lengths)
+    require_int32("cache_seqlens", lengths)
     require_shape("cache_seqlens", lengths, (len(q),), "one length for each sequence")
     return lengths
+
+
+def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -> LengthLimit:
+    """Up to the first key, in the last stripe, that this rank's rows have no room for."""
+    turns, rest = divmod(capacity, stripe)
+    keys = (turns * ranks + rank) * stripe + rest
+    reason = (
+        f"k_cache has {capacity} rows on rank {rank} of {ranks}, in stripes of {stripe} for {keys} "
+        "keys on all ranks" + (f", and {new} are appended" if new else "")
+    )
+    return LengthLimit(min(keys, MAX_COUNT) - new, reason)
 
 
 def _append(
@@ -321,7 +360,7 @@ def _append(
     if isinstance(lengths, int):
         lengths = xp.full(batch, lengths, np.int32)
     looked_at = min(count_new, capacity)
-    first = cache_shard_length(lengths, group.size, group.rank, stripe=stripe)
+    first = _own_keys(lengths, group.size, group.rank, stripe)
     rows = first.clip(0, capacity - looked_at)[:, None] + xp.arange(looked_at, dtype=np.int32)
     positions = (rows // stripe * group.size + group.rank) * stripe + rows % stripe
     source = positions - lengths[:, None]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cupy_flash.arrays.kinds import normalize
 from cupy_flash.arrays.strided import kind_of
 from cupy_flash.errors import ParallelError, UnsupportedError
 from cupy_flash.parallel.exchange import Exchange, Message, Transfer
@@ -60,7 +61,8 @@ class Group:
     TypeError
         For what is no communicator.
     ValueError
-        For a time that is not positive.
+        For a time that is not positive, or a communicator of MPI that is null or between two
+        groups.
     """
 
     def __init__(self, comm: Any, *, timeout: float = 600.0, reserved_sms: int = 0) -> None:
@@ -94,9 +96,10 @@ class Group:
         self._exchange.check()
 
     def require_carried(self, name: str, array: Any) -> None:
-        """Raise TypeError for an array that the communicator does not carry."""
+        """Raise TypeError for an array that the communicator does not carry, or a masked one."""
         if reason := self._exchange.why_not(array):
             raise TypeError(f"{name} {reason}")
+        normalize(name, array)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Exchange arrays that need not be contiguous; those received are written when waited for.
@@ -285,6 +288,13 @@ def together(
 def _exchange_of(comm: Any, timeout: float) -> Exchange:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(comm, mpi.Comm):
+        if comm == mpi.COMM_NULL:
+            raise ValueError("comm is MPI.COMM_NULL; expected a communicator with this process")
+        if comm.Is_inter():
+            raise ValueError(
+                "comm is an intercommunicator; expected an intracommunicator, whose ranks are all "
+                "of one group"
+            )
         return MpiExchange(comm, timeout)
     if (of_nccl := communicator_of(comm)) is not None:
         return NcclExchange(of_nccl, timeout)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupy_flash.arrays.strided import array_module
+import numpy as np
+
+from cupy_flash.arrays.kinds import normalize
+from cupy_flash.arrays.strided import array_module, is_cupy, kind_of, require_native
 from cupy_flash.parallel.exchange import Message
 from cupy_flash.parallel.group import Group, together
 from cupy_flash.problem.values import count, integer
@@ -76,7 +79,7 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
     Parameters
     ----------
     array : array
-        Of NumPy or CuPy.
+        Of NumPy or CuPy, not masked.
     ranks, rank : int
         How many ranks there are, and which one's part is wanted.
     axis : int
@@ -94,6 +97,8 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
 
     Raises
     ------
+    TypeError
+        For what is no such array, or no integer.
     ValueError
         For a rank or an axis that there is not, or an unknown order.
 
@@ -104,6 +109,7 @@ def shard(array: Any, ranks: int, rank: int, *, axis: int = 1, order: str = "zig
     >>> [parallel.shard(np.arange(8), 2, rank, axis=0).tolist() for rank in (0, 1)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    require_array("array", array)
     axis = placed_axis(array, axis)
     seqlen = array.shape[axis]
     own = shard_length(seqlen, ranks, rank, order)
@@ -121,7 +127,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
     Parameters
     ----------
     own : array
-        This rank's shard.
+        This rank's shard, of numbers or bools.
     group : Group
         The ranks, each of which calls it.
     seqlen : int
@@ -144,6 +150,7 @@ def gather(own: Any, group: Group, *, seqlen: int, axis: int = 1, order: str = "
 
     def planned() -> tuple[tuple[Any, ...], tuple[int, int]]:
         group.require_carried("own", own)
+        require_numbers("own", own)
         tokens, at = count("seqlen", seqlen), placed_axis(own, axis)
         length = shard_length(tokens, group.size, group.rank, order)
         if own.shape[at] != length:
@@ -176,6 +183,21 @@ def _rows(axis: int, start: int, stop: int) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, slice(start, stop))
 
 
+def require_array(name: str, array: Any) -> None:
+    """Raise TypeError for what is no array of NumPy or CuPy, or a masked one."""
+    if not (isinstance(array, np.ndarray) or is_cupy(array)):
+        raise TypeError(f"{name} is {kind_of(array)}; expected an array of NumPy or CuPy")
+    normalize(name, array)
+
+
+def require_numbers(name: str, array: Any) -> None:
+    """Raise TypeError unless the dtype is one of numbers, or bool, as this machine has them."""
+    # Those of ml_dtypes, as bfloat16, NumPy knows as registered ones.
+    if array.dtype.kind not in "biufc" and array.dtype.isbuiltin != 2:
+        raise TypeError(f"{name} has dtype {array.dtype}; expected one of numbers, or bool")
+    require_native(name, array)
+
+
 def placed_axis(array: Any, axis: int) -> int:
     """An axis counted from the first; ValueError for one that the array has not."""
     number = integer("axis", axis)
@@ -192,12 +214,13 @@ def require_order(order: str) -> None:
 
 def _require(seqlen: int, ranks: int, rank: int, order: str) -> None:
     require_order(order)
-    if integer("seqlen", seqlen) < 0:
-        raise ValueError(f"seqlen is {seqlen}; expected at least 0")
+    count("seqlen", seqlen)
     require_rank(ranks, rank)
 
 
 def require_rank(ranks: int, rank: int) -> None:
     """Raise ValueError for a rank that there is not."""
-    if not 0 <= integer("rank", rank) < integer("ranks", ranks):
+    if integer("ranks", ranks) < 1:
+        raise ValueError(f"ranks is {ranks}; expected at least 1")
+    if not 0 <= integer("rank", rank) < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; expected 0 to {ranks - 1}")

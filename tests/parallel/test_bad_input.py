@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,6 +56,8 @@ def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"sinks": rows(4, dtype=np.float64)}, TypeError, "sinks has dtype float64"),
         ({"alibi_slopes": rows(4, dtype=np.float64)}, TypeError, "alibi_slopes has dtype"),
         ({"q": rows(1, 9, 4, 8, dtype=np.int32)}, TypeError, "q has dtype int32"),
+        ({"q": rows(1, 9, 4, 8, dtype=">f4")}, TypeError, "q has dtype >f4, in another byte order"),
+        ({"v": np.ma.ones((1, 9, 2, 8), np.float32)}, TypeError, "v is a masked array"),
         ({"group": None}, TypeError, "group is None; expected a cupy_flash.parallel.Group"),
     ],
 )
@@ -126,6 +129,66 @@ def test_an_axis_that_there_is_not_is_refused(group: parallel.Group, axis: int) 
 
 
 @pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ([1.0, 2.0], "own is a list; a communicator of MPI carries arrays of NumPy"),
+        (np.ma.ones(3), r"own is a masked array, whose mask would be lost; pass own\.filled"),
+        (rows(3, dtype=object), "own has dtype object; expected one of numbers, or bool"),
+        (rows(3, dtype="U3"), "own has dtype <U3; expected one of numbers, or bool"),
+        (rows(3, dtype=[("real", "f4")]), r"own has dtype \[\('real'.*; expected one of numbers"),
+        (rows(3, dtype=">f8"), r"own has dtype >f8, in another .*; pass own\.astype\('float64'\)"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(group: parallel.Group, own: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        parallel.gather(own, group, seqlen=3, axis=0)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.int64, np.bool_, np.complex64])
+def test_numbers_and_bools_are_gathered(group: parallel.Group, dtype: Any) -> None:
+    own = np.array([0, 1, 1], dtype)
+    found = parallel.gather(own, group, seqlen=3, axis=0)
+    assert found.dtype == dtype
+    assert found.tolist() == own.tolist()
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        ([1, 2, 3], "array is a list; expected an array of NumPy or CuPy"),
+        (3.5, "array is a float; expected an array of NumPy or CuPy"),
+        (np.ma.ones(3), r"array is a masked array, whose mask would be lost; pass array\.filled"),
+    ],
+)
+def test_what_is_no_array_is_not_shared_out(array: Any, text: str) -> None:
+    for function in (parallel.shard, parallel.cache_shard):
+        with pytest.raises(TypeError, match=text):
+            function(array, 2, 0, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "error", "text"),
+    [
+        (0, 0, ValueError, "ranks is 0; expected at least 1"),
+        (-1, 0, ValueError, "ranks is -1; expected at least 1"),
+        (2, 2, ValueError, "rank is 2 of 2; expected 0 to 1"),
+        (2, -1, ValueError, "rank is -1 of 2; expected 0 to 1"),
+        (2.0, 0, TypeError, "ranks is 2.0; expected an integer"),
+        (2, None, TypeError, "rank is None; expected an integer"),
+    ],
+)
+def test_a_rank_that_there_is_not_is_refused(ranks: Any, rank: Any, error: type, text: str) -> None:
+    for call in (
+        lambda: parallel.shard(rows(3), ranks, rank, axis=0),
+        lambda: parallel.shard_length(3, ranks, rank),
+        lambda: parallel.cache_shard(rows(3), ranks, rank, axis=0),
+        lambda: parallel.cache_shard_length(3, ranks, rank),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+
+
+@pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"timeout": 0}, ValueError, "timeout is 0 s"),
@@ -143,3 +206,11 @@ def test_a_group_has_a_time_limit(
 def test_what_is_no_communicator_is_refused(mpi: Any) -> None:
     with pytest.raises(TypeError, match="comm is an int; expected a communicator of mpi4py"):
         parallel.Group(3)
+
+
+def test_no_group_is_of_a_null_communicator(mpi: Any) -> None:
+    freed = mpi.COMM_SELF.Dup()
+    freed.Free()
+    for comm in (mpi.COMM_NULL, freed):
+        with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL; expected a communicator"):
+            parallel.Group(comm)

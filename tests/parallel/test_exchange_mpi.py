@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -41,3 +43,17 @@ def test_an_end_takes_back_all_that_is_under_way(comm: Any) -> None:
     assert not places.any()
     with pytest.raises(ParallelError, match="one rank is missing; the group is of no use any more"):
         exchange.start([], [])
+
+
+def test_what_is_sent_outlives_an_end(comm: Any) -> None:
+    exchange, sent = MpiExchange(comm, 60), np.arange(1e5)
+    exchange.start([Message(sent, 0)], [])
+    exchange.end("one rank is missing")
+    alive = weakref.ref(sent)
+    del exchange, sent
+    gc.collect()
+    assert alive() is not None
+    assert comm.Iprobe(0, exchange_mpi._TAG)
+    received = np.zeros(100_000)
+    comm.Recv(received, 0, exchange_mpi._TAG)
+    np.testing.assert_array_equal(received, np.arange(1e5))

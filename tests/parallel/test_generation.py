@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cupy_flash import flash_attention_with_kvcache, parallel
+from cupy_flash.parallel import generation
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +41,19 @@ def arguments(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"cache_seqlens": np.array([5, 38], np.int32)}, ValueError, "take the 40 rows"),
-        ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38, and 3 keys are new"),
-        ({"cache_seqlens": [-1, 3]}, (TypeError, ValueError), "cache_seqlens"),
-        ({"cache_seqlens": np.array([5, 37])}, TypeError, "int64; expected int32"),
+        (
+            {"cache_seqlens": np.array([5, 38], np.int32)},
+            ValueError,
+            r"cache_seqlens\[1\] is 38; expected at most 37: k_cache has 40 rows on rank 0 of 1",
+        ),
+        ({"cache_seqlens": 38}, ValueError, "cache_seqlens is 38; expected at most 37"),
+        ({"cache_seqlens": [3, -1]}, ValueError, r"cache_seqlens\[1\] is -1; expected at least 0"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; expected at least 0"),
+        ({"cache_seqlens": [5, 2.7]}, TypeError, "cache_seqlens holds a float; expected integers"),
+        ({"cache_seqlens": [[5], [3, 7]]}, ValueError, "cache_seqlens is no list of integers"),
+        ({"cache_seqlens": [5, 2**40]}, ValueError, "cache_seqlens holds integers that int32 does"),
+        ({"cache_seqlens": np.array([5, 37])}, TypeError, r"int64; pass cache_seqlens\.astype"),
+        ({"cache_seqlens": {5, 37}}, TypeError, "cache_seqlens is a set; expected a NumPy"),
         ({"cache_seqlens": np.array([5], np.int32)}, ValueError, "one length for each sequence"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens is None"),
         ({"v": None}, TypeError, "expected both or neither"),
@@ -83,10 +95,11 @@ def test_one_length_serves_all_sequences(group: parallel.Group, cache_seqlens: A
     ("ranks", "rank", "stripe", "text"),
     [
         (2, 2, 4, "rank is 2 of 2"),
-        (0, 0, 4, "rank is 0 of 0"),
+        (0, 0, 4, "ranks is 0; expected at least 1"),
         (2, -1, 4, "rank is -1"),
         (2, 0, 0, "stripe is 0"),
         (2, 0, -1, "stripe is -1"),
+        (2, 0, 2**30, "stripe is 1073741824; expected at most 1073741823 keys on each of 2 ranks"),
     ],
 )
 def test_a_rank_or_stripe_that_there_is_not_is_refused(
@@ -98,6 +111,52 @@ def test_a_rank_or_stripe_that_there_is_not_is_refused(
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_a_length_is_refused_where_a_rank_has_no_row_for_its_last_key() -> None:
+    for capacity, ranks, stripe in itertools.product((1, 7, 8, 13), (1, 2, 3), (1, 4, 16)):
+        for rank in range(ranks):
+            limit = generation._length_limit(capacity, 2, ranks, rank, stripe)
+            whole = limit.most + 2
+            length = functools.partial(parallel.cache_shard_length, ranks=ranks, rank=rank)
+            assert length(whole, stripe=stripe) == capacity
+            assert length(whole + 1, stripe=stripe) == capacity + 1
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "error", "text"),
+    [
+        (10.5, TypeError, "seqlens is 10.5; expected an integer or an array of int32"),
+        (True, TypeError, "seqlens is True; expected an integer"),
+        (
+            [10, 2000],
+            TypeError,
+            r"seqlens is \[10, 2000\]; expected an integer or an array of int32",
+        ),
+        (
+            np.array([10, 20]),
+            TypeError,
+            r"seqlens has dtype int64; pass seqlens\.astype\('int32'\)",
+        ),
+        (np.array([1.5]), TypeError, "seqlens has dtype float64"),
+        (np.ma.ones(2, np.int32), TypeError, "seqlens is a masked array"),
+        (-10, ValueError, "seqlens is -10; expected at least 0"),
+        (np.array([3, -10], np.int32), ValueError, "seqlens holds -10; expected lengths of at"),
+    ],
+)
+def test_lengths_of_sequences_are_integers(seqlens: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        parallel.cache_shard_length(seqlens, 2, 1)
+
+
+def test_lengths_of_shards_are_of_the_lengths_kind() -> None:
+    assert type(parallel.cache_shard_length(np.int32(2000), 2, 1)) is int
+    found = parallel.cache_shard_length(np.array([10, 2000], np.int32), 2, 1)
+    assert found.dtype == np.int32
+    assert found.tolist() == [0, 976]
+    assert parallel.cache_shard_length(np.array([2**31 - 1], np.int32), 2, 1, stripe=2**30 - 1) == [
+        2**30 - 1
+    ]
 
 
 def test_ranks_have_as_many_keys_but_for_a_stripe(rng: np.random.Generator) -> None:

@@ -130,8 +130,8 @@ def test_shards_of_neighbours_are_a_shard_of_fewer_ranks() -> None:
 
 
 def test_what_is_no_shard_is_refused() -> None:
-    for arguments in ((3, 3), (2, -1), (0, 0)):
-        with pytest.raises(ValueError, match="rank is"):
+    for arguments, text in (((3, 3), "rank is"), ((2, -1), "rank is"), ((0, 0), "ranks is 0")):
+        with pytest.raises(ValueError, match=text):
             shard(np.arange(4), *arguments, axis=0)
     with pytest.raises(ValueError, match="order is 'striped'"):
         shard(np.arange(4), 2, 0, axis=0, order="striped")

@@ -308,9 +308,9 @@ def _together(ranks: Ranks, cache: Any, like: np.ndarray, stripe: int) -> np.nda
     return np.ascontiguousarray(found)
 
 
-def _tokens(ranks: Ranks, seqlen: int) -> Any:
+def _tokens(ranks: Ranks, seqlen: int, head_dim: int = 8) -> Any:
     own = parallel.shard_length(seqlen, ranks.group.size, ranks.group.rank)
-    return ranks.xp.ones((1, own, ranks.group.size, 8), np.float32)
+    return ranks.xp.ones((1, own, ranks.group.size, head_dim), np.float32)
 
 
 @check
@@ -342,6 +342,32 @@ def ranks_that_call_differently_raise(ranks: Ranks, rng: np.random.Generator) ->
     x, group = _tokens(ranks, 50), ranks.group
     with pytest.raises(parallel.ParallelError, match="makes another call than rank"):
         parallel.flash_attention(x, x, x, group, seqlen=50, causal=group.rank == 1)
+
+
+@check
+def a_communicator_between_two_groups_is_refused(ranks: Ranks, rng: np.random.Generator) -> None:
+    if ranks.xp is not np:
+        return
+    from mpi4py import MPI
+
+    is_first = ranks.group.rank == 0
+    own = MPI.COMM_WORLD.Split(int(is_first))
+    between = own.Create_intercomm(0, MPI.COMM_WORLD, int(is_first))
+    with pytest.raises(ValueError, match="comm is an intercommunicator; expected"):
+        parallel.Group(between)
+
+
+@check
+def an_array_that_no_rank_can_take_is_refused_before_anything_is_said(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    group, own = ranks.group, ranks.xp.ones(1)
+    size = group.size
+    objects = np.ones(1, object)
+    with pytest.raises(TypeError, match="own "):
+        parallel.gather(objects, group, seqlen=size, axis=0, order="contiguous")
+    found = parallel.gather(own, group, seqlen=size, axis=0, order="contiguous")
+    assert ranks.on_host(found).tolist() == [1.0] * size
 
 
 @check
@@ -416,6 +442,21 @@ def a_rank_that_does_not_call_is_not_waited_for(ranks: Ranks, rng: np.random.Gen
             call()
     # Those who wait for one that waits give up after it, each at its own limit.
     assert time.monotonic() - start < ranks.short * impatient.size + 5
+
+
+@check
+def a_rank_that_calls_once_the_others_gave_up_raises_as_they_do(
+    ranks: Ranks, rng: np.random.Generator
+) -> None:
+    """Over MPI, with messages of 64 KB and more: it sends those once they are received."""
+    if ranks.xp is not np:
+        return
+    impatient, x = ranks.anew(ranks.short), _tokens(ranks, 1000, 64)
+    parallel.flash_attention(x, x, x, impatient, seqlen=1000)
+    if impatient.rank == 1:
+        time.sleep(2 * ranks.short)
+    with pytest.raises(parallel.ParallelError, match=f"waited {ranks.short:g} s for"):
+        parallel.flash_attention(x, x, x, impatient, seqlen=1000)
 
 
 @check

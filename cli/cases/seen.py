@@ -81,7 +81,7 @@ class Seen(NamedTuple):
         of_rows = np.stack([self.begins // Bc, -(-self.ends // Bc)])
         of_rows[:, self.ends == self.begins] = 0
         starts = np.flatnonzero(np.diff(of_rows, prepend=-1).any(axis=0))
-        stops = np.append(starts[1:], self.mask.seqlen_q)
+        stops = np.append(starts, self.mask.seqlen_q)[1:]
         runs = [slice(*tiles) for tiles in of_rows[:, starts].T.tolist()]
         for run, stop in zip(runs, stops, strict=True):
             found[1, run] = stop

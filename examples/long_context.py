@@ -8,10 +8,14 @@ rich, and for several processes NCCL or the extra `parallel`.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import queue
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -177,98 +181,169 @@ def progress(steps: range, *, shown: bool) -> Iterator[int]:
         yield from bar.track(steps)
 
 
-def require_enough(settings: Settings, ranks: int) -> None:
-    """Raise a usage error for a length of which some process may have no token.
-
-    Each has two chunks of the sequence, see `cupy_flash.parallel.shard`.
-    """
+def require_fitting(settings: Settings, ranks: int) -> None:
+    """Raise a usage error for what so many processes cannot share out."""
+    # Each has two chunks of the sequence, see `cupy_flash.parallel.shard`, and some token.
     if settings.tokens is not None and settings.tokens < 2 * ranks:
         raise click.UsageError(
             f"--tokens is {settings.tokens}, fewer than 2 for each of the {ranks} processes"
         )
+    # Heads are shared out in the calls of `run`, each of which has one key/value head.
+    shared_by, head_ranks = settings.heads // settings.heads_kv, settings.head_ranks or 1
+    if ranks % head_ranks or shared_by % head_ranks:
+        raise click.UsageError(
+            f"--head-ranks is {head_ranks}; expected a divisor of the {ranks} processes and of "
+            f"the {shared_by} query heads of a key/value head"
+        )
 
 
-def over_mpi(settings: Settings) -> None:
-    from mpi4py import MPI
+def mpi_world() -> Any | None:
+    """MPI's communicator of all processes; None if MPI has not started this one."""
+    if not any(variable in os.environ for variable in MPI_VARIABLES):
+        return None
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        sys.exit(f"Error: started by MPI, but there is no mpi4py ({error})")
+    return MPI.COMM_WORLD
 
-    require_enough(settings, MPI.COMM_WORLD.Get_size())
-    group = parallel.Group(MPI.COMM_WORLD, timeout=600)
+
+def over_mpi(world: Any, settings: Settings) -> None:
+    require_fitting(settings, world.Get_size())
+    group = parallel.Group(world, timeout=600)
     run(Place(np, group, np.dtype(np.float32)), settings)
 
 
-def over_nccl(rank: int, ranks: int, names: Any, settings: Settings) -> None:
+def over_nccl(rank: int, ranks: int, names: Any, failures: Any, settings: Settings) -> None:
     """What the process of a GPU does."""
-    import cupy
-    from cupy.cuda import nccl
+    try:
+        import cupy
+        from cupy.cuda import nccl
 
-    cupy.cuda.Device(rank).use()
-    if rank == 0:
-        name = nccl.get_unique_id()
-        for _ in range(ranks - 1):
-            names.put(name)
-    else:
-        name = names.get()
-    group = parallel.Group(nccl.NcclCommunicator(ranks, name, rank), timeout=600)
-    run(Place(cupy, group, np.dtype(ml_dtypes.bfloat16)), settings)
+        cupy.cuda.Device(rank).use()
+        if rank == 0:
+            name = nccl.get_unique_id()
+            for _ in range(ranks - 1):
+                names.put(name)
+        else:
+            name = names.get()
+        group = parallel.Group(nccl.NcclCommunicator(ranks, name, rank), timeout=600)
+        run(Place(cupy, group, np.dtype(ml_dtypes.bfloat16)), settings)
+    except Exception as error:
+        failures.put(f"GPU {rank}: {told(error)}")
+        sys.exit(1)
 
 
 def start_ranks(gpus: int, settings: Settings) -> None:
     """A process for each GPU, until all have ended or one has failed."""
-    require_enough(settings, gpus)
+    require_fitting(settings, gpus)
     context = multiprocessing.get_context("spawn")
-    names = context.Queue()
+    names, failures = context.Queue(), context.Queue()
     processes = [
-        context.Process(target=over_nccl, args=(rank, gpus, names, settings), daemon=True)
+        context.Process(target=over_nccl, args=(rank, gpus, names, failures, settings), daemon=True)
         for rank in range(gpus)
     ]
     for process in processes:
         process.start()
     are_running = True
     while are_running:
-        time.sleep(0.1)
-        are_running = any(process.is_alive() for process in processes)
-        if any(process.exitcode for process in processes):
-            raise click.ClickException("a process has failed; its error stands above")
+        # Before the queue is asked: who has ended has said by then what went wrong.
+        codes = [process.exitcode for process in processes]
+        are_running = None in codes
+        try:
+            raise click.ClickException(failures.get(timeout=0.1))
+        except queue.Empty:
+            ended = [(gpu, code) for gpu, code in enumerate(codes) if code]
+        if ended:
+            gpu, code = ended[0]
+            raise click.ClickException(f"the process of GPU {gpu} ended with {code}")
 
 
-def gpus_here() -> int:
+def gpus_to_use(asked: int | None) -> int:
+    """How many; a usage error where there are not so many, or no NCCL."""
     try:
         import cupy
-        from cupy.cuda import nccl
 
-        return int(cupy.cuda.runtime.getDeviceCount()) if nccl.available else 0
+        here = int(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # no CuPy, no driver, no GPU
-        return 0
+        here = 0
+    if asked is not None and asked > here:
+        raise click.UsageError(f"--gpus is {asked}, but there are {here} GPUs here")
+    if not here:
+        raise click.UsageError(
+            "no GPU here; start it by MPI: mpiexec -n 2 python examples/long_context.py"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*nccl library could not be loaded")
+        from cupy.cuda import nccl
+    if not nccl.available:
+        raise click.UsageError("no NCCL here; pip install nvidia-nccl-cu13, or -cu12")
+    return asked or here
 
 
-@click.command()
-@click.option("--tokens", type=click.IntRange(1), help="As many as fit if left out.")
-@click.option("--heads", type=click.IntRange(1), default=16, show_default=True)
-@click.option("--kv-heads", "heads_kv", type=click.IntRange(1), default=4, show_default=True)
+def told(error: Exception) -> str:
+    """A line of what can go wrong, a traceback of what should not."""
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, MemoryError):
+        return f"out of memory; fewer --tokens take less ({error})"
+    if isinstance(error, parallel.ParallelError):
+        return str(error)
+    return "".join(traceback.format_exception(error))
+
+
+def program(world: Any | None) -> int:
+    """`main`, in any process; its exit code. What went wrong is said by one of them."""
+    is_first = world is None or world.Get_rank() == 0
+    if not is_first:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        return main(standalone_mode=False, obj=world) or 0
+    except click.UsageError as error:
+        # Of what all processes were told.
+        if is_first:
+            click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.Abort:
+        return 130
+    except Exception as error:
+        if not is_first:
+            # The first one may be about to say the same, and end them all.
+            time.sleep(1)
+        click.echo(f"Error: {told(error)}", err=True)
+        if world is not None:
+            world.Abort(1)
+        return 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--tokens", type=click.IntRange(1, 2**40), help="As many as fit if left out.")
+@click.option("--heads", type=click.IntRange(1, 4096), default=16, show_default=True)
+@click.option("--kv-heads", "heads_kv", type=click.IntRange(1, 4096), default=4, show_default=True)
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, min_open=True),
+    type=click.FloatRange(0, 1e6, min_open=True),
     default=1.0,
     show_default=True,
     help="What the length may cost, about, where it is not given.",
 )
 @click.option("--gpus", type=click.IntRange(1), help="All of this host if left out.")
 @click.option("--head-ranks", type=click.IntRange(1), help="1 for a ring alone.")
-def main(gpus: int | None, **options: Any) -> None:
+@click.pass_obj
+def main(world: Any | None, gpus: int | None, **options: Any) -> None:
     """Attend to a long sequence on several GPUs, or by MPI on the CPU."""
     settings = Settings(**options)
     if settings.heads % settings.heads_kv:
         raise click.UsageError("--heads is no multiple of --kv-heads")
-    if any(variable in os.environ for variable in MPI_VARIABLES):
-        over_mpi(settings)
-        return
-    found = gpus or gpus_here()
-    if not found:
-        raise click.UsageError(
-            "no GPU and NCCL here; start it by MPI: mpiexec -n 2 python examples/long_context.py"
-        )
-    start_ranks(found, settings)
+    if math.isnan(settings.minutes):
+        raise click.UsageError("--minutes is nan; expected a time")
+    if world is None:
+        start_ranks(gpus_to_use(gpus), settings)
+    elif gpus is None:
+        over_mpi(world, settings)
+    else:
+        raise click.UsageError("--gpus does not go with MPI, whose processes compute in NumPy")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(program(mpi_world()))

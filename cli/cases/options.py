@@ -41,10 +41,13 @@ class Seconds(click.FloatRange):
         return seconds
 
 
-class _Finite(click.ParamType):
-    """A number from 0, not infinite."""
+class Number(click.ParamType):
+    """A number within bounds, not infinite."""
 
     name = "number"
+
+    def __init__(self, least: float = 0.0, most: float = math.inf) -> None:
+        self.least, self.most = least, most
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -53,12 +56,13 @@ class _Finite(click.ParamType):
             number = float(value)
         except ValueError:
             number = math.nan
-        if not 0 <= number < math.inf:
-            self.fail(f"{value!r} is not a number from 0", param, ctx)
+        if not (self.least <= number <= self.most and number < math.inf):
+            to = f" to {self.most:g}" if self.most < math.inf else ""
+            self.fail(f"{value!r} is not a number from {self.least:g}{to}", param, ctx)
         return number
 
 
-FINITE = _Finite()
+FINITE = Number()
 
 
 # What a file of arrays, or a preset, decides instead of the options.

@@ -77,10 +77,16 @@ class Seen(NamedTuple):
     def tiles_of_keys(self, Bc: int) -> tuple[Ints, Ints]:
         """Where the queries begin and end that see any of each tile of Bc keys."""
         found = np.zeros((2, -(-self.mask.seqlen_k // Bc)), np.int64)
-        for tile, start in enumerate(range(0, self.mask.seqlen_k, Bc)):
-            sees = (self.begins < np.minimum(self.ends, start + Bc)) & (self.ends > start)
-            if sees.any():
-                found[:, tile] = sees.argmax(), len(sees) - sees[::-1].argmax()
+        # Of each row the tiles that it sees any of; rows with the same ones lie in runs.
+        of_rows = np.stack([self.begins // Bc, -(-self.ends // Bc)])
+        of_rows[:, self.ends == self.begins] = 0
+        starts = np.flatnonzero(np.diff(of_rows, prepend=-1).any(axis=0))
+        stops = np.append(starts, self.mask.seqlen_q)[1:]
+        runs = [slice(*tiles) for tiles in of_rows[:, starts].T.tolist()]
+        for run, stop in zip(runs, stops, strict=True):
+            found[1, run] = stop
+        for run, start in zip(reversed(runs), reversed(starts), strict=True):
+            found[0, run] = start
         return found[0], found[1]
 
 

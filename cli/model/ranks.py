@@ -170,12 +170,11 @@ class _Ring:
 
     def _merging(self) -> float:
         """Of reading all partial results, and writing one."""
-        parts = sum(
-            len(found.layers)
-            for step in range(self.geometry.ranks)
-            for found in self._visits(step)[:1]
-        )
-        if self.case.is_backward or parts < 2:
+        if self.case.is_backward:
+            return 0.0
+        ranks = self.geometry.ranks
+        parts = sum(len(visit(self.geometry, 0, other).layers) for other in range(ranks))
+        if parts < 2:
             return 0.0
         case = self.case
         rows = case.batch * case.seqlen_q / self.geometry.ranks * case.heads_q / self.shared

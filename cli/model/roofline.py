@@ -168,10 +168,13 @@ def _model_several(
     scaling.refuse(cases, several)
     pairs = list(itertools.product(targets, cases))
     groups = []
-    for target, case in pairs:
-        fused_row = next(row for row in case_rows(target, case, None) if row["algorithm"] == _FUSED)
-        attainable = fused_row["attainable_tflops"] * 1e12
-        groups.append(scaling.rows_of(target.gpu, case, attainable, several))
+    total = sum(len(scaling.numbers_of_gpus(case, several)) for _, case in pairs)
+    with report.progress("roofline", total) as advance:
+        for target, case in pairs:
+            found = case_rows(target, case, None)
+            fused_row = next(row for row in found if row["algorithm"] == _FUSED)
+            attainable = fused_row["attainable_tflops"] * 1e12
+            groups.append(scaling.rows_of(target.gpu, case, attainable, several, advance))
     record = report.Record(
         environment.metadata(", ".join(target.gpu.name for target in targets)),
         [row for rows in groups for row in rows],

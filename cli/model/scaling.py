@@ -12,9 +12,8 @@ from cupy_flash.mods.keywords import Window
 from cupy_flash.parallel.heads import why_not_head_ranks
 
 from ..cases.cases import Case, describe
-from ..cases.options import FINITE
+from ..cases.options import Number
 from ..cases.options import refuse as refuse_given
-from ..errors import library_errors_as_usage
 from ..records import report
 from ..records.report import Column
 from .gpus import Gpu
@@ -26,19 +25,21 @@ Rows = Sequence[Mapping[str, Any]]
 # Between two H200 of a host NCCL moves 303 GB/s each way, of NVLink's 450; a host has a card of
 # 400 Gbit/s for each of its GPUs.
 _LINK, _NETWORK, _HOST_GPUS = 300.0, 50.0, 8
+# GB/s or TFLOP/s; beyond, times are as good as none or endless.
+_RATE = Number(1e-3, 1e9)
 _OPTIONS = (
     click.option(
         "--gpus", type=click.IntRange(2, 65536), help="Model time on up to so many GPUs instead."
     ),
     click.option(
         "--link",
-        type=FINITE,
+        type=_RATE,
         show_default=f"{_LINK:g}",
         help="GB/s of a GPU to others of its host, each way.",
     ),
     click.option(
         "--network",
-        type=FINITE,
+        type=_RATE,
         show_default=f"{_NETWORK:g}",
         help="GB/s of a GPU to other hosts.",
     ),
@@ -50,7 +51,7 @@ _OPTIONS = (
     ),
     click.option(
         "--rate",
-        type=FINITE,
+        type=_RATE,
         help="TFLOP/s of attention on one GPU, as bench measures it; the roof's if left out.",
     ),
     click.option(
@@ -87,10 +88,7 @@ def split_scaling(options: dict[str, Any]) -> dict[str, Any]:
 
 def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
     """Raise a usage error for what is not modelled."""
-    for name, unit in (("link", "GB/s"), ("network", "GB/s"), ("rate", "TFLOP/s")):
-        value = scaling[name]
-        if value is not None and value <= 0:
-            raise click.UsageError(f"--{name} is {value:g} {unit}; expected a rate above 0")
+    asked, most = scaling["head_ranks"], scaling["gpus"]
     for case in cases:
         others = dataclasses.replace(case.mods, window=Window())
         if not case.is_dense or case.seqlen_q != case.seqlen_k or others:
@@ -98,26 +96,45 @@ def refuse(cases: Sequence[Case], scaling: Mapping[str, Any]) -> None:
                 "--gpus models blocks of equal length, as many queries as keys, causal or not, "
                 "with or without a window"
             )
+        if not case.flops():
+            raise click.UsageError("--gpus shares out work; expected a case that has some")
+        heads = case.heads_q, case.heads_kv
+        if asked is not None and (reason := why_not_head_ranks(asked, most, *heads)):
+            raise click.UsageError(f"--head-ranks is {asked}, which {reason}")
 
 
-def rows_of(gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any]) -> Rows:
+def numbers_of_gpus(case: Case, scaling: Mapping[str, Any]) -> list[int]:
+    """1, 2, 4 and so on up to the most, without those that cannot share out heads as asked."""
+    asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
+    return [
+        ranks
+        for ranks in counts(scaling["gpus"])
+        if asked is None or not why_not_head_ranks(min(asked, ranks), ranks, *heads)
+    ]
+
+
+def rows_of(
+    gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any], advance: report.Advance
+) -> Rows:
     """A row for each number of GPUs.
 
     Parameters
     ----------
     attainable
         FLOP/s of one GPU, where the options name none.
+    advance
+        Told of each row before it is found.
     """
     links = Links(scaling["link"] * 1e9, scaling["network"] * 1e9, scaling["host_gpus"])
     rate = attainable if scaling["rate"] is None else scaling["rate"] * 1e12
     rows, alone = [], 0.0
-    for ranks in _counts(case, scaling):
-        asked = scaling["head_ranks"]
-        with library_errors_as_usage():
-            found = estimate(
-                *(case, ranks, None if asked is None else min(asked, ranks)),
-                *(rate, gpu.hbm_bytes_per_second, links),
-            )
+    asked = scaling["head_ranks"]
+    for ranks in numbers_of_gpus(case, scaling):
+        advance(f"{ranks} GPUs")
+        found = estimate(
+            *(case, ranks, None if asked is None else min(asked, ranks)),
+            *(rate, gpu.hbm_bytes_per_second, links),
+        )
         alone = alone or found.seconds
         rows.append(
             {
@@ -137,15 +154,6 @@ def rows_of(gpu: Gpu, case: Case, attainable: float, scaling: Mapping[str, Any])
             }
         )
     return rows
-
-
-def _counts(case: Case, scaling: Mapping[str, Any]) -> list[int]:
-    """Numbers of GPUs, without those between that cannot share out heads as asked."""
-    *between, most = counts(scaling["gpus"])
-    asked, heads = scaling["head_ranks"], (case.heads_q, case.heads_kv)
-    if asked is not None:
-        between = [n for n in between if not why_not_head_ranks(min(asked, n), n, *heads)]
-    return [*between, most]
 
 
 def print_rows(groups: Sequence[Rows], cases: Sequence[Case]) -> None:

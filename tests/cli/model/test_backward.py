@@ -44,6 +44,7 @@ def plan_of(of: Case, **asked: Any) -> Plan:
         Mask(200, 113, True, -87, 30, 0),
         Mask(113, 203, False, 90, 20, 7),
         Mask(1, 239, True, 238),
+        Mask(0, 113, True, 113),
     ],
 )
 @pytest.mark.parametrize("Bc", [16, 64])

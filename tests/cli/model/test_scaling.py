@@ -156,14 +156,18 @@ def test_the_table_fits_a_terminal_and_says_what_it_assumes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--gpus", "4", "--link", "0"), "--link is 0 GB/s"),
-        (("--gpus", "8", "--rate", "0"), "--rate is 0 TFLOP/s"),
+        (("--gpus", "4", "--link", "0"), "'0' is not a number from 0.001 to 1e+09"),
+        (("--gpus", "4", "--link", "-3"), "'-3' is not a number from 0.001 to 1e+09"),
+        (("--gpus", "4", "--network", "nan"), "'nan' is not a number from 0.001"),
+        (("--gpus", "8", "--rate", "1e308"), "'1e308' is not a number from 0.001"),
         (("--link", "250"), "--link does not go with one GPU"),
         (("--rate", "650"), "--rate does not go with one GPU"),
         (("--head-ranks", "1"), "--head-ranks does not go with one GPU"),
         (("--gpus", "4", "--seqlen-k", "7"), "as many queries as keys"),
+        (("--gpus", "4", "--seqlen-q", "0"), "expected a case that has some"),
         (("--gpus", "4", "--plot", "x.svg"), "leave out --measure"),
-        (("--gpus", "6", "--head-ranks", "4"), "does not divide the 6 ranks"),
+        (("--gpus", "6", "--head-ranks", "4"), "--head-ranks is 4, which does not divide the 6"),
+        (("--gpus", "2", "--head-ranks", "3"), "--head-ranks is 3, which does not divide the 2"),
     ],
 )
 def test_what_is_not_modelled_is_refused(arguments: tuple[str, ...], text: str) -> None:

@@ -52,9 +52,29 @@ struct Wgmma;
 #define OPERANDS_120 OPERANDS_112, EIGHT_OF(112)
 #define OPERANDS_128 OPERANDS_120, EIGHT_OF(120)
 
-// The operands that follow Count accumulators are numbered i0, i1, ...
+// A product's function. SHAPE is the instruction's name from k on, and FLAGS are what it takes in
+// the end: signs of a and b and, of 16 bits, whether another than k is contiguous. The operands that
+// follow COUNT accumulators are numbered i0, i1, ... d is cleared first unless accumulate.
 
-#define WGMMA_FROM_REGISTERS(NAME, TRANSPOSE_B, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)            \
+// a and b in shared memory.
+#define WGMMA_FROM_SHARED(NAME, SHAPE, FLAGS, N, COUNT, i0, i1, i2)                                \
+  __device__ static void NAME(float (&d)[COUNT], unsigned long long a, unsigned long long b,       \
+                              int accumulate) {                                                    \
+    asm volatile(                                                                                  \
+        "{\n"                                                                                      \
+        ".reg .pred accumulate;\n"                                                                 \
+        "setp.ne.b32 accumulate, %" #i2                                                            \
+        ", 0;\n"                                                                                   \
+        "wgmma.mma_async.sync.aligned.m64n" #N SHAPE                                               \
+        " {" ACCUMULATORS_##COUNT "}, %" #i0 ", %" #i1                                             \
+                                  ", accumulate, " FLAGS ";\n"                                     \
+                                  "}"                                                              \
+        : OPERANDS_##COUNT                                                                         \
+        : "l"(a), "l"(b), "r"(accumulate));                                                        \
+  }
+
+// a in registers, b in shared memory.
+#define WGMMA_FROM_REGISTERS(NAME, SHAPE, FLAGS, N, COUNT, i0, i1, i2, i3, i4, i5)                 \
   __device__ static void NAME(float (&d)[COUNT], const unsigned* a, unsigned long long b,          \
                               int accumulate) {                                                    \
     asm volatile(                                                                                  \
@@ -62,55 +82,50 @@ struct Wgmma;
         ".reg .pred accumulate;\n"                                                                 \
         "setp.ne.b32 accumulate, %" #i5                                                            \
         ", 0;\n"                                                                                   \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                            \
+        "wgmma.mma_async.sync.aligned.m64n" #N SHAPE                                               \
         " {" ACCUMULATORS_##COUNT "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4             \
-                                  ", accumulate, 1, 1, " TRANSPOSE_B ";\n"                         \
+                                  ", accumulate, " FLAGS ";\n"                                     \
                                   "}"                                                              \
         : OPERANDS_##COUNT                                                                         \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                    \
   }
 
+#define WGMMA_16_BITS(TYPE) "k16.f32." TYPE "." TYPE
+
 #define WGMMA(ELEMENT, TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)                                     \
   template <>                                                                                      \
   struct Wgmma<ELEMENT, N> {                                                                       \
-    /* a and b in shared memory, both with k contiguous; d is cleared first unless accumulate. */  \
-    __device__ static void multiply(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
-                                    int accumulate) {                                              \
-      asm volatile(                                                                                \
-          "{\n"                                                                                    \
-          ".reg .pred accumulate;\n"                                                               \
-          "setp.ne.b32 accumulate, %" #i2                                                          \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
-          " {" ACCUMULATORS_##COUNT "}, %" #i0 ", %" #i1                                           \
-                                    ", accumulate, 1, 1, 0, 0;\n"                                  \
-                                    "}"                                                            \
-          : OPERANDS_##COUNT                                                                       \
-          : "l"(a), "l"(b), "r"(accumulate));                                                      \
-    }                                                                                              \
-    /* a in registers; b in shared memory with k, or with n, contiguous. */                        \
-    WGMMA_FROM_REGISTERS(multiply_k_contiguous, "0", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
-    WGMMA_FROM_REGISTERS(multiply_n_contiguous, "1", TYPE, N, COUNT, i0, i1, i2, i3, i4, i5)       \
+    /* a and b with k contiguous. */                                                               \
+    WGMMA_FROM_SHARED(multiply, WGMMA_16_BITS(TYPE), "1, 1, 0, 0", N, COUNT, i0, i1, i2)           \
+    /* b with k, or with n, contiguous. */                                                         \
+    WGMMA_FROM_REGISTERS(multiply_k_contiguous, WGMMA_16_BITS(TYPE), "1, 1, 0", N, COUNT, i0, i1,  \
+                         i2, i3, i4, i5)                                                           \
+    WGMMA_FROM_REGISTERS(multiply_n_contiguous, WGMMA_16_BITS(TYPE), "1, 1, 1", N, COUNT, i0, i1,  \
+                         i2, i3, i4, i5)                                                           \
   };
 #define WGMMA_FOR_BOTH_TYPES(N, COUNT, ...)   \
   WGMMA(half_t, "f16", N, COUNT, __VA_ARGS__) \
   WGMMA(bfloat16_t, "bf16", N, COUNT, __VA_ARGS__)
 
-WGMMA_FOR_BOTH_TYPES(16, 8, 8, 9, 10, 11, 12, 13)
-WGMMA_FOR_BOTH_TYPES(32, 16, 16, 17, 18, 19, 20, 21)
-WGMMA_FOR_BOTH_TYPES(48, 24, 24, 25, 26, 27, 28, 29)
-WGMMA_FOR_BOTH_TYPES(64, 32, 32, 33, 34, 35, 36, 37)
-WGMMA_FOR_BOTH_TYPES(80, 40, 40, 41, 42, 43, 44, 45)
-WGMMA_FOR_BOTH_TYPES(96, 48, 48, 49, 50, 51, 52, 53)
-WGMMA_FOR_BOTH_TYPES(112, 56, 56, 57, 58, 59, 60, 61)
-WGMMA_FOR_BOTH_TYPES(128, 64, 64, 65, 66, 67, 68, 69)
-WGMMA_FOR_BOTH_TYPES(144, 72, 72, 73, 74, 75, 76, 77)
-WGMMA_FOR_BOTH_TYPES(160, 80, 80, 81, 82, 83, 84, 85)
-WGMMA_FOR_BOTH_TYPES(176, 88, 88, 89, 90, 91, 92, 93)
-WGMMA_FOR_BOTH_TYPES(192, 96, 96, 97, 98, 99, 100, 101)
-WGMMA_FOR_BOTH_TYPES(208, 104, 104, 105, 106, 107, 108, 109)
-WGMMA_FOR_BOTH_TYPES(224, 112, 112, 113, 114, 115, 116, 117)
-WGMMA_FOR_BOTH_TYPES(240, 120, 120, 121, 122, 123, 124, 125)
-WGMMA_FOR_BOTH_TYPES(256, 128, 128, 129, 130, 131, 132, 133)
+// WITH(N, accumulators, the numbers of the operands behind them) for each N.
+#define WGMMA_OF_EACH_WIDTH(WITH)                                                                  \
+  WITH(16, 8, 8, 9, 10, 11, 12, 13)                                                                \
+  WITH(32, 16, 16, 17, 18, 19, 20, 21)                                                             \
+  WITH(48, 24, 24, 25, 26, 27, 28, 29)                                                             \
+  WITH(64, 32, 32, 33, 34, 35, 36, 37)                                                             \
+  WITH(80, 40, 40, 41, 42, 43, 44, 45)                                                             \
+  WITH(96, 48, 48, 49, 50, 51, 52, 53)                                                             \
+  WITH(112, 56, 56, 57, 58, 59, 60, 61)                                                            \
+  WITH(128, 64, 64, 65, 66, 67, 68, 69)                                                            \
+  WITH(144, 72, 72, 73, 74, 75, 76, 77)                                                            \
+  WITH(160, 80, 80, 81, 82, 83, 84, 85)                                                            \
+  WITH(176, 88, 88, 89, 90, 91, 92, 93)                                                            \
+  WITH(192, 96, 96, 97, 98, 99, 100, 101)                                                          \
+  WITH(208, 104, 104, 105, 106, 107, 108, 109)                                                     \
+  WITH(224, 112, 112, 113, 114, 115, 116, 117)                                                     \
+  WITH(240, 120, 120, 121, 122, 123, 124, 125)                                                     \
+  WITH(256, 128, 128, 129, 130, 131, 132, 133)
+
+WGMMA_OF_EACH_WIDTH(WGMMA_FOR_BOTH_TYPES)
 
 #endif  // __CUDA_ARCH__ == 900

@@ -12,21 +12,8 @@ struct WgmmaRows;
 #define WGMMA_ROWS(ELEMENT, TYPE, N, COUNT, i0, i1, i2)                                            \
   template <>                                                                                      \
   struct WgmmaRows<ELEMENT, N> {                                                                   \
-    /* a with k contiguous, b with n contiguous; d is cleared first unless accumulate. */          \
-    __device__ static void multiply(float (&d)[COUNT], unsigned long long a, unsigned long long b, \
-                                    int accumulate) {                                              \
-      asm volatile(                                                                                \
-          "{\n"                                                                                    \
-          ".reg .pred accumulate;\n"                                                               \
-          "setp.ne.b32 accumulate, %" #i2                                                          \
-          ", 0;\n"                                                                                 \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                          \
-          " {" ACCUMULATORS_##COUNT "}, %" #i0 ", %" #i1                                           \
-                                    ", accumulate, 1, 1, 0, 1;\n"                                  \
-                                    "}"                                                            \
-          : OPERANDS_##COUNT                                                                       \
-          : "l"(a), "l"(b), "r"(accumulate));                                                      \
-    }                                                                                              \
+    /* a with k contiguous, b with n contiguous. */                                                \
+    WGMMA_FROM_SHARED(multiply, WGMMA_16_BITS(TYPE), "1, 1, 0, 1", N, COUNT, i0, i1, i2)           \
   };
 #define WGMMA_ROWS_FOR_BOTH_TYPES(N, COUNT, ...)   \
   WGMMA_ROWS(half_t, "f16", N, COUNT, __VA_ARGS__) \

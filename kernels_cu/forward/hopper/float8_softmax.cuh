@@ -124,22 +124,8 @@ struct HopperSoftmax<Config, true> {
     }
     if (may_count) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) largest[half] = largest_of(scores, half);
+      for (int half = 0; half < 2; ++half) largest[half] = largest_of_lane<Bc>(scores, half);
     }
-  }
-
-  // In four chains for the latency's sake.
-  __device__ static float largest_of(const Scores& scores, int half) {
-    constexpr int chains = 4;
-    float max[chains];
-#pragma unroll
-    for (int j = 0; j < Bc / 8; ++j) {
-      const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
-      max[j % chains] = j < chains ? two : fmaxf(two, max[j % chains]);
-    }
-#pragma unroll
-    for (int i = 1; i < min(chains, Bc / 8); ++i) max[0] = fmaxf(max[0], max[i]);
-    return max[0];
   }
 };
 

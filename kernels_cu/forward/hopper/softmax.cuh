@@ -14,6 +14,21 @@
 
 #if __CUDA_ARCH__ == 900
 
+// Of a lane's part of a row of scores, in four chains for the latency's sake.
+template <int Bc>
+__device__ inline float largest_of_lane(const float (&scores)[Bc / 2], int half) {
+  constexpr int chains = 4;
+  float max[chains];
+#pragma unroll
+  for (int j = 0; j < Bc / 8; ++j) {
+    const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
+    max[j % chains] = j < chains ? two : fmaxf(two, max[j % chains]);
+  }
+#pragma unroll
+  for (int i = 1; i < min(chains, Bc / 8); ++i) max[0] = fmaxf(max[0], max[i]);
+  return max[0];
+}
+
 // With values transposed as of float8 (float8_softmax.cuh).
 template <class Config, bool Transposed = HopperCta<Config>::transposes_values>
 struct HopperSoftmax {
@@ -141,7 +156,7 @@ struct HopperSoftmax {
     bool any_remains_fresh = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max = max_of_lanes(exponent(largest(scores, half), half));
+      const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
       const bool is_fresh = rows[half].is_fresh();
       any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
@@ -157,20 +172,6 @@ struct HopperSoftmax {
     }
     some_are_fresh = __any_sync(~0u, any_remains_fresh);
     return __any_sync(~0u, any_changes);
-  }
-
-  // Of this lane's part of a row, in four chains for the latency's sake.
-  __device__ static float largest(const Scores& scores, int half) {
-    constexpr int chains = 4;
-    float max[chains];
-#pragma unroll
-    for (int j = 0; j < Bc / 8; ++j) {
-      const float two = fmaxf(scores[4 * j + 2 * half], scores[4 * j + 2 * half + 1]);
-      max[j % chains] = j < chains ? two : fmaxf(two, max[j % chains]);
-    }
-#pragma unroll
-    for (int i = 1; i < min(chains, Bc / 8); ++i) max[0] = fmaxf(max[0], max[i]);
-    return max[0];
   }
 };
 

@@ -40,7 +40,7 @@ from ..measure.runner import Cell, Runner, Settings, first_line, set_speedups, t
 from ..measure.timing import copy_rate
 from ..providers import providers
 from ..providers.contract import Provider
-from ..providers.several_gpus import Scheme, SeveralGpus
+from ..providers.several_gpus import SeveralGpus
 from ..records import environment, records, report
 from .crossover import as_record, print_crossover
 from .table import outcome_text, print_cells, print_memory, record_row, timing_text
@@ -106,15 +106,12 @@ def _choose_providers(
     return [providers.provider("cupy_flash", tile), *(p for p in found if p.missing() is None)]
 
 
-def _several_gpus(
-    gpus: int | None, head_ranks: int | None, reserved_sms: int | None
-) -> SeveralGpus | None:
+def _several_gpus(gpus: int | None, head_ranks: int | None) -> SeveralGpus | None:
     """The provider of --gpus, if it is given."""
     if gpus is None:
-        given = {"head_ranks": head_ranks, "reserved_sms": reserved_sms}
-        refuse(given, tuple(given), "one GPU; it is for --gpus")
+        refuse({"head_ranks": head_ranks}, ("head_ranks",), "one GPU; it is for --gpus")
         return None
-    found = SeveralGpus(gpus, Scheme(head_ranks, reserved_sms or 0))
+    found = SeveralGpus(gpus, head_ranks)
     if reason := found.missing():
         raise click.UsageError(f"--gpus is {gpus}, but {reason}")
     return found
@@ -206,12 +203,6 @@ def _provider_names(
     help="Of these, how many share out heads: 1 is a ring. By default the library's choice.",
 )
 @click.option(
-    "--reserved-sms",
-    type=click.IntRange(0),
-    show_default="0",
-    help="SMs that attention leaves to NCCL, which takes no more.",
-)
-@click.option(
     "--baseline",
     type=_PROVIDERS,
     callback=_provider_names,
@@ -252,7 +243,6 @@ def bench(
     asked: tuple[str, ...] | None,
     gpus: int | None,
     head_ranks: int | None,
-    reserved_sms: int | None,
     baseline: tuple[str, ...] | None,
     warmup: int | None,
     repeats: int | None,
@@ -273,7 +263,7 @@ def bench(
     named = presets.preset(preset, shape["dtype"]) if preset else None
     file = _read_input(path, preset)
     dtypes = shape["dtype"] or ((file.q.dtype.name,) if file else _GPU_DEFAULTS["dtype"])
-    several = _several_gpus(gpus, head_ranks, reserved_sms)
+    several = _several_gpus(gpus, head_ranks)
     if several is not None and (preset or path or tile):
         raise click.UsageError(
             "--gpus draws its inputs, and ranks choose their tiles; leave out --preset, --input "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 from cupy_flash import parallel
 from cupy_flash.gpu.environment import gpu_unavailable, nccl_unavailable
@@ -22,21 +21,6 @@ from .contract import Prepared, Provider
 _TIMEOUT = 300.0
 
 
-class Scheme(NamedTuple):
-    """How ranks share the work: see `cupy_flash.parallel`.
-
-    Attributes
-    ----------
-    head_ranks
-        Among how many heads are shared out; None for the library's choice.
-    reserved_sms
-        What attention leaves to NCCL, which then takes no more.
-    """
-
-    head_ranks: int | None = None
-    reserved_sms: int = 0
-
-
 class Share:
     """What one rank does of a case.
 
@@ -46,17 +30,16 @@ class Share:
         All of them.
     inputs
         Of the whole case; only this rank's part is kept.
-    scheme
-        How.
+    head_ranks
+        Among how many heads are shared out; None for the library's choice.
     on_gpu
         Whether to take CuPy arrays.
     """
 
     def __init__(
-        self, group: parallel.Group, inputs: Inputs, scheme: Scheme, *, on_gpu: bool = True
+        self, group: parallel.Group, inputs: Inputs, head_ranks: int | None, *, on_gpu: bool = True
     ) -> None:
-        self._group, self._case, self._scheme = group, inputs.case, scheme
-        group.reserved_sms = scheme.reserved_sms
+        self._group, self._case, self._head_ranks = group, inputs.case, head_ranks
         q, k, v = inputs.gpu if on_gpu else inputs.host
         self._token = q.ravel()[:1].copy()
         self._call: Callable[[], Any]
@@ -117,7 +100,7 @@ class Share:
             "seqlen_k": case.seqlen_k,
             "causal": case.causal,
             "softmax_scale": case.softmax_scale,
-            "head_ranks": self._scheme.head_ranks,
+            "head_ranks": self._head_ranks,
         }
 
     def _forward(self, own: list[Any]) -> Callable[[], Any]:
@@ -150,8 +133,8 @@ def serve(communicator: Any, orders: Connection) -> None:
         order, *arguments = orders.recv()
         if order == "prepare":
             share = found = graph = None
-            case, seed, scheme = arguments
-            share = Share(group, random_inputs(case, seed, on_gpu=True), scheme)
+            case, seed, head_ranks = arguments
+            share = Share(group, random_inputs(case, seed, on_gpu=True), head_ranks)
         elif share is not None and order == "call":
             found = share.call()
         elif share is not None and order == "capture":
@@ -168,8 +151,8 @@ class SeveralGpus(Provider):
     on_gpu = True
     ours = True
 
-    def __init__(self, gpus: int, scheme: Scheme) -> None:
-        self.gpus, self.scheme = gpus, scheme
+    def __init__(self, gpus: int, head_ranks: int | None = None) -> None:
+        self.gpus, self.head_ranks = gpus, head_ranks
         self.name = f"cupy_flash-{gpus}gpus"
         self._crew: Crew | None = None
         self._group: parallel.Group | None = None
@@ -191,7 +174,7 @@ class SeveralGpus(Provider):
         if reason := self._ended or self.missing():
             return reason
         heads = case.heads_q, case.heads_kv
-        asked = self.scheme.head_ranks
+        asked = self.head_ranks
         if asked and (reason := why_not_head_ranks(asked, self.gpus, *heads)):
             return f"--head-ranks is {asked}, which {reason}"
         if case.mods or case.q_offset is not None or case.layout != "bshd":
@@ -213,16 +196,13 @@ class SeveralGpus(Provider):
 
     def prepare(self, inputs: Inputs) -> Prepared:
         if self._crew is None:
-            if self.scheme.reserved_sms:
-                # Read when a communicator is made.
-                os.environ["NCCL_MAX_CTAS"] = str(self.scheme.reserved_sms)
             self._crew = Crew(serve, self.gpus)
             atexit.register(self._crew.close)
             self._group = parallel.Group(self._crew.communicator, timeout=_TIMEOUT)
         group = self._group
         assert group is not None
-        self._tell("prepare", inputs.case, inputs.seed, self.scheme)
-        share = self._share = Share(group, inputs, self.scheme)
+        self._tell("prepare", inputs.case, inputs.seed, self.head_ranks)
+        share = self._share = Share(group, inputs, self.head_ranks)
 
         def call() -> Any:
             self._tell("call")
@@ -238,11 +218,9 @@ class SeveralGpus(Provider):
         """What the GPUs share, and how."""
         if case.is_cached:
             return f"{self.gpus} GPUs, each with a part of the keys"
-        found = self.scheme.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
+        found = self.head_ranks or chosen_head_ranks(self.gpus, case.heads_kv)
         scheme = "a ring" if found == 1 else f"heads shared out among {found}"
-        reserved = self.scheme.reserved_sms
-        left = f", {reserved} SMs left to NCCL" if reserved else ""
-        return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}{left}"
+        return f"{self.gpus} GPUs, each with a part of the tokens: {scheme}"
 
     def replayed(self, prepared: Prepared) -> Timed:
         share = self._share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,9 +91,6 @@ def prepare(
             return call, readable, addresses
         return prepare(key, readable, addresses, options, functions)
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-    if options is not None and options.reserved_sms:
-        left = max(1, device.sm_count - options.reserved_sms)
-        device = dataclasses.replace(device, sm_count=left)
     if options is None:
         call = merge.prepare(plain, device)
     else:

@@ -37,8 +37,8 @@ class Options(NamedTuple):
     head_dim_v: int | None = None
     # Of float8, where `out` does not say it.
     out_dtype: str | None = None
-    # Streaming multiprocessors that a grid which would fill the GPU leaves to others.
-    reserved_sms: int = 0
+    # Whether other kernels, as of an exchange, are to get multiprocessors before it ends.
+    shares_gpu: bool = False
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None
     grad_dtype: str | None = None

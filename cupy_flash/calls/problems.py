@@ -6,6 +6,7 @@ lie, only of arrays in host memory (`cupy_flash.calls.contents`).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ def problem_of(arguments: Arguments, options: Options) -> Problem:
     for name in INT32:
         if (array := getattr(arguments, name, None)) is not None:
             require_int32(name, array)
-    return _PROBLEM_OF[options.kind](arguments, options)
+    problem = _PROBLEM_OF[options.kind](arguments, options)
+    return dataclasses.replace(problem, shares_gpu=True) if options.shares_gpu else problem
 
 
 def _score(

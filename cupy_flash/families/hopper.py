@@ -491,7 +491,9 @@ class HopperFamily(Family[HopperTile]):
 
     def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
         ranks = _ranks(problem)
-        blocks = min(self._tiles(problem, tile) * cut.parts, device.sm_count // ranks)
+        blocks = self._tiles(problem, tile) * cut.parts
+        if not problem.shares_gpu:
+            blocks = min(blocks, device.sm_count // ranks)
         return Launch(
             MAIN_ENTRY,
             "hopper_forward",

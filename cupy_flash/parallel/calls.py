@@ -81,14 +81,15 @@ def attend(
     scores: Scores,
     out: Any,
     lse: Any,
-    reserved_sms: int,
+    *,
+    shares_gpu: bool,
 ) -> None:
     """Write attention of a piece into its rows of out, and its log-sum-exp.
 
     Arrays are those of all rows, (batch, rows, heads, dim) and (batch, heads, rows).
     """
     rows, keys = slice(*piece.rows), slice(*piece.keys)
-    options = _options(piece, geometry, scores)._replace(reserved_sms=reserved_sms)
+    options = _options(piece, geometry, scores)._replace(shares_gpu=shares_gpu)
     modifications = _modifications(piece, geometry, scores)
     arguments = Arguments(q[:, rows], k[:, keys], v[:, keys], out[:, rows])
     if piece.cu_seqlens is not None:
@@ -98,14 +99,13 @@ def attend(
 
 
 def gradients(
-    of: Rows, k: Any, v: Any, piece: Piece, geometry: Geometry, scores: Scores, reserved_sms: int
+    of: Rows, k: Any, v: Any, piece: Piece, geometry: Geometry, scores: Scores
 ) -> tuple[Any, Any, Any]:
     """What a piece adds to dq of its rows and to dk and dv of its keys, in float32 at least."""
     rows, keys = slice(*piece.rows), slice(*piece.keys)
     options = _options(piece, geometry, scores)._replace(
         wrt=ROWS,
         grad_dtype=None if k.dtype == "float64" else "float32",
-        reserved_sms=reserved_sms,
     )
     modifications = _modifications(piece, geometry, scores)
     lse = array_module(k).ascontiguousarray(of.lse[:, :, rows])

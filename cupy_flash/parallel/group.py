@@ -17,7 +17,7 @@ from cupy_flash.errors import ParallelError, UnsupportedError
 from cupy_flash.parallel.exchange import Exchange, Message, Transfer
 from cupy_flash.parallel.exchange_mpi import MpiExchange
 from cupy_flash.parallel.exchange_nccl import NcclExchange, communicator_of
-from cupy_flash.problem.values import finite, integer
+from cupy_flash.problem.values import finite
 
 # Of what a rank says of its call: a mark, a digest, and text. An odd number of bytes, as no array
 # of 16-bit numbers has: who expects one, over MPI, finds that it is none. NCCL compares no sizes;
@@ -47,9 +47,6 @@ class Group:
     timeout : float
         Seconds that a rank waits for another before all give up. Longer than any rank may be busy
         with something else before it makes the same call.
-    reserved_sms : int
-        Streaming multiprocessors that attention leaves to NCCL's kernels while an exchange is under
-        way, see docs/parallel.md.
 
     Attributes
     ----------
@@ -65,12 +62,9 @@ class Group:
         groups.
     """
 
-    def __init__(self, comm: Any, *, timeout: float = 600.0, reserved_sms: int = 0) -> None:
+    def __init__(self, comm: Any, *, timeout: float = 600.0) -> None:
         if finite("timeout", timeout) <= 0:
             raise ValueError(f"timeout is {timeout} s; expected a positive time")
-        if integer("reserved_sms", reserved_sms) < 0:
-            raise ValueError(f"reserved_sms is {reserved_sms}; expected at least 0")
-        self.reserved_sms = reserved_sms
         self._exchange = _exchange_of(comm, float(timeout))
         self._agreed: set[tuple[Any, ...]] = set()
         # Not yet waited for: whoever carries them writes to their memory, though a call may have

@@ -82,7 +82,7 @@ def forward(
             for piece in layer:
                 calls.attend(
                     *(q, guests.k, guests.v, piece, geometry, scores, out, lse),
-                    _reserved(ring, coming.transfer),
+                    shares_gpu=coming.transfer is not None,
                 )
         guests = _arrived(coming)
     return results.result(sinks)
@@ -103,12 +103,9 @@ def backward(
         coming = _invite(k, v, ring, geometry, step + 1)
         is_own = step == 0
         of_keys = (dk, dv) if is_own else (_Sum(guests.k), _Sum(guests.v))
-        beside = coming.transfer or (returning and returning.transfer)
         for layer in found.layers:
             for piece in layer:
-                parts = calls.gradients(
-                    *(of, guests.k, guests.v, piece, geometry, scores), _reserved(ring, beside)
-                )
+                parts = calls.gradients(of, guests.k, guests.v, piece, geometry, scores)
                 dq.add(piece.rows, parts[0])
                 for total, part in zip(of_keys, parts[1:], strict=True):
                     total.add(piece.keys, part)
@@ -149,10 +146,6 @@ class _Sum:
             self._value = part
         else:
             self.value[:, slice(*rows)] += part
-
-
-def _reserved(ring: Ring, transfer: Any | None) -> int:
-    return 0 if transfer is None else ring.group.reserved_sms
 
 
 def _invite(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) -> _Guests:

@@ -72,6 +72,9 @@ class Problem:
     values_in_keys
         Whether each value is the first head_dim_v columns of its key, in the same memory. v is then
         a view of k like any other, and a kernel need not know.
+    shares_gpu
+        Whether other kernels are to get multiprocessors before it ends: a grid is then not to hold
+        all of them from beginning to end.
     gradient
         What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
         forward one.
@@ -93,6 +96,7 @@ class Problem:
     score: ScoreSpec | None = None
     scales: Scales | None = None
     values_in_keys: bool = False
+    shares_gpu: bool = False
     gradient: GradientSpec | None = None
 
     @property

@@ -186,7 +186,7 @@ def test_modifications_take_as_many_arguments_as_they_need(gpu: FakeGpu) -> None
     assert len(gpu.launches) > 0
 
 
-def test_a_grid_leaves_the_multiprocessors_that_are_reserved(
+def test_a_grid_that_shares_the_gpu_has_a_block_for_each_tile(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a plan of its own, so that calls without keep theirs, and of the same unit."""
@@ -198,8 +198,10 @@ def test_a_grid_leaves_the_multiprocessors_that_are_reserved(
 
     monkeypatch.setattr(attention, "make_plan", make_plan)
     q, k, v = (gpu.array(BATCH, 16384, HEADS, 64) for _ in range(3))
-    for reserved in (0, 4, 0):
-        run.attention(Arguments(q, k, v), Options(causal=True, reserved_sms=reserved), "auto")
-    whole, smaller = (max(plan.schedule.main.grid) for plan in plans)
-    assert (whole, smaller) == (device_for_arch("sm_90").sm_count, whole - 4)
-    assert plans[0].unit == plans[1].unit
+    for shares_gpu in (False, True, False):
+        run.attention(Arguments(q, k, v), Options(causal=True, shares_gpu=shares_gpu), "auto")
+    whole, shared = plans
+    tiles = BATCH * HEADS * -(-16384 // whole.tile.Br)
+    assert whole.schedule.main.grid == (device_for_arch("sm_90").sm_count, 1, 1)
+    assert shared.schedule.main.grid == (tiles, 1, 1)
+    assert whole.unit == shared.unit

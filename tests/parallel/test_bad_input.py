@@ -193,7 +193,6 @@ def test_a_rank_that_there_is_not_is_refused(ranks: Any, rank: Any, error: type,
     [
         ({"timeout": 0}, ValueError, "timeout is 0 s"),
         ({"timeout": float("inf")}, ValueError, "timeout is inf"),
-        ({"reserved_sms": -1}, ValueError, "reserved_sms is -1"),
     ],
 )
 def test_a_group_has_a_time_limit(

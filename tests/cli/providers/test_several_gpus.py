@@ -16,7 +16,7 @@ from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.cases.inputs import Inputs, random_inputs
 from cupy_flash.cli.measure.ranks import RankError
 from cupy_flash.cli.providers import several_gpus
-from cupy_flash.cli.providers.several_gpus import Scheme, SeveralGpus, Share
+from cupy_flash.cli.providers.several_gpus import SeveralGpus, Share
 
 CASE = Case("float32", 2, 60, 60, 4, 2, 16, 16, causal=True)
 
@@ -39,7 +39,7 @@ def group() -> parallel.Group:
 )
 def test_all_ranks_together_compute_the_case(case: Case, group: parallel.Group) -> None:
     inputs = random_inputs(case, 0, on_gpu=False)
-    share = Share(group, inputs, Scheme(), on_gpu=False)
+    share = Share(group, inputs, None, on_gpu=False)
     expected: Any = inputs.call(on_gpu=False)()
     found = share.whole(share.call())
     if not case.is_backward:
@@ -62,7 +62,7 @@ def test_what_it_does_not_time_has_a_reason(
     changed: dict[str, Any], head_ranks: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SeveralGpus, "missing", lambda self: None)
-    found = SeveralGpus(2, Scheme(head_ranks)).why_not(dataclasses.replace(CASE, **changed))
+    found = SeveralGpus(2, head_ranks).why_not(dataclasses.replace(CASE, **changed))
     assert found is not None
     assert reason in found
 
@@ -82,7 +82,7 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
     monkeypatch.setattr(parallel, "Group", lambda communicator, timeout: group)
     monkeypatch.setattr(Inputs, "gpu", Inputs.host)
     inputs = random_inputs(CASE, 0, on_gpu=False)
-    provider = SeveralGpus(2, Scheme())
+    provider = SeveralGpus(2)
     prepared = provider.prepare(inputs)
     with pytest.raises(parallel.ParallelError, match="rank 0 cannot capture its part"):
         provider.replayed(prepared)
@@ -95,27 +95,26 @@ def test_a_capture_that_fails_ends_the_ranks_and_says_so(
 
 def test_a_cache_takes_its_shard_besides() -> None:
     case = dataclasses.replace(CASE, kind="cache", seqlen_q=1, seqlen_k=300)
-    assert SeveralGpus(2, Scheme()).scratch_bytes(case) == case.array_bytes // 2
+    assert SeveralGpus(2).scratch_bytes(case) == case.array_bytes // 2
 
 
 @pytest.mark.parametrize(
-    ("scheme", "changed", "says"),
+    ("head_ranks", "changed", "says"),
     [
-        (Scheme(), {}, "a part of the tokens: a ring"),
-        (Scheme(2), {}, "a part of the tokens: heads shared out among 2"),
-        (Scheme(1, 4), {}, "a part of the tokens: a ring, 4 SMs left to NCCL"),
-        (Scheme(), {"kind": "cache", "seqlen_q": 1}, "2 GPUs, each with a part of the keys"),
+        (None, {}, "a part of the tokens: a ring"),
+        (2, {}, "a part of the tokens: heads shared out among 2"),
+        (None, {"kind": "cache", "seqlen_q": 1}, "2 GPUs, each with a part of the keys"),
     ],
 )
 def test_a_row_says_how_the_work_was_shared_out(
-    scheme: Scheme, changed: dict[str, Any], says: str
+    head_ranks: int | None, changed: dict[str, Any], says: str
 ) -> None:
     case = dataclasses.replace(CASE, **changed)
-    assert SeveralGpus(2, scheme).note_of(case).endswith(says)
+    assert SeveralGpus(2, head_ranks).note_of(case).endswith(says)
 
 
 def test_without_the_gpus_it_says_so() -> None:
-    assert SeveralGpus(1000, Scheme()).missing() is not None
+    assert SeveralGpus(1000).missing() is not None
     assert any(param.name == "gpus" for param in bench.params)
 
 
@@ -123,7 +122,6 @@ def test_without_the_gpus_it_says_so() -> None:
     ("arguments", "text"),
     [
         (("--head-ranks", "1"), "--head-ranks does not go with one GPU; it is for --gpus"),
-        (("--reserved-sms", "0"), "--reserved-sms does not go with one GPU"),
         (("--gpus", "1000"), "--gpus is 1000, but"),
     ],
 )

@@ -207,7 +207,6 @@ def _append_spec(
         rotary_interleaved=rotary_interleaved,
         causal=True,
         alignment=MAX_ALIGNMENT,
-        rotary_alignment=MAX_ALIGNMENT,
     )
 
 

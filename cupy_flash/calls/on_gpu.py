@@ -7,7 +7,7 @@ from typing import Any
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
-from cupy_flash.calls import attention, backward, merge
+from cupy_flash.calls import attention, backward, merge, new_rows
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.results import is_tensor
@@ -23,13 +23,13 @@ _calls: dict[tuple[Any, ...], Any] = {}
 
 def run(
     arrays: Any,
-    options: Options | None,
+    options: Options | new_rows.Stripes | None,
     keys: int = 0,
     only_cupy: bool = False,
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> Any:
-    """Attention of CuPy arrays, its gradients, or the merge of partial results.
+    """Attention of CuPy arrays, its gradients, the merge of partial results, or an append.
 
     On the current device and stream.
 
@@ -37,9 +37,9 @@ def run(
     ----------
     arrays
         `Arguments` or `GradientArguments` of arrays on a GPU, tensors of torch and `JaxMemory` as
-        well, or `Partials` of CuPy's.
+        well, or `Partials` or `NewRows` of CuPy's.
     options
-        Of attention; None for a merge.
+        Of attention, or of an append; None for a merge.
     keys
         Length of every cache before the append, where no array says it; else 0.
     only_cupy
@@ -54,7 +54,7 @@ def run(
     out, lse
         lse is None where it is not asked for. Of a backward call, the gradients.
     """
-    given = arrays if options is None else arrays.of_kind(options.kind)
+    given = arrays.of_kind(options.kind) if isinstance(options, Options) else arrays
     found = look_up(given, options, modifiers, only_cupy)
     if found is None:
         return None
@@ -68,7 +68,7 @@ def prepare(
     key: tuple[Any, ...],
     arrays: Any,
     addresses: tuple[int, ...],
-    options: Options | None,
+    options: Options | new_rows.Stripes | None,
     functions: Functions = NO_FUNCTIONS,
     modifiers: Modifiers | None = None,
 ) -> tuple[Any, Any, tuple[int, ...]]:
@@ -78,24 +78,24 @@ def prepare(
     """
     device_id = key[0]
     require_device(device_id, arrays)
-    if options is not None and modifiers is not None:
-        options = options.with_modifiers(modifiers)
-    way = attention if options is None or options.wrt is None else backward
-    readable = merge.readable(arrays) if options is None else way.readable(arrays, options)
+    way: Any = merge if options is None else new_rows
+    of_attention: dict[str, Any] = {}
+    if isinstance(options, Options):
+        if modifiers is not None:
+            options = options.with_modifiers(modifiers)
+        way = attention if options.wrt is None else backward
+        of_attention = {"functions": functions, "of_torch": is_tensor(arrays.like)}
+    readable = way.readable(arrays, options)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
-        given: Any = readable
-        found = look_up(given if options is None else given.of_kind(options.kind), options)
+        given = readable.of_kind(options.kind) if isinstance(options, Options) else readable
+        found = look_up(given, options)
         assert found is not None
         key, call, addresses = found
         if call is not None:
             return call, readable, addresses
         return prepare(key, readable, addresses, options, functions)
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-    if options is None:
-        call = merge.prepare(plain, device)
-    else:
-        of_torch = is_tensor(arrays.like)
-        call = way.prepare(plain, options, device, functions, of_torch=of_torch)
+    call = way.prepare(plain, options, device, **of_attention)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -104,7 +104,7 @@ def prepare(
 
 def look_up(
     given: Iterable[Any],
-    options: Options | None,
+    options: Options | new_rows.Stripes | None,
     modifiers: Modifiers | None = None,
     only_cupy: bool = False,
 ) -> tuple[tuple[Any, ...], Any, tuple[int, ...]] | None:

@@ -26,6 +26,7 @@ from cupy_flash.calls.arguments import (
 )
 from cupy_flash.calls.backends import cpu_tile, require_backend, require_gpu_backend
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
+from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.calls.options import Options, plain_options
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.calls.problems import problem_of
@@ -130,6 +131,11 @@ def combine(partials: Partials) -> tuple[Any, Any]:
         result, lse = on_gpu.run(partials, None)
     result = convert(result) if out is None else (convert(result), out)[1]
     return result, convert(lse)
+
+
+def append(rows: NewRows, stripes: Stripes, keys: int) -> None:
+    """Write new rows of CuPy arrays into a rank's caches; `keys` as of `attention`."""
+    on_gpu.run(rows, stripes, keys)
 
 
 def plan(

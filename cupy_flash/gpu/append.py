@@ -31,6 +31,7 @@ from cupy_flash.gpu.params import PackedStruct
 from cupy_flash.problem.arrays import DTYPES, ITEMSIZE, MAX_ALIGNMENT, Scales, Strides
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import MAX_HEAD_DIM, MAX_SEQLEN
+from cupy_flash.problem.values import MAX_COUNT
 
 SOURCE = "cache/append.cu"
 ENTRY = "append_new_rows"
@@ -48,7 +49,7 @@ APPEND_DTYPE = np.dtype(
         ("seqlen_new", np.int32),
         ("rotary_rows", np.int32),
         ("q_advances", np.int32),
-        ("_end", np.int32),
+        ("rank", np.int32),
         ("k_scale", TENSOR_DTYPE),
         ("v_scale", TENSOR_DTYPE),
     ]
@@ -87,7 +88,7 @@ class AppendSpec:
         Sizes of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_new, heads_kv,
         head_dim or head_dim_v). A head_dim_v of 0 is for keys that hold the values.
     seqlen_cache
-        Rows that a sequence may have in the cache.
+        Rows that a sequence may have in the cache; on all ranks together.
     q_strides, k_strides, v_strides
         Of batch, row and head, in elements.
     k_cache_strides, v_cache_strides
@@ -114,6 +115,9 @@ class AppendSpec:
         The same of cos and sin.
     cache_dtype, cache_alignment, scales
         Of caches of 8 bits: their dtype, alignment, and how their scales lie.
+    ranks, rank, stripe
+        Of a cache that is shared out: among how many, whose part it is, and how many neighbouring
+        keys are one's before the next one's.
     """
 
     dtype: str
@@ -131,21 +135,24 @@ class AppendSpec:
     k_cache_strides: Strides
     v_cache_strides: Strides
     caches: int
-    page_size: int
-    pages: int
-    max_pages: int
-    block_table_stride: int
-    rotary_dim: int
-    rotary_rows: int
-    rotary_stride: int
-    rotary_dtype: str
-    rotary_interleaved: bool
-    causal: bool
     alignment: int
-    rotary_alignment: int
+    page_size: int = 0
+    pages: int = 0
+    max_pages: int = 0
+    block_table_stride: int = 0
+    rotary_dim: int = 0
+    rotary_rows: int = 0
+    rotary_stride: int = 0
+    rotary_dtype: str = "float32"
+    rotary_interleaved: bool = False
+    rotary_alignment: int = MAX_ALIGNMENT
+    causal: bool = False
     cache_dtype: str | None = None
     cache_alignment: int = MAX_ALIGNMENT
     scales: Scales | None = None
+    ranks: int = 1
+    rank: int = 0
+    stripe: int = 1
 
     @property
     def rows(self) -> int:
@@ -198,13 +205,15 @@ class AppendSpec:
             )
         if self.rotary_dim and self.rotary_rows < 1:
             raise ValueError("rotary_cos and rotary_sin have no rows; expected at least 1")
-        for name, rows in (
-            ("seqlen of q", self.seqlen_q),
-            ("seqlen of k and v", self.seqlen_new),
-            ("seqlen of the cache", self.seqlen_cache),
+        # A position among the keys of all ranks is an int32, and so is that of a new one.
+        most_keys = MAX_SEQLEN if self.ranks == 1 else MAX_COUNT - self.seqlen_new
+        for name, rows, most in (
+            ("seqlen of q", self.seqlen_q, MAX_SEQLEN),
+            ("seqlen of k and v", self.seqlen_new, MAX_SEQLEN),
+            ("seqlen of the cache", self.seqlen_cache, most_keys),
         ):
-            if rows > MAX_SEQLEN:
-                raise ValueError(f"{name} is {rows}; expected at most {MAX_SEQLEN}")
+            if rows > most:
+                raise ValueError(f"{name} is {rows}; expected at most {most}")
         if self.page_size and self.seqlen_cache > self.max_pages * self.page_size:
             raise ValueError(
                 f"seqlen of the cache is {self.seqlen_cache}; expected at most the "
@@ -234,6 +243,8 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         "rotary_interleaved": bool(spec.rotary_dim and spec.rotary_interleaved),
         "rotary_alignment": spec.rotary_alignment if spec.rotary_dim else MAX_ALIGNMENT,
         "alignment": spec.alignment,
+        "ranks": spec.ranks,
+        "stripe": spec.stripe if spec.ranks > 1 else 1,
     }
     rotary_dtype = spec.rotary_dtype if spec.rotary_dim else spec.dtype
     types = {
@@ -263,6 +274,7 @@ def append_unit(spec: AppendSpec) -> TranslationUnit:
         + (f"/{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else "")
         + (f" page_size {spec.page_size}" if spec.page_size else "")
         + (f" rotary_dim {spec.rotary_dim} {pairs}" if spec.rotary_dim else "")
+        + (f" ranks {spec.ranks}" if spec.ranks > 1 else "")
     )
     return TranslationUnit("\n".join(lines) + "\n", (ENTRY,), title)
 
@@ -319,8 +331,9 @@ class Append:
             "max_pages": spec.max_pages,
             "rotary_rows": spec.rotary_rows,
             "q_advances": int(spec.causal),
+            "rank": spec.rank,
         }
-        sources = dict(_SOURCES)
+        sources = {field: name for field, name in _SOURCES.items() if name in names}
         if spec.scales is not None:
             fixed |= spec.scales.given
             sources |= {name: name for name in spec.scales.given}
@@ -361,11 +374,11 @@ def prepare(spec: AppendSpec, device: Device, names: Sequence[str]) -> Append:
     device
         What the current device is.
     names
-        Of the values that each run is given, in order: "q", "k", "v", "k_cache", "v_cache",
-        "cache_seqlens" or, where that is 0, the rows that are in every cache, "keys",
-        "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", where the turned queries go,
-        contiguous and on 16 bytes, "q_rotated", and the scales that are given, "k_scale" and
-        "v_scale".
+        Of the values that each run is given, in order, as far as there are any: "q", "k", "v",
+        "k_cache", "v_cache", "cache_seqlens" or, where that is 0, the rows that are in every cache,
+        "keys", "cache_batch_idx", "block_table", "rotary_cos", "rotary_sin", where the turned
+        queries go, contiguous and on 16 bytes, "q_rotated", and the scales that are given,
+        "k_scale" and "v_scale".
 
     Raises
     ------

@@ -24,6 +24,7 @@ from cupy_flash.calls import run
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
 from cupy_flash.calls.backends import require_backend
 from cupy_flash.calls.contents import LengthLimit, require_length
+from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.calls.on_host import require_writable
 from cupy_flash.calls.options import Options
 from cupy_flash.calls.partials import Partials
@@ -343,36 +344,25 @@ def _length_limit(capacity: int, new: int, ranks: int, rank: int, stripe: int) -
         f"k_cache has {capacity} rows on rank {rank} of {ranks}, in stripes of {stripe} for {keys} "
         "keys on all ranks" + (f", and {new} are appended" if new else "")
     )
-    return LengthLimit(min(keys, MAX_COUNT) - new, reason)
+    # Positions, to which numbers of new keys are added, are int32.
+    return LengthLimit(min(keys, MAX_COUNT - new) - new, reason)
 
 
 def _append(
     caches: tuple[Any, Any], new: tuple[Any, Any], lengths: Any, group: Group, stripe: int
 ) -> None:
-    """Write the new keys that are this rank's, and their values, into its rows.
-
-    It looks at as many rows as there are new keys, distinct ones within the cache whatever the
-    lengths are: a row that gets no new key keeps what it holds.
-    """
-    xp = array_module(caches[0])
-    batch, capacity = caches[0].shape[:2]
-    count_new = new[0].shape[1]
-    if isinstance(lengths, int):
-        lengths = xp.full(batch, lengths, np.int32)
-    looked_at = min(count_new, capacity)
-    first = _own_keys(lengths, group.size, group.rank, stripe)
-    rows = first.clip(0, capacity - looked_at)[:, None] + xp.arange(looked_at, dtype=np.int32)
-    positions = (rows // stripe * group.size + group.rank) * stripe + rows % stripe
-    source = positions - lengths[:, None]
-    sequences = xp.arange(batch)[:, None]
-    is_new = ((source >= 0) & (source < count_new))[..., None, None]
-    source = source.clip(0, count_new - 1)
+    """Write the new keys that are this rank's, and their values, into its rows."""
+    batch, count_new = new[0].shape[:2]
+    if is_cupy(caches[0]):
+        limit = _length_limit(caches[0].shape[1], count_new, group.size, group.rank, stripe)
+        stripes = Stripes(group.size, group.rank, stripe, limit.most + count_new)
+        keys, each = (lengths, None) if isinstance(lengths, int) else (0, lengths)
+        run.append(NewRows(*caches, *new, each), stripes, keys)
+        return
+    lengths = np.broadcast_to(np.asarray(lengths, np.int32), batch)
+    positions = lengths[:, None] + np.arange(count_new, dtype=np.int32)
+    turns, owners = np.divmod(positions // stripe, group.size)
+    sequences, rows = np.nonzero(owners == group.rank)
+    places = (turns * stripe + positions % stripe)[sequences, rows]
     for cache, given in zip(caches, new, strict=True):
-        # As integers: a NaN that is read and written as a number may have other bits.
-        kept, added = _words(cache), _words(given)
-        kept[sequences, rows] = xp.where(is_new, added[sequences, source], kept[sequences, rows])
-
-
-def _words(array: Any) -> Any:
-    """A view of an array's bits as integers."""
-    return array.view(f"u{array.dtype.itemsize}")
+        cache[sequences, places] = given[sequences, rows]

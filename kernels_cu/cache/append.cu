@@ -9,6 +9,9 @@
 //
 // Where keys hold the values (Config::head_dim_v is 0) there are no others to write.
 //
+// A cache may be one of several ranks', to which stripes of keys go in turns: lengths are those of
+// all together, and new rows in other ranks' stripes have no place here.
+//
 // For a cache of 8 bits a warp has the new row of a head, of k or of v. Its numbers are divided by
 // a scale, which the caller gives or the warp finds first: that of the row's largest magnitude.
 //
@@ -32,6 +35,7 @@ struct AppendParams : Params {
   int seqlen_new;
   int rotary_rows;  // at least 1 where there is a rotary embedding
   int q_advances;   // whether query i is at the position of new key i; else all are at the first's
+  int rank;         // whose stripes are in the cache, where it is shared out
   Tensor k_scale;   // of a cache of 8 bits: (caches or pages, rows, heads_kv), or without data
   Tensor v_scale;
 };
@@ -182,8 +186,13 @@ struct Row {
   // Where it goes in a cache, or null if it has no place there; or where its scale is.
   template <class Stored = Element>
   __device__ Stored* target(const Tensor& cache, int head, const Keys& keys) const {
-    const int key = keys.at.seqlen_k + row;
+    int key = keys.at.seqlen_k + row;
     if (key >= keys.capacity) return nullptr;
+    if constexpr (Config::ranks > 1) {
+      const int number = key / Config::stripe;
+      if (number % Config::ranks != p.rank) return nullptr;
+      key = number / Config::ranks * Config::stripe + key % Config::stripe;
+    }
     if constexpr (Config::page_size > 0) {
       const int* table = p.block_table + batch * p.block_table_stride;
       const int page = table[key / Config::page_size];

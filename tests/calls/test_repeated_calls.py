@@ -22,6 +22,7 @@ from cupy_flash import (
 )
 from cupy_flash.calls import attention, on_gpu, run
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.calls.options import Options
 from cupy_flash.gpu import append, block_maps, compiler, launch
 from cupy_flash.mods import captures
@@ -205,3 +206,12 @@ def test_a_grid_that_shares_the_gpu_has_a_block_for_each_tile(
     assert whole.schedule.main.grid == (device_for_arch("sm_90").sm_count, 1, 1)
     assert shared.schedule.main.grid == (tiles, 1, 1)
     assert whole.unit == shared.unit
+
+
+def test_an_append_to_a_shard_is_one_launch(gpu: FakeGpu, compiled: list[str]) -> None:
+    caches, new = ([gpu.array(BATCH, n, HEADS, 64) for _ in "kv"] for n in (512, 3))
+    for given, keys in ((gpu.lengths(BATCH), 0), (None, 700)):
+        for _ in range(2):
+            run.append(NewRows(*caches, *new, given), Stripes(2, 1, 256, 1024), keys)
+    assert compiled == ["append float16 head_dim 64 ranks 2"]
+    assert len(gpu.launches) == 4

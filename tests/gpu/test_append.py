@@ -78,7 +78,7 @@ int32 = st.integers(0, 2**31 - 1)
 strides = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 INTS = (
     *("batch", "seqlen_q", "seqlen_new", "heads_q", "heads_kv"),
-    *("caches", "pages", "max_pages", "rotary_rows"),
+    *("caches", "pages", "max_pages", "rotary_rows", "rank"),
 )
 specs = st.builds(
     lambda fields, **more: variant(**fields, **more),
@@ -139,7 +139,7 @@ def test_without_a_rotary_embedding_there_are_no_queries_for_the_kernel():
 
 def test_lengths_heads_and_masks_share_one_kernel():
     sizes = {"batch": 9, "seqlen_q": 7, "seqlen_new": 8, "heads_q": 4, "seqlen_cache": 99}
-    other = variant(**sizes, caches=77, causal=False, rotary_interleaved=False)
+    other = variant(**sizes, caches=77, causal=False, rotary_interleaved=False, rank=3, stripe=9)
     assert append_unit(other).text == append_unit(CONTIGUOUS).text
 
 
@@ -151,6 +151,8 @@ def test_lengths_heads_and_masks_share_one_kernel():
         {"head_dim_v": 96},
         {"page_size": 4},
         {"alignment": 8},
+        {"ranks": 2},
+        {"ranks": 2, "stripe": 256},
         ROTARY,
     ],
 )
@@ -218,6 +220,11 @@ def test_more_than_a_launch_takes_is_refused(changes, words):
         (ROTARY | {"rotary_dim": 130}, ValueError, "at most the head_dim 128"),
         (ROTARY | {"rotary_rows": 0}, ValueError, "have no rows; expected at least 1"),
         ({"seqlen_cache": 2**30}, ValueError, "seqlen of the cache is 1073741824"),
+        (
+            {"ranks": 2, "seqlen_cache": 2**31 - 2},
+            ValueError,
+            "seqlen of the cache is 2147483646; expected at most 2147483645",
+        ),
         ({"seqlen_new": 2**30}, ValueError, "seqlen of k and v is 1073741824"),
         ({"page_size": 16, "max_pages": 31}, ValueError, "expected at most the 496 rows of 31"),
         ({"alignment": 32}, ValueError, "alignment is 32; expected 2 to 16 bytes"),
@@ -258,6 +265,7 @@ def test_the_kernel_compiles_without_spills(arch, dtype):
     rotary = ROTARY | {"rotary_dtype": "float64" if dtype == "float64" else "float32"}
     compile_spec(variant(dtype=dtype, **rotary), arch)
     compile_spec(variant(PAGED, dtype=dtype, rotary_interleaved=False, **rotary), arch)
+    compile_spec(variant(dtype=dtype, ranks=3, rank=1, stripe=256), arch)
     compile_spec(variant(PAGED, dtype=dtype), arch)
 
 

@@ -42,6 +42,9 @@ class Case:
     causal: bool = True
     alignment: int = 16
     rotary_alignment: int = 16
+    ranks: int = 1
+    rank: int = 0
+    stripe: int = 1
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)
@@ -54,6 +57,9 @@ class Case:
 
     @property
     def seqlen_cache(self) -> int:
+        if self.ranks > 1:
+            turns, rest = divmod(self.capacity, self.stripe)
+            return (turns * self.ranks + self.rank) * self.stripe + rest
         return self.max_pages * self.page_size if self.page_size else self.capacity
 
     @property
@@ -132,7 +138,7 @@ class Places:
 
     @classmethod
     def random(cls, rng: np.random.Generator, case: Case) -> Places:
-        lengths = rng.integers(0, max(1, case.capacity - case.seqlen_new), case.batch)
+        lengths = rng.integers(0, max(1, case.seqlen_cache - case.seqlen_new), case.batch)
         if case.page_size:
             return cls(lengths.astype(np.int32), block_table=shuffled_pages(rng, case))
         rows = rng.permutation(case.caches)[: case.batch]
@@ -155,6 +161,10 @@ class Places:
                 place = int(before) + row
                 if place >= case.seqlen_cache:
                     continue
+                turn, owner = divmod(place // case.stripe, case.ranks)
+                if owner != case.rank:
+                    continue
+                place = turn * case.stripe + place % case.stripe
                 block = batch
                 if self.block_table is not None:
                     block = int(self.block_table[batch, place // case.page_size])
@@ -393,6 +403,23 @@ def test_one_length_for_all_needs_no_array(rng: np.random.Generator, page_size: 
     case = Case(rotary_dim=64, page_size=page_size)
     table = shuffled_pages(rng, case) if page_size else None
     run_and_check(rng, case, Places(11, block_table=table))
+
+
+@pytest.mark.parametrize("stripe", [1, 3, 8, 300])
+@pytest.mark.parametrize("rotary", ROTARY)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_gets_the_rows_of_its_stripes(
+    rng: np.random.Generator, ranks: int, rotary: str, stripe: int
+) -> None:
+    case = Case(seqlen_new=7, ranks=ranks, stripe=stripe, rotary_rows=80, **ROTARY[rotary])
+    for rank in range(ranks):
+        run_and_check(rng, dataclasses.replace(case, rank=rank))
+
+
+def test_what_is_behind_a_rank_s_last_row_is_not_written(rng: np.random.Generator) -> None:
+    case = Case(ranks=2, rank=1, stripe=4)
+    lengths = case.seqlen_cache - np.array([2, 0, -9], np.int32)
+    run_and_check(rng, case, Places(lengths))
 
 
 # What nobody has checked

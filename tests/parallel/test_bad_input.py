@@ -103,7 +103,7 @@ def test_gradients_take_what_forward_gave(group: parallel.Group) -> None:
 def test_a_call_that_raises_in_the_middle_ends_the_group(
     mpi: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def out_of_memory(*arguments: Any) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     x, group = rows(1, 9, 2, 8), parallel.Group(mpi.COMM_SELF)

@@ -473,7 +473,7 @@ def a_rank_that_fails_in_the_middle_of_a_call_makes_no_other(
         # On a GPU nothing waits for the exchange but its end.
         impatient.check()
 
-    def out_of_memory(*arguments: Any) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     call()

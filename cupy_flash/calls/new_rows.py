@@ -1,0 +1,88 @@
+"""New rows into a cache that is shared out among ranks, on a GPU, for one key of calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupy_flash.arrays.strided import address_of, dtype_name, readable_in_place, spec_of
+from cupy_flash.gpu import append
+from cupy_flash.problem.device import Device
+
+
+class NewRows(NamedTuple):
+    """A rank's caches, new keys and values, and the lengths on all ranks before them."""
+
+    k_cache: Any
+    v_cache: Any
+    k: Any
+    v: Any
+    cache_seqlens: Any = None
+
+
+class Stripes(NamedTuple):
+    """Which keys are in a rank's caches.
+
+    Attributes
+    ----------
+    ranks, rank, stripe
+        As of `AppendSpec`.
+    capacity
+        The first key that some rank has no row for.
+    """
+
+    ranks: int
+    rank: int
+    stripe: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """What does not change about an append while its key stays the same."""
+
+    kernel: append.Append
+
+    def run(self, _: NewRows, addresses: tuple[int, ...], keys: int, *__: Any) -> tuple[None, None]:
+        """Enqueue the append of arrays at these addresses."""
+        self.kernel.run((*addresses, keys))
+        return None, None
+
+
+def readable(rows: NewRows, _: Stripes) -> NewRows:
+    """The arrays, copied where the kernel cannot read them as they lie."""
+    lengths = rows.cache_seqlens
+    return rows._replace(
+        k=readable_in_place(rows.k),
+        v=readable_in_place(rows.v),
+        cache_seqlens=None if lengths is None else readable_in_place(lengths),
+    )
+
+
+def prepare(rows: NewRows, stripes: Stripes, device: Device) -> Call:
+    """Compile and load the kernel of an append of CuPy arrays like these, which are checked."""
+    specs = [spec_of(array, address_of(array)) for array in rows[:4]]
+    k_cache, v_cache, k, v = specs
+    (batch, seqlen_new, heads_kv, head_dim), head_dim_v = k.shape, v.shape[3]
+    spec = append.AppendSpec(
+        dtype=dtype_name(rows.k),
+        batch=batch,
+        seqlen_q=0,
+        seqlen_new=seqlen_new,
+        heads_q=heads_kv,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        seqlen_cache=stripes.capacity,
+        q_strides=(0, 0, 0),
+        k_strides=k.strides,
+        v_strides=v.strides,
+        k_cache_strides=k_cache.strides,
+        v_cache_strides=v_cache.strides,
+        caches=batch,
+        alignment=min(spec.row_alignment() for spec in specs),
+        ranks=stripes.ranks,
+        rank=stripes.rank,
+        stripe=stripes.stripe,
+    )
+    return Call(append.prepare(spec, device, (*NewRows._fields, "keys")))

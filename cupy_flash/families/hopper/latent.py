@@ -7,7 +7,7 @@ from typing import Any
 
 from cupy_flash.families import split
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper_tiles import HopperTile
+from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import Split
 from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Device

@@ -7,10 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from cupy_flash.families import hopper_float8 as float8
-from cupy_flash.families import hopper_latent as latent
-from cupy_flash.families import hopper_pieces as pieces
-from cupy_flash.families import persistent, split
+from cupy_flash.families import split
 from cupy_flash.families.contract import (
     MAX_GRID,
     Family,
@@ -20,7 +17,8 @@ from cupy_flash.families.contract import (
     why_not_scale,
     why_not_shared_memory,
 )
-from cupy_flash.families.hopper_tiles import HopperTile, preferred_tiles, tile_of
+from cupy_flash.families.hopper import float8, latent, persistent, pieces
+from cupy_flash.families.hopper.tiles import HopperTile, preferred_tiles, tile_of
 from cupy_flash.families.schedule import (
     MAIN_ENTRY,
     MAX_STRIDE,

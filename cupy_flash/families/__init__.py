@@ -6,8 +6,7 @@ from typing import Any
 
 from cupy_flash.families.contract import Family, TranslationUnit
 from cupy_flash.families.decode import DecodeFamily
-from cupy_flash.families.hopper import HopperFamily
-from cupy_flash.families.hopper_backward import HopperBackwardFamily
+from cupy_flash.families.hopper import HopperBackwardFamily, HopperFamily
 from cupy_flash.families.mma import MmaFamily
 from cupy_flash.families.mma_backward import MmaBackwardFamily
 from cupy_flash.families.naive import NaiveFamily

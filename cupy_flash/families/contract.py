@@ -123,9 +123,7 @@ class Family(ABC, Generic[TileT]):
 
     def is_mapped(self, problem: Problem) -> bool:
         """Whether the kernels read a block map of the problem's mask."""
-        score = problem.score
-        is_plain = problem.layout.is_equal and problem.seqlen_k > 0
-        return self.reads_block_maps and is_plain and score is not None and score.may_be_mapped
+        return self.reads_block_maps and may_have_block_map(problem)
 
     def tile_note(self, problem: Problem, tile: TileT) -> str:
         """What a plan says of a tile besides why it was chosen, as text behind that."""
@@ -242,6 +240,12 @@ def _other_sources(schedule: Schedule) -> Iterator[str]:
     for source in dict.fromkeys(launch.source for launch in schedule.launches):
         if source is not None:
             yield f'#include "{source}"  // sources {source_digest(source)}'
+
+
+def may_have_block_map(problem: Problem) -> bool:
+    """Whether a block map can be made that tells all that the problem's mask hides."""
+    is_plain = problem.layout.is_equal and problem.seqlen_k > 0
+    return is_plain and problem.score is not None and problem.score.may_be_mapped
 
 
 def score_config(problem: Problem) -> dict[str, int | bool]:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from cupy_flash.families import FAMILIES
-from cupy_flash.families.hopper_backward import HopperBackwardFamily, HopperBackwardTile
+from cupy_flash.families.hopper import HopperBackwardFamily, HopperBackwardTile
 from cupy_flash.gpu.compiler import compile_cubin
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import ArraySpec

@@ -12,9 +12,8 @@ from support.float8_support import FLOAT8 as FLOAT8_DTYPE
 from cupy_flash import plan
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.families import FORWARD
-from cupy_flash.families import hopper_float8 as float8
 from cupy_flash.families.contract import round_up
-from cupy_flash.families.hopper import HopperFamily, HopperTile
+from cupy_flash.families.hopper import HopperFamily, HopperTile, float8
 from cupy_flash.families.params import params_dtype
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.planning.problem_class import ProblemClass

@@ -19,7 +19,7 @@ from support.float8_support import (
 )
 
 from cupy_flash import flash_attention
-from cupy_flash.families.hopper_tiles import HopperTile
+from cupy_flash.families.hopper import HopperTile
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
 
 pytestmark = [

@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cupy_flash.families import gradients
-from cupy_flash.families.contract import (
-    Family,
-    round_up,
-    why_not_shared_memory,
-)
+from cupy_flash.families.contract import Family, round_up, why_not_shared_memory
 from cupy_flash.families.gradients import QuerySums
+from cupy_flash.families.hopper.sm90 import BARRIER_BYTES, WARPGROUP, WARPGROUP_ROWS, why_not_device
+from cupy_flash.families.hopper.tensor_maps import map_spec, why_not_rows, why_not_strides
 from cupy_flash.families.schedule import (
     KEY_GRADIENTS,
-    MAX_STRIDE,
     QUERY_GRADIENTS,
-    STRIDE_UNIT,
     Launch,
     Schedule,
     Split,
@@ -27,9 +23,6 @@ from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
-_WARPGROUP = 128
-# Keys of a consumer warpgroup, and rows of its products.
-_LOWEST = 64
 # Columns of a line of shared memory.
 _LINE = 64
 # Head dims of which a consumer holds dk and dv of 64 keys.
@@ -41,7 +34,6 @@ _REGISTERS = (24, 240)
 _WIDE_REGISTERS_OF_SEQUENCES = (40, 232)
 # Of a consumer, for addresses and state, besides sums and operands.
 _STATE_REGISTERS = 24
-_BARRIER_BYTES = 8
 # Besides those of slots.
 _OTHER_BARRIERS = 11
 # Which keys a block owns, and which queries stream by.
@@ -85,34 +77,19 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
     def _why_not(self, problem: Problem, device: Device) -> str | None:
         if problem.itemsize != 2:
             return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
-        if device.arch != 90:
-            return f"needs sm_90 for wgmma, not {device.sm}"
-        if not device.arch_specific:
-            return "needs NVRTC 12.9 or newer: older ones compile for sm_90 alone when CuPy asks"
-        if reason := gradients.why_not_tensor_cores(problem):
+        if reason := why_not_device(device) or gradients.why_not_tensor_cores(problem):
             return reason
         if 0 in problem.shape_of("q") or 0 in problem.shape_of("k"):
             return "the copy engine cannot address arrays without rows"
-        if problem.alignment < STRIDE_UNIT:
-            return (
-                f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
-                f"{problem.alignment}"
-            )
-        if reason := self._why_not_strides(problem):
+        maps = _tensor_maps(problem, HopperBackwardTile(WARPGROUP_ROWS, WARPGROUP_ROWS))
+        if reason := why_not_rows(problem) or why_not_strides(maps.values()):
             return reason
         if self._first_legal(problem, device) is None:
             return self.why_not_tile(problem, device, _preferred_tiles(problem)[-1])
         return None
 
-    def _why_not_strides(self, problem: Problem) -> str | None:
-        for spec in self._tensor_maps(problem, HopperBackwardTile(_LOWEST, _LOWEST)).values():
-            for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
-                if length > 1 and not 0 <= stride < MAX_STRIDE:
-                    return f"the copy engine cannot step {stride} bytes"
-        return None
-
     def candidates(self, problem: Problem, device: Device) -> Iterator[HopperBackwardTile]:
-        Bc = _LOWEST if _is_wide(problem) else 2 * _LOWEST
+        Bc = WARPGROUP_ROWS if _is_wide(problem) else 2 * WARPGROUP_ROWS
         for Br, q_stages, dout_stages in itertools.product((64, 128), (1, 2, 3), (1, 2)):
             yield HopperBackwardTile(Br, Bc, 64, q_stages, dout_stages)
 
@@ -120,18 +97,18 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         self, problem: Problem, device: Device, tile: HopperBackwardTile
     ) -> str | None:
         wide = _is_wide(problem)
-        keys = _LOWEST if wide else 2 * _LOWEST
+        keys = WARPGROUP_ROWS if wide else 2 * WARPGROUP_ROWS
         if tile.Bc != keys:
             return f"Bc is {tile.Bc}; expected {keys}"
-        if tile.Br not in (_LOWEST, 2 * _LOWEST):
-            return f"Br is {tile.Br}; expected {_LOWEST} or {2 * _LOWEST}"
+        if tile.Br not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
+            return f"Br is {tile.Br}; expected {WARPGROUP_ROWS} or {2 * WARPGROUP_ROWS}"
         if tile.columns % 16 or tile.columns < 16 or tile.Br % tile.columns:
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
-        if wide and not tile.Br == tile.columns == _LOWEST:
-            return f"Br and columns are {tile.Br} and {tile.columns}; expected {_LOWEST}"
+        if wide and not tile.Br == tile.columns == WARPGROUP_ROWS:
+            return f"Br and columns are {tile.Br} and {tile.columns}; expected {WARPGROUP_ROWS}"
         if tile.q_stages < 1 or tile.dout_stages < 1:
             return f"stages are {tile.q_stages} and {tile.dout_stages}; expected at least 1"
-        if tile.Br == _LOWEST and _padded_dims(problem)[0] < 2 * _LINE:
+        if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _LINE:
             return f"Br is {tile.Br}; of head_dim {problem.head_dim} each consumer has rows of dq"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
             return reason
@@ -174,11 +151,11 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         slots = tile.q_stages + tile.dout_stages
         # A slot is full or empty, of sequences it has arrived before.
         barriers = (2 if problem.layout.is_equal else 3) * slots + _OTHER_BARRIERS
-        return total + barriers * _BARRIER_BYTES + _PLACE_BYTES
+        return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:
         """Of a block of the main kernel: two consumers', and the helpers'."""
-        return 3 * _WARPGROUP
+        return 3 * WARPGROUP
 
     def schedule(self, problem: Problem, device: Device, tile: HopperBackwardTile) -> Schedule:
         assert problem.gradient is not None
@@ -210,17 +187,13 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             launches,
             self._sums(problem, tile),
             _section(problem, device),
-            self._tensor_maps(problem, tile),
+            _tensor_maps(problem, tile),
         )
 
     def _sums(self, problem: Problem, tile: HopperBackwardTile) -> QuerySums:
         gradient = problem.gradient
         assert gradient is not None
         return QuerySums(tile.Br, _padded_dims(problem)[0] if gradient.wants("q") else 0)
-
-    def _tensor_maps(self, problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
-        rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc, "dout": tile.Br}
-        return {name: _map_spec(problem, name, rows[name]) for name in rows}
 
     def config(
         self, problem: Problem, tile: HopperBackwardTile, split: Split
@@ -272,17 +245,13 @@ def _padded_dims(problem: Problem) -> tuple[int, int]:
     return round_up(problem.head_dim, unit), round_up(problem.head_dim_v, _LINE)
 
 
-def _map_spec(problem: Problem, name: str, rows: int) -> TensorMapSpec:
-    batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
-    batch_stride, row_stride, head_stride = (
-        stride * problem.itemsize for stride in problem.tensors[name].strides
-    )
-    # Where there is nothing to step to, any stride that the driver takes will do.
-    steps = ((length, row_stride), (heads, head_stride), (batch, batch_stride))
-    row, head, outer = (step if count > 1 else STRIDE_UNIT for count, step in steps)
-    return TensorMapSpec(
-        problem.dtype, (dim, length, heads, batch), (row, head, outer), (_LINE, rows)
-    )
+def _tensor_maps(problem: Problem, tile: HopperBackwardTile) -> dict[str, TensorMapSpec]:
+    maps = {}
+    for name, rows in (("q", tile.Br), ("k", tile.Bc), ("v", tile.Bc), ("dout", tile.Br)):
+        batch, length, heads, dim = problem.shape_of("out" if name == "dout" else name)
+        shape, strides = (dim, length, heads, batch), problem.tensors[name].strides
+        maps[name] = map_spec(problem, shape, strides, (_LINE, rows))
+    return maps
 
 
 def _section(problem: Problem, device: Device) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cupy_flash.families import persistent
+from cupy_flash.families.hopper import persistent
 from cupy_flash.problem.problem import Problem, make_contiguous_problem
 
 SMS = 132

@@ -7,7 +7,8 @@ from typing import Any
 
 from cupy_flash.families import split
 from cupy_flash.families.contract import ceil_div
-from cupy_flash.families.hopper_tiles import HopperTile
+from cupy_flash.families.hopper.columns import ranks
+from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import Split
 from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Device
@@ -34,12 +35,25 @@ _FEW_ROWS_LAUNCH_US = 12.0
 _FEW_ROWS_TFLOPS = 150.0
 
 
-def posed(problem: Problem) -> Problem:
-    """A problem that has latent tiles with the query heads of a key/value head as rows.
+def holds_values_in_keys(problem: Problem) -> bool:
+    """Whether a tile of keys serves as that of their values, without more columns than they have.
 
-    That is the same for one query of each sequence, which sees all keys: a tile then has many rows.
+    Each of two thread blocks takes half of the values' columns and half of the others.
     """
-    if problem.seqlen_q != 1:
+    if ranks(problem) < _PAIR or not problem.values_in_keys or problem.itemsize != 2:
+        return False
+    if problem.score is not None or problem.scales is not None or problem.layout.packed_q:
+        return False
+    return problem.head_dim % _COLUMNS == problem.head_dim_v % _COLUMNS == 0
+
+
+def posed(problem: Problem) -> Problem:
+    """The problem as the kernels have it.
+
+    Of latent attention with one query of each sequence, which sees all keys, the query heads of a
+    key/value head are rows: a tile then has many.
+    """
+    if problem.seqlen_q != 1 or not holds_values_in_keys(problem):
         return problem
     group = problem.heads_q // problem.heads_kv
     changed = {name: _of_rows(problem.tensors[name], group) for name in ("q", "out")}
@@ -95,18 +109,6 @@ def why_not_first(problem: Problem, device: Device, tile: HopperTile, tiles: int
         f"takes about {time:.0f} us for tiles of {tile.Br} rows, of which {problem.seqlen_q} are "
         f"there; one for few rows takes {others:.0f}"
     )
-
-
-def has_latent_tiles(problem: Problem) -> bool:
-    """Whether a tile of keys serves as that of their values, without more columns than they have.
-
-    Each of two thread blocks takes half of the values' columns and half of the others.
-    """
-    if not problem.values_in_keys or problem.itemsize != 2:
-        return False
-    if problem.score is not None or problem.scales is not None or problem.layout.packed_q:
-        return False
-    return problem.head_dim % _COLUMNS == problem.head_dim_v % _COLUMNS == 0
 
 
 def _tile_time(tile: HopperTile) -> split.TileTime:

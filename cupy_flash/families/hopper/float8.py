@@ -7,7 +7,7 @@ heads_kv, head_dim_v, keys), the keys filled up to whole tiles.
 from __future__ import annotations
 
 from cupy_flash.families.contract import round_up
-from cupy_flash.families.hopper_tiles import HopperTile
+from cupy_flash.families.hopper.tiles import HopperTile
 from cupy_flash.families.schedule import STRIDE_UNIT, Launch, TensorMapSpec
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem

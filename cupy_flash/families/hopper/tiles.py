@@ -34,6 +34,8 @@ class HopperTile(Tile):
     turns: int = 1
 
 
+# Keys of the narrowest that is searched for.
+FEWEST_KEYS = 32
 # As many steps of Q in registers as there are.
 ALL_STEPS = 16
 

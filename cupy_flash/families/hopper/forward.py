@@ -1,0 +1,318 @@
+"""Fused attention of float8 to float32 on Hopper (sm_90a): `kernels_cu/forward/hopper.cu`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+from cupy_flash.families import split
+from cupy_flash.families.contract import (
+    MAX_GRID,
+    Family,
+    TranslationUnit,
+    ceil_div,
+    why_not_scale,
+    why_not_shared_memory,
+)
+from cupy_flash.families.hopper import (
+    float8,
+    latent,
+    persistent,
+    pieces,
+    scores,
+    sequences,
+    tensor_maps,
+)
+from cupy_flash.families.hopper.columns import MOST_COLUMNS, block_columns, k_steps, ranks
+from cupy_flash.families.hopper.registers import consumer_registers, overlaps_output, register_split
+from cupy_flash.families.hopper.shared_memory import block_bytes
+from cupy_flash.families.hopper.sm90 import WARPGROUP, WARPGROUP_ROWS, why_not_device
+from cupy_flash.families.hopper.tiles import FEWEST_KEYS, HopperTile, preferred_tiles, tile_of
+from cupy_flash.families.schedule import MAIN_ENTRY, WHOLE, Launch, Schedule, Split
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import Problem
+
+# More tiles of keys and values on their way brought nothing.
+_MOST_STAGES = 8
+# Whose tiles are interleaved at most, where that is for more than their keys' sake.
+_MOST_HEADS = 64
+
+
+class HopperFamily(Family[HopperTile]):
+    """FlashAttention-3 with the blocks of all query tiles in one stream: wgmma and TMA."""
+
+    name = "hopper"
+    source = "forward/hopper.cu"
+    tile_type = HopperTile
+    arch_specific = True
+    serves_sequences = True
+    serves_float8 = True
+    reads_block_maps = True
+
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        problem = latent.posed(problem)
+        if problem.itemsize > 4:
+            return f"its tensor-core products take float8, 16 bits or float32, not {problem.dtype}"
+        if reason := why_not_device(device) or why_not_scale(problem):
+            return reason
+        if problem.seqlen_k == 0:
+            return "the copy engine cannot address arrays without keys"
+        if reason := sequences.why_not(problem):
+            return reason
+        if problem.dtype == "float32":
+            return pieces.why_not(problem) or self._why_not_tiles(problem, device)
+        if problem.is_float8:
+            return float8.why_not(problem) or self._why_not_maps(problem, device)
+        if block_columns(problem, problem.head_dim_v) > MOST_COLUMNS:
+            return (
+                f"two blocks write {2 * MOST_COLUMNS} columns of a head's output at most, not "
+                f"{problem.head_dim_v}"
+            )
+        return tensor_maps.why_not_rows(problem) or self._why_not_maps(problem, device)
+
+    def _why_not_maps(self, problem: Problem, device: Device) -> str | None:
+        maps = tensor_maps.forward_maps(problem, HopperTile(64, 16))
+        return tensor_maps.why_not_strides(maps.values()) or self._why_not_tiles(problem, device)
+
+    def _why_not_tiles(self, problem: Problem, device: Device) -> str | None:
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        posed = latent.posed(problem)
+        if posed is not problem:
+            tile = self.default_tile(problem, device)
+            return latent.why_not_first(posed, device, tile, self._tiles(posed, tile))
+        if problem.dtype == "float32":
+            return pieces.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+        if problem.layout.is_equal:
+            return None
+        return sequences.why_not_first(problem) or self._why_not_few_tiles(problem, device)
+
+    def _why_not_few_tiles(self, problem: Problem, device: Device) -> str | None:
+        """Why others take less time for a problem whose keys it does not split, or None."""
+        tile = self.default_tile(problem, device)
+        tiles = self._tiles(sequences.of_equal_lengths(problem), tile)
+        if 2 * tiles * ranks(problem) >= device.sm_count:
+            return None
+        is_equal = problem.layout.is_equal
+        what, number = ("float32", f"{tiles}") if is_equal else ("sequences", f"about {tiles}")
+        return (
+            f"does not split the keys of {what}, and {number} query tiles leave most of "
+            f"{device.sm_count} SMs idle"
+        )
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[HopperTile]:
+        problem = latent.posed(problem)
+        steps = k_steps(problem)
+        for Br, Bc, q_stages, q_steps, turns in itertools.product(
+            (64, 128, 192),
+            range(FEWEST_KEYS, 257, 16),
+            (1, 2),
+            sorted({0, 2, steps // 4, steps}),
+            (0, 1),
+        ):
+            if turns and Br == 64:
+                continue
+            tile = dataclasses.replace(tile_of(Br, Bc, q_stages, q_steps), turns=turns)
+            yield self._with_all_stages(problem, device, tile)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: HopperTile) -> str | None:
+        problem = latent.posed(problem)
+        if tile.Br not in (64, 128, 192):
+            return f"Br is {tile.Br}; expected 64, 128 or 192"
+        if tile.Bc % 16 or not 16 <= tile.Bc <= 256:
+            return f"Bc is {tile.Bc}; expected a multiple of 16 up to 256"
+        if problem.layout.page_size % tile.Bc:
+            return (
+                f"Bc is {tile.Bc}; expected a divisor of a page's {problem.layout.page_size} rows"
+            )
+        if problem.is_float8 and (reason := float8.why_not_tile(problem, tile)):
+            return reason
+        if tile.stages < 2:
+            return f"stages is {tile.stages}; expected at least 2"
+        if tile.q_stages not in (1, 2):
+            return f"q_stages is {tile.q_stages}; expected 1 or 2"
+        if tile.q_steps and pieces.count(problem) > 1:
+            return f"q_steps is {tile.q_steps}; expected 0 where queries come in pieces"
+        if tile.q_steps and latent.holds_values_in_keys(problem):
+            return f"q_steps is {tile.q_steps}; expected 0 where keys hold values"
+        if tile.q_steps > k_steps(problem):
+            return f"q_steps is {tile.q_steps}; head_dim has {k_steps(problem)}"
+        if tile.turns not in (0, 1) or (tile.turns and tile.Br == 64):
+            return f"turns is {tile.turns}; expected 0, or with more than one consumer 1"
+        if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):
+            return reason
+        if self._tiles(problem, tile) > MAX_GRID:
+            return f"has {self._tiles(problem, tile)} query tiles; {MAX_GRID} can be counted"
+        need, (_, most) = consumer_registers(problem, tile), register_split(problem, tile)
+        if need > most:
+            return f"needs about {need} registers per thread; {most} are left to it"
+        return None
+
+    def default_tile(self, problem: Problem, device: Device) -> HopperTile:
+        tile = self._first_legal(latent.posed(problem), device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> HopperTile | None:
+        equal = sequences.of_equal_lengths(problem)
+        preferred = (
+            self._with_all_stages(
+                problem,
+                device,
+                dataclasses.replace(tile, q_steps=min(tile.q_steps, k_steps(problem))),
+            )
+            for tile in preferred_tiles(equal, device, scores.streams_bias(equal))
+        )
+        tiles = itertools.chain(preferred, self.candidates(problem, device))
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def _with_all_stages(self, problem: Problem, device: Device, tile: HopperTile) -> HopperTile:
+        """The tile with as many stages as shared memory has place for."""
+        candidates = (dataclasses.replace(tile, stages=n) for n in range(_MOST_STAGES, 0, -1))
+        most = device.shared_memory_per_block
+        fitting = (t for t in candidates if self.shared_memory(problem, t) <= most)
+        return next(fitting, dataclasses.replace(tile, stages=0))
+
+    def shared_memory(self, problem: Problem, tile: HopperTile) -> int:
+        return block_bytes(latent.posed(problem), tile)
+
+    def tile_note(self, problem: Problem, tile: HopperTile) -> str:
+        block = problem.score.block if problem.score is not None else None
+        if block is None or not self.is_mapped(problem):
+            return ""
+        looked_at, rows = "so pairs are looked at along their edges", WARPGROUP_ROWS
+        if block[0] % rows or block[1] % tile.Bc:
+            return (
+                f"; blocks of {block[0]} x {block[1]} are no multiples of {rows} rows and of "
+                f"the tile's {tile.Bc} keys, {looked_at}"
+            )
+        if math.gcd(problem.q_offset, rows) < rows:
+            return (
+                f"; queries begin at key {problem.q_offset}, no multiple of {rows}, and blocks "
+                f"of rows at key 0, {looked_at}"
+            )
+        return ""
+
+    def map_parts(self, tile: HopperTile) -> int:
+        return tile.Br // WARPGROUP_ROWS
+
+    def threads(self, tile: HopperTile) -> int:
+        return WARPGROUP * (tile.Br // WARPGROUP_ROWS + 1)
+
+    def schedule(self, problem: Problem, device: Device, tile: HopperTile) -> Schedule:
+        given, problem = problem, latent.posed(problem)
+        maps = tensor_maps.forward_maps(problem, tile)
+        if not problem.layout.is_equal:
+            is_latent = latent.holds_values_in_keys(problem)
+            cut = latent.split_of(problem, device, tile) if is_latent else WHOLE
+            main = self._main(problem, device, tile, cut)
+            # The sequences' order, made by a kernel before or by each block.
+            order = sequences.order_bytes(problem)
+            launches: tuple[Launch, ...] = (sequences.launch(), main)
+            if ranks(problem) > 1:
+                launches, order = (main,), order * math.prod(main.grid)
+            return Schedule(
+                launches + split.combine_launches(problem, cut),
+                cut,
+                workspace=split.workspace(problem, cut) + order,
+                # At least; the kernel takes more for a short causal sequence.
+                section_heads=problem.heads_q // problem.heads_kv,
+                tensor_maps=maps,
+                params=latent.changed_params(given, problem),
+            )
+        if pieces.count(problem) > 1:
+            workspace, parts = pieces.workspace(problem)
+            return Schedule(
+                (pieces.launch(device), self._main(problem, device, tile, WHOLE)),
+                workspace=workspace,
+                section_heads=self._section_heads(problem, device, tile),
+                tensor_maps=maps,
+                parts=parts,
+            )
+        if problem.is_float8:
+            return Schedule(
+                (float8.launch(device), self._main(problem, device, tile, WHOLE)),
+                workspace=float8.workspace(problem),
+                section_heads=self._section_heads(problem, device, tile),
+                tensor_maps=maps,
+                parts={float8.VALUES: 0},
+            )
+        cut = split.choose(
+            problem,
+            device,
+            q_tiles=ceil_div(problem.seqlen_q, tile.Br) * ranks(problem),
+            key_tiles=ceil_div(problem.seqlen_k, tile.Bc),
+            blocks_per_sm=1,
+        )
+        main = self._main(problem, device, tile, cut)
+        return Schedule(
+            (main, *split.combine_launches(problem, cut)),
+            cut,
+            workspace=split.workspace(problem, cut),
+            section_heads=self._section_heads(problem, device, tile),
+            tensor_maps=maps,
+        )
+
+    def _section_heads(self, problem: Problem, device: Device, tile: HopperTile) -> int:
+        # With a block map tiles come by their size: the more of a size, the evener the shares. A
+        # bias that heads share stays in L2 while they work on the same rows.
+        shares_bias = scores.streams_bias(problem) and not scores.bias_strides(problem)[2]
+        if self.is_mapped(problem) or shares_bias:
+            return min(problem.batch * problem.heads_q, _MOST_HEADS)
+        blocks = device.sm_count // ranks(problem)
+        return persistent.section_heads(problem, blocks=blocks, Br=tile.Br, Bc=tile.Bc)
+
+    def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
+        count = ranks(problem)
+        if problem.shares_gpu:
+            # Of packed sequences about as many as there are tiles, of which most may be empty.
+            most = self._tiles(sequences.of_equal_lengths(problem), tile) * cut.parts
+        else:
+            most = device.sm_count // count
+        blocks = min(self._tiles(problem, tile) * cut.parts, most)
+        return Launch(
+            MAIN_ENTRY,
+            "hopper_forward",
+            (blocks, 1, count),
+            self.threads(tile),
+            self.shared_memory(problem, tile),
+            min_blocks=1,
+            cluster=count if count > 1 else 0,
+            arguments=(
+                tensor_maps.argument(problem),
+                "float8_params" if problem.is_float8 else "params",
+            ),
+        )
+
+    def _tiles(self, problem: Problem, tile: HopperTile) -> int:
+        return ceil_div(problem.seqlen_q, tile.Br) * problem.batch * problem.heads_q
+
+    def unit(self, problem: Problem, tile: HopperTile, schedule: Schedule) -> TranslationUnit:
+        return super().unit(latent.posed(problem), tile, schedule)
+
+    def config(self, problem: Problem, tile: HopperTile, split: Split) -> dict[str, int | bool]:
+        of_producer, of_consumer = register_split(problem, tile)
+        return {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "stages": tile.stages,
+            "q_stages": tile.q_stages,
+            "turns": bool(tile.turns),
+            "overlaps_output": overlaps_output(problem, tile),
+            "q_steps": tile.q_steps,
+            "producer_registers": of_producer,
+            "consumer_registers": of_consumer,
+            "sequences": not problem.layout.is_equal,
+            "page_size": problem.layout.page_size,
+            "values_in_keys": latent.holds_values_in_keys(problem),
+            "noted": scores.is_noted(problem, tile),
+            "bounded": scores.is_bounded(problem),
+            "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,
+            "shared_memory": self.shared_memory(problem, tile),
+            **(float8.config(problem, tile) if problem.is_float8 else {}),
+        }

@@ -1,0 +1,69 @@
+"""Packed, cached and paged sequences as the `hopper` family takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cupy_flash.families.contract import ceil_div
+from cupy_flash.families.hopper import latent
+from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
+from cupy_flash.families.hopper.tiles import FEWEST_KEYS
+from cupy_flash.families.schedule import Launch
+from cupy_flash.problem.problem import Problem
+
+_PREPARE_THREADS = 1024
+# `SequenceOrder::scratch_words` of `grid/order.cuh`.
+_PREPARE_WORDS = 256 + 32
+_WORD_BYTES = 4
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no tile can serve the problem for how its sequences lie, or None."""
+    layout = problem.layout
+    if layout.is_equal:
+        return None
+    if layout.page_size:
+        if not latent.holds_values_in_keys(problem):
+            return "the copy engine brings rows that lie one behind the other, not pages"
+        if layout.page_size % FEWEST_KEYS:
+            return f"a tile of keys is of one page, and {layout.page_size} rows are not enough"
+    if not layout.packed_k and layout.caches + layout.pages == 0:
+        return "the copy engine cannot address arrays without keys"
+    if (layout.num_splits or 1) > 1 and not latent.holds_values_in_keys(problem):
+        return "it splits the keys of sequences of equal length only"
+    return None
+
+
+def why_not_first(problem: Problem) -> str | None:
+    """Why a kernel that has several heads in a tile is the better choice, or None."""
+    rows = problem.seqlen_q
+    if rows < WARPGROUP_ROWS and problem.heads_q > problem.heads_kv:
+        return (
+            f"has tiles of one head and at least {WARPGROUP_ROWS} query rows, and here are {rows}; "
+            "others have the heads of a group in one tile"
+        )
+    return None
+
+
+def of_equal_lengths(problem: Problem) -> Problem:
+    """The problem that a tile is chosen for: of packed sequences, as many of the longest."""
+    layout = problem.layout
+    if layout.is_equal:
+        return problem
+    if problem.is_batch_invariant:
+        # Any will do that is the same for all batches and lengths.
+        return dataclasses.replace(problem, batch=128, seqlen_q=8192, seqlen_k=8192)
+    if not layout.packed_q:
+        return problem
+    return dataclasses.replace(problem, batch=ceil_div(layout.total_q, max(1, problem.seqlen_q)))
+
+
+def order_bytes(problem: Problem) -> int:
+    """Of the order in which sequences are taken (`grid/order.cuh`)."""
+    return (2 * problem.batch + 2) * _WORD_BYTES
+
+
+def launch() -> Launch:
+    """What makes the order, ahead of the kernel that takes them in it."""
+    words = _PREPARE_WORDS * _WORD_BYTES
+    return Launch("prepare", "hopper_prepare", (1, 1, 1), _PREPARE_THREADS, words)

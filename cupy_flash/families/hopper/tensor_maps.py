@@ -1,0 +1,105 @@
+"""Tensor maps of the `hopper` family, by which the copy engine brings tiles of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from cupy_flash.families.contract import round_up
+from cupy_flash.families.hopper import float8, latent, pieces
+from cupy_flash.families.hopper.columns import block_columns, operand_bytes
+from cupy_flash.families.hopper.scores import bias_strides, streams_bias
+from cupy_flash.families.hopper.tiles import HopperTile
+from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, TensorMapSpec
+from cupy_flash.problem.arrays import Shape, Strides
+from cupy_flash.problem.problem import Problem
+
+
+def why_not_rows(problem: Problem) -> str | None:
+    """Why the copy engine cannot bring the rows that are read, or None if it can."""
+    if problem.alignment >= STRIDE_UNIT:
+        return None
+    return (
+        f"the copy engine needs rows that begin on {STRIDE_UNIT} bytes; these begin on "
+        f"{problem.alignment}"
+    )
+
+
+def why_not_strides(maps: Iterable[TensorMapSpec]) -> str | None:
+    """Why the copy engine cannot step as these do, or None if it can."""
+    for spec in maps:
+        for length, stride in zip(spec.shape[1:], spec.strides, strict=True):
+            if length > 1 and not 0 <= stride < MAX_STRIDE:
+                return f"the copy engine cannot step {stride} bytes"
+    return None
+
+
+def argument(problem: Problem) -> str:
+    """Which tensor maps the forward kernel is given."""
+    if latent.holds_values_in_keys(problem):
+        return "latent_maps"
+    return "biased_maps" if streams_bias(problem) else "maps"
+
+
+def forward_maps(problem: Problem, tile: HopperTile) -> dict[str, TensorMapSpec]:
+    """Of q, k and v, or what they become, and of a bias."""
+    p = problem
+    rows_q, batch_q, rows_k, batch_k = p.seqlen_q, p.batch, p.seqlen_k, p.batch
+    if not p.layout.is_equal:
+        if p.layout.packed_q:
+            rows_q, batch_q = p.layout.total_q, 1
+        if p.layout.packed_k:
+            rows_k, batch_k = p.layout.total_k, 1
+        elif p.layout.page_size:
+            rows_k, batch_k = p.layout.page_size, p.layout.pages
+        else:
+            batch_k = p.layout.caches
+    if pieces.count(p) > 1:
+        rows = {"q": tile.Br, "k": tile.Bc, "v": tile.Bc}
+        dims = {"q": p.head_dim, "k": p.head_dim, "v": p.head_dim_v}
+        boxes = {name: (_slab_columns(dims[name]), rows[name]) for name in pieces.ROWS}
+        return pieces.tensor_maps(p, boxes)
+    maps = {
+        "q": _spec(p, "q", (p.head_dim, rows_q, p.heads_q, batch_q), tile.Br),
+        "k": _spec(p, "k", (p.head_dim, rows_k, p.heads_kv, batch_k), tile.Bc),
+    }
+    if p.is_float8:
+        box = (_slab_columns(tile.Bc, 1), float8.value_rows(p, tile))
+        maps[float8.VALUES] = float8.tensor_map(p, box)
+        return maps
+    maps["v"] = _spec(p, "v", (p.head_dim_v, rows_k, p.heads_kv, batch_k), tile.Bc)
+    if latent.holds_values_in_keys(p):
+        # Lines of the values, and of the others.
+        line, rest = (_slab_columns(n // 2) for n in (p.head_dim_v, p.head_dim - p.head_dim_v))
+        for name, height in (("q", tile.Br), ("k", tile.Bc)):
+            spec = maps[name]
+            maps[name] = dataclasses.replace(spec, box=(line, height))
+            maps[f"{name}_rest"] = dataclasses.replace(spec, box=(rest, height), array=name)
+    if streams_bias(p):
+        scores = (p.seqlen_k, p.seqlen_q, p.heads_q, p.batch)
+        box = (_slab_columns(tile.Bc), tile.Br)
+        maps["bias"] = map_spec(p, scores, bias_strides(p), box)
+    return maps
+
+
+def map_spec(
+    problem: Problem, shape: Shape, strides: Strides, box: tuple[int, int]
+) -> TensorMapSpec:
+    """Of an array of the problem's dtype, with strides of batch, row and head in elements."""
+    batch_stride, row_stride, head_stride = (s * problem.itemsize for s in strides)
+    steps = (row_stride, head_stride, batch_stride)
+    # Where there is nothing to step to, any stride that the driver takes will do.
+    row, head, batch = (
+        step if length > 1 else STRIDE_UNIT for length, step in zip(shape[1:], steps, strict=True)
+    )
+    return TensorMapSpec(problem.dtype, shape, (row, head, batch), box)
+
+
+def _spec(problem: Problem, name: str, shape: Shape, rows: int) -> TensorMapSpec:
+    columns = _slab_columns(block_columns(problem, shape[0]), operand_bytes(problem))
+    return map_spec(problem, shape, problem.tensors[name].strides, (columns, rows))
+
+
+def _slab_columns(columns: int, itemsize: int = 2) -> int:
+    """Columns of one line of shared memory, which is also the swizzle's width."""
+    return (128 if round_up(columns * itemsize, 64) % 128 == 0 else 64) // itemsize

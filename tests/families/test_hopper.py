@@ -481,6 +481,16 @@ def test_the_other_layout_and_views_of_it_differ_in_strides_only():
     assert v.strides == (3 * 128, 128, 203 * 3 * 128)
 
 
+def test_beside_other_kernels_a_grid_has_a_block_for_each_tile() -> None:
+    """Of packed sequences for each of as many of the longest, however many there are."""
+    case, tile = problem(batch=2), HopperTile(128, 128)
+    for each in (case, packed(case), packed(case, sequences=1000)):
+        shared = dataclasses.replace(each, shares_gpu=True)
+        grid = hopper.schedule(shared, h100, tile).main.grid
+        assert grid == (4096 // 128 * 2 * 16, 1, 1)
+        assert hopper.schedule(each, h100, tile).main.grid == (h100.sm_count, 1, 1)
+
+
 def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():
     case = problem("float16", 128, 64, batch=2, seqlen=203, seqlen_q=799, heads=6, heads_kv=3)
     q, k, v = maps_of(packed(case, sequences=5), HopperTile(192, 80))

@@ -47,7 +47,10 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
+from cupy_flash.calls import run
+from cupy_flash.calls.new_rows import NewRows, Stripes
 from cupy_flash.families import FAMILIES, FORWARD
+from cupy_flash.parallel import cache_shard
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 
 # Head dims whose rows, one after the other, keep the alignment that the first has.
@@ -488,6 +491,30 @@ def call_float8(case: Float8Case) -> str | None:
     return None
 
 
+def shard_appends() -> Iterator[tuple[str, Any]]:
+    """Appends to a cache that ranks share out, all of them here one after the other."""
+    for dtype, ranks, stripe in (("float16", 2, 3), ("bfloat16", 3, 1), ("float32", 2, 256)):
+        yield f"append {dtype} to {ranks} ranks in stripes of {stripe}", (dtype, ranks, stripe)
+
+
+def call_shard_append(dtype: str, ranks: int, stripe: int) -> str | None:
+    """Why the call went wrong, or None."""
+    rng = np.random.default_rng(ranks)
+    whole, new = (rng.standard_normal((2, rows, 3, 40)).astype(DTYPES[dtype]) for rows in (41, 7))
+    lengths = np.array([30, 5], np.int32)
+    filled = whole.copy()
+    for sequence, length in enumerate(lengths):
+        filled[sequence, length : length + 7] = new[sequence]
+    k, cache_seqlens = on_gpu(new, MAX_ALIGNMENT), on_gpu(lengths, 4)
+    for rank in range(ranks):
+        shard = functools.partial(cache_shard, ranks=ranks, rank=rank, stripe=stripe)
+        caches = [on_gpu(shard(whole), MAX_ALIGNMENT) for _ in "kv"]
+        run.append(NewRows(*caches, k, k, cache_seqlens), Stripes(ranks, rank, stripe, 41), 0)
+        if any((cache.get() != shard(filled)).any() for cache in caches):
+            return f"rank {rank} has other rows"
+    return None
+
+
 # What goes wrong in a call, if anything does, by the call's name.
 Named = tuple[str, Callable[[], "str | None"]]
 
@@ -521,6 +548,7 @@ def plain_calls() -> Iterator[Named]:
     """Those of no group."""
     yield from _named(call, _supported(cases()))
     yield from _named(call_with_sequences, sequence_calls())
+    yield from ((name, functools.partial(call_shard_append, *x)) for name, x in shard_appends())
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from cupy_flash.problem.backward import with_gradient
 from cupy_flash.problem.gradient import ROWS, GradientSpec
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.problem import Problem, make_problem
+from cupy_flash.problem.score import ScoreSpec
 from cupy_flash.problem.values import check_count
 
 from .mod_arguments import array_bytes, score_of
@@ -210,7 +211,7 @@ class Case:
             causal=self.causal,
             softmax_scale=self.softmax_scale,
             q_offset=self.q_offset,
-            score=score_of(self.mods, self.sizes, causal=self.causal),
+            score=self._score(),
         )
 
     def _sequences_problem(self) -> Problem:
@@ -234,10 +235,13 @@ class Case:
             num_splits=self.asked_splits,
             causal=self.causal,
             softmax_scale=self.softmax_scale,
-            score=score_of(self.mods, self.sizes, causal=self.causal),
+            score=self._score(),
             scales=Scales(_OF_HEADS, _OF_HEADS) if self.cache_dtype else None,
             values_in_keys=self.values_in_keys,
         )
+
+    def _score(self) -> ScoreSpec | None:
+        return score_of(self.mods, self.sizes, causal=self.causal, backward=self.is_backward)
 
     def _require_consistent(self) -> None:
         if self.kind not in KINDS:

@@ -93,8 +93,8 @@ def keywords(
 
 
 @functools.lru_cache(maxsize=256)
-def score_of(mods: Mods, sizes: Sizes, *, causal: bool) -> ScoreSpec | None:
-    """What kernels are made for, without the arrays.
+def score_of(mods: Mods, sizes: Sizes, *, causal: bool, backward: bool = False) -> ScoreSpec | None:
+    """What kernels are made for, without the arrays; of `backward` ones with derivatives.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def score_of(mods: Mods, sizes: Sizes, *, causal: bool) -> ScoreSpec | None:
         As the library does.
     """
     unread = {name: _unread(*array) for name, array in shapes(mods, sizes).items()}
-    found = read_modifiers(keywords(mods, sizes, unread, np.asarray))
+    found = read_modifiers(keywords(mods, sizes, unread, np.asarray), backward=backward)
     if found is None:
         return None
     modifiers, arrays, _ = found

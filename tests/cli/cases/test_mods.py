@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support import fake_cupy
 
-from cupy_flash import plan, plan_varlen, plan_with_kvcache
+from cupy_flash import plan, plan_backward, plan_varlen, plan_with_kvcache
 from cupy_flash.cli.bench.bench import _choose_providers
 from cupy_flash.cli.cases import inputs as inputs_module
 from cupy_flash.cli.cases.built_in import BUILT_IN
@@ -120,6 +120,15 @@ def test_a_case_poses_the_problem_that_its_arrays_pose(case: Case) -> None:
     assert posed.score is not None
     if case.kind != "varlen":
         assert case.problem() == posed
+
+
+@pytest.mark.parametrize("mods", ALL)
+def test_a_case_of_gradients_poses_the_problem_that_its_arrays_pose(mods: str) -> None:
+    case = dataclasses.replace(dense(mods, causal=True), dtype="float16")
+    call = random_inputs(case, 0, on_gpu=False).call(on_gpu=False)
+    posed = plan_backward(*call.args, arch="sm_90", **call.keywords).problem
+
+    assert dataclasses.replace(case, direction="backward").problem() == posed
 
 
 @pytest.mark.parametrize("case", cases())

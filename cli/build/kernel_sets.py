@@ -210,13 +210,13 @@ def _append_spec(
     )
 
 
-def problem_of_class(text: str) -> Problem | None:
-    """A problem of a tuned entry's class; None if the class is not spelled as now."""
+def case_of_class(text: str) -> Case | None:
+    """A case of a tuned entry's class, but for how rows are aligned; see `problem_of_class`."""
     found = ProblemClass.parse(text)
     if found is None or found.dtype not in DTYPES:
         return None
     heads = max(1, found.rows // max(1, found.seqlen_q))
-    case = Case(
+    return Case(
         found.dtype,
         1,
         found.seqlen_q,
@@ -232,6 +232,13 @@ def problem_of_class(text: str) -> Problem | None:
         cache_dtype=found.cache_dtype,
         values_in_keys=found.values_in_keys,
     )
+
+
+def problem_of_class(text: str) -> Problem | None:
+    """A problem of a tuned entry's class; None if the class is not spelled as now."""
+    found, case = ProblemClass.parse(text), case_of_class(text)
+    if found is None or case is None:
+        return None
     try:
         problem = case.problem()
     except ValueError:

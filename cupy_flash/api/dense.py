@@ -186,6 +186,7 @@ def plan(
     family: str | None = None,
     tile: TileRequest = None,
     arch: str | None = None,
+    out_dtype: str | None = None,
     **modifications: Unpack[Modifications],
 ) -> Plan:
     """The Plan that a call with these arguments would use, without computing anything.
@@ -196,6 +197,8 @@ def plan(
         As in `flash_attention`. The arrays are not read.
     arch : str, optional
         Plan for a usual GPU of this architecture, such as "sm_90", instead of the current one.
+    out_dtype : {"bfloat16", "float16"}, optional
+        As in `flash_attention`. No plan depends on scales of float8.
 
     Returns
     -------
@@ -205,4 +208,6 @@ def plan(
     options = Options(
         "equal", causal, softmax_scale, False, family, freeze_tile(tile), q_offset, layout
     )
+    if out_dtype is not None:
+        options = options._replace(kind="scaled", out_dtype=out_dtype)
     return run.plan(Arguments(q, k, v), options, backend, arch, modifications)

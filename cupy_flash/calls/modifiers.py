@@ -27,17 +27,11 @@ from cupy_flash.mods.keywords import (
     require_mod,
     window_of,
 )
-from cupy_flash.mods.modification import (
-    NOT_DERIVABLE,
-    Derivable,
-    MaskMod,
-    ScoreMod,
-    Traced,
-    prefixed,
-)
+from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_causal
+from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
-from cupy_flash.arrays.strided import as_cupy, is_cupy, is_readable_in_place
+from cupy_flash.arrays.strided import as_cupy, is_cupy, is_cupy_type, is_readable_in_place
 from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
@@ -64,7 +63,6 @@ def attention(
     options = plain_options(options)
     if backend == "auto":
         # The common calls, without the checks that their arguments pass by their types.
-        cupy = sys.modules.get("cupy")
         like = arguments.q if arguments.qkv is None else arguments.qkv
         if (
             arguments.k_scale is not None
@@ -72,7 +70,7 @@ def attention(
             or arguments.q_scale is not None
         ):
             arguments = _with_numbers_placed(arguments)
-        if cupy is not None and like.__class__ is cupy.ndarray:
+        if is_cupy_type(like.__class__):
             found = on_gpu.run(arguments, options, keys, True, functions, modifiers)
             if found is not None:
                 return found if options.return_lse else found[0]
@@ -118,8 +116,7 @@ def _with_numbers_placed(arguments: Arguments) -> Arguments:
 
 def combine(partials: Partials) -> tuple[Any, Any]:
     """What `cupy_flash.combine` returns."""
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and all(a.__class__ is cupy.ndarray for a in partials[:2]):
+    if is_cupy(partials.out_partial) and is_cupy(partials.lse_partial):
         found = on_gpu.run(partials, None, 0, True)
         if found is not None:
             return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from cupy_flash.arrays.kinds import (
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
+    is_cupy_type,
     require_4d,
     require_float,
     require_shape,
@@ -87,8 +87,7 @@ def gradients(
     if modifications:
         arguments, modifiers, functions = modified(arguments, modifications, backward=True)
     options = plain_options(options)
-    cupy = sys.modules.get("cupy")
-    if backend == "auto" and cupy is not None and arguments.q.__class__ is cupy.ndarray:
+    if backend == "auto" and is_cupy_type(arguments.q.__class__):
         results = on_gpu.run(arguments, options, 0, True, functions, modifiers)
         if results is not None:
             return tuple(results)

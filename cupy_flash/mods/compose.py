@@ -25,8 +25,9 @@ from cupy_flash.mods.expression import (
     operation,
     substitute,
 )
-from cupy_flash.mods.modification import Traced, prefixed
+from cupy_flash.mods.modification import prefixed
 from cupy_flash.mods.symbols import Symbol, as_node
+from cupy_flash.mods.traced import Traced
 
 
 def compose(

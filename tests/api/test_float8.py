@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from support.float8_support import FLOAT8, Float8Case, random_case, truth_of
 
-from cupy_flash import flash_attention, flash_attention_backward
+from cupy_flash import flash_attention, flash_attention_backward, plan
+from cupy_flash.calls import run
+from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.options import Options
 from cupy_flash.reference.dense import attention_naive, attention_reference
 
 BASE = Float8Case(30, 40)
@@ -54,6 +57,29 @@ def test_the_output_is_bfloat16_unless_asked_for() -> None:
     out = np.full(BASE.shape("out"), np.nan, np.float16)
     assert flash_attention(**arguments, out=out) is out
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
+def test_a_plan_is_of_the_output_that_is_asked_for(where: dict[str, Any]) -> None:
+    q, k, v = (BASE.arguments()[name] for name in "qkv")
+    assert plan(q, k, v, **where).problem.out_dtype == "bfloat16"
+    assert plan(q, k, v, out_dtype="float16", **where).problem.out_dtype == "float16"
+    with pytest.raises(TypeError, match="out_dtype is an int; expected a name"):
+        plan(q, k, v, out_dtype=3, **where)
+    wide = q.astype(np.float16)
+    with pytest.raises(ValueError, match="out_dtype is for q, k and v of float8_e4m3fn"):
+        plan(wide, wide, wide, out_dtype="float16", **where)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+def test_no_plan_depends_on_scales(name: str) -> None:
+    q, k, v, scale = (BASE.arguments()[x] for x in ("q", "k", "v", name))
+    one, other = (
+        run.plan(Arguments(q, k, v, **scales), Options("scaled"), "auto", "sm_90")
+        for scales in ({}, {name: scale})
+    )
+    assert one.problem != other.problem
+    assert dataclasses.replace(other, problem=one.problem) == one
 
 
 def test_scales_need_not_be_given() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from cupy_flash import combine, flash_attention, flash_attention_backward
 from cupy_flash.calls import backends, on_host
 from cupy_flash.calls.options import Options
 from cupy_flash.errors import UnsupportedError
+from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.problem.arrays import ArraySpec
 from cupy_flash.problem.device import device_for_arch
 from cupy_flash.problem.problem import Problem, make_problem
@@ -59,3 +64,25 @@ def test_without_a_gpu_the_cpu_computes_and_asking_for_one_is_refused(
     assert not on_host.runs_on_gpu(problem(), OPTIONS, "auto")
     with pytest.raises(UnsupportedError, match="backend is 'gpu', but it was sold"):
         on_host.runs_on_gpu(problem(), OPTIONS, "gpu")
+
+
+def gradients(x: np.ndarray) -> Any:
+    out, lse = flash_attention(x, x, x, return_lse=True)
+    return flash_attention_backward(x, x, x, x, out, lse)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda x: flash_attention(x, x, x), gradients, lambda x: combine(x[None], x[None, ..., 0])],
+)
+def test_another_thread_may_be_importing_cupy(
+    call: Callable[[np.ndarray], Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_unavailable()  # Which asks the real CuPy, once.
+    monkeypatch.setattr(backends, "gpu_unavailable", lambda: "it is not there yet")
+    x = rng.standard_normal((1, 5, 5, 8)).astype(np.float32)
+    expected = call(x)
+    # In which there is nothing yet.
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    for array, wanted in zip(call(x), expected, strict=True):
+        np.testing.assert_array_equal(array, wanted)

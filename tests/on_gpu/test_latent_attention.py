@@ -19,7 +19,6 @@ from support.quantized_support import CACHE_DTYPES, QuantizedCase, on_device
 from support.sequence_support import KVCacheCase, Truth, ragged_lengths, to_numpy
 
 from cupy_flash import flash_attention_with_kvcache, plan_with_kvcache
-from cupy_flash.reference.packed import attention_with_kvcache_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -204,19 +203,13 @@ def test_few_heads_go_to_decode() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
 def test_windows_sinks_and_modifications_are_right(cache_dtype: str | None) -> None:
     base = KVCacheCase((190, 0, 77), "bfloat16", seqlen_q=2, causal=True, heads_q=4, **LATENT)
-    arguments = latent_arguments(base, cache_dtype, "row")
-    more = {
+    modifications = {
         "window_size": (40, 0),
         "sinks": np.array([0.5, -1, 2, 0], np.float32),
         "softcap": 5.0,
         "alibi_slopes": np.array([0.5, 0.25, 0, 0.1], np.float32),
     }
-    _, out, _ = run_on_gpu(
-        arguments, family="decode", **{name: on_device(x) for name, x in more.items()}
-    )
-    equivalent, _ = after_the_append(arguments)
-    expected = attention_with_kvcache_reference(**equivalent, **more)
-    np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-6)
+    check_latent(base, cache_dtype, "row", modifications, family="decode")
 
 
 @pytest.mark.parametrize(

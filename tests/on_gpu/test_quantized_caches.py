@@ -16,7 +16,7 @@ from support.quantized_support import (
     on_device,
     run_on_gpu,
 )
-from support.sequence_support import KVCacheCase, VarlenCase, ragged_lengths, to_numpy
+from support.sequence_support import KVCacheCase, Truth, VarlenCase, ragged_lengths, to_numpy
 
 from cupy_flash import flash_attention_varlen, flash_attention_with_kvcache, plan_varlen
 from cupy_flash.errors import UnsupportedError
@@ -141,16 +141,16 @@ def test_many_rows_of_queries_are_right(seqlen_q: int) -> None:
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_windows_sinks_and_modifications_are_right(cache_dtype: str) -> None:
     base = KVCacheCase((190, 0, 77), "bfloat16", seqlen_q=2, causal=True)
-    arguments = QuantizedCase(base, cache_dtype, "row").arguments()
-    more = {
+    arguments = QuantizedCase(base, cache_dtype, "row").arguments() | {
         "window_size": (40, 0),
         "sinks": np.array([0.5, -1, 2, 0], np.float32),
         "softcap": 5.0,
         "alibi_slopes": np.array([0.5, 0.25, 0, 0.1], np.float32),
     }
-    _, out, _ = run_on_gpu(arguments, **more)
-    expected = attention_with_kvcache_reference(**arguments, **more)
-    np.testing.assert_allclose(out.astype(np.float64), expected.out, atol=2**-6)
+    with np.errstate(all="ignore"):
+        truth = Truth.of_kvcache(arguments)
+    _, out, lse = run_on_gpu(arguments)
+    truth.check(out, lse)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -284,9 +284,8 @@ def test_a_captured_step_serves_a_growing_cache() -> None:
         graph.launch(stream)
         stream.synchronize()
         with np.errstate(all="ignore"):
-            expected = attention_with_kvcache_reference(**arguments).out
-        found = to_numpy(out).astype(np.float64)
-        np.testing.assert_allclose(found, expected, atol=2**-6)
+            truth = Truth.of_kvcache(arguments)
+        truth.check(out)
 
 
 def tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,68 +1,83 @@
-"""The tiles of the shipped tables against the reference, on GPUs that may be given them."""
+"""The tiles of the shipped tables against the reference, on GPUs that may be given them.
+
+A table need not hold tiles for calls of all kinds, so that there is one of each besides.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.gpu_support import Case, check, current_device, random_values
-from support.prebuilt import jobs_of_cases, use_cubins, write_cubins
+from support.gpu_support import current_device
+from support.prebuilt import use_cubins, write_cubins
+from support.tuned_calls import TunedCall, calls_of
 
+from cupy_flash.cli.build.build import Job
 from cupy_flash.cli.build.kernel_sets import problem_of_class
 from cupy_flash.cli.tune.findings import is_stale
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import gpu_unavailable
 from cupy_flash.planning import tuning
+from cupy_flash.planning.planner import make_plan
+from cupy_flash.planning.tuning import Entry
+from cupy_flash.problem.device import Device
 
 __all__ = ["use_cubins"]  # fixture
 
 pytestmark = pytest.mark.gpu
 
+CLASSES = (
+    "bfloat16 d128 dv128 causal q1024 k1024 rows65536 align16 packed",
+    "float16 d128 dv128 full q1 k4096 rows1024 align16 cache",
+    "bfloat16 d128 dv128 causal q4 k4096 rows4096 align16 page16",
+    "bfloat16 d64 dv64 full q1 k4096 rows1024 align16 int8-page16",
+    "float16 d576 dv512 full q1 k4096 rows1024 align16 latent-page64",
+    "bfloat16 d576 dv512 full q1 k4096 rows1024 align16 float8_e4m3fn-latent-cache",
+    "bfloat16 d128 dv128 causal q1024 k1024 rows65536 align16 float8_e4m3fn",
+    "bfloat16 d64 dv64 causal q1024 k1024 rows65536 align16 backward",
+    "float16 d128 dv128 causal q1024 k1024 rows65536 align16 packed backward",
+)
 
-def tuned_cases() -> list[Case]:
-    """Each shipped tile that fits this GPU, on ragged lengths with few and many query tiles."""
-    if gpu_unavailable():
-        return []
-    cases = {}
-    device = current_device()
+
+def entries_of(device: Device) -> Iterator[Entry]:
+    """The shipped ones of the present sources, and those of `CLASSES` with the planner's tiles."""
     for path in sorted(tuning.SHIPPED_DIR.glob("*.json")):
         for entry in tuning.read_table(path):
-            problem = problem_of_class(entry.problem_class)
-            if problem is None or entry.arch != device.arch or is_stale(entry):
-                continue
-            tile = FORWARD[entry.family].tile_type(**entry.tile)
-            if FORWARD[entry.family].why_not_tile(problem, device, tile):
-                continue
-            few = Case(
-                entry.family,
-                problem.dtype,
-                seqlen_q=799,
-                seqlen_k=513,
-                head_dim=problem.head_dim,
-                head_dim_v=problem.head_dim_v,
-                causal=problem.causal,
-                q_offset=-150 if problem.causal else None,
-                tile=tile,
-            )
-            many = dataclasses.replace(
-                few, seqlen_q=333, batch=4, heads_q=36, heads_kv=12, q_offset=None
-            )
-            cases.update(dict.fromkeys((few, many)))
-    return list(cases)
+            if entry.arch == device.arch and not is_stale(entry):
+                yield entry
+    for text in CLASSES:
+        problem = problem_of_class(text)
+        assert problem is not None, text
+        if any(f.why_not(problem, device) is None for f in FAMILIES[problem.direction].values()):
+            plan = make_plan(problem, device)
+            digest = FAMILIES[problem.direction][plan.family].digest()
+            tile = dataclasses.asdict(plan.tile)
+            whose = (device.name, device.arch, device.sm_count, plan.family, digest)
+            yield Entry(*whose, problem_class=text, tile=tile, tflops=0.0)
 
 
-CASES = tuned_cases()
+def tuned_calls() -> list[TunedCall]:
+    """Calls on this GPU of each tile that fits it."""
+    if gpu_unavailable():
+        return []
+    device = current_device()
+    calls = (call for entry in entries_of(device) for call in calls_of(entry, device))
+    return list(dict.fromkeys(calls))
+
+
+CALLS = tuned_calls()
 
 
 @pytest.fixture(scope="module")
 def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All their kernels, compiled on all CPUs."""
     folder: Path = tmp_path_factory.mktemp("cubins")
-    write_cubins(folder, jobs_of_cases(CASES))
+    write_cubins(folder, [Job.of(call.plan()) for call in CALLS])
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_shipped_tile_computes_what_the_reference_does(case: Case) -> None:
-    check(case, random_values(case))
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_shipped_tile_computes_what_the_reference_does(call: TunedCall) -> None:
+    call.check()

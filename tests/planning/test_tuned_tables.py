@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.tuned_calls import calls_of
 
 from cupy_flash.cli.build.kernel_sets import problem_of_class
 from cupy_flash.cli.cases.workload import PRESETS, groups_of
@@ -16,6 +17,7 @@ from cupy_flash.cli.tables import why_not
 from cupy_flash.cli.tune.findings import is_stale
 from cupy_flash.families import FAMILIES
 from cupy_flash.planning import tuning
+from cupy_flash.planning.problem_class import ProblemClass
 from cupy_flash.planning.tuning import Entry
 from cupy_flash.problem.device import device_for_arch
 
@@ -82,3 +84,21 @@ def test_every_tile_that_tune_may_save_can_be_imported() -> None:
         (direction, name) for direction, families in FAMILIES.items() for name in families
     }
     assert [(entry, why) for entry in entries if (why := why_not(entry))] == []
+
+
+def kind_of(problem_class: ProblemClass) -> ProblemClass:
+    """All of a class but how long sequences are, and how many."""
+    return dataclasses.replace(problem_class, seqlen_q=0, seqlen_k=0, rows=0)
+
+
+def test_every_tile_that_tune_may_save_has_calls_of_its_kind_to_be_tested_by() -> None:
+    device = device_for_arch("sm_90")
+    for entry in legal_tiles():
+        found = ProblemClass.parse(entry.problem_class)
+        assert found is not None
+        calls = calls_of(entry, device)
+        assert calls, entry
+        for call in calls:
+            plan = call.plan()
+            assert kind_of(ProblemClass.of(plan.problem)) == kind_of(found), call
+            assert (plan.family, dataclasses.asdict(plan.tile)) == (entry.family, entry.tile)

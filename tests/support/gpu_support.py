@@ -263,10 +263,24 @@ def one_blas_thread() -> AbstractContextManager[Any]:
     return _thread_pools().limit(limits=1, user_api="blas")
 
 
-def lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: float | None) -> float:
+def tanh_error(dtype: Any, cap: float) -> float:
+    """How far scores of a cap, and a log-sum-exp of them, may be off for its tanh in bfloat16.
+
+    It is the hardware's, to 2^-11; the rounding of what comes of it may be as much again.
+    """
+    return 2.0**-10 * cap if np.dtype(dtype) == DTYPES["bfloat16"] else 0.0
+
+
+def lse_bound(
+    q: np.ndarray,
+    k: np.ndarray,
+    lse: np.ndarray,
+    softmax_scale: float | None,
+    softcap: float | None = None,
+) -> float:
     """How far a log-sum-exp kept in float32 (float64 for float64) may be off.
 
-    lse = max + log(sum exp(score - max)). Three things are rounded:
+    lse = max + log(sum exp(score - max)). Four things are rounded:
 
     - The scores, and lse is off by no more than the worst of them is. A product of n terms, summed
       in whatever order, is off by about sqrt(n) * eps * |q||k| (Higham and Mary 2019); products
@@ -274,12 +288,14 @@ def lse_bound(q: np.ndarray, k: np.ndarray, lse: np.ndarray, softmax_scale: floa
     - The sum, by a factor of 1 + a few eps, which its logarithm turns into a few eps. Hardware's
       exp2 is good to 2 eps, log2 to 1; merging splits takes both once more; 2 are for the adding.
     - The result, by eps/2 of its size.
+    - A softcap's tanh: `tanh_error`.
     """
     eps = float(np.finfo(np.float64 if q.dtype == np.float64 else np.float32).eps)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else abs(softmax_scale)
     largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros_like(lse)).max(initial=1)
     product = _largest_norm(q) * _largest_norm(k)
-    return eps * (8 * float(largest) + (4 + math.sqrt(q.shape[3])) * scale * product)
+    rounded = eps * (8 * float(largest) + (4 + math.sqrt(q.shape[3])) * scale * product)
+    return rounded + tanh_error(q.dtype, softcap or 0.0)
 
 
 def _largest_norm(rows: np.ndarray) -> float:

@@ -65,7 +65,7 @@ def check_latent(
 ) -> None:
     """Assert that a call gives what the reference gives, and stores the same bits.
 
-    `modifications` are of `window_size` and `sinks`.
+    `modifications` are those that `sequence_support.Truth` knows.
     """
     arguments = latent_arguments(base, cache_dtype, scales) | (modifications or {})
     with np.errstate(all="ignore"):

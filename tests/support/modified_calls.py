@@ -27,6 +27,7 @@ from cupy_flash.reference.dense import (
     naive_formula,
 )
 from cupy_flash.reference.modifications import read_modifications
+from support.gpu_support import tanh_error
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -181,10 +182,7 @@ class ModifiedCall:
         assert np.array_equal(np.isfinite(lse), seen), f"lse is finite elsewhere: {self}"
         assert np.array_equal(lse[~seen], true_lse[~seen]), f"lse of rows without keys: {self}"
         largest = max(1.0, np.abs(true_lse[seen]).max(initial=0), 30.0)
-        tolerance = 64 * real.eps * largest
-        if self.dtype == "bfloat16":
-            # tanh of scores to 2^-11 of the cap, and the rounding of what comes of it.
-            tolerance += 2.0**-10 * self.caps()
+        tolerance = 64 * real.eps * largest + tanh_error(DTYPES[self.dtype], self.caps())
         off = np.abs(lse[seen].astype(np.float64) - true_lse[seen]).max(initial=0)
         assert off <= tolerance, f"lse off by {off:.3g}, allowed {tolerance:.3g}: {self}"
 

@@ -188,7 +188,7 @@ class Part:
             + error_bound(naive, rounded_out, q.dtype, lse=rounded_lse)
             + summing,
             2 * _finite_error(rounded_lse, lse)
-            + lse_bound(q, k, rounded_lse, formula["softmax_scale"]),
+            + lse_bound(q, k, rounded_lse, formula["softmax_scale"], formula.get("softcap")),
         )
 
 
@@ -541,8 +541,11 @@ def to_numpy(array: Any) -> np.ndarray:
 
 
 def _formula(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options of a call that the plain formula of one sequence takes as they are."""
-    modifications = ("window_size", "sinks")
+    """The options of a call that the plain formula of one sequence takes as they are.
+
+    alibi_slopes are one for each head.
+    """
+    modifications = ("window_size", "sinks", "softcap", "alibi_slopes")
     return {
         name: arguments[name]
         for name in ("causal", "softmax_scale", *modifications)

@@ -1,0 +1,8 @@
+"""Attention of few query rows over many keys: `kernels_cu/forward/decode.cu`."""
+
+from __future__ import annotations
+
+from cupy_flash.families.decode.forward import DecodeFamily
+from cupy_flash.families.decode.tile import DecodeTile
+
+__all__ = ["DecodeFamily", "DecodeTile"]

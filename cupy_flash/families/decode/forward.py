@@ -1,0 +1,197 @@
+"""Attention of few query rows over many keys, bound by memory: `kernels_cu/forward/decode.cu`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from cupy_flash.families.contract import (
+    FLOAT8_ARCH,
+    MAX_GRID,
+    Family,
+    heads_in_l2,
+    why_not_blocks,
+    why_not_scale,
+)
+from cupy_flash.families.decode import preferred, shares, sizes
+from cupy_flash.families.decode.tile import CLUSTERS, MOST_STAGES, QUANTIZED_KEYS, DecodeTile
+from cupy_flash.families.hopper import HopperFamily
+from cupy_flash.families.schedule import EVEN, MAIN_ENTRY, Launch, Schedule, Split
+from cupy_flash.problem.device import Device
+from cupy_flash.problem.problem import MAX_SEQLEN, Problem
+
+_HOPPER = HopperFamily()
+# Query rows of a key/value head and keys, beyond or below which other families are better.
+_MOST_ROWS = 32
+_FEWEST_KEYS = 256
+# Up to so much, whatever the lengths are, a launch lets keys and values leave L2 first.
+_FEW_BYTES = 320 << 20
+
+
+class DecodeFamily(Family[DecodeTile]):
+    """Flash-Decoding, merged in the same kernel; with equal shares of all keys where it can."""
+
+    name = "decode"
+    source = "forward/decode.cu"
+    tile_type = DecodeTile
+    serves_sequences = True
+    serves_quantized = True
+
+    def _why_not(self, problem: Problem, device: Device) -> str | None:
+        if problem.itemsize != 2:
+            return f"its tensor-core products take float16 or bfloat16, not {problem.dtype}"
+        if device.arch < 80:
+            return f"needs sm_80 or newer for cp.async and its mma shapes, not {device.sm}"
+        if reason := why_not_scale(problem):
+            return reason
+        layout, stored = problem.layout, problem.tensors["k"].dtype
+        if stored == "float8_e4m3fn" and device.arch < FLOAT8_ARCH:
+            return f"needs sm_{FLOAT8_ARCH} or newer to read {stored}, not {device.sm}"
+        if layout.page_size and layout.max_pages == 0:
+            return "its block_table has no pages"
+        if self._first_legal(problem, device) is None:
+            return f"no tile of it fits {device.name}"
+        return None
+
+    def why_not_first(self, problem: Problem, device: Device) -> str | None:
+        rows = sizes.rows(problem)
+        most = _MOST_ROWS
+        if sizes.team(problem) > 1:
+            # 128 query heads of latent attention are one query's rows.
+            most = max(most, min(sizes.group(problem), 16 * shares.MOST_SHARED_TILES))
+        if not 1 <= rows <= most:
+            return f"is for 1 to {most} query rows of a key/value head, and here are {rows}"
+        if rows > _MOST_ROWS and _suits_hopper(problem, device):
+            return f"reads keys anew for each 16 of {rows} rows, which hopper has in one tile"
+        if problem.seqlen_k < _FEWEST_KEYS:
+            return f"is for at least {_FEWEST_KEYS} keys, and here are {problem.seqlen_k}"
+        return None
+
+    def candidates(self, problem: Problem, device: Device) -> Iterator[DecodeTile]:
+        for Br, Bc, warps, min_blocks, cluster in itertools.product(
+            (16, 32), (16, 32), (2, 4, 8), (1, 2, 3, 4), (0, *CLUSTERS)
+        ):
+            if warps % sizes.team(problem):
+                continue
+            tile = DecodeTile(Br, Bc, warps, 2, min_blocks, cluster)
+            yield sizes.with_all_stages(problem, device, tile)
+
+    def why_not_tile(self, problem: Problem, device: Device, tile: DecodeTile) -> str | None:
+        if tile.Br not in (16, 32):
+            return f"Br is {tile.Br}; expected 16 or 32"
+        if tile.Bc not in (16, 32):
+            return f"Bc is {tile.Bc}; expected 16 or 32"
+        if problem.scales is not None and tile.Bc != QUANTIZED_KEYS:
+            return f"Bc is {tile.Bc}; expected {QUANTIZED_KEYS} of a cache of 8 bits"
+        if not 1 <= tile.warps <= 16:
+            return f"warps is {tile.warps}; expected 1 to 16"
+        team = sizes.team(problem)
+        if tile.warps % team:
+            return f"warps is {tile.warps}; expected a multiple of {team} that share wide rows"
+        if team > 1 and tile.Br != 16:
+            return f"Br is {tile.Br}; expected 16 with warps that share wide rows"
+        if not 2 <= tile.stages <= MOST_STAGES:
+            return f"stages is {tile.stages}; expected 2 to {MOST_STAGES}"
+        if tile.cluster not in (0, *CLUSTERS):
+            return f"cluster is {tile.cluster}; expected 0, 1, 2, 4 or 8"
+        if tile.cluster and not shares.has_clusters(device):
+            return f"needs sm_90 or sm_100 for clusters, not {device.sm}"
+        if (rows := sizes.rows(problem)) > MAX_SEQLEN:
+            return f"has {rows} rows of a key/value head; {MAX_SEQLEN} can be counted"
+        if tile.min_blocks < 1:
+            return f"min_blocks is {tile.min_blocks}; expected at least 1"
+        stage_bytes = sizes.stage_bytes(problem, tile)
+        if tile.Br * sizes.padded_dims(problem)[0] * problem.itemsize > stage_bytes:
+            return f"Br is {tile.Br}; its queries must fit a stage of {tile.Bc} keys and values"
+        if tile.Br * sizes.record_bytes(problem) > tile.stages * stage_bytes:
+            return f"stages is {tile.stages}; a warp's result must fit its ring"
+        reason = why_not_blocks(
+            device,
+            threads=self.threads(tile),
+            shared_memory=self.shared_memory(problem, tile),
+            registers=sizes.registers(problem, tile),
+            min_blocks=tile.min_blocks,
+        )
+        if reason:
+            return reason
+        items, splits = shares.items(problem, tile), problem.layout.num_splits or 1
+        if items * splits > MAX_GRID:
+            return f"has {items} x {splits} splits of query tiles; {MAX_GRID} can be counted"
+        if (units := sizes.units(problem, tile)) > MAX_GRID:
+            return f"may have {units} units of keys; {MAX_GRID} can be counted"
+        return None
+
+    def default_tile(self, problem: Problem, device: Device) -> DecodeTile:
+        tile = self._first_legal(problem, device)
+        assert tile is not None, "asked only where why_not() has no reason"
+        return tile
+
+    def _first_legal(self, problem: Problem, device: Device) -> DecodeTile | None:
+        best = preferred.preferred_tiles(problem, device)
+        tiles = itertools.chain(best, self.candidates(problem, device))
+        return next((t for t in tiles if self.why_not_tile(problem, device, t) is None), None)
+
+    def shared_memory(self, problem: Problem, tile: DecodeTile) -> int:
+        return sizes.shared_memory(problem, tile)
+
+    def threads(self, tile: DecodeTile) -> int:
+        return 32 * tile.warps
+
+    def schedule(self, problem: Problem, device: Device, tile: DecodeTile) -> Schedule:
+        is_balanced = shares.is_balanced(problem, tile.Br)
+        cut = EVEN if is_balanced else shares.split_of(problem, device, tile)
+        launched = shares.launched(tile, cut)
+        if cut == EVEN:
+            grid = shares.grid_of(problem, device, tile)
+        else:
+            grid = (shares.items(problem, tile) * cut.parts, 1, 1)
+        slots = shares.slots(problem, device, tile, cut)
+        launch = Launch(
+            MAIN_ENTRY,
+            "decode_forward",
+            grid,
+            self.threads(tile),
+            self.shared_memory(problem, launched),
+            tile.min_blocks,
+            launched.cluster,
+            ("params",) if problem.scales is None else ("quantized_params",),
+        )
+        return Schedule(
+            (launch,),
+            cut,
+            workspace=slots * tile.Br * sizes.slot_record_bytes(problem, launched),
+            counters=slots * sizes.pieces(launched),
+            section_heads=heads_in_l2(problem, device),
+        )
+
+    def config(self, problem: Problem, tile: DecodeTile, split: Split) -> dict[str, int | bool]:
+        layout, launched = problem.layout, shares.launched(tile, split)
+        quantized: dict[str, int | bool] = {"quantized": problem.scales is not None}
+        if problem.scales is not None:
+            quantized |= {
+                f"{name}_scales_by_key": sizes.by_key(problem, strides)
+                for name, strides in (("k", problem.scales.k), ("v", problem.scales.v))
+            }
+        return quantized | {
+            "Br": tile.Br,
+            "Bc": tile.Bc,
+            "warps": tile.warps,
+            "team": sizes.team(problem),
+            "stages": tile.stages,
+            "values_in_keys": problem.values_in_keys,
+            "cluster_units": shares.CLUSTER_UNITS,
+            "reads_little": sizes.all_bytes(problem) <= _FEW_BYTES,
+            "q_in_registers": True,
+            "kept_rows": sizes.kept_rows(problem, tile),
+            "group": sizes.group(problem),
+            "sequences": not layout.is_equal,
+            "page_size": layout.page_size,
+            "balanced": split == EVEN,
+            "cluster": launched.cluster,
+            "shared_memory": self.shared_memory(problem, launched),
+        }
+
+
+def _suits_hopper(problem: Problem, device: Device) -> bool:
+    reasons = (_HOPPER.why_not, _HOPPER.why_not_first)
+    return all(reason(problem, device) is None for reason in reasons)

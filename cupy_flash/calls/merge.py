@@ -35,7 +35,7 @@ class Call:
         return out, lse
 
 
-def readable(partials: Partials, _: None) -> Partials:
+def readable(partials: Partials) -> Partials:
     """The arrays, copied where the kernel cannot read them as they lie."""
     copied = {
         name: cupy_module().ascontiguousarray(readable_in_place(array))
@@ -45,7 +45,7 @@ def readable(partials: Partials, _: None) -> Partials:
     return partials._replace(out_partial=readable_in_place(partials.out_partial), **copied)
 
 
-def prepare(partials: Partials, _: None, device: Device) -> Call:
+def prepare(partials: Partials, device: Device) -> Call:
     """Check a merge of CuPy arrays like these, and compile and load its kernel."""
     spec = spec_of_call(*partials)
     out_partial, lse_partial = partials.out_partial, partials.lse_partial

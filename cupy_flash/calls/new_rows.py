@@ -28,7 +28,7 @@ class Stripes(NamedTuple):
     ranks, rank, stripe
         As of `AppendSpec`.
     capacity
-        The first key that some rank has no row for.
+        The first key that would be this rank's and has no row.
     """
 
     ranks: int
@@ -43,13 +43,15 @@ class Call:
 
     kernel: append.Append
 
-    def run(self, _: NewRows, addresses: tuple[int, ...], keys: int, *__: Any) -> tuple[None, None]:
+    def run(
+        self, rows: NewRows, addresses: tuple[int, ...], keys: int, *_: Any
+    ) -> tuple[None, None]:
         """Enqueue the append of arrays at these addresses."""
         self.kernel.run((*addresses, keys))
         return None, None
 
 
-def readable(rows: NewRows, _: Stripes) -> NewRows:
+def readable(rows: NewRows) -> NewRows:
     """The arrays, copied where the kernel cannot read them as they lie."""
     lengths = rows.cache_seqlens
     return rows._replace(

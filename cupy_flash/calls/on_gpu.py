@@ -52,7 +52,8 @@ def run(
     Returns
     -------
     out, lse
-        lse is None where it is not asked for. Of a backward call, the gradients.
+        lse is None where it is not asked for. Of a backward call, the gradients; of an append two
+        times None.
     """
     given = arrays.of_kind(options.kind) if isinstance(options, Options) else arrays
     found = look_up(given, options, modifiers, only_cupy)
@@ -78,14 +79,13 @@ def prepare(
     """
     device_id = key[0]
     require_device(device_id, arrays)
-    way: Any = merge if options is None else new_rows
-    of_attention: dict[str, Any] = {}
     if isinstance(options, Options):
         if modifiers is not None:
             options = options.with_modifiers(modifiers)
         way = attention if options.wrt is None else backward
-        of_attention = {"functions": functions, "of_torch": is_tensor(arrays.like)}
-    readable = way.readable(arrays, options)
+        readable: Any = way.readable(arrays, options)
+    else:
+        readable = merge.readable(arrays) if options is None else new_rows.readable(arrays)
     if any(a is not b for a, b in zip(readable, arrays, strict=True)):
         given = readable.of_kind(options.kind) if isinstance(options, Options) else readable
         found = look_up(given, options)
@@ -95,7 +95,13 @@ def prepare(
             return call, readable, addresses
         return prepare(key, readable, addresses, options, functions)
     plain, device = type(arrays)(*map(as_cupy, arrays)), device_for_id(device_id)
-    call = way.prepare(plain, options, device, **of_attention)
+    if options is None:
+        call = merge.prepare(plain, device)
+    elif isinstance(options, new_rows.Stripes):
+        call = new_rows.prepare(plain, options, device)
+    else:
+        of_torch = is_tensor(arrays.like)
+        call = way.prepare(plain, options, device, functions, of_torch=of_torch)
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call

@@ -37,7 +37,7 @@ class Options(NamedTuple):
     head_dim_v: int | None = None
     # Of float8, where `out` does not say it.
     out_dtype: str | None = None
-    # Whether other kernels, as of an exchange, are to get multiprocessors before it ends.
+    # Whether other kernels run beside it, as of an exchange.
     shares_gpu: bool = False
     # Of backward calls: inputs whose gradients are wanted, and their dtype if not the inputs'.
     wrt: tuple[str, ...] | None = None

@@ -10,7 +10,9 @@ import numpy as np
 from cupy_flash.api.dense import flash_attention
 from cupy_flash.api.kvcache import flash_attention_with_kvcache as attention_with_kvcache
 from cupy_flash.arrays.kinds import normalize_int32
+from cupy_flash.arrays.overlap import require_apart
 from cupy_flash.arrays.strided import (
+    address_of,
     array_module,
     dtype_name,
     is_cupy,
@@ -19,6 +21,7 @@ from cupy_flash.arrays.strided import (
     require_in_place,
     require_int32,
     require_shape,
+    spec_of,
 )
 from cupy_flash.calls import run
 from cupy_flash.calls.arguments import CACHES, Arguments, given_lengths
@@ -32,6 +35,7 @@ from cupy_flash.mods.keywords import checked_softcap
 from cupy_flash.parallel.calls import refuse_alone, require_same_dtype
 from cupy_flash.parallel.group import Group, together
 from cupy_flash.parallel.shards import placed_axis, require_array, require_rank
+from cupy_flash.problem.arrays import check_no_self_overlap
 from cupy_flash.problem.values import MAX_COUNT, check_bool, count, finite
 
 # Neighbouring keys on one rank: whole tiles of any kernel, and few enough that ranks have nearly as
@@ -179,7 +183,8 @@ def flash_attention_with_kvcache(
         The ranks.
     cache_seqlens : int or array of int32, shape (batch,)
         Keys of each sequence on all ranks together, before new ones are appended; of q's kind, for
-        NumPy q also a list.
+        NumPy q also a list. On a GPU nobody looks at them: new keys without a row are dropped, and
+        of a sequence whose length is negative results hold anything.
     stripe : int
         So many neighbouring keys lie on one rank, the next on the next: key p on rank
         p // stripe % group.size, where it is in row
@@ -272,15 +277,18 @@ def _planned(
     if (k is None) != (v is None):
         raise TypeError("of k and v one is given; expected both or neither")
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    arrays |= {} if k is None else {"k": k, "v": v}
+    if k is not None:
+        arrays |= {"k": k, "v": v}
     for name, array in arrays.items():
         group.require_carried(name, array)
         require_axes(name, array, 4, "batch, tokens, heads and head_dim")
     require_same_dtype(arrays)
     for name in CACHES:
         require_in_place(name, arrays[name], ": a cache is not copied")
-        if k is not None and isinstance(arrays[name], np.ndarray):
-            require_writable(name, arrays[name])
+        if k is not None:
+            if isinstance(arrays[name], np.ndarray):
+                require_writable(name, arrays[name])
+            check_no_self_overlap(name, spec_of(arrays[name], address_of(arrays[name])))
     batch, seqlen_q, heads_q, head_dim = q.shape
     capacity, heads_kv, head_dim_v = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     require_shape("k_cache", k_cache, (batch, capacity, heads_kv, head_dim), "of q's sequences")
@@ -300,6 +308,9 @@ def _planned(
             f"q has {seqlen_q} causal queries, but {new} keys are new; expected at most as many"
         )
     lengths = _lengths(cache_seqlens, q, group)
+    if new:
+        read = {"cache_seqlens": None if isinstance(lengths, int) else lengths, "sinks": sinks}
+        require_apart((*arrays, *read), (*arrays.values(), *read.values()), CACHES)
     limit = _length_limit(capacity, new, group.size, group.rank, stripe)
     if isinstance(lengths, int):
         require_length("cache_seqlens", lengths, (limit,))

@@ -41,12 +41,18 @@ class Ring(NamedTuple):
         return (self.place + distance) % len(self.ranks)
 
 
+# Elements of q for each of keys and values that travel, up to which an exchange takes longer than
+# thread blocks lose that have one tile each.
+_ROWS_PER_GUEST = 8
+
+
 class _Guests(NamedTuple):
-    """Keys and values of another rank, and how they come."""
+    """Keys and values of another rank, how they come, and how many elements travel meanwhile."""
 
     k: Any
     v: Any
     transfer: Transfer | None = None
+    size: int = 0
 
 
 def forward(
@@ -82,7 +88,7 @@ def forward(
             for piece in layer:
                 calls.attend(
                     *(q, guests.k, guests.v, piece, geometry, scores, out, lse),
-                    shares_gpu=coming.transfer is not None,
+                    shares_gpu=coming.size * _ROWS_PER_GUEST >= q.size > 0,
                 )
         guests = _arrived(coming)
     return results.result(sinks)
@@ -161,7 +167,8 @@ def _invite(k: Any, v: Any, ring: Ring, geometry: Geometry, step: int) -> _Guest
         for coming in (k_in, v_in)
         for part in _travelling(coming, needed)
     ]
-    return _Guests(k_in, v_in, _started(ring, sends, receives))
+    size = max(sum(message.array.size for message in way) for way in (sends, receives))
+    return _Guests(k_in, v_in, _started(ring, sends, receives), size)
 
 
 def _arrived(guests: _Guests) -> _Guests:

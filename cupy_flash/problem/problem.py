@@ -73,8 +73,8 @@ class Problem:
         Whether each value is the first head_dim_v columns of its key, in the same memory. v is then
         a view of k like any other, and a kernel need not know.
     shares_gpu
-        Whether other kernels are to get multiprocessors before it ends: a grid is then not to hold
-        all of them from beginning to end.
+        Whether other kernels run beside it: thread blocks are then not to have equal shares of the
+        work, of which those that begin late hold up the end.
     gradient
         What a backward call is asked for, whose tensors are dout, dq, dk and dv besides; None of a
         forward one.

@@ -209,9 +209,37 @@ def test_a_grid_that_shares_the_gpu_has_a_block_for_each_tile(
 
 
 def test_an_append_to_a_shard_is_one_launch(gpu: FakeGpu, compiled: list[str]) -> None:
-    caches, new = ([gpu.array(BATCH, n, HEADS, 64) for _ in "kv"] for n in (512, 3))
-    for given, keys in ((gpu.lengths(BATCH), 0), (None, 700)):
+    k_cache, v_cache = (gpu.array(BATCH, 512, HEADS, dim) for dim in (64, 40))
+    k, v = (gpu.array(BATCH, 3, HEADS, dim) for dim in (64, 40))
+    lengths = gpu.lengths(BATCH)
+    rows, stripes = NewRows(k_cache, v_cache, k, v), Stripes(2, 1, 256, 1000)
+    told = ((lengths, 0), (None, 700))
+    for given, keys in told:
         for _ in range(2):
-            run.append(NewRows(*caches, *new, given), Stripes(2, 1, 256, 1024), keys)
-    assert compiled == ["append float16 head_dim 64 ranks 2"]
+            run.append(rows._replace(cache_seqlens=given), stripes, keys)
+    assert compiled == ["append float16 head_dim 64/40 ranks 2"]
     assert len(gpu.launches) == 4
+    for (_, struct), (given, keys) in zip(
+        gpu.launches[1::2], ((lengths, 0), (None, 700)), strict=True
+    ):
+        for name, array in (("k", k_cache), ("v", v_cache), ("new_k", k), ("new_v", v)):
+            steps = tuple(stride // 2 for stride in array.strides[:3])
+            assert struct[name].tolist() == (array.data.ptr, *steps), name
+        assert struct["seqused_k"] == (0 if given is None else given.data.ptr)
+        assert struct["cache_batch_idx"] == struct["block_table"] == struct["cos"] == 0
+        found = tuple(struct[name] for name in ("keys", "seqlen_k", "seqlen_new", "rank", "batch"))
+        assert found == (keys, 1000, 3, 1, BATCH)
+        assert (struct["heads_kv"], struct["seqlen_q"]) == (HEADS, 0)
+
+
+@pytest.mark.parametrize(("offset", "alignment"), [(0, 16), (8, 8), (2, 2)])
+def test_an_append_to_a_shard_is_made_for_the_alignment_of_its_rows(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, offset: int, alignment: int
+) -> None:
+    units: list[Any] = []
+    unit = append.append_unit
+    monkeypatch.setattr(append, "append_unit", lambda spec: units.append(spec) or unit(spec))
+    caches = [gpu.array(1, 512, 1, 64) for _ in "kv"]
+    k, v = (gpu.array(1, 1, 1, 64, address=gpu.address() + offset * i) for i in range(2))
+    run.append(NewRows(*caches, k, v, gpu.lengths(1)), Stripes(2, 0, 8, 1024), 0)
+    assert [spec.alignment for spec in units] == [alignment]

@@ -482,13 +482,21 @@ def test_the_other_layout_and_views_of_it_differ_in_strides_only():
 
 
 def test_beside_other_kernels_a_grid_has_a_block_for_each_tile() -> None:
-    """Of packed sequences for each of as many of the longest, however many there are."""
+    """But of sequences, of which a block takes the next tile when it is ready for it."""
     case, tile = problem(batch=2), HopperTile(128, 128)
-    for each in (case, packed(case), packed(case, sequences=1000)):
-        shared = dataclasses.replace(each, shares_gpu=True)
-        grid = hopper.schedule(shared, h100, tile).main.grid
-        assert grid == (4096 // 128 * 2 * 16, 1, 1)
-        assert hopper.schedule(each, h100, tile).main.grid == (h100.sm_count, 1, 1)
+    tiles = 4096 // 128 * 2 * 16
+    wide = packed(problem(head_dim=512), sequences=4096)
+    for each, grid in (
+        (case, (tiles, 1, 1)),
+        (packed(case), (h100.sm_count, 1, 1)),
+        (wide, (h100.sm_count // 2, 1, 2)),
+    ):
+        of_tile = default_tile(each) if each is wide else tile
+        alone = hopper.schedule(each, h100, of_tile)
+        shared = hopper.schedule(dataclasses.replace(each, shares_gpu=True), h100, of_tile)
+        assert max(alone.main.grid) <= h100.sm_count
+        assert shared.main.grid == grid
+        assert shared.workspace == alone.workspace
 
 
 def test_packed_rows_are_one_batch_and_a_cache_has_a_batch_of_its_own():

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import pytest
 from support.gpu_support import DTYPES, Guarded, current_device
 
 from cupy_flash.gpu.append import Append, AppendSpec, prepare
+from cupy_flash.parallel import generation
 
 pytestmark = pytest.mark.gpu
 
@@ -420,6 +422,77 @@ def test_what_is_behind_a_rank_s_last_row_is_not_written(rng: np.random.Generato
     case = Case(ranks=2, rank=1, stripe=4)
     lengths = case.seqlen_cache - np.array([2, 0, -9], np.int32)
     run_and_check(rng, case, Places(lengths))
+
+
+def strided(x: Any) -> Any:
+    """The same values, every other element of a last axis."""
+    room = type_of(x).zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+    room[..., ::2] = x
+    return room[..., ::2]
+
+
+def shifted(x: Any) -> Any:
+    """The same values one element further, with gaps between rows."""
+    room = type_of(x).zeros((*x.shape[:-1], x.shape[-1] + 3), x.dtype)
+    room[..., 1 : 1 + x.shape[-1]] = x
+    return room[..., 1 : 1 + x.shape[-1]]
+
+
+def heads_first(x: Any) -> Any:
+    """The same values, in memory with heads before rows."""
+    return x.swapaxes(1, 2).copy().swapaxes(1, 2)
+
+
+def backwards(x: Any) -> Any:
+    """The same values, rows in memory from the last to the first."""
+    return x[:, ::-1].copy()[:, ::-1]
+
+
+def type_of(x: Any) -> Any:
+    import cupy
+
+    return cupy.get_array_module(x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "new", "cache", "stripe", "lengths"),
+    [
+        ("float16", (64, 48), None, None, 4, [0, 13, 30]),
+        ("float16", (64, 64), None, None, 4, 17),
+        ("bfloat16", (3, 5), None, shifted, 3, [0, 13, 30]),
+        ("float16", (64, 64), shifted, None, 4, [0, 13, 30]),
+        ("bfloat16", (64, 32), strided, None, 4, [0, 13, 30]),
+        ("float32", (8, 8), backwards, heads_first, 5, [0, 13, 30]),
+        ("float64", (9, 9), heads_first, backwards, 4, [0, 13, 30]),
+        ("float16", (64, 64), None, shifted, 2**30 - 1, [0, 13, 17]),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_arrays_of_any_kind_get_the_rows_that_those_of_numpy_get(
+    rng: np.random.Generator,
+    dtype: str,
+    dims: tuple[int, int],
+    new: Any,
+    cache: Any,
+    stripe: int,
+    lengths: list[int] | int,
+    ranks: int,
+    rank: int,
+) -> None:
+    import cupy
+
+    group: Any = SimpleNamespace(size=ranks, rank=rank)
+    caches, added = (
+        [rng.standard_normal((3, n, 2, dim)).astype(DTYPES[dtype]) for dim in dims] for n in (37, 7)
+    )
+    results = []
+    for xp in (np, cupy):
+        own = [(cache or xp.copy)(xp.array(array)) for array in caches]
+        given = [(new or xp.copy)(xp.array(array)) for array in added]
+        told = lengths if isinstance(lengths, int) else xp.array(lengths, np.int32)
+        generation._append((own[0], own[1]), (given[0], given[1]), told, group, stripe)
+        results.append([array.tobytes() for array in own])
+    assert results[0] == results[1]
 
 
 # What nobody has checked

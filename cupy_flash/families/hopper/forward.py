@@ -269,12 +269,11 @@ class HopperFamily(Family[HopperTile]):
 
     def _main(self, problem: Problem, device: Device, tile: HopperTile, cut: Split) -> Launch:
         count = ranks(problem)
-        if problem.shares_gpu:
-            # Of packed sequences about as many as there are tiles, of which most may be empty.
-            most = self._tiles(sequences.of_equal_lengths(problem), tile) * cut.parts
-        else:
-            most = device.sm_count // count
-        blocks = min(self._tiles(problem, tile) * cut.parts, most)
+        blocks = self._tiles(problem, tile) * cut.parts
+        # Of sequences, blocks take the next tile when they are ready for it, and there may be many
+        # fewer tiles: those that begin late only do less.
+        if not (problem.shares_gpu and problem.layout.is_equal):
+            blocks = min(blocks, device.sm_count // count)
         return Launch(
             MAIN_ENTRY,
             "hopper_forward",

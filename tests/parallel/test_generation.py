@@ -69,6 +69,12 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"v_cache": read_only(2, 40, 2, 8)}, ValueError, "v_cache is read-only"),
         ({"backend": "tpu"}, ValueError, "backend is 'tpu'"),
         ({"return_lse": 1}, TypeError, "return_lse is 1"),
+        (
+            dict.fromkeys(("k_cache", "v_cache"), np.zeros((2, 40, 0, 8), np.float32))
+            | dict.fromkeys("kv", np.ones((2, 3, 0, 8), np.float32)),
+            ValueError,
+            "k_cache and v_cache have no heads",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
@@ -79,6 +85,40 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
         parallel.flash_attention_with_kvcache(**given, group=group)
     assert not given["k_cache"].any()
     parallel.flash_attention_with_kvcache(**arguments(), group=group)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (lambda k_cache: {"v_cache": k_cache}, "k_cache overlaps v_cache"),
+        (lambda k_cache: {"k": k_cache[:, 2:5]}, "k_cache overlaps k"),
+        (lambda k_cache: {"q": k_cache[:, :1].repeat(2, 2)[:, :, ::-1]}, None),
+        (
+            lambda k_cache: {"v_cache": np.broadcast_to(k_cache[:1].copy(), k_cache.shape)},
+            "v_cache is read-only",
+        ),
+        (
+            lambda k_cache: {
+                "k_cache": np.lib.stride_tricks.as_strided(
+                    k_cache.copy(), strides=(0, *k_cache.strides[1:])
+                )
+            },
+            "k_cache overlaps itself",
+        ),
+        (lambda k_cache: {"k": None, "v": None, "v_cache": k_cache}, None),
+    ],
+)
+def test_what_is_written_overlaps_nothing_else(
+    group: parallel.Group, changed: Any, text: str | None
+) -> None:
+    given = arguments()
+    given |= changed(given["k_cache"])
+    if text is None:
+        parallel.flash_attention_with_kvcache(**given, group=group)
+        return
+    with pytest.raises(ValueError, match=text):
+        parallel.flash_attention_with_kvcache(**given, group=group)
+    assert not given["k_cache"].any()
 
 
 @pytest.mark.parametrize("cache_seqlens", [7, np.int64(7), np.array([7, 7], np.int32)])

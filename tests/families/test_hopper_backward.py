@@ -118,7 +118,8 @@ def test_the_search_space_is_small_and_holds_the_default(head_dim: int) -> None:
         (HopperBackwardTile(64, 64), "Bc is 64"),
         (HopperBackwardTile(96, 128), "Br is 96"),
         (HopperBackwardTile(64, 128, columns=24), "columns is 24"),
-        (HopperBackwardTile(64, 128, q_stages=0), "stages"),
+        (HopperBackwardTile(64, 128, q_stages=1), "q_stages is 1; expected at least 2"),
+        (HopperBackwardTile(64, 128, dout_stages=0), "dout_stages is 0; expected at least 1"),
         (HopperBackwardTile(128, 128), "shared memory"),
     ],
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
-from support.gradient_calls import KINDS, GradientCall, random_gradient_call
+from support.gpu_support import current_device
+from support.gradient_calls import KINDS, ROWS, GradientCall, random_gradient_call
 from support.gradient_rule import check_gradients
-from support.modified_calls import DTYPES
+from support.modified_calls import DTYPES, ModifiedCall
 
 from cupy_flash import UnsupportedError
+from cupy_flash.cli.cases.cases import Case
 from cupy_flash.families import FAMILIES
+from cupy_flash.gpu.environment import gpu_unavailable
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +46,47 @@ def test_random_gradients_are_right_in_every_family(test: int) -> None:
             assert family is not None
             got = call.run(cupy)
         check_gradients(call, got)
+
+
+def tiled_case(head_dim: int) -> Case:
+    """Several tiles of queries and of keys of any size, the last ones cut off."""
+    sizes = {"batch": 1, "seqlen_q": 500, "seqlen_k": 700, "heads_q": 4, "heads_kv": 2}
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    return Case("bfloat16", **sizes, **dims, causal=True, direction="backward")
+
+
+def tiles() -> list[tuple[str, int, Any]]:
+    """Families, head dims and tiles that a caller may ask for: at most so many of each, and all of
+    those of `hopper`, with parts of other widths than are searched."""
+    if gpu_unavailable():
+        return []
+    device, found = current_device(), []
+    for name, family in FAMILIES["backward"].items():
+        for head_dim in (64, 128, 256):
+            problem = tiled_case(head_dim).problem()
+            if family.why_not(problem, device):
+                continue
+            legal = list(dict.fromkeys(family.candidates(problem, device)))
+            if name == "hopper":
+                legal += [dataclasses.replace(t, columns=n) for t in legal for n in (16, 32, 128)]
+            legal = [t for t in legal if family.why_not_tile(problem, device, t) is None]
+            step = 1 if name == "hopper" else -(-len(legal) // 6)
+            found += [(name, head_dim, tile) for tile in legal[::step]]
+    return found
+
+
+@pytest.mark.parametrize(("family", "head_dim", "tile"), tiles(), ids=str)
+def test_every_tile_that_is_legal_gives_the_gradients(
+    rng: np.random.Generator, family: str, head_dim: int, tile: Any
+) -> None:
+    import cupy
+
+    case = tiled_case(head_dim)
+    shapes = dict(zip((*ROWS, "dout"), (*case.bshd_shapes, case.bshd_shapes[0]), strict=True))
+    arrays = {n: rng.standard_normal(x).astype(DTYPES[case.dtype]) for n, x in shapes.items()}
+    dout = arrays.pop("dout")
+    call = GradientCall(ModifiedCall("equal", case.dtype, arrays, {"causal": True}), dout)
+    check_gradients(call, call.run(cupy, family=family, tile=dataclasses.asdict(tile)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

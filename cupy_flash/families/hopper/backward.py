@@ -106,8 +106,12 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
             return f"columns is {tile.columns}; expected a multiple of 16 that divides {tile.Br}"
         if wide and not tile.Br == tile.columns == WARPGROUP_ROWS:
             return f"Br and columns are {tile.Br} and {tile.columns}; expected {WARPGROUP_ROWS}"
-        if tile.q_stages < 1 or tile.dout_stages < 1:
-            return f"stages are {tile.q_stages} and {tile.dout_stages}; expected at least 1"
+        # Else consumers that own keys wait for the next queries before they leave those they have.
+        least = 1 if wide else 2
+        if tile.q_stages < least:
+            return f"q_stages is {tile.q_stages}; expected at least {least}"
+        if tile.dout_stages < 1:
+            return f"dout_stages is {tile.dout_stages}; expected at least 1"
         if tile.Br == WARPGROUP_ROWS and _padded_dims(problem)[0] < 2 * _LINE:
             return f"Br is {tile.Br}; of head_dim {problem.head_dim} each consumer has rows of dq"
         if reason := why_not_shared_memory(device, self.shared_memory(problem, tile)):

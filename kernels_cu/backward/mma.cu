@@ -13,150 +13,46 @@
 // Where registers do not hold dk and dv of whole rows, side_warps warps share keys: each makes
 // scores of its part of the queries and has its part of the columns of dk and dv, and they exchange
 // p' and ds' through shared memory.
-#include "backward/images.cuh"
-#include "backward/operands.cuh"
-#include "backward/params.cuh"
-#include "backward/pieces.cuh"
+#include "backward/mma/products.cuh"
 #include "backward/query_sums.cuh"
-#include "backward/row_terms.cuh"
 #include "backward/turns.cuh"
-#include "backward/weigh.cuh"
-#include "backward/work.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/base.cuh"
-#include "score/mask.cuh"
-#include "tile/access.cuh"
-#include "tile/copy.cuh"
-#include "tile/fragments.cuh"
-#include "tile/layout.cuh"
-#include "tile/products_16bit.cuh"
 
 #if __CUDA_ARCH__ >= 800
 
 template <class Config>
-struct MmaGradients {
-  using Element = typename Config::Element;
-  using Gradient = typename Config::Gradient;
-  using Piece = typename Pieces<Element>::type;  // what shared memory holds
-  static constexpr int pieces = Pieces<Element>::count;
-  static constexpr bool in_pieces = pieces > 1;
-  static constexpr bool wants_q = Config::wants_q;
-  static constexpr bool wants_k = Config::wants_k;
-  static constexpr bool wants_v = Config::wants_v;
-  static constexpr bool wants_ds = wants_q || wants_k;
-  static constexpr int Br = Config::Br;
-  static constexpr int Bc = Config::Bc;
-  static constexpr int stages = Config::stages;
-  static constexpr int warps = Config::warps;
-  static constexpr int threads = 32 * warps;
-  static constexpr int key_warps = Config::key_warps;
-  static constexpr int side_warps = warps / key_warps;
-  static_assert(key_warps * side_warps == warps, "all have as much");
-
-  // A warp's keys, and the queries that it makes scores of at once.
-  static constexpr int warp_keys = Bc / key_warps;
-  static constexpr int row_tiles = warp_keys / 16;
-  static constexpr int columns = Config::columns;
-  static constexpr int passes = Br / (columns * side_warps);
-  static constexpr int steps = columns / 16;
-  static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
-  static_assert(passes * columns * side_warps == Br && steps * 16 == columns, "whole fragments");
-
-  // Of dq, rows and columns of warps.
-  static constexpr int sum_row_warps = Config::sum_row_warps;
-  static constexpr int sum_column_warps = warps / sum_row_warps;
-  static constexpr int sum_row_tiles = Br / 16 / sum_row_warps;
-
-  static constexpr int dim = Config::padded_dim;
-  static constexpr int dim_v = Config::padded_dim_v;
-  template <int Dim, int Columns>
-  struct ProductConfig {
-    using Element = Piece;
-    static constexpr int Bc = Columns;
-    static constexpr int head_dim = Dim;
-    static constexpr int head_dim_v = Dim;
-    static constexpr bool q_in_registers = false;
-  };
-  // Of a pair of warps that share keys, one makes scores and the other gradients of p, of the
-  // queries of both, and each gives the other half of them: fewer operands are read for larger
-  // products.
-  static constexpr bool paired = Config::paired && wants_ds;
-  static_assert(!paired || side_warps % 2 == 0, "pairs");
-
-  // Whether all p may be far below its bound, and whether all ds may be, or any beyond: each warp
-  // then finds second units of those that it makes at once.
-  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
-  static constexpr bool finds_ds =
-      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
-  static constexpr int units_of_each = key_warps * (Br / columns);
-
-  using Scores = float[row_tiles][columns / 8][4];
-  using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
-  using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
-  using Pairs = Exchange<Piece, pieces * Br>;           // of p' and ds': keys by queries
-  using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
-  using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
-  using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
-  using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
-
-  // Whether queries see other keys than their sequence's.
-  static constexpr bool is_bounded = Config::causal || Config::modified;
-
-  // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
-  // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
-  // place for second units.
-  using Terms = RowTerms<float>;
-  using Images = TileImages<Config>;
-  static constexpr int scales_bytes =
-      in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
-  static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
-  static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
-  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
-  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
-                    Images::OfKeys::bytes,
-                "as the host has seen");
-  static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
-  static constexpr bool exchanges_p = side_warps > 1 && wants_v;
-  static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
-  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms))) + scales_bytes;
-  static constexpr int stages_at = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
-  static_assert(stages_at + stages * stage_bytes == Config::shared_memory, "as the host planned");
-
-  template <int Rows, int Dim, class TileLayout>
-  using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
-
-  const GradientParams& p;
-  const GradientWork work;
-  const Sequence at;
-  const Mask<Config> mask;
-  unsigned char* const memory;
-  const unsigned shared;
-  const float scale_log2;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const QueryTiles tiles;
-  int full_end;
+struct MmaGradients : MmaGradientProducts<Config> {
+  using Base = MmaGradientProducts<Config>;
+  using Base::in_pieces, Base::wants_q, Base::wants_k, Base::wants_v, Base::wants_ds, Base::Br;
+  using Base::Bc, Base::stages, Base::threads, Base::side_warps, Base::warp_keys, Base::row_tiles;
+  using Base::columns, Base::passes, Base::sum_column_warps, Base::sum_row_tiles, Base::paired;
+  using Base::finds_p, Base::finds_ds, Base::is_bounded, Base::exchanges_p, Base::exchanges_ds;
+  using Base::stage_bytes, Base::stages_at, Base::p, Base::work, Base::at, Base::mask;
+  using Base::memory, Base::shared, Base::scale_log2, Base::warp, Base::lane, Base::tiles;
+  using Base::full_end, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
+  using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
+  using Base::group, Base::is_last, Base::step_behind, Base::turn_of, Base::read;
+  using Base::multiply_in_pair, Base::units, Base::second_unit, Base::scale, Base::read_ds;
+  using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds;
+  using typename Base::Gradient;
+  using typename Base::Piece;
+  using typename Base::Scores;
+  using typename Base::Layout;
+  using typename Base::LayoutV;
+  using typename Base::Columns;
+  using typename Base::ColumnsV;
+  using typename Base::ColumnsOfSums;
+  using typename Base::Fragments;
+  using typename Base::Terms;
+  using typename Base::Step;
+  using typename Base::Left;
+  using typename Base::Units;
 
   float sums_k[row_tiles][2 * Columns::steps][4];
   float sums_v[row_tiles][2 * ColumnsV::steps][4];
   float seen[row_tiles][2];  // sums of p, where a modification may hide all of a key
   int passing = -1;          // place of the sums whose turn is to be passed on
 
-  __device__ MmaGradients(const GradientParams& p, const GradientWork& work, const Sequence& at,
-                            unsigned char* memory)
-      : p(p),
-        work(work),
-        at(at),
-        mask(mask_of<Config>(p, at, work.batch)),
-        memory(memory),
-        shared(ptx::shared_address(memory)),
-        scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
-        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
-                                   at.seqlen_q)),
-        full_end(tiles.full_end) {
-    // Rows behind the last are no rows to modifications.
-    if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
-  }
+  using Base::Base;
 
   __device__ void run() {
     clear(sums_k);
@@ -168,93 +64,6 @@ struct MmaGradients {
   }
 
  private:
-  __device__ int key_warp() const { return warp / side_warps; }
-  __device__ int side() const { return warp % side_warps; }
-
-  // Where a head's rows of q or dout begin, and those of k or v.
-  __device__ const Element* queries(const Tensor& tensor, int head) const {
-    return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
-  }
-  __device__ const Element* keys(const Tensor& tensor) const {
-    return tensor.head<const Element>(at.k_batch, work.head) +
-           (int64(at.k_first) + work.begin) * tensor.row_stride;
-  }
-
-  __device__ unsigned keys_at() const { return shared; }
-  __device__ unsigned values_at() const { return shared + Bc * Layout::row_bytes; }
-  __device__ unsigned ds_at() const { return shared + keys_bytes; }
-  __device__ unsigned p_at() const { return ds_at() + pairs_bytes; }
-  __device__ unsigned queries_at(int stage) const {
-    return shared + stages_at + stage * stage_bytes;
-  }
-  __device__ unsigned douts_at(int stage) const {
-    return queries_at(stage) + Br * Layout::row_bytes;
-  }
-  __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
-
-  // A tile of queries of one head.
-  struct Step {
-    int head;
-    int tile;
-  };
-
-  template <int Rows, int Dim, class TileLayout>
-  __device__ static void start(unsigned target, const Element* source, const Tensor& tensor,
-                               int left) {
-    using TileCopy = Copy<Rows, Dim, TileLayout>;
-    TileCopy::template start<true>(target, TileCopy::source(source, tensor.row_stride),
-                                   tensor.row_stride, left);
-  }
-
-  template <class Image>
-  __device__ static void start_image(unsigned target, const char* source) {
-#pragma unroll
-    for (int first = 0; first < Image::bytes; first += 16 * threads) {
-      const int at = first + 16 * int(threadIdx.x);
-      if (first + 16 * threads > Image::bytes && at >= Image::bytes) break;
-      ptx::cp_async<16>(target + at, source + at, 16);
-    }
-  }
-
-  __device__ void load_keys() {
-    if constexpr (in_pieces) {
-      start_image<typename Images::OfKeys>(
-          keys_at(), Images::of_keys(p, at, work.batch, work.head, work.begin / Bc));
-    } else {
-      const int left = at.seqlen_k - work.begin;
-      start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
-      if constexpr (wants_ds) {
-        start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
-      }
-    }
-  }
-
-  __device__ void load(int stage, const Step& step) {
-    if constexpr (in_pieces) {
-      start_image<typename Images::OfQueries>(
-          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
-    } else {
-      load_queries(stage, step.head, step.tile * Br);
-    }
-    ptx::cp_async_commit_group();
-  }
-
-  __device__ void load_queries(int stage, int head, int first) {
-    const int left = at.seqlen_q - first;
-    start<Br, Config::head_dim, Layout>(queries_at(stage),
-                                        queries(p.q, head) + first * p.q.row_stride, p.q, left);
-    start<Br, Config::head_dim_v, LayoutV>(
-        douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
-    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
-#pragma unroll
-    for (int first_row = 0; first_row < Br; first_row += threads) {
-      const int i = first_row + threadIdx.x;
-      if (Br % threads != 0 && i >= Br) break;
-      ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
-                                   terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
-    }
-  }
-
   __device__ void sweep() {
     load_keys();
     Step step = {work.head * group(), tiles.end - 1};
@@ -277,20 +86,6 @@ struct MmaGradients {
     }
     __syncthreads();
     pass();
-  }
-
-  __device__ int group() const { return p.heads_q / p.heads_kv; }
-  __device__ bool is_last(const Step& step) const {
-    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
-  }
-  __device__ Step step_behind(const Step& step) const {
-    if (step.tile > tiles.begin) return {step.head, step.tile - 1};
-    return {step.head + 1, tiles.end - 1};
-  }
-
-  // Of all tiles of keys that a tile of queries sees, how many come before this one.
-  __device__ int turn_of(int tile) const {
-    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
   }
 
   // Passes on the turn of the tile before, to which all have added when the barrier behind it is
@@ -347,8 +142,8 @@ struct MmaGradients {
     } else {
       clear(scores);
       clear(gradients);
-      multiply_keys_queries<columns>(scores, query_rows);
-      if constexpr (wants_ds) multiply_values_douts<columns>(gradients, dout_rows);
+      Base::template multiply_keys_queries<columns>(scores, query_rows);
+      if constexpr (wants_ds) Base::template multiply_values_douts<columns>(gradients, dout_rows);
     }
     if (First) pass();
     if (is_masked) {
@@ -356,220 +151,21 @@ struct MmaGradients {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
-    const float second_of_ds = take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
-    const float second_of_p = take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
+    const float second_of_ds =
+        Base::template take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
+    const float second_of_p =
+        Base::template take_unit<finds_p>(scores, first_of_p, exchanges_p, first);
     Left of_p, of_ds;
-    make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
-    make_left<exchanges_p>(of_p, scores, p_at(), first);
+    Base::template make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
+    Base::template make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
-      add_product<Columns, Layout>(sums_k, of_ds, query_rows, units(stage).of_k * second_of_ds);
+      Base::template add_product<Columns, Layout>(sums_k, of_ds, query_rows,
+                                                  units(stage).of_k * second_of_ds);
     }
     if constexpr (wants_v) {
-      add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows, units(stage).of_v * second_of_p);
+      Base::template add_product<ColumnsV, LayoutV>(sums_v, of_p, dout_rows,
+                                                    units(stage).of_v * second_of_p);
     }
-  }
-
-  // p' or ds' of the warp's keys and of `columns` queries, as a left operand.
-  using Left = LeftStep<row_tiles>[steps][pieces];
-
-  // To where others find it, too, if Exchanges.
-  template <bool Exchanges>
-  __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
-      if constexpr (in_pieces) {
-        split_step(left[step][0], left[step][1], of, step);
-      } else {
-        pack_step<Element>(left[step][0], of, step);
-      }
-      if constexpr (Exchanges) {
-#pragma unroll
-        for (int piece = 0; piece < pieces; ++piece) {
-          Pairs::write(target, left[step][piece], key_warp() * warp_keys,
-                       (piece * Br + first) / 16 + step);
-        }
-      }
-    }
-  }
-
-  // The same of another warp, of the queries from `first` on.
-  __device__ void read(Left& left, unsigned source, int first) {
-#pragma unroll
-    for (int step = 0; step < steps; ++step) {
-#pragma unroll
-      for (int piece = 0; piece < pieces; ++piece) {
-        Pairs::read(left[step][piece], source, key_warp() * warp_keys,
-                    (piece * Br + first) / 16 + step);
-      }
-    }
-  }
-
-  // sums += factor left right, where only products of pieces have a factor.
-  template <class OwnColumns, class RightLayout, class Sums>
-  __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
-    const unsigned right = OwnColumns::lane_address(right_rows, side());
-    if constexpr (in_pieces) {
-      OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
-    } else {
-#pragma unroll
-      for (int step = 0; step < steps; ++step) {
-        OwnColumns::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
-      }
-    }
-  }
-
-  template <int Columns>
-  __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
-                                        unsigned query_rows) {
-    multiply_rows<Layout, dim>(scores, keys_at(), query_rows);
-  }
-  template <int Columns>
-  __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
-                                        unsigned dout_rows) {
-    multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
-  }
-
-  // sums += left right' of the warp's keys.
-  template <class TileLayout, int Dim, int column_tiles>
-  __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
-                                unsigned right_rows) {
-    const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
-    if constexpr (in_pieces) {
-      ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
-    } else {
-      Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
-          sums, left, right_rows);
-    }
-  }
-
-  // A warp gives the other what that needs where that will put its p' and ds'.
-  __device__ void multiply_in_pair(Scores& scores, Scores& gradients, int stage, int first) {
-    const bool has_scores = side() % 2 == 0;  // else gradients, of the second half of the queries
-    const int first_of_pair = has_scores ? first : first - columns;
-    float both[row_tiles][2 * columns / 8][4];
-    clear(both);
-    if (has_scores) {
-      multiply_keys_queries<2 * columns>(
-          both, queries_at(stage) + first_of_pair * Layout::row_bytes);
-      give_half(both, columns / 8, first_of_pair + columns);
-    } else {
-      multiply_values_douts<2 * columns>(
-          both, douts_at(stage) + first_of_pair * LayoutV::row_bytes);
-      give_half(both, 0, first_of_pair);
-    }
-    ptx::barrier_sync_aligned(1 + warp / 2, 64);
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < columns / 8; ++j) {
-        unsigned taken[4];
-        ptx::ld_shared_v4(taken, place_of_given(i, j, first));
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const float other = __uint_as_float(taken[c]);
-          scores[i][j][c] = has_scores ? both[i][j][c] : other;
-          gradients[i][j][c] = has_scores ? other : both[i][j + columns / 8][c];
-        }
-      }
-    }
-    // All have taken before the first puts its p' there.
-    __syncwarp();
-  }
-
-  __device__ void give_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
-                            int first) {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < columns / 8; ++j) {
-        unsigned given[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) given[c] = __float_as_uint(both[i][begin + j][c]);
-        ptx::st_shared_v4(place_of_given(i, j, first), given);
-      }
-    }
-  }
-
-  // Half of the lanes find it in p', the others in ds', of the queries from `first` on.
-  __device__ unsigned place_of_given(int i, int j, int first) const {
-    const int key = key_warp() * warp_keys + 16 * i + lane % 16;
-    return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
-  }
-
-  // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
-  // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
-  // delta say. Warps so need not look for the largest before they split theirs, but where sinks may
-  // leave next to nothing to all keys, and of ds where slopes of scores have no bound: there second
-  // units come on top of these.
-  struct Units {
-    float score;             // of products of q and k
-    float gradient;          // of those of dout and v, with p's, over that of ds
-    float delta;             // p's over that of ds
-    float of_q, of_k, of_v;  // of what is added to dq, dk and dv
-    static constexpr float log2_of_p = 14;
-    static constexpr float unit_of_p = 0x1p-14f;
-
-    __device__ Terms of(const Terms& terms) const {
-      if constexpr (!in_pieces) return terms;
-      return {terms.lse_log2 - log2_of_p, terms.delta * delta};
-    }
-  };
-  __device__ Units units(int stage) const {
-    if constexpr (!in_pieces) return {};
-    const auto& queries = *reinterpret_cast<const QueryScales*>(
-        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
-    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
-    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
-    const float inverse = ds.inverse * Units::unit_of_p;
-    Units units;
-    units.score = queries.q * keys.k;
-    units.gradient = keys.v * inverse * queries.dout;
-    units.delta = inverse;
-    units.of_q = ds.size * keys.k;
-    units.of_k = ds.size * queries.q;
-    units.of_v = queries.dout * Units::unit_of_p;
-    return units;
-  }
-
-  // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
-  // of ds begin at
-  static constexpr int first_of_p = 0;
-  static constexpr int first_of_ds = finds_p ? units_of_each : 0;
-  __device__ float& second_unit(int begin, int key_warp, int first) {
-    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
-                                                       first / columns];
-  }
-
-  // Brings what the warp has made into a unit that it finds, and tells others; without Finds 1.
-  template <bool Finds>
-  __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
-    if constexpr (!Finds) return 1;
-    float top = 0;
-    for_each(scores, [&](float& x) {
-      const float size = fabsf(x);
-      if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
-    });
-    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
-    for_each(scores, [&](float& x) { x *= unit.inverse; });
-    if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
-    return unit.size;
-  }
-
-  template <class Visit>
-  __device__ static void for_each(Scores& scores, Visit visit) {
-#pragma unroll
-    for (int i = 0; i < row_tiles; ++i) {
-#pragma unroll
-      for (int j = 0; j < columns / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) visit(scores[i][j][c]);
-      }
-    }
-  }
-
-  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
-    if (Config::Mods::changes_scores) for_each(scores, [&](float& x) { x *= unit.score; });
-    for_each(gradients, [&](float& x) { x *= unit.gradient; });
   }
 
   template <bool Masked>
@@ -617,15 +213,15 @@ struct MmaGradients {
           read(left, p_at(), first);
           float factor = units(stage).of_v;
           if constexpr (finds_p) factor *= second_unit(first_of_p, key_warp(), first);
-          add_product<ColumnsV, LayoutV>(sums_v, left, douts_at(stage) + first * LayoutV::row_bytes,
-                                         factor);
+          Base::template add_product<ColumnsV, LayoutV>(
+              sums_v, left, douts_at(stage) + first * LayoutV::row_bytes, factor);
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
           float factor = units(stage).of_k;
           if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
-          add_product<Columns, Layout>(sums_k, left, queries_at(stage) + first * Layout::row_bytes,
-                                       factor);
+          Base::template add_product<Columns, Layout>(
+              sums_k, left, queries_at(stage) + first * Layout::row_bytes, factor);
         }
       }
     }
@@ -662,18 +258,6 @@ struct MmaGradients {
       own.end(sums);
     }
   }
-
-  // ds of the warp's rows of dq, and of 16 keys.
-  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
-#pragma unroll
-    for (int piece = 0; piece < pieces; ++piece) {
-      Pairs::read_transposed(left[piece], ds_at(), key,
-                             piece * Br / 16 + first_sum_tile());
-    }
-  }
-
-  // Of dq, the first of the warp's tiles of 16 rows.
-  __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
 
   // Whether a key is seen at all: of one that is not, the sums hold 0 times the queries.
   __device__ bool is_seen(int i, int half) {

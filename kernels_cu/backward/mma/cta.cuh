@@ -1,0 +1,239 @@
+// What a thread block has that computes gradients with mma: which tile it owns and which stream
+// by, who of its warps has what of them, where they lie in shared memory, and how they come there.
+#pragma once
+
+#include "backward/images.cuh"
+#include "backward/operands.cuh"
+#include "backward/params.cuh"
+#include "backward/pieces.cuh"
+#include "backward/row_terms.cuh"
+#include "backward/weigh.cuh"
+#include "backward/work.cuh"
+#include "ptx/base.cuh"
+#include "score/mask.cuh"
+#include "tile/copy.cuh"
+#include "tile/layout.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct MmaGradientCta {
+  using Element = typename Config::Element;
+  using Gradient = typename Config::Gradient;
+  using Piece = typename Pieces<Element>::type;  // what shared memory holds
+  static constexpr int pieces = Pieces<Element>::count;
+  static constexpr bool in_pieces = pieces > 1;
+  static constexpr bool wants_q = Config::wants_q;
+  static constexpr bool wants_k = Config::wants_k;
+  static constexpr bool wants_v = Config::wants_v;
+  static constexpr bool wants_ds = wants_q || wants_k;
+  static constexpr int Br = Config::Br;
+  static constexpr int Bc = Config::Bc;
+  static constexpr int stages = Config::stages;
+  static constexpr int warps = Config::warps;
+  static constexpr int threads = 32 * warps;
+  static constexpr int key_warps = Config::key_warps;
+  static constexpr int side_warps = warps / key_warps;
+  static_assert(key_warps * side_warps == warps, "all have as much");
+
+  // A warp's keys, and the queries that it makes scores of at once.
+  static constexpr int warp_keys = Bc / key_warps;
+  static constexpr int row_tiles = warp_keys / 16;
+  static constexpr int columns = Config::columns;
+  static constexpr int passes = Br / (columns * side_warps);
+  static constexpr int steps = columns / 16;
+  static_assert(warp_keys * key_warps == Bc && row_tiles * 16 == warp_keys, "whole fragments");
+  static_assert(passes * columns * side_warps == Br && steps * 16 == columns, "whole fragments");
+
+  // Of dq, rows and columns of warps.
+  static constexpr int sum_row_warps = Config::sum_row_warps;
+  static constexpr int sum_column_warps = warps / sum_row_warps;
+  static constexpr int sum_row_tiles = Br / 16 / sum_row_warps;
+
+  static constexpr int dim = Config::padded_dim;
+  static constexpr int dim_v = Config::padded_dim_v;
+
+  // Of a pair of warps that share keys, one makes scores and the other gradients of p, of the
+  // queries of both, and each gives the other half of them: fewer operands are read for larger
+  // products.
+  static constexpr bool paired = Config::paired && wants_ds;
+  static_assert(!paired || side_warps % 2 == 0, "pairs");
+
+  // Whether all p may be far below its bound, and whether all ds may be, or any beyond: each warp
+  // then finds second units of those that it makes at once.
+  static constexpr bool finds_p = in_pieces && wants_v && Config::sinks;
+  static constexpr bool finds_ds =
+      in_pieces && wants_ds && (Config::sinks || changes_slope<typename Config::Mods>());
+  static constexpr int units_of_each = key_warps * (Br / columns);
+
+  using Scores = float[row_tiles][columns / 8][4];
+  using Layout = SwizzledRows<Piece, pieces * dim>;     // of q and k
+  using LayoutV = SwizzledRows<Piece, pieces * dim_v>;  // of v and dout
+  using Pairs = Exchange<Piece, pieces * Br>;           // of p' and ds': keys by queries
+  using Columns = SharedColumns<Piece, Layout, dim, side_warps>;
+  using ColumnsV = SharedColumns<Piece, LayoutV, dim_v, side_warps>;
+  using ColumnsOfSums = SharedColumns<Piece, Layout, dim, sum_column_warps>;
+  using Fragments = SumFragments<Br, dim, sum_row_warps, sum_column_warps>;
+
+  // Whether queries see other keys than their sequence's.
+  static constexpr bool is_bounded = Config::causal || Config::modified;
+
+  // Shared memory: k and v, ds', p' where warps share keys, stages of q, dout and row terms. Of
+  // pieces, k and v, and a stage, are images with scales behind them; behind those of keys there is
+  // place for second units.
+  using Terms = RowTerms<float>;
+  using Images = TileImages<Config>;
+  static constexpr int scales_bytes =
+      in_pieces ? Images::OfKeys::bytes - Images::OfKeys::scales_at : 0;
+  static constexpr int row_bytes = Layout::row_bytes + LayoutV::row_bytes;
+  static constexpr int keys_bytes = Bc * row_bytes + scales_bytes;
+  static constexpr int units_at = Images::OfKeys::scales_at + int(sizeof(KeyScales));
+  static_assert(units_at + (finds_p + finds_ds) * units_of_each * int(sizeof(float)) <=
+                    Images::OfKeys::bytes,
+                "as the host has seen");
+  static constexpr int pairs_bytes = Bc * Pairs::Layout::row_bytes;
+  static constexpr bool exchanges_p = side_warps > 1 && wants_v;
+  static constexpr bool exchanges_ds = wants_q || (side_warps > 1 && wants_k);
+  static constexpr int stage_bytes = Br * (row_bytes + int(sizeof(Terms))) + scales_bytes;
+  static constexpr int stages_at = keys_bytes + (1 + (side_warps > 1)) * pairs_bytes;
+  static_assert(stages_at + stages * stage_bytes == Config::shared_memory, "as the host planned");
+
+  template <int Rows, int Dim, class TileLayout>
+  using Copy = RowCopy<TileLayout, Element, Rows, Dim, threads, Config::alignment>;
+
+  const GradientParams& p;
+  const GradientWork work;
+  const Sequence at;
+  const Mask<Config> mask;
+  unsigned char* const memory;
+  const unsigned shared;
+  const float scale_log2;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const QueryTiles tiles;
+  int full_end;
+
+  __device__ MmaGradientCta(const GradientParams& p, const GradientWork& work, const Sequence& at,
+                            unsigned char* memory)
+      : p(p),
+        work(work),
+        at(at),
+        mask(mask_of<Config>(p, at, work.batch)),
+        memory(memory),
+        shared(ptx::shared_address(memory)),
+        scale_log2(signed_scale<Config, double>(p) * SoftmaxMath<double>::log2_e),
+        tiles(find_query_tiles<Br>(mask, work.begin, min(work.begin + Bc, at.seqlen_k),
+                                   at.seqlen_q)),
+        full_end(tiles.full_end) {
+    // Rows behind the last are no rows to modifications.
+    if (Config::modified && at.seqlen_q % Br != 0) full_end = min(full_end, at.seqlen_q / Br);
+  }
+
+  __device__ int key_warp() const { return warp / side_warps; }
+  __device__ int side() const { return warp % side_warps; }
+
+  // ---- The stream.
+
+  // A tile of queries of one head.
+  struct Step {
+    int head;
+    int tile;
+  };
+  __device__ int group() const { return p.heads_q / p.heads_kv; }
+  __device__ bool is_last(const Step& step) const {
+    return step.tile == tiles.begin && step.head == (work.head + 1) * group() - 1;
+  }
+  __device__ Step step_behind(const Step& step) const {
+    if (step.tile > tiles.begin) return {step.head, step.tile - 1};
+    return {step.head + 1, tiles.end - 1};
+  }
+
+  // Of all tiles of keys that a tile of queries sees, how many come before this one.
+  __device__ int turn_of(int tile) const {
+    return work.begin / Bc - (Config::window_left ? mask.visible_begin(tile * Br) / Bc : 0);
+  }
+
+  // ---- Memory.
+
+  // Where a head's rows of q or dout begin, and those of k or v.
+  __device__ const Element* queries(const Tensor& tensor, int head) const {
+    return tensor.head<const Element>(at.q_batch, head) + at.q_first * tensor.row_stride;
+  }
+  __device__ const Element* keys(const Tensor& tensor) const {
+    return tensor.head<const Element>(at.k_batch, work.head) +
+           (int64(at.k_first) + work.begin) * tensor.row_stride;
+  }
+
+  __device__ unsigned keys_at() const { return shared; }
+  __device__ unsigned values_at() const { return shared + Bc * Layout::row_bytes; }
+  __device__ unsigned ds_at() const { return shared + keys_bytes; }
+  __device__ unsigned p_at() const { return ds_at() + pairs_bytes; }
+  __device__ unsigned queries_at(int stage) const {
+    return shared + stages_at + stage * stage_bytes;
+  }
+  __device__ unsigned douts_at(int stage) const {
+    return queries_at(stage) + Br * Layout::row_bytes;
+  }
+  __device__ unsigned terms_at(int stage) const { return queries_at(stage) + Br * row_bytes; }
+
+  // ---- Copies.
+
+  template <int Rows, int Dim, class TileLayout>
+  __device__ static void start(unsigned target, const Element* source, const Tensor& tensor,
+                               int left) {
+    using TileCopy = Copy<Rows, Dim, TileLayout>;
+    TileCopy::template start<true>(target, TileCopy::source(source, tensor.row_stride),
+                                   tensor.row_stride, left);
+  }
+
+  template <class Image>
+  __device__ static void start_image(unsigned target, const char* source) {
+#pragma unroll
+    for (int first = 0; first < Image::bytes; first += 16 * threads) {
+      const int at = first + 16 * int(threadIdx.x);
+      if (first + 16 * threads > Image::bytes && at >= Image::bytes) break;
+      ptx::cp_async<16>(target + at, source + at, 16);
+    }
+  }
+
+  __device__ void load_keys() {
+    if constexpr (in_pieces) {
+      start_image<typename Images::OfKeys>(
+          keys_at(), Images::of_keys(p, at, work.batch, work.head, work.begin / Bc));
+    } else {
+      const int left = at.seqlen_k - work.begin;
+      start<Bc, Config::head_dim, Layout>(keys_at(), keys(p.k), p.k, left);
+      if constexpr (wants_ds) {
+        start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
+      }
+    }
+  }
+
+  __device__ void load(int stage, const Step& step) {
+    if constexpr (in_pieces) {
+      start_image<typename Images::OfQueries>(
+          queries_at(stage), Images::of_queries(p, at, work.batch, step.head, step.tile));
+    } else {
+      load_queries(stage, step.head, step.tile * Br);
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  __device__ void load_queries(int stage, int head, int first) {
+    const int left = at.seqlen_q - first;
+    start<Br, Config::head_dim, Layout>(queries_at(stage),
+                                        queries(p.q, head) + first * p.q.row_stride, p.q, left);
+    start<Br, Config::head_dim_v, LayoutV>(
+        douts_at(stage), queries(p.dout, head) + first * p.dout.row_stride, p.dout, left);
+    const Terms* terms = row_terms<Config>(p) + first_row_of_head(p, at, head) + first;
+#pragma unroll
+    for (int first_row = 0; first_row < Br; first_row += threads) {
+      const int i = first_row + threadIdx.x;
+      if (Br % threads != 0 && i >= Br) break;
+      ptx::cp_async<sizeof(Terms)>(terms_at(stage) + i * int(sizeof(Terms)),
+                                   terms + (i < left ? i : 0), i < left ? sizeof(Terms) : 0);
+    }
+  }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

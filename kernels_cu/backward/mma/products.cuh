@@ -1,0 +1,257 @@
+// Products of a warp of a thread block that computes gradients with mma: of its keys and the tiles
+// of queries, and how p' and ds' become operands of others' products.
+#pragma once
+
+#include "backward/mma/cta.cuh"
+#include "ptx/barrier.cuh"
+#include "tile/access.cuh"
+#include "tile/fragments.cuh"
+#include "tile/products_16bit.cuh"
+
+#if __CUDA_ARCH__ >= 800
+
+template <class Config>
+struct MmaGradientProducts : MmaGradientCta<Config> {
+  using Base = MmaGradientCta<Config>;
+  using Base::pieces, Base::in_pieces, Base::Br, Base::warp_keys, Base::row_tiles, Base::columns;
+  using Base::steps, Base::sum_column_warps, Base::sum_row_tiles, Base::dim, Base::dim_v;
+  using Base::finds_p, Base::units_of_each, Base::units_at, Base::memory, Base::shared, Base::warp;
+  using Base::lane, Base::key_warp, Base::side, Base::keys_at, Base::values_at, Base::ds_at;
+  using Base::p_at, Base::queries_at, Base::douts_at;
+  using typename Base::Element;
+  using typename Base::Piece;
+  using typename Base::Scores;
+  using typename Base::Layout;
+  using typename Base::LayoutV;
+  using typename Base::Pairs;
+  using typename Base::Terms;
+  using typename Base::Images;
+
+  using Base::Base;
+
+  template <int Dim, int Columns>
+  struct ProductConfig {
+    using Element = Piece;
+    static constexpr int Bc = Columns;
+    static constexpr int head_dim = Dim;
+    static constexpr int head_dim_v = Dim;
+    static constexpr bool q_in_registers = false;
+  };
+
+  // p' or ds' of the warp's keys and of `columns` queries, as a left operand.
+  using Left = LeftStep<row_tiles>[steps][pieces];
+
+  // To where others find it, too, if Exchanges.
+  template <bool Exchanges>
+  __device__ void make_left(Left& left, const Scores& of, unsigned target, int first) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+      if constexpr (in_pieces) {
+        split_step(left[step][0], left[step][1], of, step);
+      } else {
+        pack_step<Element>(left[step][0], of, step);
+      }
+      if constexpr (Exchanges) {
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+          Pairs::write(target, left[step][piece], key_warp() * warp_keys,
+                       (piece * Br + first) / 16 + step);
+        }
+      }
+    }
+  }
+
+  // The same of another warp, of the queries from `first` on.
+  __device__ void read(Left& left, unsigned source, int first) {
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int piece = 0; piece < pieces; ++piece) {
+        Pairs::read(left[step][piece], source, key_warp() * warp_keys,
+                    (piece * Br + first) / 16 + step);
+      }
+    }
+  }
+
+  // sums += factor left right, where only products of pieces have a factor.
+  template <class OwnColumns, class RightLayout, class Sums>
+  __device__ void add_product(Sums& sums, const Left& left, unsigned right_rows, float factor) {
+    const unsigned right = OwnColumns::lane_address(right_rows, side());
+    if constexpr (in_pieces) {
+      OwnColumns::add_product(sums, left, right, [&](int) { return factor; });
+    } else {
+#pragma unroll
+      for (int step = 0; step < steps; ++step) {
+        OwnColumns::multiply(sums, left[step][0], right + 16 * step * RightLayout::row_bytes);
+      }
+    }
+  }
+
+  template <int Columns>
+  __device__ void multiply_keys_queries(float (&scores)[row_tiles][Columns / 8][4],
+                                        unsigned query_rows) {
+    multiply_rows<Layout, dim>(scores, keys_at(), query_rows);
+  }
+  template <int Columns>
+  __device__ void multiply_values_douts(float (&gradients)[row_tiles][Columns / 8][4],
+                                        unsigned dout_rows) {
+    multiply_rows<LayoutV, dim_v>(gradients, values_at(), dout_rows);
+  }
+
+  // sums += left right' of the warp's keys.
+  template <class TileLayout, int Dim, int column_tiles>
+  __device__ void multiply_rows(float (&sums)[row_tiles][column_tiles][4], unsigned left_rows,
+                                unsigned right_rows) {
+    const unsigned left = left_rows + key_warp() * warp_keys * TileLayout::row_bytes;
+    if constexpr (in_pieces) {
+      ::multiply_rows<TileLayout, Dim>(sums, left, right_rows);
+    } else {
+      Products16Bit<ProductConfig<Dim, 8 * column_tiles>, row_tiles>().multiply_queries_keys(
+          sums, left, right_rows);
+    }
+  }
+
+  // A warp gives the other what that needs where that will put its p' and ds'.
+  __device__ void multiply_in_pair(Scores& scores, Scores& gradients, int stage, int first) {
+    const bool has_scores = side() % 2 == 0;  // else gradients, of the second half of the queries
+    const int first_of_pair = has_scores ? first : first - columns;
+    float both[row_tiles][2 * columns / 8][4];
+    clear(both);
+    if (has_scores) {
+      multiply_keys_queries<2 * columns>(
+          both, queries_at(stage) + first_of_pair * Layout::row_bytes);
+      give_half(both, columns / 8, first_of_pair + columns);
+    } else {
+      multiply_values_douts<2 * columns>(
+          both, douts_at(stage) + first_of_pair * LayoutV::row_bytes);
+      give_half(both, 0, first_of_pair);
+    }
+    ptx::barrier_sync_aligned(1 + warp / 2, 64);
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+        unsigned taken[4];
+        ptx::ld_shared_v4(taken, place_of_given(i, j, first));
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float other = __uint_as_float(taken[c]);
+          scores[i][j][c] = has_scores ? both[i][j][c] : other;
+          gradients[i][j][c] = has_scores ? other : both[i][j + columns / 8][c];
+        }
+      }
+    }
+    // All have taken before the first puts its p' there.
+    __syncwarp();
+  }
+
+  __device__ void give_half(const float (&both)[row_tiles][2 * columns / 8][4], int begin,
+                            int first) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+        unsigned given[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) given[c] = __float_as_uint(both[i][begin + j][c]);
+        ptx::st_shared_v4(place_of_given(i, j, first), given);
+      }
+    }
+  }
+
+  // Half of the lanes find it in p', the others in ds', of the queries from `first` on.
+  __device__ unsigned place_of_given(int i, int j, int first) const {
+    const int key = key_warp() * warp_keys + 16 * i + lane % 16;
+    return (lane < 16 ? p_at() : ds_at()) + Pairs::Layout::offset(key, first / 8 + j);
+  }
+
+  // Of float32: p is made in units of 2^-14, below 2^15 even where lse is rounded down, and ds in
+  // one that its bound gives: p (|dp| + |delta|) is at most what norms of rows and the largest
+  // delta say. Warps so need not look for the largest before they split theirs, but where sinks may
+  // leave next to nothing to all keys, and of ds where slopes of scores have no bound: there second
+  // units come on top of these.
+  struct Units {
+    float score;             // of products of q and k
+    float gradient;          // of those of dout and v, with p's, over that of ds
+    float delta;             // p's over that of ds
+    float of_q, of_k, of_v;  // of what is added to dq, dk and dv
+    static constexpr float log2_of_p = 14;
+    static constexpr float unit_of_p = 0x1p-14f;
+
+    __device__ Terms of(const Terms& terms) const {
+      if constexpr (!in_pieces) return terms;
+      return {terms.lse_log2 - log2_of_p, terms.delta * delta};
+    }
+  };
+  __device__ Units units(int stage) const {
+    if constexpr (!in_pieces) return {};
+    const auto& queries = *reinterpret_cast<const QueryScales*>(
+        memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at);
+    const auto& keys = *reinterpret_cast<const KeyScales*>(memory + Images::OfKeys::scales_at);
+    const Unit ds = Unit::of(fma(queries.dout_norm, keys.v_norm, queries.delta));
+    const float inverse = ds.inverse * Units::unit_of_p;
+    Units units;
+    units.score = queries.q * keys.k;
+    units.gradient = keys.v * inverse * queries.dout;
+    units.delta = inverse;
+    units.of_q = ds.size * keys.k;
+    units.of_k = ds.size * queries.q;
+    units.of_v = queries.dout * Units::unit_of_p;
+    return units;
+  }
+
+  // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
+  // of ds begin at
+  static constexpr int first_of_p = 0;
+  static constexpr int first_of_ds = finds_p ? units_of_each : 0;
+  __device__ float& second_unit(int begin, int key_warp, int first) {
+    return reinterpret_cast<float*>(memory + units_at)[begin + key_warp * (Br / columns) +
+                                                       first / columns];
+  }
+
+  // Brings what the warp has made into a unit that it finds, and tells others; without Finds 1.
+  template <bool Finds>
+  __device__ float take_unit(Scores& scores, int begin, bool tells, int first) {
+    if constexpr (!Finds) return 1;
+    float top = 0;
+    for_each(scores, [&](float& x) {
+      const float size = fabsf(x);
+      if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
+    });
+    const Unit unit = Unit::of(__uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top))));
+    for_each(scores, [&](float& x) { x *= unit.inverse; });
+    if (tells && lane == 0) second_unit(begin, key_warp(), first) = unit.size;
+    return unit.size;
+  }
+
+  template <class Visit>
+  __device__ static void for_each(Scores& scores, Visit visit) {
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) visit(scores[i][j][c]);
+      }
+    }
+  }
+
+  __device__ static void scale(Scores& scores, Scores& gradients, const Units& unit) {
+    if (Config::Mods::changes_scores) for_each(scores, [&](float& x) { x *= unit.score; });
+    for_each(gradients, [&](float& x) { x *= unit.gradient; });
+  }
+
+  // ds of the warp's rows of dq, and of 16 keys.
+  __device__ void read_ds(LeftStep<sum_row_tiles> (&left)[pieces], int key) {
+#pragma unroll
+    for (int piece = 0; piece < pieces; ++piece) {
+      Pairs::read_transposed(left[piece], ds_at(), key,
+                             piece * Br / 16 + first_sum_tile());
+    }
+  }
+
+  // Of dq, the first of the warp's tiles of 16 rows.
+  __device__ int first_sum_tile() const { return warp / sum_column_warps * sum_row_tiles; }
+};
+
+#endif  // __CUDA_ARCH__ >= 800

@@ -29,6 +29,7 @@ from support.gradient_oracle import (
     attention,
     exact,
     naive,
+    unseen,
 )
 
 FIRST_VARIABLE = "CUPY_FLASH_FIRST_GRADIENT_CASE"
@@ -115,7 +116,8 @@ class Class:
 
 def draw_class(number: int) -> Class:
     """A class of calls: all pairs of dtype and modification are among 44 of them."""
-    rng = np.random.default_rng((1, number))
+    # A seed whose first classes have every function.
+    rng = np.random.default_rng((2001, number))
 
     def chance(probability: float) -> bool:
         return bool(rng.random() < probability)
@@ -138,8 +140,8 @@ def draw_class(number: int) -> Class:
         head_dims=(dim, dim if chance(0.75) else int(rng.choice(HEAD_DIMS))),
         longest=(60, 130) if "tree" in chosen else LONGEST[rng.integers(len(LONGEST))],
         modifications=frozenset(chosen),
-        score_mod=list(SCORE_MODS)[rng.integers(len(SCORE_MODS))],
-        mask_mod=list(MASK_MODS)[rng.integers(len(MASK_MODS))],
+        score_mod=list(SCORE_MODS)[number % len(SCORE_MODS)],
+        mask_mod=list(MASK_MODS)[number % len(MASK_MODS)],
         window=((True, False), (False, True), (True, True))[rng.integers(3)],
         slopes_of_batch=chance(0.5),
         bias_axes=AXES[rng.integers(len(AXES))],
@@ -255,7 +257,7 @@ class _Drawing:
         return Case(self.number, of, call, longest, tuple(names))
 
     def poison(self, call: OracleCall) -> None:
-        """NaN where nothing may be read: padding, and rows of no sequence."""
+        """NaN where nothing may be read: padding, rows of no sequence, and perhaps hidden rows."""
         nan = float("nan")
         if call.seqlens_k is not None:
             for b, n in enumerate(call.seqlens_k):
@@ -269,6 +271,12 @@ class _Drawing:
             for b, used in enumerate(call.seqused_k):
                 first, end = (int(n) for n in call.cu_seqlens_k[b : b + 2])
                 call.k[first + int(used) : end] = call.v[first + int(used) : end] = nan
+        if self.rng.random() < 0.5:
+            blind, hidden = unseen(call)
+            of_query = np.moveaxis(blind, -1, -2)
+            call.q[of_query] = call.dout[of_query] = call.k[hidden] = nan
+            if call.dlse is not None and call.sinks is None:
+                call.dlse[blind] = nan
 
     def ignore_padded_rows(self, call: OracleCall) -> None:
         """Let no loss depend on rows that see padding alone.
@@ -426,22 +434,22 @@ def _errors(result: np.ndarray, true: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(difference), np.inf, difference)
 
 
-def _run(case: Case, xp: Any) -> dict[str, np.ndarray]:
-    """out, lse and the gradients of a call by the library; what it writes to is NaN before."""
+def arguments(case: Case, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a backward call is given but for the results of its forward call, arrays of `xp`.
+
+    The first positional argument is dout. Of the keyword arguments, dlse and wrt are those of the
+    backward call alone.
+    """
     call, of = case.oracle, case.of
-    is_bhsd = of.layout == "bhsd"
 
     def given(x: np.ndarray) -> Any:
-        return xp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if is_bhsd else x)
+        return xp.asarray(np.ascontiguousarray(x.swapaxes(1, 2)) if of.layout == "bhsd" else x)
 
-    def poisoned(like: Any, dtype: Any = None) -> Any:
-        return xp.full(like.shape, np.nan, dtype or like.dtype)
-
-    named: dict[str, Any] = {"causal": call.causal, "softmax_scale": call.scale}
+    named: dict[str, Any] = {"causal": call.causal, "softmax_scale": call.scale, "wrt": case.wrt}
     if not of.is_packed:
         named |= {"q_offset": call.q_offset, "layout": of.layout}
     arrays = ("prefix_lens", "seqlens_k", "alibi_slopes", "bias", "mask", "tree_mask", "sinks")
-    for name in (*arrays, "seqused_k"):
+    for name in (*arrays, "seqused_k", "dlse"):
         if (array := getattr(call, name)) is not None:
             named[name] = xp.asarray(array)
     if call.window != (None, None):
@@ -457,28 +465,34 @@ def _run(case: Case, xp: Any) -> dict[str, np.ndarray]:
         captures = {name: xp.asarray(x) for name, x in call.mask_captures.items()}
         named["mask_mod"] = MaskMod(MASK_MODS[call.mask_function], **captures)
     lengths: tuple[Any, ...] = ()
+    if of.is_packed:
+        starts = (xp.asarray(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
+        lengths = (*starts, *case.max_seqlens)
+    return (*(given(x) for x in (call.dout, call.q, call.k, call.v)), *lengths), named
+
+
+def _run(case: Case, xp: Any) -> dict[str, np.ndarray]:
+    """out, lse and the gradients of a call by the library; what it writes to is NaN before."""
+    of = case.of
     forward: Any = cupy_flash.flash_attention
     backward: Any = cupy_flash.flash_attention_backward
     if of.is_packed:
         forward = cupy_flash.flash_attention_varlen
         backward = cupy_flash.flash_attention_varlen_backward
-        starts = (xp.asarray(x) for x in (call.cu_seqlens_q, call.cu_seqlens_k))
-        lengths = (*starts, *case.max_seqlens)
-    q, k, v, dout = (given(x) for x in (call.q, call.k, call.v, call.dout))
-    out, lse = forward(q, k, v, *lengths, return_lse=True, out=poisoned(dout), **named)
-    outputs = {
-        f"d{name}": poisoned(x, of.grad_dtype)
-        for name, x in (("q", q), ("k", k), ("v", v))
-        if name in case.wrt
-    }
-    dlse = None if call.dlse is None else xp.asarray(call.dlse)
-    more = {"dlse": dlse, "wrt": case.wrt, "grad_dtype": of.grad_dtype, **outputs}
-    gradients = backward(dout, q, k, v, out, lse, *lengths, **more, **named)
+    (dout, q, k, v, *lengths), named = arguments(case, xp)
+    poisoned = xp.full(dout.shape, np.nan, dout.dtype)
+    of_forward = {name: x for name, x in named.items() if name not in ("wrt", "dlse")}
+    out, lse = forward(q, k, v, *lengths, return_lse=True, out=poisoned, **of_forward)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if name in case.wrt:
+            named[f"d{name}"] = xp.full(x.shape, np.nan, of.grad_dtype or x.dtype)
+    gradients = backward(dout, q, k, v, out, lse, *lengths, grad_dtype=of.grad_dtype, **named)
     results = {"out": out, "lse": lse} | dict(zip(case.wrt, gradients, strict=True))
     found = {}
     for name, x in results.items():
-        x = x if xp is np else xp.asnumpy(x)
-        found[name] = x.swapaxes(1, 2) if is_bhsd and name in ("out", "q", "k", "v") else x
+        on_host = x if xp is np else xp.asnumpy(x)
+        is_swapped = of.layout == "bhsd" and name in ("out", "q", "k", "v")
+        found[name] = on_host.swapaxes(1, 2) if is_swapped else on_host
     return found
 
 

@@ -244,12 +244,24 @@ class Sequence(NamedTuple):
     """Where one sequence lies: indices of its rows, of its keys, and where its queries begin."""
 
     b: int
-    rows: tuple[Any, ...]  # into q, out, dout, and the lse of a head
+    rows: tuple[Any, ...]  # into q, out and dout
     keys: tuple[Any, ...]  # into k and v
     seqlen_q: int
     seqlen_k: int
     q_offset: int
     first_row: int  # in the row axis of bias and mask
+
+    def of_query(self, h: int) -> tuple[Any, ...]:
+        """Index of a head's rows in q, out and dout."""
+        return (*self.rows, ..., h, slice(None))
+
+    def of_key(self, h: int) -> tuple[Any, ...]:
+        """Index of a key/value head's rows in k and v."""
+        return (*self.keys, h, slice(None))
+
+    def of_lse(self, h: int) -> tuple[Any, ...]:
+        """Index of a head's rows in lse and dlse."""
+        return (h, *self.rows) if isinstance(self.rows[0], slice) else (self.b, h)
 
 
 def sequences(call: OracleCall) -> Iterator[Sequence]:
@@ -295,9 +307,8 @@ def attention(
     compute = arithmetic.compute
     heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
     group = heads_q // heads_kv
-    lse_shape = (*call.q.shape[:-3], heads_q, call.q.shape[-3])
     out = np.zeros((*call.q.shape[:-1], call.v.shape[-1]), compute)
-    lse = np.full(lse_shape, -np.inf, compute)
+    lse = np.full(lse_shape(call), -np.inf, compute)
     inputs: dict[str, Array] = {"q": call.q, "k": call.k, "v": call.v}
     if call.bias is not None:
         inputs["bias"] = call.bias
@@ -307,9 +318,8 @@ def attention(
     grads = {n: np.zeros(x.shape, compute) for n, x in inputs.items() if x.dtype.kind != "i"}
     for sequence in sequences(call):
         for h in range(heads_q):
-            of_query = (*sequence.rows, ..., h, slice(None))
-            of_key = (*sequence.keys, h // group, slice(None))
-            of_lse = (sequence.b, h) if call.cu_seqlens_q is None else (h, *sequence.rows)
+            of_query, of_lse = sequence.of_query(h), sequence.of_lse(h)
+            of_key = sequence.of_key(h // group)
             one = _Head(call, sequence, h, arithmetic)
             q, dout = (a[of_query].astype(compute) for a in (call.q, call.dout))
             k, v = (a[of_key].astype(compute) for a in (call.k, call.v))
@@ -330,6 +340,23 @@ def attention(
                 weights = np.broadcast_to(by * found.dt, found.dt.shape)
                 np.add.at(grads[f"score_mod.{name}"], index, _summed(weights, index))
     return Results(out, lse, grads)
+
+
+def lse_shape(call: OracleCall) -> tuple[int, ...]:
+    *outer, seqlen, heads, _ = call.q.shape
+    return (*outer, heads, seqlen)
+
+
+def unseen(call: OracleCall) -> tuple[Array, Array]:
+    """Which rows see no key, as `lse_shape` says, and which keys no row sees, (..., heads_kv)."""
+    blind, hidden = np.ones(lse_shape(call), bool), np.ones(call.k.shape[:-1], bool)
+    heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
+    for sequence in sequences(call):
+        for h in range(heads_q):
+            seen = _Head(call, sequence, h, exact(np.float32)).seen()
+            blind[sequence.of_lse(h)] = ~seen.any(axis=1)
+            hidden[sequence.of_key(h // (heads_q // heads_kv))[:-1]] &= ~seen.any(axis=0)
+    return blind, hidden
 
 
 def _summed(weights: Array, index: tuple[Any, ...]) -> Array:

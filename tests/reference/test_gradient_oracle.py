@@ -1,0 +1,128 @@
+"""The two oracles of gradients: against finite differences, and against each other."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import gradient_oracle
+from support.gradient_cases import (
+    CLASSES,
+    DTYPES,
+    MASK_MODS,
+    MODIFICATIONS,
+    SCORE_MODS,
+    Case,
+    arguments,
+    draw,
+    draw_class,
+)
+from support.gradient_oracle import OracleCall, attention, exact
+
+from cupy_flash.reference.gradients import attention_backward_reference
+from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+
+
+def test_the_oracle_imports_nothing_of_the_library() -> None:
+    tree = ast.parse(Path(gradient_oracle.__file__).read_text(encoding="utf-8"))
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add(str(node.module).partition(".")[0])
+    assert roots == {"__future__", "collections", "dataclasses", "math", "numpy", "typing"}
+
+
+def test_the_classes_have_every_modification_in_every_dtype() -> None:
+    classes = [draw_class(number) for number in range(CLASSES)]
+    for name in MODIFICATIONS[:-1]:
+        assert {c.dtype for c in classes if name in c.modifications} == set(DTYPES), name
+        packed = {c.is_packed for c in classes if name in c.modifications}
+        assert packed == ({False} if name == "tree" else {False, True}), name
+    for kind, functions in (("score_mod", SCORE_MODS), ("mask_mod", MASK_MODS)):
+        assert {getattr(c, kind) for c in classes if kind in c.modifications} == set(functions)
+    for of in ("has_lengths", "has_dlse", "has_all_gradients", "causal", "is_packed"):
+        assert {getattr(c, of) for c in classes} == {False, True}
+    assert any(c.is_padding_bias for c in classes if "bias" in c.modifications)
+    assert any(c.has_offset and (c.causal or "window" in c.modifications) for c in classes)
+    assert any(c.has_lengths and c.is_packed for c in classes)
+
+
+def in_float64(call: OracleCall) -> OracleCall:
+    """The same call, of numbers of float64."""
+
+    def wide(x: Any) -> Any:
+        is_real = isinstance(x, np.ndarray) and x.dtype.kind not in "iub"
+        return x.astype(np.float64) if is_real else x
+
+    changed = {f.name: wide(getattr(call, f.name)) for f in dataclasses.fields(call)}
+    changed["captures"] = {name: wide(x) for name, x in call.captures.items()}
+    return dataclasses.replace(call, **changed)
+
+
+@pytest.mark.parametrize("number", range(CLASSES))
+def test_the_oracle_has_the_slopes_of_its_outputs(number: int) -> None:
+    case = draw(number)
+    call = in_float64(case.oracle)
+    arithmetic = exact(np.float64)
+    base = attention(call, arithmetic)
+    rng = np.random.default_rng(number)
+
+    def loss(changed: OracleCall) -> Any:
+        out, lse, _ = attention(changed, arithmetic)
+        total = (np.nan_to_num(call.dout) * out).sum()
+        if call.dlse is not None:
+            counts = np.isfinite(lse) & np.isfinite(call.dlse)
+            total += (call.dlse[counts] * lse[counts]).sum()
+        return total
+
+    step = 1e-5
+    for name, gradient in base.gradients.items():
+        if name == "bias" and case.of.is_padding_bias:
+            continue
+        owner, key = call, name
+        if name.startswith("score_mod."):
+            key = name.removeprefix("score_mod.")
+            array = call.captures[key]
+        else:
+            array = getattr(owner, key)
+        direction = rng.normal(size=array.shape)
+        around = []
+        for sign in (1, -1):
+            moved = array + sign * step * direction
+            if name.startswith("score_mod."):
+                changed = dataclasses.replace(call, captures=call.captures | {key: moved})
+            else:
+                changed = dataclasses.replace(call, **{key: moved})
+            around.append(loss(changed))
+        slope = (around[0] - around[1]) / (2 * step)
+        expected = (gradient * direction).sum()
+        size = abs(gradient * direction).sum() + 1
+        assert abs(slope - expected) <= 1e-6 * size, (name, float(slope), float(expected), case)
+
+
+@pytest.mark.parametrize("number", range(CLASSES))
+def test_the_reference_agrees_with_the_oracle(number: int) -> None:
+    case = draw(number)
+    call = case.oracle
+    # Functions of a narrower call may compute in float32.
+    call = in_float64(call)
+    of = dataclasses.replace(case.of, dtype="float64", grad_dtype=None, array_dtype="float64")
+    wide = Case(number, of, call, case.max_seqlens, case.wrt)
+    positional, named = arguments(wide, np)
+    function: Any = attention_backward_reference
+    if of.is_packed:
+        function = attention_varlen_backward_reference
+    gradients = function(*positional, **named)
+    truth = attention(call, exact(np.float64)).by_name()
+    for name, found in zip(case.wrt, gradients, strict=True):
+        if of.layout == "bhsd" and name in ("q", "k", "v"):
+            found = found.swapaxes(1, 2)
+        size = abs(truth[name]).max(initial=1)
+        error = abs(found - truth[name]).max(initial=0)
+        assert error <= 1e-12 * size, (name, float(error), case)

@@ -21,10 +21,12 @@ from support.gradient_cases import (
     draw,
     draw_class,
 )
-from support.gradient_oracle import OracleCall, attention, exact
+from support.gradient_oracle import Arithmetic, OracleCall, attention
 
 from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+
+FLOAT64 = Arithmetic(np.dtype(np.float64), np.dtype(np.float64))
 
 
 def test_the_oracle_imports_nothing_of_the_library() -> None:
@@ -69,49 +71,44 @@ def in_float64(call: OracleCall) -> OracleCall:
 def test_the_oracle_has_the_slopes_of_its_outputs(number: int) -> None:
     case = draw(number)
     call = in_float64(case.oracle)
-    arithmetic = exact(np.float64)
-    base = attention(call, arithmetic)
-    rng = np.random.default_rng(number)
+    gradients = attention(call, FLOAT64).gradients
+    if case.of.is_padding_bias:
+        # A step of 1e-5 is nothing beside 1e308.
+        gradients.pop("bias", None)
 
     def loss(changed: OracleCall) -> Any:
-        out, lse, _ = attention(changed, arithmetic)
+        out, lse, _ = attention(changed, FLOAT64)
         total = (np.nan_to_num(call.dout) * out).sum()
         if call.dlse is not None:
             counts = np.isfinite(lse) & np.isfinite(call.dlse)
             total += (call.dlse[counts] * lse[counts]).sum()
         return total
 
-    step = 1e-5
-    for name, gradient in base.gradients.items():
-        if name == "bias" and case.of.is_padding_bias:
-            continue
-        owner, key = call, name
+    rng, step = np.random.default_rng(number), 1e-5
+    directions = {name: rng.normal(size=x.shape) for name, x in gradients.items()}
+    up, down = (loss(moved(call, directions, sign * step)) for sign in (1, -1))
+    terms = [(gradients[name] * directions[name]).ravel() for name in gradients]
+    expected, size = (sum(f(x).sum() for x in terms) for f in (np.asarray, abs))
+    assert abs((up - down) / (2 * step) - expected) <= 1e-6 * (size + 1), case
+
+
+def moved(call: OracleCall, directions: dict[str, np.ndarray], step: float) -> OracleCall:
+    """The call a step away, in directions by the names of the inputs."""
+    captures, changed = dict(call.captures), {}
+    for name, direction in directions.items():
         if name.startswith("score_mod."):
-            key = name.removeprefix("score_mod.")
-            array = call.captures[key]
+            name = name.removeprefix("score_mod.")
+            captures[name] = captures[name] + step * direction
         else:
-            array = getattr(owner, key)
-        direction = rng.normal(size=array.shape)
-        around = []
-        for sign in (1, -1):
-            moved = array + sign * step * direction
-            if name.startswith("score_mod."):
-                changed = dataclasses.replace(call, captures=call.captures | {key: moved})
-            else:
-                changed = dataclasses.replace(call, **{key: moved})
-            around.append(loss(changed))
-        slope = (around[0] - around[1]) / (2 * step)
-        expected = (gradient * direction).sum()
-        size = abs(gradient * direction).sum() + 1
-        assert abs(slope - expected) <= 1e-6 * size, (name, float(slope), float(expected), case)
+            changed[name] = getattr(call, name) + step * direction
+    return dataclasses.replace(call, captures=captures, **changed)
 
 
 @pytest.mark.parametrize("number", range(CLASSES))
 def test_the_reference_agrees_with_the_oracle(number: int) -> None:
     case = draw(number)
-    call = case.oracle
     # Functions of a narrower call may compute in float32.
-    call = in_float64(call)
+    call = in_float64(case.oracle)
     of = dataclasses.replace(case.of, dtype="float64", grad_dtype=None, array_dtype="float64")
     wide = Case(number, of, call, case.max_seqlens, case.wrt)
     positional, named = arguments(wide, np)
@@ -119,10 +116,10 @@ def test_the_reference_agrees_with_the_oracle(number: int) -> None:
     if of.is_packed:
         function = attention_varlen_backward_reference
     gradients = function(*positional, **named)
-    truth = attention(call, exact(np.float64)).by_name()
+    truth = attention(call, FLOAT64).by_name()
     for name, found in zip(case.wrt, gradients, strict=True):
         if of.layout == "bhsd" and name in ("q", "k", "v"):
             found = found.swapaxes(1, 2)
         size = abs(truth[name]).max(initial=1)
         error = abs(found - truth[name]).max(initial=0)
-        assert error <= 1e-12 * size, (name, float(error), case)
+        assert error <= 1e-11 * size, (name, float(error), case)

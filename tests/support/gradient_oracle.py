@@ -206,26 +206,17 @@ class Arithmetic(NamedTuple):
         Dtype of products, sums and functions.
     stored
         Dtype that P, dX and out are rounded to before they are multiplied.
-    one_by_one
-        Whether the addends of a product are added one by one. BLAS has several partial sums, whose
-        error is smaller.
+    of_sizes
+        Whether results are what they would be if nothing cancelled: sums of absolute values, which
+        rounding errors are in proportion to. That of a log-sum-exp is the largest score.
     """
 
     compute: np.dtype[Any]
     stored: np.dtype[Any]
-    one_by_one: bool = False
+    of_sizes: bool = False
 
     def rounded(self, x: Array) -> Array:
         return x.astype(self.stored).astype(self.compute)
-
-    def product(self, a: Array, b: Array) -> Array:
-        """``a @ b``"""
-        if not self.one_by_one:
-            return a @ b
-        total = np.zeros((a.shape[0], b.shape[1]), self.compute)
-        for column, row in zip(a.T, b, strict=True):
-            total += column[:, None] * row
-        return total
 
 
 def exact(dtype: Any) -> Arithmetic:
@@ -234,10 +225,13 @@ def exact(dtype: Any) -> Arithmetic:
     return Arithmetic(compute, compute)
 
 
-def naive(dtype: Any, *, one_by_one: bool = False) -> Arithmetic:
+def naive(dtype: Any) -> Arithmetic:
     """Arithmetic of the formula in a dtype: float32, with 16-bit operands of products."""
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    return Arithmetic(compute, np.dtype(dtype), one_by_one)
+    return Arithmetic(compute, np.dtype(dtype))
+
+
+SIZES = Arithmetic(np.dtype(np.float64), np.dtype(np.float64), of_sizes=True)
 
 
 class Sequence(NamedTuple):
@@ -466,7 +460,6 @@ class _Head:
         given: tuple[Array, Array] | None,
     ) -> _OfHead:
         compute, rounded, scale = self.arithmetic.compute, self.arithmetic.rounded, self.call.scale
-        product = self.arithmetic.product
         scale = compute.type(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         sink = compute.type(-np.inf if self.call.sinks is None else self.call.sinks[self.h])
         seen = self.seen()
@@ -474,7 +467,7 @@ class _Head:
         # Select: what these rows hold may be NaN.
         q, dout = (np.where(sees[:, None], a, 0) for a in (q, dout))
         k, v = (np.where(is_seen[:, None], a, 0) for a in (k, v))
-        x = scale * product(q, k.T)
+        x = scale * (q @ k.T)
         t, slope, by_captures = self.changed(x)
         with np.errstate(invalid="ignore", divide="ignore"):
             t = np.where(seen, t, -np.inf)
@@ -484,27 +477,31 @@ class _Head:
             total = p.sum(axis=1) + np.exp(sink - base)
             p = p / np.where(total == 0, 1, total)[:, None]
             lse = base + np.log(total)
-        out = rounded(product(rounded(p), v))
-        if given is None:
-            d = (dout * out).sum(axis=1)
-        else:
-            d = (dout * given[0]).sum(axis=1)
+        out = rounded(rounded(p) @ v)
+        if given is not None:
             with np.errstate(invalid="ignore", over="ignore"):
                 p = np.where(seen, np.exp(t - given[1][:, None]), 0)
+        size: Callable[[Any], Any] = abs if self.arithmetic.of_sizes else lambda x: x
+        minus = np.add if self.arithmetic.of_sizes else np.subtract
+        q, k, v, dout, scale = map(size, (q, k, v, dout, scale))
+        d = (dout * size(out if given is None else given[0])).sum(axis=1)
         if dlse is not None:
-            d = d - dlse
-        dt = np.where(seen, p * (product(dout, v.T) - d[:, None]), 0)
-        dx = rounded(np.where(seen, dt * slope, 0))
+            d = minus(d, size(dlse))
+        dt = np.where(seen, p * minus(dout @ v.T, d[:, None]), 0)
+        dx = rounded(np.where(seen, dt * size(slope), 0))
         dsink = compute.type(0)
         if sink != -np.inf:
-            dsink = -(np.exp(sink - (lse if given is None else given[1])) * d).sum()
+            dsink = size(-(np.exp(sink - (lse if given is None else given[1])) * d).sum())
+        if self.arithmetic.of_sizes:
+            # The errors of a log-sum-exp are those of the scores.
+            out, lse = p @ v, abs(np.where(seen, t, 0)).max(axis=1, initial=0)
         return _OfHead(
             out,
             lse,
-            dq=scale * product(dx, k),
-            dk=scale * product(dx.T, q),
-            dv=product(rounded(p).T, dout),
+            dq=scale * (dx @ k),
+            dk=scale * (dx.T @ q),
+            dv=rounded(p).T @ dout,
             dt=dt,
             dsink=dsink,
-            by_captures=by_captures,
+            by_captures={name: (size(by), index) for name, (by, index) in by_captures.items()},
         )

@@ -18,8 +18,9 @@ from cupy_flash.mods.captures import (
     require_int32_values,
 )
 from cupy_flash.mods.derivative import derivative
-from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
+from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node
 from cupy_flash.mods.interpret import Interpreter
+from cupy_flash.mods.operations import cast
 from cupy_flash.mods.picture import draw
 from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node

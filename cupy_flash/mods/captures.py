@@ -28,6 +28,7 @@ ELEMENT_TYPES = {
     "float64": REAL,
 }
 
+
 @dataclass(frozen=True)
 class CaptureSpec:
     """What device text depends on of a capture; neither its values nor its shape.

@@ -40,13 +40,15 @@ class AbsentFunction:
     Parameters
     ----------
     name
-        Name of the function.
+        Name of the function in its module.
     """
 
     def __init__(self, name: str) -> None:
-        self.__name__ = name
+        self.__qualname__ = name
+        self.__name__ = name.rpartition(".")[2]
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise TypeError."""
         raise TypeError(
             f"{self.__name__} was traced before the modification was pickled, and is not there "
             "any more; use evaluate() of the modification"

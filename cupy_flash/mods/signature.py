@@ -17,19 +17,18 @@ RESERVED = frozenset({"score", "row", *POSITIONS})
 _REFUSED_TEXT = re.compile(r"#|%:|\?\?|\\|\b(?:__)?asm(?:__)?\b|\b__shared__\b|\b_Pragma\b")
 _PARAMETER = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*_?")
 # Keywords, macros, and types that the text of a function has.
-_CPP_WORDS = frozenset(
-    """
-    alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
-    char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
-    constinit continue decltype default delete do double dynamic_cast else enum explicit export
-    extern false float for friend goto if inline int long mutable namespace new noexcept not not_eq
-    nullptr operator or or_eq private protected public register reinterpret_cast requires return
-    short signed sizeof static static_assert static_cast struct switch template this thread_local
-    throw true try typedef typeid typename typeof typeof_unqual union unsigned using virtual void
-    volatile wchar_t while xor xor_eq
-    NULL Capture Real bfloat16_t half_t
-    """.split()
-)
+_CPP_TEXT = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
+char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
+constinit continue decltype default delete do double dynamic_cast else enum explicit export extern
+false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr
+operator or or_eq private protected public register reinterpret_cast requires return short signed
+sizeof static static_assert static_cast struct switch template this thread_local throw true try
+typedef typeid typename typeof typeof_unqual union unsigned using virtual void volatile wchar_t
+while xor xor_eq
+NULL Capture Real bfloat16_t half_t
+"""
+_CPP_WORDS = frozenset(_CPP_TEXT.split())
 
 
 def parameters_of(

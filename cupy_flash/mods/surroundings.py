@@ -49,12 +49,14 @@ class Surroundings:
         self._read = read
         self._found: dict[str, Read] = {}
         self._names = {*reserved, *specs}
-        # By identity; the first of each pair keeps the identity from being given to another.
-        self._made: dict[int, tuple[Any, Any]] = {
-            id(given[name]): (given[name], spec.parameter(name))
-            for name, spec in specs.items()
-            if spec.rank is not None
-        }
+        # By identity. The first of each pair keeps the identity from being given to another.
+        self._made: dict[int, tuple[Any, Any]] = {}
+        for name, spec in specs.items():
+            array = given[name]
+            if spec.rank:
+                self._kept(array, ProgramArray(name, array, self, spec))
+            elif spec.rank == 0:
+                self._kept(array, ProgramNumber(spec.parameter(name).node, array))
 
     def rebuilt(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, with stand-ins for the arrays that it can reach."""
@@ -113,7 +115,7 @@ class Surroundings:
         except (TypeError, ValueError):
             # A constant of a type that is not captured.
             return array
-        return spec.parameter(chosen)
+        return ProgramNumber(spec.parameter(chosen).node, array)
 
     def _function(self, function: FunctionType) -> FunctionType:
         outer, code = function.__globals__, function.__code__
@@ -126,8 +128,10 @@ class Surroundings:
         made = FunctionType(code, inner, function.__name__, None, cells)
         # Before its variables, which may hold the function itself.
         self._kept(function, made)
-        for name in {*names_in(code), *(n for n in outer if n.startswith("__"))} & outer.keys():
-            inner[name] = self._stand_in(name, outer[name])
+        # In the order of the code, so that captures are named alike in every process.
+        for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
+            if name in outer:
+                inner[name] = self._stand_in(name, outer[name])
         for name, cell in fresh:
             # A cell is empty until its variable is assigned.
             with contextlib.suppress(ValueError):
@@ -143,25 +147,52 @@ class Surroundings:
         return id(value) not in self._made
 
 
+class ProgramNumber(Symbol):
+    """An array of the program without axes, in a traced function: its one element as a symbol."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, node: Node, array: Any) -> None:
+        super().__init__(node)
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # The protocols by which libraries read an array are those of a symbol.
+            super().__getattr__(name)
+        return getattr(self._array, name)
+
+
 class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
     """An array of the program in a traced function: a capture from the first index on.
 
     Whatever is computed from the whole array, by its methods or NumPy's functions, is computed
     once, when the function is traced, and is a constant of the function.
+
+    Parameters
+    ----------
+    name
+        Name of the variable that holds the array.
+    array
+        The array as the program has it.
+    surroundings
+        Record of all captures.
+    spec
+        Spec of the capture that was given by this name, or None for an array that was not.
     """
 
-    __slots__ = ("_array", "_captured", "_surroundings")
+    __slots__ = ("_array", "_spec", "_surroundings")
 
-    def __init__(self, name: str, array: Any, surroundings: Surroundings) -> None:
+    def __init__(
+        self, name: str, array: Any, surroundings: Surroundings, spec: CaptureSpec | None = None
+    ) -> None:
         super().__init__(name, getattr(array, "ndim", 1), "")
-        self._array, self._surroundings = array, surroundings
-        self._captured: TracedArray | None = None
+        self._array, self._surroundings, self._spec = array, surroundings, spec
 
     def __getitem__(self, index: Any) -> Symbol:
-        if self._captured is None:
-            name, spec = self._surroundings.capture(self._name, self._array)
-            self._captured = TracedArray(name, self._rank, spec.type)
-        return self._captured[index]
+        if self._spec is None:
+            self._name, self._spec = self._surroundings.capture(self._name, self._array)
+        return TracedArray(self._name, self._spec.rank or 0, self._spec.type)[index]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._array, name)
@@ -207,6 +238,11 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
 def is_array(value: Any) -> bool:
     """Return whether a value is an array of NumPy or of another library."""
     return isinstance(value, np.ndarray) or hasattr(type(value), "__dlpack__")
+
+
+def _names_of_modules(outer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that statements like ``import`` look up."""
+    return (name for name in outer if name.startswith("__"))
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -26,6 +26,11 @@ class Symbol:
         self.node = node
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name == "__jax_array__":
+            raise TypeError(
+                "a function or an array of JAX beside a traced value; write the functions of "
+                "NumPy, as np.where for jnp.where, which kernels compute as well"
+            )
         raise AttributeError(
             f"a traced value has no {name!r}: it is one number, of one pair (i, j); write it with "
             "operators and NumPy's functions"
@@ -86,12 +91,6 @@ class Symbol:
         raise TypeError(
             f"torch's {name} of a traced value; write the functions of NumPy, as np.where for "
             "torch.where, which kernels compute as well"
-        )
-
-    def __jax_array__(self) -> NoReturn:
-        raise TypeError(
-            "a function of JAX on a traced value; write the functions of NumPy, as np.where for "
-            "jnp.where, which kernels compute as well"
         )
 
     def __bool__(self) -> NoReturn:

@@ -189,6 +189,8 @@ class Analysis:
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
     """Return what is known of a node, found for its arguments first, without recursion."""
+    if node in known:
+        return known[node]
     stack = [node]
     while stack:
         top = stack[-1]
@@ -244,7 +246,8 @@ def exact_range(
     # Real quotients and remainders are rounded.
     if row is None or row.value_range is None or (node.type == REAL and node.op in _ROUNDED):
         return _type_range(node.type)
-    return row.value_range(*ranges)
+    found = row.value_range(*ranges)
+    return _type_range(node.type) if found == ANY_RANGE else found
 
 
 _ROUNDED = ("mod", "floordiv")

@@ -59,8 +59,7 @@ def compose(
         given = as_node(x)
         # The user's order of operations is kept; see `cupy_flash.mods.lower`.
         inner = given if given is SCORE else operation("free", given)
-        changed = substitute(_named(score_mod, "score_mod"), {SCORE: inner})
-        x = Symbol(operation("strict", changed))
+        x = Symbol(substitute(prefixed_text(score_mod, "score_mod")[0], {SCORE: inner}))
     if "alibi_slopes" in specs:
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
@@ -82,7 +81,7 @@ def compose(
         in_tree = (place < 0) | ((place < 64) & in_tree)
         seen = in_tree if seen is None else seen & in_tree
     if mask_mod is not None:
-        by_mod = Symbol(_named(mask_mod, "mask_mod"))
+        by_mod = Symbol(prefixed_text(mask_mod, "mask_mod")[0])
         seen = by_mod if seen is None else seen & by_mod
     node = as_node(x)
     assert node.type == REAL
@@ -90,13 +89,17 @@ def compose(
     return (None if node is SCORE else node), (None if seen is None else seen.node)
 
 
-def _named(mod: Traced, kind: str) -> Node:
-    """The expression with the names that captures have among all arrays of a call."""
-    replacements = {}
+def prefixed_text(mod: Traced, kind: str) -> tuple[Node, dict[str, CaptureSpec]]:
+    """The expression and the specs, with the names that captures have among all arrays of a call.
+
+    Those are names in C++, whatever the parameters of the Python function are called.
+    """
+    replacements, specs = {}, {}
     for name, spec in mod.specs.items():
         other = prefixed(kind, name)
+        specs[other] = spec
         if spec.rank is None:
             replacements[Node("scalar", spec.type, (), name)] = Node("scalar", spec.type, (), other)
         else:
             replacements[array_node(name)] = array_node(other)
-    return substitute(mod.expression, replacements)
+    return substitute(mod.expression, replacements), specs

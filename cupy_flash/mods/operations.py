@@ -434,7 +434,7 @@ def operation(op: str, *args: Node) -> Node:
         args = args[::-1]
     kind = args[1].type if op == "where" else args[0].type
     result = BOOL if row.compares else kind
-    if op in ("strict", "free") and args[0].is_constant:
+    if op in ("strict", "free") and not args[0].args:
         return args[0]
     node = _simplified(op, args)
     if node is not None:
@@ -443,7 +443,7 @@ def operation(op: str, *args: Node) -> Node:
     # What reals give depends on whether a problem has float32 or float64.
     if all(argument.is_constant and argument.type != REAL for argument in args):
         return _folded(node)
-    return node
+    return _folded_reals(node)
 
 
 def cast(x: Node, type: str) -> Node:
@@ -499,6 +499,16 @@ def _folded(node: Node) -> Node:
     args = tuple(np.asarray(types[x.type](x.value)) for x in node.args)
     with np.errstate(all="ignore"):
         return constant(evaluated(node, args, types, np).item(), node.type)
+
+
+def _folded_reals(node: Node) -> Node:
+    """Return the constant that small whole numbers give, which float32 holds as float64 does."""
+    if node.op not in ("add", "sub", "mul", "neg") or not all(x.is_constant for x in node.args):
+        return node
+    result = _folded(node)
+    values = [result.value, *(x.value for x in node.args)]
+    is_whole = all(abs(value) <= 2**24 and value == int(value) for value in values)
+    return result if is_whole else node
 
 
 def _simplified(op: str, args: tuple[Node, ...]) -> Node | None:

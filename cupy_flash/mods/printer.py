@@ -270,12 +270,10 @@ class PairPrinter(Printer):
 
     def _bounds(self, length: str, index: Node) -> list[str]:
         """Conditions for an index to be inside; none where they are not known."""
-        least, most = self.analysis.range(index)
-        if least >= 0 and most < _INT_MAX:
-            return [f"{int(most)} < {length}"]
         linear = self.analysis.linear(index)
         if linear is None or abs(linear.key) != 1:
-            return []
+            least, most = self.analysis.range(index)
+            return [f"{int(most)} < {length}"] if least >= 0 and most < _INT_MAX else []
         position, offset = self.members.position(linear), linear.offset
         start = f"{position} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else position
         end = f"{start} {'+' if linear.key > 0 else '-'} last"

@@ -38,6 +38,10 @@ class Pairs(NamedTuple):
     k_start: Any = 0
 
 
+#: The first pair of a call.
+FIRST = Pairs(b=0, h=0, row=0, j=0)
+
+
 class Scores(NamedTuple):
     """How a call changes scores and hides them, with its arrays.
 

@@ -330,7 +330,9 @@ def _unpickled(
     traced = None if graph is None else restored(graph)
     made = object.__new__(kind)
     made._set_options(options)
-    made._set(function, cuda, captures, restored(expression) if expression else traced, traced)
+    text = traced if expression is None else restored(expression)
+    assert text is not None
+    made._set(function, cuda, captures, text, traced)
     return made
 
 

@@ -163,7 +163,7 @@ class ProgramNumber(Symbol):
         return getattr(self._array, name)
 
 
-class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
+class ProgramArray(NDArrayOperatorsMixin, TracedArray):
     """An array of the program in a traced function: a capture from the first index on.
 
     Whatever is computed from the whole array, by its methods or NumPy's functions, is computed
@@ -197,15 +197,17 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         return getattr(self._array, name)
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # type: ignore[override]
         return len(self._array)
 
-    def __iter__(self) -> Iterator[Symbol]:
+    def __iter__(self) -> Iterator[Symbol]:  # type: ignore[override]
         if self._rank != 1:
             raise self.not_indexed()
         return (self[n] for n in range(len(self._array)))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.array(self._array, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:

@@ -328,23 +328,23 @@ def apply(name: str, *values: Any) -> Symbol:
     if function is None:
         _cannot_trace(name)
     nodes = [None if value is None and name == "clip" else as_node(value) for value in values]
-    _require_operands(name, nodes)
+    _require_operands(name, [node for node in nodes if node is not None])
     return Symbol(function(*nodes))
 
 
-def _require_operands(name: str, nodes: list[Node | None]) -> None:
+def _require_operands(name: str, nodes: list[Node]) -> None:
     """Raise TypeError, with what to write instead, for a power or a literal of no fitting type."""
-    x, y = nodes[0], nodes[-1]
-    is_power = name in ("power", "float_power") and x is not None and y is not None
-    if is_power and x.is_constant and x.value > 0 and not y.is_constant:
-        instead = f"np.exp2(x * np.log2({x.value!r}))"
-        if x.value == 2:
+    base, exponent = nodes[0], nodes[-1]
+    is_power = name in ("power", "float_power") and base.is_constant and not exponent.is_constant
+    if is_power and base.value > 0:
+        instead = f"np.exp2(x * np.log2({base.value!r}))"
+        if base.value == 2:
             instead = "np.exp2(x), or 1 << x for an integer"
-        raise TypeError(f"{x.value!r} ** x of a traced exponent; write {instead}")
-    if name in _SHIFTS or not any(node is not None and node.type == INT for node in nodes):
+        raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
+    if name in _SHIFTS or not any(node.type == INT for node in nodes):
         return
     for node in nodes:
-        if node is not None and node.is_constant and node.type == UINT64 and node.value > _INT_MAX:
+        if node.is_constant and node.type == UINT64 and node.value > _INT_MAX:
             raise TypeError(
                 f"{node.value} beside an int32, which does not hold it; write {node.value}.0 to "
                 "compute with reals, or x.astype(np.uint64) for the other value"

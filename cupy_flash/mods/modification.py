@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupy_flash.arrays.strided import address_of
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -52,7 +53,7 @@ class Modification:
     """What `ScoreMod` and `MaskMod` share. Immutable.
 
     Two are equal if they compute the same of captures that hold the same: numbers of the same bits,
-    and arrays that are the same object, or NumPy's of the same dtype, shape and bytes.
+    and arrays that lie in the same place, or NumPy's of the same dtype, shape and bytes.
 
     Attributes
     ----------
@@ -340,10 +341,11 @@ def _hold_the_same(x: Any, y: Any) -> bool:
     """Return whether two captured arrays are one, or hold the same in host memory."""
     if x is y:
         return True
-    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+    if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    alike = x.dtype == y.dtype and x.shape == y.shape
-    return alike and x.tobytes() == y.tobytes()
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        return x.tobytes() == y.tobytes()
+    return type(x) is type(y) and x.strides == y.strides and address_of(x) == address_of(y)
 
 
 class ScoreMod(Modification):
@@ -375,9 +377,9 @@ class ScoreMod(Modification):
         What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
         uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
         and at least one element. An array is indexed with as many integers as it has axes. An index
-        outside reads the nearest element, and a negative constant is refused. Of int64 the lower 32 bits are read: of a NumPy array it
-        is checked that int32 holds its values when the object is made, of others, and of what is
-        written to it later, it is not.
+        outside reads the nearest element, and a negative constant is refused. Of int64 the lower 32
+        bits are read: of a NumPy array it is checked that int32 holds its values when the object is
+        made, of others, and of what is written to it later, it is not.
 
     Raises
     ------

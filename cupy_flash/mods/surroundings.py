@@ -23,9 +23,9 @@ Read = tuple[Any, CaptureSpec]
 class Surroundings:
     """Functions rebuilt with stand-ins for the arrays that their variables hold.
 
-    Arrays are found in closure cells, globals and default arguments, alone or as elements of a
-    list, a tuple or a dictionary; in Python functions that are called from there as well. All other
-    variables keep the values that they have when the function is rebuilt.
+    Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
+    or as elements of a list, a tuple or a dictionary; in Python functions that are called from
+    there as well. All other variables keep the values that they have when the function is rebuilt.
 
     Parameters
     ----------
@@ -141,6 +141,8 @@ class Surroundings:
         made.__defaults__ = tuple(map(self._stand_in, last, defaults)) or None
         of_keywords = function.__kwdefaults__ or {}
         made.__kwdefaults__ = {n: self._stand_in(n, x) for n, x in of_keywords.items()}
+        for name, value in function.__dict__.items():
+            setattr(made, name, self._stand_in(name, value))
         return made
 
     def _is_new(self, value: Any) -> bool:

@@ -26,23 +26,17 @@ bias mask tanhf floordiv Ints int4 blockIdx this template
 größe α 变量
 """
 WORDS = [word for word in _WORDS.split() if not keyword.iskeyword(word)]
-ARRAY = np.zeros(40, np.int32)
-
-
-def text_of(parameters: str, *, mask: bool) -> str:
-    reads = " + ".join(f"{name}[j]" for name in parameters.split(", "))
-    return (
-        f"lambda i, j, {parameters}: {reads} == i"
-        if mask
-        else f"lambda score, i, j, {parameters}: score + {reads}"
-    )
+# Few are arrays, of which each takes the compiler long.
+ARRAYS = ("xor", "NULL", "变量")
+CAPTURES = {name: np.zeros(40, np.int32) if name in ARRAYS else 0 for name in WORDS}
 
 
 def mods() -> tuple[ScoreMod, MaskMod]:
-    captures, listed = dict.fromkeys(WORDS, ARRAY), ", ".join(WORDS)
+    terms = " + ".join(f"{name}[j]" if name in ARRAYS else name for name in WORDS)
+    names = ", ".join(WORDS)
     return (
-        ScoreMod(eval(text_of(listed, mask=False)), **captures),
-        MaskMod(eval(text_of(listed, mask=True)), **captures),
+        ScoreMod(eval(f"lambda score, i, j, {names}: score + {terms}"), **CAPTURES),
+        MaskMod(eval(f"lambda i, j, {names}: {terms} == i"), **CAPTURES),
     )
 
 

@@ -344,7 +344,8 @@ def _hold_the_same(x: Any, y: Any) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
-        return x.tobytes() == y.tobytes()
+        bits = f"u{x.itemsize}"
+        return np.array_equal(x.view(bits), y.view(bits))
     return type(x) is type(y) and x.strides == y.strides and address_of(x) == address_of(y)
 
 

@@ -14,6 +14,15 @@ from cupy_flash.mods.functions import FUNCTIONS
 
 _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")
+# Which of these it was, NumPy does not tell.
+_NO_ELEMENT = (
+    "a traced value cannot be an element or an index of an array that the program holds in "
+    "another object or computes inside of the function. For np.max([x, y]) write "
+    "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
+    "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
+    "x.astype(np.float32). An array to index has a variable of its own outside of the "
+    "function, or is given to the modification by name, as table=table: table[h, i - j]"
+)
 _TYPES = {"b": BOOL, "i": INT, "f": REAL}
 
 
@@ -31,9 +40,10 @@ class Symbol:
                 "a function or an array of JAX beside a traced value; write the functions of "
                 "NumPy, as np.where for jnp.where, which kernels compute as well"
             )
+        instead = f"np.{name}(x)" if name in FUNCTIONS or name == "abs" else instead_of(name)
         raise AttributeError(
-            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write it with "
-            "operators and NumPy's functions"
+            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write "
+            f"{instead or 'it with operators and the functions of NumPy'}"
         )
 
     # A comparison gives a symbol.
@@ -88,6 +98,8 @@ class Symbol:
         cls, function: Any, types: Any, args: Any = (), options: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", repr(function))
+        if name == "__getitem__":
+            raise TypeError(_NO_ELEMENT)
         raise TypeError(
             f"torch's {name} of a traced value; write the functions of NumPy, as np.where for "
             "torch.where, which kernels compute as well"
@@ -129,14 +141,7 @@ class Symbol:
         )
 
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
-        raise TypeError(
-            "a traced value cannot be an element or an index of an array that the program holds in "
-            "another object or computes inside of the function. For np.max([x, y]) write "
-            "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
-            "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
-            "x.astype(np.float32). An array to index has a variable of its own outside of the "
-            "function, or is given to the modification by name, as table=table: table[h, i - j]"
-        )
+        raise TypeError(_NO_ELEMENT)
 
     def __len__(self) -> NoReturn:
         raise TypeError(
@@ -341,13 +346,18 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
         if base.value == 2:
             instead = "np.exp2(x), or 1 << x for an integer"
         raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
-    if name in _SHIFTS or not any(node.type == INT for node in nodes):
+    values = nodes[1:] if name == "where" else nodes
+    ints = [node for node in values if node.type == INT]
+    if name in _SHIFTS or all(node.is_constant and node.value >= 0 for node in ints):
         return
-    for node in nodes:
-        if node.is_constant and node.type == UINT64 and node.value > _INT_MAX:
+    for node in values:
+        if node.is_constant and node.type == UINT64:
+            fits, number = node.value <= _INT_MAX, node.value
+            what = f"np.uint64({number})" if fits else f"{number}, which int32 does not hold,"
+            instead = f"{number}" if fits else f"{number}.0 to compute with reals"
             raise TypeError(
-                f"{node.value} beside an int32, which does not hold it; write {node.value}.0 to "
-                "compute with reals, or x.astype(np.uint64) for the other value"
+                f"{what} beside an int32; write {instead}, or x.astype(np.uint64) for the other "
+                "value"
             )
 
 

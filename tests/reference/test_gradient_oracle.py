@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import gradient_oracle
+from support import gradient_cases, gradient_oracle
 from support.gradient_cases import (
     CLASSES,
     DTYPES,
@@ -18,10 +18,11 @@ from support.gradient_cases import (
     SCORE_MODS,
     Case,
     arguments,
+    compare,
     draw,
     draw_class,
 )
-from support.gradient_oracle import Arithmetic, OracleCall, attention
+from support.gradient_oracle import Arithmetic, OracleCall, attention, naive
 
 from cupy_flash.reference.gradients import attention_backward_reference
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
@@ -53,6 +54,31 @@ def test_the_classes_have_every_modification_in_every_dtype() -> None:
     assert any(c.is_padding_bias for c in classes if "bias" in c.modifications)
     assert any(c.has_offset and (c.causal or "window" in c.modifications) for c in classes)
     assert any(c.has_lengths and c.is_packed for c in classes)
+
+
+@pytest.mark.parametrize("number", range(0, CLASSES, 7))
+def test_an_error_of_a_tenth_is_found_in_every_result(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = draw(number)
+    call = case.oracle
+    plain = attention(call, naive(call.q.dtype)).by_name()
+    found = {"out": plain["out"].astype(call.q.dtype), "lse": plain["lse"]}
+    found |= {name: plain[name].astype(case.dtype_of(name)) for name in case.wrt}
+    monkeypatch.setattr(gradient_cases, "_run", lambda *_: found)
+    assert all(x.error <= x.allowed for x in compare(case, np))
+    # Gradients first: what they are allowed is computed from out and lse.
+    for names in (case.wrt, ("out", "lse")):
+        changed = []
+        for name in names:
+            sizes = abs(found[name].astype(np.float64))
+            largest = np.unravel_index(int(np.where(sizes < 1e4, sizes, 0).argmax()), sizes.shape)
+            if sizes[largest] > 1e-3:
+                found[name][largest] *= 0.9
+                changed.append(name)
+        wrong = [x.name for x in compare(case, np) if x.name in names and not x.error <= x.allowed]
+        assert sorted(wrong) == sorted(changed), case
+        assert changed
 
 
 def in_float64(call: OracleCall) -> OracleCall:

@@ -208,7 +208,7 @@ class Arithmetic(NamedTuple):
         Dtype that P, dX and out are rounded to before they are multiplied.
     of_sizes
         Whether results are what they would be if nothing cancelled: sums of absolute values, which
-        rounding errors are in proportion to. That of a log-sum-exp is the largest score.
+        rounding errors are in proportion to. That of a log-sum-exp is the largest score's.
     """
 
     compute: np.dtype[Any]
@@ -493,8 +493,9 @@ class _Head:
         if sink != -np.inf:
             dsink = size(-(np.exp(sink - (lse if given is None else given[1])) * d).sum())
         if self.arithmetic.of_sizes:
-            # The errors of a log-sum-exp are those of the scores.
-            out, lse = p @ v, abs(np.where(seen, t, 0)).max(axis=1, initial=0)
+            # The errors of a log-sum-exp are those of the scores; q and k are absolute values here.
+            scores = scale * (q @ k.T) + abs(t)
+            out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
         return _OfHead(
             out,
             lse,

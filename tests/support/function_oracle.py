@@ -445,14 +445,16 @@ class Oracle:
                 again = np.maximum(np.abs(exact - low), np.abs(high - exact))
                 d = np.where(np.isnan(again), np.inf, again)
         d = np.where(np.isnan(d), np.inf, d * (1 + 1e-9))
-        d = np.where(np.abs(exact) + d >= self._most, np.inf, d)
+        # What is beyond the largest number on either side is infinite.
+        beyond = (np.abs(exact) - d > 1.001 * self._most) & np.isfinite(d)
+        d = np.where(beyond, 0.0, np.where(np.abs(exact) + d >= self._most, np.inf, d))
         return np.where(error == 0, 0.0, d)
 
     def _approximation(self, op: str, x: Array, exact: Array) -> Array:
         """Errors of functions where they reach the score."""
         if self._real is np.float64:
             return 0.0
-        size = np.where(np.isfinite(exact), np.abs(exact), 0.0)
+        size = np.where(np.abs(exact) <= self._most, np.abs(exact), 0.0)
         if op in ("exp", "exp2", "expm1", "power"):
             # Powers of two flush what is below the least normal number.
             d = self._normal + 4 * self._u * size

@@ -75,7 +75,7 @@ class Case:
         alike = (new == v) & (np.signbit(new) == np.signbit(v)) | np.isnan(new) & np.isnan(v)
         with np.errstate(all="ignore"):
             near = np.abs(new.astype(np.float64) - v) <= e
-        return self._first(~np.where(e == 0, alike, near | np.isinf(e)), new)
+        return self._first(~(alike | (e > 0) & (near | np.isinf(e))), new)
 
     def wrong_score(self, new: Any) -> str | None:
         """New scores of a kernel, which are exponents of two times ln(2)."""

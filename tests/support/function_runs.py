@@ -50,7 +50,9 @@ class Case:
         right = pairs.oracle(function).value(root)
         count = len(pairs.scores)
         return cls(
-            function, pairs, Value(*(np.broadcast_to(x, count) for x in (right.v, right.e, right.s)))
+            function,
+            pairs,
+            Value(*(np.broadcast_to(x, count) for x in (right.v, right.e, right.s))),
         )
 
     @property

@@ -23,7 +23,19 @@ _ATTEMPTS = 5
 _MAX = float(np.finfo(np.float32).max)
 _POSITIONS = ("b", "h", "i", "j", "q_start", "k_start")
 # Captures are called by these as well, which mean something in C++, or may.
-_HOSTILE_NAMES = ("xor", "bitand", "true_", "typeid", "mods", "params", "step", "last", "x", "k", "r")
+_HOSTILE_NAMES = (
+    "xor",
+    "bitand",
+    "true_",
+    "typeid",
+    "mods",
+    "params",
+    "step",
+    "last",
+    "x",
+    "k",
+    "r",
+)
 
 # Text of operations, by NumPy's name.
 _SIGNS = {
@@ -561,7 +573,7 @@ def _two(op: str, type: str) -> Rule:
 
 
 def _any_type(m: _Maker) -> str:
-    return str(m._pick({REAL: 5, INT: 4, UINT64: 1, BOOL: 1}))
+    return str(m._pick({REAL: 5, INT: 4, UINT64: 2, BOOL: 1}))
 
 
 def _one_of(op: str, type: str, *sources: str) -> Rule:
@@ -576,7 +588,7 @@ def _one_of(op: str, type: str, *sources: str) -> Rule:
 
 def _compare(op: str) -> Rule:
     def rule(m: _Maker, depth: int) -> Expr:
-        type = m._pick({REAL: 5, INT: 5, UINT64: 1, BOOL: 0.5})
+        type = m._pick({REAL: 5, INT: 5, UINT64: 2, BOOL: 0.5})
         pair = m.args((BOOL, BOOL), depth) if type == BOOL else m.with_literal(type, depth)
         return m.make(op, BOOL, *pair)
 
@@ -651,7 +663,7 @@ def _power_of(type: str) -> Rule:
         x = m.of(type, depth)
         if type == REAL:
             n: Any = m._one([0, 1, 2, 3, 4, 7, -1, -2, -3, 64, 0.5, 1.5, -0.5, 2.0, 0.3, 1 / 3])
-            if m.rng.integers(5) == 0:
+            if m.rng.integers(3) == 0:
                 source = m.of(m._pick({REAL: 1, INT: 1}), depth)
                 exponent = m.literal(float(n), REAL)
                 return m.make("float_power", REAL, source, exponent)
@@ -673,10 +685,10 @@ def _helper_of(type: str) -> Rule:
         else:
             types = [INT, *([REAL] if type == REAL else [])]
             types += [m._pick({INT: 3, REAL: 3, BOOL: 1}) for _ in range(int(m.rng.integers(3)))]
-            leaves = tuple(
-                Expr("parameter", t, (), f"p{n}", f"p{n}") for n, t in enumerate(types)
-            )
-            m._parameters = {t: [x for x in leaves if x.type == t] for t in (BOOL, INT, UINT64, REAL)}
+            leaves = tuple(Expr("parameter", t, (), f"p{n}", f"p{n}") for n, t in enumerate(types))
+            m._parameters = {
+                t: [x for x in leaves if x.type == t] for t in (BOOL, INT, UINT64, REAL)
+            }
             body = m.of(type, min(depth, 3))
             m._parameters = None
             if body.op in ("literal", "parameter"):
@@ -751,8 +763,8 @@ _TABLE: dict[str, list[Rule]] = {
         *(_one_of(op, REAL) for op in ("floor", "ceil", "trunc", "rint", "reciprocal")),
         _one_of("fabs", REAL, REAL, INT, BOOL),
         *map(_real_function, _REAL_FUNCTIONS),
-        _cast_to(REAL, INT, INT, UINT64, BOOL),
-        _cast_to(REAL, INT, INT, UINT64, BOOL),
+        _cast_to(REAL, INT, UINT64, BOOL),
+        _cast_to(REAL, INT, UINT64),
     ],
 }
 

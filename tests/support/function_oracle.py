@@ -373,7 +373,7 @@ class Oracle:
         total = x.e + y.e
         if _is_exact(total):
             return Value(v)
-        quotient = Value((_f64(x.v) / _f64(y.v)))
+        quotient = Value(_f64(x.v) / _f64(y.v))
         spread = self._spread("divide", [x, y], quotient.v, [x.e, y.e], contracts=False)
         spread = spread + 4 * self._u * np.abs(quotient.v)
         same = np.floor(quotient.v - spread) == np.floor(quotient.v + spread)

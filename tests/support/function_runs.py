@@ -16,7 +16,9 @@ import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.emit import HEADERS
+from cupy_flash.mods.expression import Node
 from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.traced import Traced
 from support.device_text import COMPILER, FOLDER, Text
 from support.function_oracle import REAL, Expr, Value
 from support.random_functions import Function, Pairs, random_pairs
@@ -194,7 +196,7 @@ extern "C" int run{number}(const void* a, const char* const* bytes, int arrays, 
 }}
 """
 
-Patch = Callable[[str], str]
+Rewrite = Callable[[Node], Node]
 _FAILED = re.compile(r"function(\d+)\.cpp:\d+:\d+: (?:fatal )?error: (.*)")
 
 
@@ -205,7 +207,7 @@ def wrong_on_host_text(
     batch: int = 100,
     workers: int = 1,
     kernel_dir: Path = KERNEL_DIR,
-    patch: Patch | None = None,
+    rewrite: Rewrite | None = None,
 ) -> dict[int, str]:
     """What device text, compiled for the host, makes otherwise of functions, by their numbers.
 
@@ -221,33 +223,36 @@ def wrong_on_host_text(
         How many compilers run at a time.
     kernel_dir
         Headers.
-    patch
-        Changes the text of a function before it is compiled.
+    rewrite
+        Changes what was traced before it is printed.
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}
+    sources: dict[int, str] = {}
     for case in cases:
         number = case.function.number
         try:
-            text = Text.of(modification(case.function), case.function.inputs)
-            size = text.dtype().itemsize
-            emitted = text.emitted()
-            source = _UNIT.format(
-                number=number, text=patch(emitted) if patch else emitted, size=size
+            mod = modification(case.function)
+            if rewrite is not None:
+                traced = Traced(rewrite(mod.expression), mod.specs)
+                object.__setattr__(mod, "traced", traced)
+            text = Text.of(mod, case.function.inputs)
+            sources[number] = _UNIT.format(
+                number=number, text=text.emitted(), size=text.dtype().itemsize
             )
         except Exception as error:
             wrong[number] = f"raises {type(error).__name__}: {error}"
         else:
             texts[number] = text
-            case.source = source  # type: ignore[attr-defined]
     left = [case for case in cases if case.function.number in texts]
     batches = [left[begin : begin + batch] for begin in range(0, len(left), batch)]
 
     def compiled(numbered: tuple[int, list[Case]]) -> Any:
         n, some = numbered
-        return _compiled(folder, f"batch{n}", some, kernel_dir)
+        numbers = [case.function.number for case in some]
+        return _compiled(folder, f"batch{n}", {n: sources[n] for n in numbers}, kernel_dir)
 
     with ThreadPoolExecutor(workers) as pool:
         for some, (library, failed) in zip(
@@ -264,7 +269,7 @@ def wrong_on_host_text(
 
 
 def _compiled(
-    folder: Path, name: str, cases: list[Case], kernel_dir: Path
+    folder: Path, name: str, sources: dict[int, str], kernel_dir: Path
 ) -> tuple[ctypes.CDLL | None, dict[int, str]]:
     """A library of functions, and those that do not compile."""
     includes = "".join(f'#include "{header}"\n' for header in HEADERS)
@@ -272,8 +277,8 @@ def _compiled(
     failed: dict[int, str] = {}
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fwrapv", "-ffp-contract=off"]
     options += [f"-I{FOLDER}", f"-I{kernel_dir}"]
-    while left := [case for case in cases if case.function.number not in failed]:
-        text = "".join(case.source for case in left)  # type: ignore[attr-defined]
+    while left := [source for number, source in sources.items() if number not in failed]:
+        text = "".join(left)
         source.write_text(_PRELUDE + includes + _COMMON + text, encoding="utf-8")
         command = [str(COMPILER), *options, str(source), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -291,19 +296,19 @@ def _wrong(case: Case, text: Text, function: Any) -> str | None:
     scores = np.ascontiguousarray(case.pairs.scores)
     new, seen = np.full_like(scores, np.nan), np.empty(len(scores), bool)
     arguments = text.arguments()
-    bytes_of = [_bytes_of(x) for x in text.mods[0].captures.values() if isinstance(x, np.ndarray)]
-    ranges = np.array(bytes_of, np.uint64).reshape(-1)
+    spans = [bytes_of(x) for x in text.mods[0].captures.values() if isinstance(x, np.ndarray)]
+    ranges = np.array(spans, np.uint64).reshape(-1)
     pointers = [ctypes.c_void_p(x.ctypes.data) for x in (table, scores, new, seen)]
     status = function(
         ctypes.c_void_p(arguments.ctypes.data), ctypes.c_void_p(ranges.ctypes.data),
-        len(bytes_of), len(scores), *pointers,
+        len(spans), len(scores), *pointers,
     )  # fmt: skip
     if status:
         return f"signal {status}" if status > 0 else f"{-status} reads outside of its arrays"
     return case.wrong_score(new) if case.function.kind == "score" else case.wrong_mask(seen)
 
 
-def _bytes_of(array: np.ndarray) -> tuple[int, int]:
+def bytes_of(array: np.ndarray) -> tuple[int, int]:
     """Where the elements of an array lie."""
     ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     low, high = sum(e for e in ends if e < 0), sum(e for e in ends if e > 0)

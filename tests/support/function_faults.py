@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.mods.expression import (

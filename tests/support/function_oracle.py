@@ -415,10 +415,20 @@ class Oracle:
         own = np.where(near_end, np.inf, own)
         if self._real is np.float64:
             own = np.where(np.isinf(v) & np.isfinite(wide) & (wide != 0), np.inf, own)
+        own = own + self._flushed(wide, exact, function)
         e = own + self._carried(x.v, x.e, exact, function, bounded_slope)
         s = own + self._carried(x.v, x.s, exact, function, bounded_slope)
         s = s + self._approximation(op, wide, exact)
         return Value(v, e, s)
+
+    def _flushed(self, x: Array, exact: Array, function: Callable[[Array], Array]) -> Array:
+        """What it matters that arguments and results below the normal range may count as 0."""
+        below = np.where(np.abs(exact) < self._normal, self._normal, 0.0)
+        small = (x != 0) & (np.abs(x) < self._normal)
+        if not small.any():
+            return below
+        d = np.abs(exact - function(np.where(small, 0.0, x)))
+        return below + np.where(small, np.where(np.isnan(d), np.inf, d), 0.0)
 
     def _carried(
         self,

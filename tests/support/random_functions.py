@@ -204,7 +204,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
     count = len(joined["j"])
     scores = 4 * rng.standard_normal(count)
     strange = rng.choice(
-        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, -1e30, _MAX, 1e-40, 0.5, 2.5, -7.0], count
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e30, -1e30, 1e20, 1e-40, 0.5, 2.5, -7.0], count
     )
     scores = np.where(rng.random(count) < 0.1, strange, scores).astype(function.real)
     return Pairs(joined, scores)

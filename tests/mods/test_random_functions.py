@@ -165,6 +165,7 @@ def computed(op: str, type: str, *args: tuple[Any, str], real: Any = np.float32)
         ("sign", UINT64, [(5, UINT64)], 1),
         ("power", INT, [(3, INT), (31, INT)], 3**31 % 2**32),
         ("power", REAL, [(-np.inf, REAL), (1.5, REAL)], np.inf),
+        ("power", REAL, [(-np.inf, REAL), (0.5, REAL)], np.inf),
         ("floor_divide", REAL, [(5.0, REAL), (np.inf, REAL)], 0.0),
         ("floor_divide", REAL, [(-5.0, REAL), (np.inf, REAL)], -1.0),
         ("remainder", REAL, [(-5.0, REAL), (np.inf, REAL)], np.inf),

@@ -6,13 +6,20 @@ line of a header.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.mods import emit, lower
+from cupy_flash.mods.analysis import EXACT, ORDERED, Analysis
 from cupy_flash.mods.expression import (
     INT,
     REAL,
@@ -20,13 +27,12 @@ from cupy_flash.mods.expression import (
     UINT64,
     J,
     Node,
-    cast,
     constant,
     fold,
-    operation,
     postorder,
-    rebuilt,
 )
+from cupy_flash.mods.operations import INT_RANGE, Range, cast, operation, rebuilt
+from support.random_functions import Function
 
 Rule = Callable[[Node, tuple[Node, ...]], "Node | None"]
 
@@ -37,43 +43,52 @@ class Fault:
 
     Attributes
     ----------
-    name
-        What is computed wrongly.
     rule
         The node in place of one with these arguments, None where it stays.
-    root
-        What becomes of the whole.
+    patches
+        Parts of the library: an object, the name of its attribute, and what makes of the
+        attribute the faulty one.
     header, old, new
         A file below the kernels, and the text that is replaced in it.
+    concerns
+        What the Python text of a function has to hold for the fault to show.
     """
 
-    name: str
     rule: Rule | None = None
-    root: Callable[[Node], Node] | None = None
+    patches: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = ()
     header: str = ""
     old: str = ""
     new: str = ""
+    concerns: str = ""
 
     def rewrite(self, expression: Node) -> Node:
         """What is printed with the fault."""
         rule = self.rule
-        if rule is not None:
-            expression = fold(
-                expression, lambda node, args: rule(node, args) or rebuilt(node, args)
-            )
-        return expression if self.root is None else self.root(expression)
+        if rule is None:
+            return expression
+        return fold(expression, lambda node, args: rule(node, args) or rebuilt(node, args))
 
-    def kernel_dir(self, folder: Path) -> Path:
-        """Headers with the fault."""
-        if not self.header:
-            return KERNEL_DIR
-        copied = folder / "kernels"
-        shutil.copytree(KERNEL_DIR, copied, dirs_exist_ok=True)
-        path = copied / self.header
-        text = path.read_text(encoding="utf-8")
-        assert self.old in text, f"{self.name}: {self.header} has other text now"
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
-        return copied
+    @contextlib.contextmanager
+    def put_back(self, folder: Path) -> Iterator[Path]:
+        """Where headers are, while parts of the library are the faulty ones."""
+        headers = KERNEL_DIR
+        if self.header:
+            headers = folder / "kernels"
+            shutil.copytree(KERNEL_DIR, headers, dirs_exist_ok=True)
+            path = headers / self.header
+            text = path.read_text(encoding="utf-8")
+            assert self.old in text, f"{self.header} has other text now"
+            path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name, make in self.patches:
+                patch.setattr(owner, name, make(getattr(owner, name)))
+            yield headers
+
+    def may_show(self, function: Function, expression: Node) -> bool:
+        """Whether a function is worth trying."""
+        if re.search(self.concerns, function.text) is None:
+            return False
+        return self.rule is None or self.rewrite(expression) is not expression
 
 
 def _real(x: float) -> Node:
@@ -146,9 +161,11 @@ def _taken_apart(node: Node, args: tuple[Node, ...]) -> Node | None:
     return None
 
 
-def _scaled(root: Node) -> Node:
-    scaled = operation("mul", root, _real(math.log2(math.e)))
-    return operation("mul", scaled, _real(math.log(2)))
+def _scaled(node: Node, args: tuple[Node, ...]) -> Node | None:
+    if node.op != "strict":
+        return None
+    scaled = operation("mul", args[0], _real(math.log2(math.e)))
+    return operation("strict", operation("mul", scaled, _real(math.log(2))))
 
 
 def _floor_of_quotient(node: Node, args: tuple[Node, ...]) -> Node | None:
@@ -194,18 +211,89 @@ def _cast_wraps(node: Node, args: tuple[Node, ...]) -> Node | None:
     return operation("where", inside, Node("cast", INT, args), constant(-(2**31), INT))
 
 
+# ---- Parts of the library as they were
+
+
+def _never_wrapping(range_of: Any) -> Any:
+    """Ranges of integers as if none wrapped."""
+
+    def range(self: Analysis, node: Node) -> Range:
+        range_of(self, node)
+        low, high = self._exact_ranges[node]
+        if node.type != INT:
+            return range_of(self, node)
+        return max(low, INT_RANGE[0]), min(high, INT_RANGE[1])
+
+    return range
+
+
+def _without_manner(find: Any) -> Any:
+    """Growth along keys of what the user wrote, as of what the library composed."""
+
+    def find_slope(self: Analysis, node: Node) -> Node | None:
+        is_users = node.type == REAL and node.value in (ORDERED, EXACT)
+        return find(self, Node(node.op, node.type, node.args) if is_users else node)
+
+    return find_slope
+
+
+def _all_summands(summands: Any) -> Any:
+    def of(node: Node, sign: int) -> Iterator[tuple[Node, int]]:
+        if node.op in ("add", "sub"):
+            yield from of(node.args[0], sign)
+            yield from of(node.args[1], -sign if node.op == "sub" else sign)
+        else:
+            yield node, sign
+
+    return of
+
+
+def _no_large_leaves(exponent: Any) -> Any:
+    return lambda score, analysis, is_large, **how: exponent(
+        score, analysis, lambda leaf: False, **how
+    )
+
+
+_DIVIDES, _LARGE = r"[/]|divide", r"e\+38"
+
 # By the point of the list that each belongs to.
 FAULTS: dict[str, Fault] = {
-    "1: a quotient is a product with the inverse": Fault("", _quotient_as_product),
-    "1: a product with the key is stepped along": Fault("", _stepped),
-    "2: a remainder of what wraps is unsigned": Fault("", _unsigned_remainder),
-    "2: an index that wraps is clamped from above": Fault("", _index_from_above),
-    "3: differences of integers are those of reals": Fault("", _difference_of_reals),
-    "4: a sum is taken apart": Fault("", _taken_apart),
-    "5: scores overflow times log2(e)": Fault("", root=_scaled),
-    "6: a whole quotient by infinity": Fault("", _floor_of_quotient),
-    "6: inverses of large divisors are flushed": Fault("", _inverse_flushed),
-    "6: powers by logarithms": Fault("", _power_by_logarithm),
-    "6: zeros without a sign": Fault("", _one_zero),
-    "casts wrap": Fault("", _cast_wraps),
+    "1: a quotient is a product with the inverse": Fault(
+        _quotient_as_product, concerns=r"(floor|trunc|rint|ceil)\((np.divide\(|\()[ij][, ]"
+    ),
+    "1: a product with the key is stepped along": Fault(_stepped),
+    "1: what the user wrote grows evenly along keys": Fault(
+        patches=((Analysis, "_find_slope", _without_manner),), concerns=r"floor|astype|\* 0\."
+    ),
+    "2: a remainder of what wraps is unsigned": Fault(_unsigned_remainder),
+    "2: an index that wraps is clamped from above": Fault(_index_from_above),
+    "2: integers are taken not to wrap": Fault(
+        patches=((Analysis, "range", _never_wrapping),), concerns=r"j \* |j, \d{4}|multiply"
+    ),
+    "3: differences of integers are those of reals": Fault(_difference_of_reals),
+    "4: a sum is taken apart": Fault(_taken_apart),
+    "4: log2(e) is distributed over the user's sums": Fault(
+        patches=((lower, "_summands", _all_summands),), concerns=r"score \+"
+    ),
+    "5: scores overflow times log2(e)": Fault(_scaled, concerns=_LARGE),
+    "5: a sum with a large leaf is like any other": Fault(
+        patches=((emit, "exponent", _no_large_leaves),), concerns=_LARGE
+    ),
+    "6: a whole quotient by infinity": Fault(_floor_of_quotient),
+    "6: inverses of large divisors are flushed": Fault(_inverse_flushed),
+    "6: powers by logarithms": Fault(_power_by_logarithm),
+    "6: powers that decide by logarithms": Fault(
+        header="score/exact.cuh",
+        old="exact_narrowed(::pow(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(n)))",
+        new="exact_exp2(n * exact_log2(x))",
+        concerns=r"\*\*|power",
+    ),
+    "6: zeros without a sign": Fault(_one_zero),
+    "casts wrap": Fault(_cast_wraps),
+    "whole quotients round toward zero": Fault(
+        header="score/functions.cuh",
+        old="return quotient - ((x % y != 0) & ((x < 0) != (y < 0)));",
+        new="return quotient;",
+        concerns="//|floor_divide",
+    ),
 }

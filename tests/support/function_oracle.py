@@ -302,8 +302,15 @@ class Oracle:
         function = getattr(np, op)
         v = function(*(y.v for y in args))
         e = self._spread(op, args, v, [y.e for y in args], contracts=False)
-        s = self._spread(op, args, v, [y.s for y in args], contracts=True)
+        s = self._spread(op, args, v, [self._in_score(y) for y in args], contracts=True)
         return Value(v, e, s)
+
+    def _in_score(self, x: Value) -> Array:
+        """How far an operand may be off where it reaches the score: what is subnormal may be 0."""
+        if self._real is np.float64:
+            return x.s
+        size = np.abs(_f64(x.v))
+        return x.s + np.where(size < self._normal, size, 0.0)
 
     def _spread(
         self, op: str, args: list[Value], v: Array, errors: list[Array], *, contracts: bool
@@ -348,7 +355,8 @@ class Oracle:
                 overflows = np.where(total == 0, 0.0, overflows)
             settled_d = np.where(settled, 0.0, np.inf)
             d = np.where(is_finite, np.where(np.isfinite(v), d, overflows), settled_d)
-        rounding = 2 * self._u * np.abs(_f64(v)) + self._tiny
+        least = self._normal if contracts and self._real is np.float32 else self._tiny
+        rounding = 2 * self._u * np.abs(_f64(v)) + least
         rounding = np.where(np.isfinite(v), rounding, 0.0)
         if not contracts:
             rounding = np.where(total == 0, 0.0, rounding)
@@ -398,7 +406,13 @@ class Oracle:
             return Value(v, x.e, x.e)
         x = self._cast(x, types[0], REAL)
         exponent = np.float64(self._real(n))
-        return self._approximated("power", x, lambda t: np.power(t, exponent), None)
+
+        def power(t: Array) -> Array:
+            # As of scalars: for an array and the number 0.5 NumPy takes the square root, which is
+            # another of -0.0 and of -infinity.
+            return np.power(t, np.full_like(t, exponent))
+
+        return self._approximated("power", x, power, None)
 
     def _approximated(
         self, op: str, x: Value, function: Callable[[Array], Array], bounded_slope: float | None
@@ -417,7 +431,7 @@ class Oracle:
             own = np.where(np.isinf(v) & np.isfinite(wide) & (wide != 0), np.inf, own)
         own = own + self._flushed(wide, exact, function)
         e = own + self._carried(x.v, x.e, exact, function, bounded_slope)
-        s = own + self._carried(x.v, x.s, exact, function, bounded_slope)
+        s = own + self._carried(x.v, self._in_score(x), exact, function, bounded_slope)
         s = s + self._approximation(op, wide, exact)
         return Value(v, e, s)
 

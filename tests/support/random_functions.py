@@ -175,7 +175,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
     """Pairs for a function: near to one another, apart, and far from the first."""
     rng = np.random.default_rng([46, function.number])
     columns: dict[str, list[np.ndarray]] = {}
-    base = _position(rng)
+    base, divisors = _position(rng), _divisors_of(function)
     for _ in range(runs):
         last = int(rng.integers(0, length)) if rng.integers(4) else min(63, 4 * length)
         steps = np.unique(rng.integers(0, last + 1, length))
@@ -186,6 +186,12 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
             # A run around the diagonal.
             first_key = max(0, place + row - int(rng.integers(0, length)))
         offset = place - int(rng.integers(0, 40)) if rng.integers(3) == 0 else place
+        if divisors and rng.integers(2):
+            # A quotient by a number of the function is most easily wrong where it is whole.
+            n = int(rng.choice(divisors))
+            first_key -= first_key % n
+            row -= min(row, (row + offset) % n)
+            steps = np.unique([0, *steps, *range(n, last + 1, n)])
         run = {
             "b": rng.integers(BATCH),
             "h": rng.integers(HEADS),
@@ -208,6 +214,21 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
     )
     scores = np.where(rng.random(count) < 0.1, strange, scores).astype(function.real)
     return Pairs(joined, scores)
+
+
+def _divisors_of(function: Function) -> list[int]:
+    """Whole numbers of a function that may stand in a quotient."""
+    numbers = [x for x in function.captures.values() if not isinstance(x, np.ndarray)]
+    stack, done = [function.root], set()
+    while stack:
+        node = stack.pop()
+        if id(node) in done:
+            continue
+        done.add(id(node))
+        stack += node.args
+        if node.op == "literal":
+            numbers.append(node.value)
+    return sorted({int(n) for n in numbers if 2 <= n <= 200 and n == int(n)})
 
 
 def _position(rng: np.random.Generator) -> int:
@@ -929,7 +950,7 @@ _IDIOMS: dict[str, list[Callable[[_Maker], Expr]]] = {
     ],
     INT: [_wrapped_index, _wrapping, _steps],
     UINT64: [_wide_bits],
-    REAL: [_reassociated, _least_bias, _by_infinity, _of_large, _wrapped_table, _chain],
+    REAL: [_reassociated, _reassociated, _least_bias, _least_bias, _by_infinity, _of_large, _wrapped_table, _chain],
 }  # fmt: skip
 _OF_SCORES = (_reassociated, _least_bias)
 

@@ -353,10 +353,10 @@ class ScoreMod(Modification):
     """A change of every score: ``score`` becomes what a function gives.
 
     The function is called with symbols when the object is made. The operations on them are printed
-    as CUDA, and evaluated on the host. So it is written with operators and NumPy's functions, without
-    ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around it, and
-    around the functions that it calls, are captured under the names of these variables. Everything
-    else around it is a constant from then on.
+    as CUDA, and evaluated on the host. So it is written with operators and the functions of NumPy,
+    without ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around
+    it, and around the functions that it calls, are captured under the names of these variables.
+    Everything else around it is a constant from then on.
 
     Parameters
     ----------

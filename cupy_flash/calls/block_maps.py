@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.families import FORWARD
@@ -49,14 +51,18 @@ def map_of_mask(
     found = kept_map(kept, key, current)
     if found is not None:
         return found
-    values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
-    arrays = mod.array_names
-    if arguments is not None:
-        values |= {name: as_cupy(getattr(arguments, name)) for name in arrays}
-    addresses = {name: address_of(values[name]) for name in arrays}
-    _, specs = prefixed_text(mod.traced, "mask_mod")
-    mods = pack_arguments(specs, values, addresses, real_type(key.dtype))
+    mods = packed_captures(mod, key.dtype, arguments)
     return new_map(kept, key, current, mask_text(mod, key.dtype), mods)
+
+
+def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
+    """``ModArguments`` of the text of a mask; see `map_of_mask`."""
+    values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
+    if arguments is not None:
+        values |= {name: as_cupy(getattr(arguments, name)) for name in mod.array_names}
+    addresses = {name: address_of(values[name]) for name in mod.array_names}
+    _, specs = prefixed_text(mod.traced, "mask_mod")
+    return pack_arguments(specs, values, addresses, real_type(dtype))
 
 
 def map_spec(plan: Plan) -> MapSpec | None:

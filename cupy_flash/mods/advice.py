@@ -57,7 +57,12 @@ _INSTEAD = {
     ("zeros_like",): "0.0",
     ("ones_like",): "1.0",
     ("full_like",): "the number itself",
-    ("astype",): "x.astype(dtype)",
+    ("astype", "to", "type", "float", "double", "half", "bfloat16"): "x.astype(np.float32)",
+    ("int", "long", "short"): "x.astype(np.int32)",
+    ("bool",): "x != 0",
+    ("item", "detach", "numpy", "cpu", "get"): "x itself, which is one number",
+    ("clamp",): "np.clip(x, low, high)",
+    ("sigmoid", "expit"): "1 / (1 + np.exp(-x))",
 }
 _BY_NAME = {name: advice for names, advice in _INSTEAD.items() for name in names}
 

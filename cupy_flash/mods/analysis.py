@@ -282,4 +282,3 @@ def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
         return ends if _fits(node.type, ends) else _type_range(node.type)
 
     return _answer(found, root, find)
-

@@ -184,7 +184,7 @@ class _Emission:
 
     def _operands(self, node: Node) -> Iterable[Node]:
         """Nodes whose text that of a value is made of."""
-        if node.is_constant or self._facts[node].is_plain and not self._is_operation(node):
+        if node.is_constant or (self._facts[node].is_plain and not self._is_operation(node)):
             return ()
         if node.type == INT and node.op not in ("cast", "where", "load"):
             total = self._sum(node)
@@ -247,9 +247,9 @@ class _Emission:
         conditions = " && ".join(f"is_one({x})" for x in ranges)
         element = f"a.{array.value}.at({', '.join(f'int({x}.low)' for x in ranges)})"
         if node.type == REAL:
-            element = RowPrinter(
-                Members(), self._analysis, self._captures, self._real
-            ).as_real(node, element)
+            element = RowPrinter(Members(), self._analysis, self._captures, self._real).as_real(
+                node, element
+            )
         return f"{conditions} ? range_at({element}) : {_TYPES[node.type]}::any()"
 
     def _call(self, name: str, *args: Node) -> str:

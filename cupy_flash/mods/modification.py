@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupy_flash.arrays.strided import address_of
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -50,10 +51,10 @@ _SYMBOLS = {"score": SCORE} | POSITIONS
 
 
 class Modification:
-    """What `ScoreMod` and `MaskMod` share. Immutable.
+    """Base class of `ScoreMod` and `MaskMod`. Immutable.
 
     Two are equal if they compute the same of captures that hold the same: numbers of the same bits,
-    and arrays that are the same object, or NumPy's of the same dtype, shape and bytes.
+    and arrays that lie in the same place, or NumPy's of the same dtype, shape and bytes.
 
     Attributes
     ----------
@@ -97,7 +98,7 @@ class Modification:
     arrays: tuple[Any, ...]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
-    # None beside CUDA text of a function that cannot be traced.
+    # The traced function, or None if there is CUDA text and the function cannot be traced.
     _graph: Node | None
 
     @property
@@ -123,7 +124,7 @@ class Modification:
         try:
             graph = self._traced(around.rebuilt(function), names, specs)
         except Exception:
-            # Of text there may be any function, which is then called with arrays.
+            # With CUDA text any function will do: it is called with arrays.
             if cuda is None:
                 raise
         if graph is not None:
@@ -250,11 +251,11 @@ class Modification:
         return made
 
     def _options(self) -> dict[str, Any]:
-        """What there is of an object besides its function, captures and text."""
+        """Return the attributes of an object other than its function, captures and text."""
         return {}
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        """Set what `_options` gives, and what is of this object alone."""
+        """Set the attributes that `_options` returns, and those that no two objects share."""
         for name, option in options.items():
             object.__setattr__(self, name, option)
 
@@ -281,7 +282,7 @@ class Modification:
         return hash(self._compared()[:-1])
 
     def _compared(self) -> tuple[Any, ...]:
-        """All but what arrays hold; the last part may be of any kind."""
+        """Return all that is compared except arrays; the last part need not be hashable."""
         function = self.function if self._graph is None else None
         options = tuple(self._options().items())
         parts = self.expression, self._graph, self.numbers, self.array_names
@@ -333,7 +334,9 @@ def _unpickled(
     traced = None if graph is None else restored(graph)
     made = object.__new__(kind)
     made._set_options(options)
-    made._set(function, cuda, captures, restored(expression) if expression else traced, traced)
+    text = traced if expression is None else restored(expression)
+    assert text is not None
+    made._set(function, cuda, captures, text, traced)
     return made
 
 
@@ -341,18 +344,22 @@ def _hold_the_same(x: Any, y: Any) -> bool:
     """Return whether two captured arrays are one, or hold the same in host memory."""
     if x is y:
         return True
-    if not (isinstance(x, np.ndarray) and isinstance(y, np.ndarray)):
+    if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    alike = x.dtype == y.dtype and x.shape == y.shape
-    return alike and x.tobytes() == y.tobytes()
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        bits = f"u{x.itemsize}"
+        return np.array_equal(x.view(bits), y.view(bits))
+    return type(x) is type(y) and x.strides == y.strides and address_of(x) == address_of(y)
 
 
 class ScoreMod(Modification):
     """A change of every score: ``score`` becomes what a function gives.
 
-    The function is called once, when the object is made, with symbols; what it does to them is
-    printed as CUDA. On the host it is called with arrays. So it is written with operators and
-    NumPy's functions, without ``if``, ``and`` and loops that depend on its parameters.
+    The function is called with symbols when the object is made. The operations on them are printed
+    as CUDA, and evaluated on the host. So it is written with operators and the functions of NumPy,
+    without ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around
+    it, and around the functions that it calls, are captured under the names of these variables.
+    Everything else around it is a constant from then on.
 
     Parameters
     ----------
@@ -365,26 +372,28 @@ class ScoreMod(Modification):
     cuda
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
-        compiled as it stands, so it must come from whom you trust.
+        compiled as it stands, so it must come from whom you trust. If the Python function cannot be
+        traced then, it is called with arrays on the host.
     differentiable
-        Names of captured arrays of reals whose gradients a backward pass is to give.
+        Names of captured arrays of reals whose gradients a backward pass is to give; of arrays
+        around the function as well.
     **captures
         What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
         uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
-        and at least one element. An array is indexed with as many integers as it has axes; an index
-        outside reads the nearest element. Of int64 the lower 32 bits are read: of a NumPy array it
-        is checked that int32 holds its values when the object is made, of others, and of what is
-        written to it later, it is not.
+        and at least one element. An array is indexed with as many integers as it has axes. An index
+        outside reads the nearest element, and a negative constant is refused. Of int64 the lower 32
+        bits are read: of a NumPy array it is checked that int32 holds its values when the object is
+        made, of others, and of what is written to it later, it is not.
 
     Raises
     ------
     TypeError
-        For a function whose parameters are others, that does what cannot be traced, or that does
-        not give a number; for captures and text that cannot be used; for `differentiable` names
-        of what is no captured array of reals.
+        For a function whose parameters are others, that does what cannot be traced, that computes
+        something else each time, or that does not give a number; for captures and text that cannot
+        be used; for `differentiable` names of what is no captured array of reals.
     ValueError
-        For captured arrays of a wrong shape, for integers that int32 does not hold, and for a name
-        that is twice in `differentiable`.
+        For captured arrays of a wrong shape, for integers that int32 does not hold, for a negative
+        constant as an index, and for a name that is twice in `differentiable`.
 
     Examples
     --------

@@ -4,10 +4,11 @@ A row says what an operation computes on arrays, how it is written in CUDA, whic
 have, what its derivative is, and whether its result is the same bits on every backend. Adding an
 operation takes a row here and, if it needs one, a function in ``kernels_cu/score/functions.cuh``.
 
-Arithmetic is IEEE float32 (float64 in float64 problems) and two's-complement int32, in the order in
-which the user wrote it. What NumPy leaves to the platform is defined here: a real that is converted
-to an integer saturates and NaN becomes 0, an integer quotient or remainder by 0 is 0, and a shift by
-the width or more, or by a negative count, gives 0, or -1 for a negative value that is shifted right.
+Arithmetic is IEEE float32 (float64 in float64 problems) and two's-complement int32, in the order
+in which the user wrote it. What NumPy leaves to the platform is defined here: a real that is
+converted to an integer saturates and NaN becomes 0; an integer quotient or remainder by 0 is 0; a
+shift by the width or more, or by a negative count, gives 0, or -1 for a negative value that is
+shifted right.
 """
 
 from __future__ import annotations
@@ -252,7 +253,12 @@ def _within_one(*ranges: Range) -> Range:
 
 # ---- The table
 
-_COMPARISON = {"compares": True, "decides": True, "bounded": _ALL}
+
+def _comparison(numpy: str, sign: str, *, commutes: bool = False) -> Operation:
+    return Operation(
+        _NUMBERS, numpy, sign, commutes=commutes, compares=True, decides=True, bounded=_ALL
+    )
+
 
 OPERATIONS: dict[str, Operation] = {
     "add": Operation(
@@ -302,10 +308,10 @@ OPERATIONS: dict[str, Operation] = {
         _ALL, "where", value_range=lambda condition, x, y: _of_both(x, y), bounded=_ALL,
         derivative=lambda t, node, condition, dx, dy: operation("where", node.args[0], dx, dy),
     ),
-    "lt": Operation(_NUMBERS, "less", "<", **_COMPARISON),
-    "le": Operation(_NUMBERS, "less_equal", "<=", **_COMPARISON),
-    "eq": Operation(_NUMBERS, "equal", "==", commutes=True, **_COMPARISON),
-    "ne": Operation(_NUMBERS, "not_equal", "!=", commutes=True, **_COMPARISON),
+    "lt": _comparison("less", "<"),
+    "le": _comparison("less_equal", "<="),
+    "eq": _comparison("equal", "==", commutes=True),
+    "ne": _comparison("not_equal", "!=", commutes=True),
     "and": Operation(
         _BITS, "bitwise_and", "&", commutes=True, value_range=_range_of_and, bounded=_BITS
     ),
@@ -488,7 +494,7 @@ def rebuilt(node: Node, args: tuple[Node, ...]) -> Node:
 
 
 def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
-    """Return the expression with some nodes replaced: symbols by expressions, captures by others."""
+    """Return the expression with some nodes, such as symbols and captures, replaced by others."""
     return fold(root, lambda node, args: replacements.get(node) or rebuilt(node, args))
 
 

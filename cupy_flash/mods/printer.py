@@ -195,7 +195,7 @@ class KeysPrinter(Printer):
         return self._print_operation(node)
 
     def position(self, linear: Linear) -> str:
-        """A position at the first key, without offset; one that int does not hold is the nearest."""
+        """A position at the first key, without offset; the nearest int if none holds it."""
         if not self.analysis.fits(linear.without_offset()):
             sizes = [f"{count}ll * {self.text(node)}" for node, count in linear.ordered_terms]
             return f"mod_saturated({' + '.join([*sizes, f'{linear.key}ll * first_key'])})"

@@ -110,7 +110,10 @@ def capture_gradients(
             products = xp.where(weight != 0, weight * values.value(partial), 0)
         if of_sizes:
             products = abs(products)
-        name, indices = load.args[0].value, [values.value(node, decides=True) for node in load.args[1:]]
+        name, indices = (
+            load.args[0].value,
+            [values.value(node, decides=True) for node in load.args[1:]],
+        )
         found[name] += _gathered(xp.broadcast_to(products, pairs), indices, found[name].shape, xp)
     return found
 

@@ -16,16 +16,16 @@ from cupy_flash.mods.captures import CaptureSpec
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.symbols import Symbol, TracedArray
 
-# What a capture is read as: NumPy's or CuPy's array, and its spec.
+# Array of a capture, NumPy's or CuPy's, and its spec.
 Read = tuple[Any, CaptureSpec]
 
 
 class Surroundings:
     """Functions rebuilt with stand-ins for the arrays that their variables hold.
 
-    Arrays are found in closure cells, globals and default arguments, alone or as elements of a
-    list, a tuple or a dictionary; in Python functions that are called from there as well. All other
-    variables keep the values that they have when the function is rebuilt.
+    Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
+    or as elements of a list, a tuple or a dictionary; in Python functions that are called from
+    there as well. All other variables keep the values that they have when the function is rebuilt.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Surroundings:
         return chosen, self._found[chosen][1]
 
     def _stand_in(self, name: str, value: Any) -> Any:
-        """What takes the place of a variable's value."""
+        """Return the object that takes the place of a variable's value."""
         known = self._made.get(id(value))
         if known is not None:
             return known[1]
@@ -126,7 +126,7 @@ class Surroundings:
         inner: dict[str, Any] = {"__builtins__": outer.get("__builtins__", builtins)}
         cells = tuple(self._made[id(cell)][1] for cell in closure)
         made = FunctionType(code, inner, function.__name__, None, cells)
-        # Before its variables, which may hold the function itself.
+        # The function is known before its variables are read, which may hold the function itself.
         self._kept(function, made)
         # In the order of the code, so that captures are named alike in every process.
         for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
@@ -141,6 +141,8 @@ class Surroundings:
         made.__defaults__ = tuple(map(self._stand_in, last, defaults)) or None
         of_keywords = function.__kwdefaults__ or {}
         made.__kwdefaults__ = {n: self._stand_in(n, x) for n, x in of_keywords.items()}
+        for name, value in function.__dict__.items():
+            setattr(made, name, self._stand_in(name, value))
         return made
 
     def _is_new(self, value: Any) -> bool:
@@ -163,11 +165,11 @@ class ProgramNumber(Symbol):
         return getattr(self._array, name)
 
 
-class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
+class ProgramArray(NDArrayOperatorsMixin, TracedArray):
     """An array of the program in a traced function: a capture from the first index on.
 
-    Whatever is computed from the whole array, by its methods or NumPy's functions, is computed
-    once, when the function is traced, and is a constant of the function.
+    Results of the whole array, from its methods or NumPy's functions, are computed when the
+    function is traced, and are constants of the function.
 
     Parameters
     ----------
@@ -197,15 +199,17 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         return getattr(self._array, name)
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # type: ignore[override]
         return len(self._array)
 
-    def __iter__(self) -> Iterator[Symbol]:
+    def __iter__(self) -> Iterator[Symbol]:  # type: ignore[override]
         if self._rank != 1:
             raise self.not_indexed()
         return (self[n] for n in range(len(self._array)))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray:
         return np.array(self._array, dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:

@@ -15,6 +15,15 @@ from cupy_flash.mods.operations import cast
 
 _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")
+# Which of these it was, NumPy does not tell.
+_NO_ELEMENT = (
+    "a traced value cannot be an element or an index of an array that the program holds in "
+    "another object or computes inside of the function. For np.max([x, y]) write "
+    "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
+    "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
+    "x.astype(np.float32). An array to index has a variable of its own outside of the "
+    "function, or is given to the modification by name, as table=table: table[h, i - j]"
+)
 _TYPES = {"b": BOOL, "i": INT, "f": REAL}
 
 
@@ -32,9 +41,10 @@ class Symbol:
                 "a function or an array of JAX beside a traced value; write the functions of "
                 "NumPy, as np.where for jnp.where, which kernels compute as well"
             )
+        instead = f"np.{name}(x)" if name in FUNCTIONS or name == "abs" else instead_of(name)
         raise AttributeError(
-            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write it with "
-            "operators and NumPy's functions"
+            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write "
+            f"{instead or 'it with operators and the functions of NumPy'}"
         )
 
     # A comparison gives a symbol.
@@ -89,6 +99,8 @@ class Symbol:
         cls, function: Any, types: Any, args: Any = (), options: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", repr(function))
+        if name == "__getitem__":
+            raise TypeError(_NO_ELEMENT)
         raise TypeError(
             f"torch's {name} of a traced value; write the functions of NumPy, as np.where for "
             "torch.where, which kernels compute as well"
@@ -130,14 +142,7 @@ class Symbol:
         )
 
     def __array__(self, *args: Any, **options: Any) -> NoReturn:
-        raise TypeError(
-            "a traced value cannot be an element or an index of an array that the program holds in "
-            "another object or computes inside of the function. For np.max([x, y]) write "
-            "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
-            "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
-            "x.astype(np.float32). An array to index has a variable of its own outside of the "
-            "function, or is given to the modification by name, as table=table: table[h, i - j]"
-        )
+        raise TypeError(_NO_ELEMENT)
 
     def __len__(self) -> NoReturn:
         raise TypeError(
@@ -329,26 +334,31 @@ def apply(name: str, *values: Any) -> Symbol:
     if function is None:
         _cannot_trace(name)
     nodes = [None if value is None and name == "clip" else as_node(value) for value in values]
-    _require_operands(name, nodes)
+    _require_operands(name, [node for node in nodes if node is not None])
     return Symbol(function(*nodes))
 
 
-def _require_operands(name: str, nodes: list[Node | None]) -> None:
+def _require_operands(name: str, nodes: list[Node]) -> None:
     """Raise TypeError, with what to write instead, for a power or a literal of no fitting type."""
-    x, y = nodes[0], nodes[-1]
-    is_power = name in ("power", "float_power") and x is not None and y is not None
-    if is_power and x.is_constant and x.value > 0 and not y.is_constant:
-        instead = f"np.exp2(x * np.log2({x.value!r}))"
-        if x.value == 2:
+    base, exponent = nodes[0], nodes[-1]
+    is_power = name in ("power", "float_power") and base.is_constant and not exponent.is_constant
+    if is_power and base.value > 0:
+        instead = f"np.exp2(x * np.log2({base.value!r}))"
+        if base.value == 2:
             instead = "np.exp2(x), or 1 << x for an integer"
-        raise TypeError(f"{x.value!r} ** x of a traced exponent; write {instead}")
-    if name in _SHIFTS or not any(node is not None and node.type == INT for node in nodes):
+        raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
+    values = nodes[1:] if name == "where" else nodes
+    ints = [node for node in values if node.type == INT]
+    if name in _SHIFTS or all(node.is_constant and node.value >= 0 for node in ints):
         return
-    for node in nodes:
-        if node is not None and node.is_constant and node.type == UINT64 and node.value > _INT_MAX:
+    for node in values:
+        if node.is_constant and node.type == UINT64:
+            fits, number = node.value <= _INT_MAX, node.value
+            what = f"np.uint64({number})" if fits else f"{number}, which int32 does not hold,"
+            instead = f"{number}" if fits else f"{number}.0 to compute with reals"
             raise TypeError(
-                f"{node.value} beside an int32, which does not hold it; write {node.value}.0 to "
-                "compute with reals, or x.astype(np.uint64) for the other value"
+                f"{what} beside an int32; write {instead}, or x.astype(np.uint64) for the other "
+                "value"
             )
 
 

@@ -555,6 +555,8 @@ def _add_to_captures(
         return
     assert scores.score_mod is not None
     x = behind_softcap(scores, x, xp)
-    found = capture_gradients(scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes)
+    found = capture_gradients(
+        scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes, real=scores.real
+    )
     for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
         into[OF_MOD + name][...] += found[name]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.block_map_text import check_map, compiled_masks, launched, map_of
 
-from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.block_maps import mask_text, packed_captures
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (
@@ -24,9 +24,9 @@ from cupy_flash.gpu.block_maps import (
     params_dtype,
 )
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
-from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.modification import MaskMod
+from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.device import device_for_arch
 
 SEED = np.random.default_rng(5)
@@ -97,6 +97,16 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
 
 
+@pytest.mark.parametrize("q_offset", [MAX_SEQLEN, -MAX_SEQLEN])
+@pytest.mark.parametrize("name", MASKS)
+def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hosts, rng) -> None:
+    for left, right in ((None, None), (2**30, None), (None, 2**30)):
+        spec = random_spec(rng)._replace(q_offset=q_offset, left=left, right=right)
+        print(spec)
+        maps = spec.maps(mask_text(MASKS[name], "float32"))
+        check_map(hosts[name].build(spec), MASKS[name], spec, maps)
+
+
 def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:
     spec = MapSpec(64, 8, BATCH, HEADS, 100, 8 * 65 + 3, causal=True, q_offset=440, parts=2)
     check_map(hosts["window"].build(spec), MASKS["window"], spec, (1, 1))
@@ -137,8 +147,7 @@ def test_kernels_read_of_a_map_what_was_written_to_it(hosts, rng) -> None:
 
 
 def unit_of(mod: MaskMod, dtype: str) -> Any:
-    real = "double" if dtype == "float64" else "float"
-    return block_map_unit(mask_text(mod, dtype), arguments_dtype(mod.specs, real))
+    return block_map_unit(mask_text(mod, dtype), packed_captures(mod, dtype).dtype)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -187,7 +196,7 @@ def test_fields_lie_as_a_c_compiler_aligns_them(dtype: np.dtype) -> None:
 def test_packing_fills_every_field() -> None:
     mod, spec = MASKS["documents"], MapSpec(192, 128, 2, 3, 300, 260, -7, True, 5, 9, 3)
     text = mask_text(mod, "float32")
-    mods = pack_arguments(mod.specs, mod.captures, {"doc": 0xD0C}, "float")
+    mods = packed_captures(mod, "float32")
     layout = Layout.of(spec, text)
     map = BlockMap(1, layout, 4, 5, 6, 7, None)
     packed = packed_params(spec, text, mods, map, 0x1000)
@@ -351,7 +360,7 @@ def test_other_facts_take_other_maps(cuda: FakeCuda) -> None:
 
 def test_equal_masks_with_other_values_do_not_share_a_map(cuda: FakeCuda) -> None:
     one, other = documents(0), documents(1)
-    assert one == other
+    assert one.traced is other.traced
     assert map_of(one, SPEC, "float16").map is not map_of(other, SPEC, "float16").map
     assert cuda.builds == 2
 

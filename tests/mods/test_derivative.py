@@ -22,8 +22,8 @@ from cupy_flash.mods.derivative import derivative
 from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
 from cupy_flash.mods.functions import FUNCTIONS
 from cupy_flash.mods.interpret import Interpreter
-from cupy_flash.mods.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.operations import ONE, OPERATIONS, ZERO, operation
 from cupy_flash.mods.scores import Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 

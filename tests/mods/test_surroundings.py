@@ -26,12 +26,25 @@ def looked_up(h: Any, j: Any, *, table: Any = TABLE) -> Any:
     return table[h, j]
 
 
+class Bias:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def score(self, score: Any, h: Any, j: Any) -> Any:
+        return score + TABLE[h, j] * self.factor
+
+
 def of(mod: ScoreMod, h: int = 0, j: int = 0) -> float:
     return float(mod.evaluate(SCORE, 0, h, 0, j))
 
 
 def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
     local = np.full(4, 100, np.float32)
+
+    def attributed(j: Any) -> Any:
+        return attributed.table[j]  # type: ignore[attr-defined]
+
+    attributed.table = local  # type: ignore[attr-defined]
     by_default = functools.partial(looked_up, table=TABLE)
     tables = [local, np.full(4, 1000, np.float32)]
     named = {"one": np.full(4, 10000, np.float32)}
@@ -47,6 +60,8 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
         "helpers": ScoreMod(lambda score, h, j: score + through_two(h, j)),
         "inner function": ScoreMod(lambda score, j: score + (lambda k: local[k])(j)),
         "comprehension": ScoreMod(lambda score, j: score + sum([local[j] for _ in range(2)])),
+        "attribute": ScoreMod(lambda score, j: score + attributed(j)),
+        "method": ScoreMod(Bias(2).score),
         "list": ScoreMod(lambda score, j: score + tables[1][j]),
         "dictionary": ScoreMod(lambda score, j: score + named["one"][j]),
         "partial": ScoreMod(functools.partial(lambda score, j, x: score + x[j], x=local)),
@@ -61,12 +76,14 @@ def test_arrays_of_every_variable_around_a_function_are_captured() -> None:
         "helpers": ("table",),
         "inner function": ("local",),
         "comprehension": ("local",),
+        "attribute": ("table",),
+        "method": ("TABLE",),
         "list": ("tables_1",),
         "dictionary": ("named_one",),
         "partial": ("x",),
         "partial helper": ("table",),
     }
-    expected = [101, 12, 101, 101, 23, 101, 201, 1001, 10001, 101, 12]
+    expected = [101, 12, 101, 101, 23, 101, 201, 101, 23, 1001, 10001, 101, 12]
     assert [of(mod, h=2, j=3) for mod in cases.values()] == expected
 
 

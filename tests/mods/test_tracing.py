@@ -88,6 +88,7 @@ def score_loop(score: Any, j: Any) -> Any:
         (lambda score, j: score * 2**j, "1 << x for an integer"),
         (lambda score: 3**score, r"np.exp2\(x \* np.log2\(3\)\)"),
         (lambda score, j: score + (j + 3000000000), "write 3000000000.0 .*astype"),
+        (lambda score, j: score + np.uint64(3) * j, r"write 3, or x.astype\(np.uint64\)"),
         (lambda score: np.fmod(score, 2), r"x - y \* np.trunc\(x / y\)"),
         (lambda score: math.floor(score), r"np.floor\(x\).astype"),
         (lambda score: math.ceil(score), r"np.ceil\(x\).astype"),
@@ -120,6 +121,16 @@ def test_what_cannot_be_traced_raises_with_what_to_write_instead(function, advic
 def test_a_traced_value_has_no_methods_of_arrays() -> None:
     with pytest.raises(AttributeError, match="no 'sum': it is one number"):
         ScoreMod(lambda score: score.sum())
+    for name, advice in (
+        ("tanh", r"np.tanh\(x\)"),
+        ("abs", r"np.abs\(x\)"),
+        ("max", r"np.maximum\(x, y\)"),
+        ("float", r"x.astype\(np.float32\)"),
+        ("to", r"x.astype\(np.float32\)"),
+        ("dtype", "operators and the functions of NumPy"),
+    ):
+        with pytest.raises(AttributeError, match=f"no '{name}': .*{advice}"):
+            ScoreMod(lambda score: getattr(score, name)())  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -164,6 +175,16 @@ def test_the_host_refuses_the_same_indices() -> None:
     )
     with pytest.raises(TypeError, match="2 axes and is given 1 indices"):
         mod.evaluate(np.float32(1), 0, 0, 0, 0)
+
+
+def test_unsigned_words_are_chosen_and_combined_with_literals() -> None:
+    mask = MaskMod(
+        lambda i, j, words: (
+            np.where(j, words[i] & 5, np.uint64(2)) * np.where(i > 2, 1, 2**40) != 0
+        ),
+        words=WORDS,
+    )
+    assert mask.evaluate(0, 0, 0, np.arange(3)).all()
 
 
 def test_unsigned_words_are_not_mixed_with_positions() -> None:

@@ -11,7 +11,6 @@ inline float max_nan(float x, float y) { return x > y || x != x ? x : y; }
 
 inline float add_rn(float x, float y) { return x + y; }
 inline float sub_rn(float x, float y) { return x - y; }
-inline float div_rn(float x, float y) { return x / y; }
 inline float sqrt_rn(float x) { return std::sqrt(x); }
 inline float neg(float x) { return -x; }
 inline float abs(float x) { return std::fabs(x); }

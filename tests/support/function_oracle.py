@@ -408,9 +408,10 @@ class Oracle:
         exponent = np.float64(self._real(n))
 
         def power(t: Array) -> Array:
-            # As of scalars: for an array and the number 0.5 NumPy takes the square root, which is
-            # another of -0.0 and of -infinity.
-            return np.power(t, np.full_like(t, exponent))
+            # Of arrays and one exponent of 0.5, NumPy takes the square root, which differs from the
+            # power that its scalars compute for -0.0 and for -infinity.
+            several = np.append(np.ravel(t), 1.0)
+            return np.power(several, np.full(several.size, exponent))[:-1].reshape(np.shape(t))
 
         return self._approximated("power", x, power, None)
 

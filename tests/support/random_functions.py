@@ -913,6 +913,11 @@ def _least_bias(m: _Maker) -> Expr:
     least = m.literal(m._one([-_MAX, -_MAX, _MAX, -3e38, -1e38]), REAL)
     if m.rng.integers(2):
         least = m._captured_number(least.value, REAL)
+    if m.rng.integers(3) == 0:
+        # As models write it that have a mask of zeros and ones.
+        ones = m._astype(m.of(BOOL, 1), REAL)
+        difference = m.make("subtract", REAL, m.literal(1.0, REAL), ones)
+        return m.make("add", REAL, m._score(), m.make("multiply", REAL, difference, least))
     hidden = m.make("where", REAL, m.of(BOOL, 1), m.literal(0.0, REAL), least)
     return m.make("add", REAL, m._score(), hidden)
 
@@ -950,7 +955,10 @@ _IDIOMS: dict[str, list[Callable[[_Maker], Expr]]] = {
     ],
     INT: [_wrapped_index, _wrapping, _steps],
     UINT64: [_wide_bits],
-    REAL: [_reassociated, _reassociated, _least_bias, _least_bias, _by_infinity, _of_large, _wrapped_table, _chain],
+    REAL: [
+        _reassociated, _reassociated, _least_bias, _least_bias, _by_infinity, _of_large,
+        _wrapped_table, _chain,
+    ],
 }  # fmt: skip
 _OF_SCORES = (_reassociated, _least_bias)
 

@@ -6,8 +6,8 @@
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
 // then finds their query tiles, a third clears what lies behind their last values, and a fourth
-// the rows of the output that belong to no sequence. float32 comes in pieces that a kernel of its own has made, and the values of float8 transposed by
-// another.
+// the rows of the output that belong to no sequence. float32 comes in pieces that a kernel of its
+// own has made, and the values of float8 transposed by another.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"

@@ -24,6 +24,7 @@
 #include "tile/layout.cuh"
 #include "tile/products_16bit.cuh"
 #include "tile/products_tf32x3.cuh"
+#include "grid/only_key.cuh"
 #include "grid/place.cuh"
 #include "grid/schedule.cuh"
 #include "grid/split.cuh"
@@ -66,6 +67,10 @@ struct MmaForward : MmaWork<Config> {
   using KeyLayout = typename Products::KeyLayout;
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
+
+  // Whether the products lose bits of a row's only value, and no mask tells which rows have one.
+  static constexpr bool settles_only_keys =
+      Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
   static_assert(warp_rows == 16 || warp_rows == 32, "a warp owns one or two tiles of 16 rows");
   static_assert(Br % Config::warps == 0 && Bc % 16 == 0, "tiles are whole fragments");
@@ -332,11 +337,16 @@ struct MmaForward : MmaWork<Config> {
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
+    unsigned sees_one = 0;  // bit 2 * i + half, of rows whose sum is that of one key
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const SoftmaxRow<float>& state = softmax.add_lanes(i, half);
+        if constexpr (settles_only_keys) {
+          const float largest = Softmax::largest_probability(state, scale_log2);
+          if (state.sum > 0 && state.sum == largest) sees_one |= 1 << (2 * i + half);
+        }
         const float normalizer = state.normalizer();
         scale_row<Products::columns_v / 8>(out[i][0] + 2 * half, normalizer);
         const int row = row_of(first_row_of(work), i, half);
@@ -361,6 +371,36 @@ struct MmaForward : MmaWork<Config> {
       write_partial(partials, p, work, place);
     } else {
       write_output(p, work, place);
+    }
+    if constexpr (settles_only_keys) settle_only_keys(sees_one, partials, p, work, place);
+  }
+
+  __device__ void settle_only_keys(unsigned sees_one, const Partials<Config>& partials,
+                                   const Params& p, const Work& work,
+                                   const Place<Config>* place) const {
+    if (!__any_sync(~0u, sees_one != 0)) return;
+    const KeyTiles tiles = find_key_tiles<Bc, Config::split_keys>(
+        Mask<Config, Config::group>(p, work.batch), work.q_begin,
+        min(work.q_begin + Br, p.seqlen_q), work.split, p.num_splits);
+    const int first_of_warp = first_row_of(work) - lane / 4;
+#pragma unroll 1
+    for (int r = 0; r < 2 * row_tiles; ++r) {
+      // Of each four lanes that hold a row, the first.
+      unsigned left = __ballot_sync(~0u, sees_one >> r & 1) & 0x11111111;
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        const int row = row_of(first_of_warp + (__ffs(left) - 1) / 4, r / 2, r % 2);
+        if (row >= p.seqlen_q) continue;
+        // Each row was written by several lanes.
+        __syncwarp();
+        if constexpr (Config::split_keys) {
+          settle_only_key<Config>(p, work, place, tiles, row,
+                                  partials.out_row(work.split, index_of(p, work, place, row)));
+        } else {
+          Element* head = p.out.head<Element>(work.batch, work.head);
+          settle_only_key<Config>(p, work, place, tiles, row, out_row(head, p, place, row));
+        }
+      }
     }
   }
 

@@ -221,7 +221,10 @@ __device__ void simt_attention(const Params& p) {
       const Params own = place.params();
       simt::Kernel<Config>(own, place.work, memory, &place).run();
     }
-    Place<Config>(p, ptx::block_index()).clear_unowned_rows();
+    // Found anew, as what is kept for the end changes the loops.
+    if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
+      Place<Config>(p, ptx::block_index()).clear_unowned_rows();
+    }
   } else {
     simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), memory).run();
   }

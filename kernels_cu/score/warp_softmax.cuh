@@ -128,6 +128,12 @@ struct WarpSoftmax {
     }
   }
 
+  // p of the row's largest score, where the maximum does not lag behind.
+  __device__ static float largest_probability(const SoftmaxRow<float>& row, float scale_log2) {
+    return SoftmaxRow<float>::probability(row.max, scale_log2, row.base(scale_log2)) *
+           power_of_half(factor);
+  }
+
   // Sums over the four lanes that share a row.
   __device__ const SoftmaxRow<float>& add_lanes(int i, int half) {
     SoftmaxRow<float>& row = rows[i][half];

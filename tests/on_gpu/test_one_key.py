@@ -11,9 +11,9 @@ import pytest
 from support.gpu_sequences import Place, cubins, everywhere
 from support.gpu_support import DTYPES
 from support.prebuilt import use_cubins
+from support.sequence_support import to_numpy
 
 from cupy_flash import MaskMod, ScoreMod, flash_attention, flash_attention_varlen
-from support.sequence_support import to_numpy
 
 __all__ = ["cubins", "use_cubins"]  # fixtures
 

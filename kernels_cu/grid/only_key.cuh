@@ -1,0 +1,53 @@
+// Rows of modified scores that see one key, set to its value where products do not hold all bits of
+// float32. What hides the other keys is asked once more, of such rows only.
+#pragma once
+
+#include "params.cuh"
+#include "grid/place.cuh"
+#include "score/mask.cuh"
+#include "score/modify.cuh"
+#include "score/softmax.cuh"
+
+// By a warp: the only one of the keys [begin, end) that a row sees, or -1 if it sees several or
+// none. What a score is makes no difference to the masks and scores of -inf that this finds.
+template <class Config>
+__device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, int end) {
+  int found = -1;
+#pragma unroll 1
+  for (int first = begin; first < end; first += 32) {
+    const int key = first + threadIdx.x % 32;
+    float score = 0;
+    modify_rows<Config, 1, 1>(
+        p, [&](int) { return row; }, min(key, end - 1), [&](int, int) -> float& { return score; },
+        [](int) { return 0; });
+    const unsigned seen =
+        __ballot_sync(~0u, key < end && score > -SoftmaxMath<float>::infinity());
+    if (seen == 0) continue;
+    if (found >= 0 || (seen & (seen - 1)) != 0) return -1;
+    found = first + __ffs(seen) - 1;
+  }
+  return found;
+}
+
+// By a warp, which has written the row's result to `out`: the value of the only key in the tiles
+// that were visited.
+template <class Config, class Out>
+__device__ void settle_only_key(const Params& p, const Work& work, const Place<Config>* place,
+                                const KeyTiles& tiles, int row, Out* out) {
+  using Element = typename Config::Element;
+  const Mask<Config, Config::group> mask(p, work.batch);
+  const int begin = max(mask.visible_begin(row), tiles.begin * Config::Bc);
+  const int end = min(mask.visible_end(row), tiles.end * Config::Bc);
+  const int key = find_only_key<Config>(p, score_row(p, work, place, row), begin, end);
+  if (key < 0) return;
+  Row<Element> value = {p.v.template head<const Element>(work.batch, work.head_kv) +
+                            key * p.v.row_stride,
+                        true};
+  if constexpr (Config::page_size > 0) value = place->pages(place->p.v).at(key);
+#pragma unroll 1
+  for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
+    const float exact = value.is_there ? widen(value.begin[column]) : 0;
+    // A result that is no number, or infinite, stays.
+    if (fabsf(out[column] - exact) <= 0x1p-20f * fabsf(exact)) out[column] = exact;
+  }
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -252,6 +253,8 @@ def wrong_on_host_text(
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
+    # A library that is loaded once is not loaded again from the same path.
+    folder = Path(tempfile.mkdtemp(dir=folder))
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}
     sources: dict[int, str] = {}

@@ -184,6 +184,14 @@ def _floor_quotient(name: str) -> Callable[..., Any]:
     return compute
 
 
+def _power_of(xp: Any, types: Mapping[str, Any], x: Any, n: Any) -> Any:
+    """Return powers of one exponent, as NumPy computes those of its scalars."""
+    if n != 0.5:
+        return xp.power(x, n)
+    # For arrays NumPy takes the square root, which differs for -0.0 and for -infinity.
+    return xp.where(x == -np.inf, -x, xp.sqrt(x) + types[REAL](0))
+
+
 def _converted(xp: Any, x: Any, types: Mapping[str, Any], type: str) -> Any:
     """Return values of another type; see `convert`."""
     target = types[type]
@@ -340,7 +348,7 @@ OPERATIONS: dict[str, Operation] = {
         _REALS, "sqrt", bounded=_REALS,
         derivative=lambda t, node, dx: _divided(t, t.times(_HALF, dx), node),
     ),
-    "power": Operation(_REALS, "power", exact=False, derivative=_of_power),
+    "power": Operation(_REALS, _power_of, exact=False, derivative=_of_power),
     "exp": Operation(_REALS, "exp", exact=False, bounded=_REALS, derivative=_by(lambda x, y: y)),
     "exp2": Operation(
         _REALS, "exp2", exact=False, bounded=_REALS,

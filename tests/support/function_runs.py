@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.mods.compose import prefixed_text
 from cupy_flash.mods.emit import HEADERS
 from cupy_flash.mods.expression import Node
-from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.traced import Traced
 from support.device_text import COMPILER, FOLDER, Text
 from support.function_oracle import REAL, Expr, Value
@@ -33,6 +35,30 @@ def modification(function: Function) -> ScoreMod | MaskMod:
     """The library's object of a function."""
     kind = ScoreMod if function.kind == "score" else MaskMod
     return kind(function.function(), **function.captures)
+
+
+Rewrite = Callable[[Node], Node]
+
+
+def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
+    """The device text of a function, whose captures have the names that calls give them.
+
+    Parameters
+    ----------
+    function
+        The function.
+    rewrite
+        Changes what was traced before it is printed.
+    """
+    mod, kind = modification(function), f"{function.kind}_mod"
+    expression, specs = prefixed_text(mod.traced, kind)
+    parts = {
+        "traced": Traced(rewrite(expression) if rewrite else expression, specs),
+        "captures": {prefixed(kind, name): value for name, value in mod.captures.items()},
+    }
+    for name, part in parts.items():
+        object.__setattr__(mod, name, part)
+    return Text.of(mod, function.inputs)
 
 
 @dataclass
@@ -196,7 +222,6 @@ extern "C" int run{number}(const void* a, const char* const* bytes, int arrays, 
 }}
 """
 
-Rewrite = Callable[[Node], Node]
 _FAILED = re.compile(r"function(\d+)\.cpp:\d+:\d+: (?:fatal )?error: (.*)")
 
 
@@ -228,17 +253,15 @@ def wrong_on_host_text(
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
+    # A library that is loaded once is not loaded again from the same path.
+    folder = Path(tempfile.mkdtemp(dir=folder))
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}
     sources: dict[int, str] = {}
     for case in cases:
         number = case.function.number
         try:
-            mod = modification(case.function)
-            if rewrite is not None:
-                traced = Traced(rewrite(mod.expression), mod.specs)
-                object.__setattr__(mod, "traced", traced)
-            text = Text.of(mod, case.function.inputs)
+            text = text_of(case.function, rewrite)
             sources[number] = _UNIT.format(
                 number=number, text=text.emitted(), size=text.dtype().itemsize
             )

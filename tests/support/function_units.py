@@ -17,7 +17,7 @@ from cupy_flash.mods.arguments import pack_arguments
 from cupy_flash.mods.emit import HEADERS, SCALE
 from cupy_flash.problem.device import Device
 from support.device_text import Text
-from support.function_runs import COLUMNS, Case, bytes_of, modification
+from support.function_runs import COLUMNS, Case, bytes_of, text_of
 
 _THREADS = 128
 
@@ -89,7 +89,7 @@ class Unit:
         for case in cases:
             number = case.function.number
             try:
-                text = Text.of(modification(case.function), case.function.inputs)
+                text = text_of(case.function)
                 self._sources[number] = _UNIT.format(
                     number=number, text=text.emitted(), size=text.dtype().itemsize
                 )

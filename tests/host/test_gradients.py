@@ -60,8 +60,9 @@ def test_short_queries_of_many_sequences_fit_into_scratch(
 
 def random_sizes(rng: Any) -> tuple[int, ...]:
     """batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; 32 MiB at most."""
-    choices = [(1, 3, 17, 256, 700), (1, 2, 12), (1, 2, 8), (1, 5, 33, 300), (1, 17, 197, 513)]
-    choices += [(1, 8, 64, 576), (1, 64, 576)]
+    # Most are many short sequences of queries over many keys, whose blocks are of many heads.
+    choices = [(1, 17, 128, 256), (1, 12, 16), (1, 1, 8), (1, 1, 5, 300), (17, 197, 513)]
+    choices += [(1, 64, 64, 576), (64, 64, 576)]
     while True:
         batch, heads, group, seqlen_q, seqlen_k, *dims = (int(rng.choice(c)) for c in choices)
         rows, keys = batch * heads * group * seqlen_q, batch * heads * seqlen_k
@@ -71,7 +72,7 @@ def random_sizes(rng: Any) -> tuple[int, ...]:
 
 def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: Any) -> None:
     accepted = 0
-    for number in range(60):
+    for number in range(120):
         batch, heads, group, seqlen_q, seqlen_k, dim, dim_v = random_sizes(rng)
         dtype = rng.choice([np.float16, np.float32, np.float64])
         q, out = (np.ones((batch, seqlen_q, heads * group, n), dtype) for n in (dim, dim_v))
@@ -102,7 +103,7 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
             *(rows, lse, cu_q, cu_k, seqlen_q, seqlen_k),
             **options,
         )
-    assert accepted > 30
+    assert accepted > 60
 
 
 # The same bits

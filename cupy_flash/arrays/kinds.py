@@ -205,6 +205,22 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
     return array
 
 
+def host_array_on_gpu(name: str, array: Any) -> Any:
+    """A CuPy array of what a NumPy array or a list of int32 holds; anything else as it is."""
+    if isinstance(array, (list, tuple)):
+        array = _int32_of_list(name, array)
+    if not isinstance(array, np.ndarray):
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def unshared(array: Any) -> Any:
+    """A copy of an array of NumPy or CuPy, or of a list; anything else as it is."""
+    return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
+
+
 def _int32_of_list(name: str, values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)

@@ -134,31 +134,29 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
     return np.asarray(_float32(name, scale))
 
 
-def number_on_gpu(name: str, number: Any, *, of_torch: bool = False) -> Any:
-    """An array of a number, or a tensor of torch, on the current device; see `normalize_scale`.
+def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
+    """A new array of a number, filled on the current stream; see `normalize_scale`.
+
+    Parameters
+    ----------
+    name, number
+        Of the argument, for messages, and its value.
+    like
+        A tensor of torch on a GPU, for a tensor on its device, filled on torch's current stream;
+        else it is an array of CuPy on the current device.
 
     Raises
     ------
     ValueError
         For a number that float32 does not hold.
     """
+    value = float(_float32(name, number))
+    if like is not None and is_torch_on_gpu(like):
+        return _torch().full((), value, dtype=_torch().float32, device=like.device)
     import cupy
 
-    device = cupy.cuda.runtime.getDevice()
-    return _number_on_gpu(float(_float32(name, number)), device, of_torch)
-
-
-# Never let go of: captured graphs go on reading it.
-@functools.cache
-def _number_on_gpu(number: float, device: int, of_torch: bool) -> Any:
-    """Of the device, which is the current one; made once."""
-    import cupy
-
-    if of_torch:
-        return sys.modules["torch"].from_dlpack(_number_on_gpu(number, device, False))
-    array = cupy.asarray(np.float32(number))
-    # Other streams may read it next.
-    cupy.cuda.get_current_stream().synchronize()
+    array = cupy.ndarray((), np.float32)
+    array.fill(value)
     return array
 
 

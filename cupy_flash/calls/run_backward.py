@@ -22,6 +22,7 @@ from cupy_flash.arrays.strided import (
     require_float,
     require_shape,
     to_bshd,
+    unallocated,
 )
 from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
@@ -173,10 +174,9 @@ def plan(
     for name, array in (("q", q), ("v", v)):
         require_4d(name, array)
         require_float(name, array)
-    rows = (*q.shape[:-1], v.shape[-1])
-    out = array_module(q).empty(rows, q.dtype)
-    bhsd = to_bshd(np.empty(rows, np.uint8), options.layout).transpose(0, 2, 1, 3)
-    lse = np.empty(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    out = unallocated((*q.shape[:-1], v.shape[-1]), q.dtype)
+    bhsd = to_bshd(out, options.layout).transpose(0, 2, 1, 3)
+    lse = unallocated(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
     arguments = GradientArguments(q, k, v, out, out, lse)
     arguments, modifiers, _ = modified(arguments, modifications, backward=True)
     options = options.with_modifiers(modifiers)

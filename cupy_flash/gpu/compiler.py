@@ -155,7 +155,7 @@ def _warn_of_cache(folder: Path, reason: str) -> None:
 
 
 class KernelCache:
-    """Loaded kernels, by device and unit."""
+    """Loaded kernels, by device and unit; never let go of, as captured graphs go on running them."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, str], dict[str, Any]] = {}

@@ -205,7 +205,16 @@ def new_spec(shape: tuple[int, ...], layout: str, dtype: str) -> ArraySpec:
     return ArraySpec((first, second, third, dim), (batch, outer, inner), dtype)
 
 
-class _Unallocated:
+class _Unallocated(np.ndarray):
+    """An array without elements to show: debuggers and tracebacks would read them."""
+
+    def __repr__(self) -> str:
+        return f"unallocated({self.shape}, {self.dtype})"
+
+    __str__ = __repr__
+
+
+class _NoMemory:
     """What NumPy takes for memory, at an address that nothing is at."""
 
     # As aligned as any memory is.
@@ -226,7 +235,7 @@ def unallocated(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     For what asks an array for its shape, strides, dtype and alignment alone.
     """
     dtype = np.dtype(dtype)
-    return np.asarray(_Unallocated(shape, dtype.itemsize)).view(dtype)
+    return np.asarray(_NoMemory(shape, dtype.itemsize)).view(dtype).view(_Unallocated)
 
 
 def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:

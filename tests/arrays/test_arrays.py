@@ -16,6 +16,23 @@ from cupy_flash.arrays.overlap import require_apart
 SHAPE = (2, 3, 4, 8)
 
 
+def test_an_array_without_memory_lies_as_a_new_one_would(rng):
+    for _ in range(200):
+        shape = tuple(rng.integers(0, 5, rng.integers(0, 6)))
+        dtype = rng.choice([np.float16, np.float64, ml_dtypes.bfloat16, np.bool_, np.uint64])
+        array = np.zeros(shape, dtype).transpose(rng.permutation(len(shape)))
+        array = array[tuple(slice(None, None, int(rng.choice([1, 2, -1]))) for _ in shape)]
+        if rng.integers(3) == 0:
+            array = np.broadcast_to(array, (3, *array.shape))
+        for order in ("C", "K"):
+            expected = np.empty_like(array, order=order)
+            found = strided.unallocated_copy(array, order)
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            if array.size:
+                assert found.strides == expected.strides
+            assert strided.is_readable_in_place(found) == strided.is_readable_in_place(expected)
+
+
 def slices(length):
     return st.builds(
         slice, st.integers(0, length), st.integers(0, length), st.sampled_from([1, 2, -1])

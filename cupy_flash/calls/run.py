@@ -89,8 +89,14 @@ def attention(
     require_backend(backend)
     require_given(arguments, options)
     options = options.with_modifiers(modifiers).of_parts()
+    as_qkv = None
+    if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
+        # Cut up as an array of NumPy or CuPy: others make copies of parts, or cannot be cut.
+        qkv = kinds.read("qkv", arguments.qkv)
+        as_qkv = kinds.way_back("qkv", arguments.qkv)
+        arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
-    if _all_are(np.ndarray, arguments.of_kind(options.kind)):
+    if as_qkv is None and _all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
     if options.kind == "cached" and arguments.k is not None:
@@ -98,6 +104,7 @@ def attention(
             kinds.require_mutable(name, getattr(arguments, name))
     out = arguments.out
     arguments, convert = normalized(arguments)
+    convert = as_qkv or convert
     if isinstance(arguments.q, np.ndarray):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
     else:

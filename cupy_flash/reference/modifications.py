@@ -77,6 +77,11 @@ def fitting_modifications(
     return modified
 
 
+def read_scale(name: str, scale: Any) -> Any:
+    """A scale, which is a number, None, or an array of any library."""
+    return read(name, scale) if hasattr(scale, "__dlpack__") else scale
+
+
 def integers(array: Any) -> Any:
     """Integers of any kind in host memory; None stays."""
     if array is None:

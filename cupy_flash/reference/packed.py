@@ -31,7 +31,7 @@ from cupy_flash.mods.scores import Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
-from cupy_flash.reference.modifications import fitting_modifications, integers
+from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -126,6 +126,7 @@ def attention_varlen_reference(
     """
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
     xp = array_module(q)
     out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
@@ -275,7 +276,8 @@ def attention_with_kvcache_reference(
     [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
     take the nearest row of it.
     """
-    convert = way_back("q", q)
+    convert, block_table = way_back("q", q), integers(block_table)
+    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
     q, k_cache, v_cache = (
         read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
@@ -291,7 +293,7 @@ def attention_with_kvcache_reference(
             lengths,
             cache_shape=k_cache.shape,
             cache_batch_idx=None if cache_batch_idx is None else integers(cache_batch_idx),
-            block_table=None if block_table is None else integers(block_table),
+            block_table=block_table,
         )
     )
     if rotary_cos is not None:

@@ -38,6 +38,10 @@ class Pairs(NamedTuple):
     k_start: Any = 0
 
 
+#: The first pair of a call.
+FIRST = Pairs(b=0, h=0, row=0, j=0)
+
+
 class Scores(NamedTuple):
     """How a call changes scores and hides them, with its arrays.
 
@@ -54,6 +58,9 @@ class Scores(NamedTuple):
         Bit k of a row: whether it sees the key at the position of query k.
     left, prefix_lens : int and int32 array (batch,), or both None
         Left bound of a window, which does not hide the first `prefix_lens[b]` keys.
+    real
+        Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None if it is
+        that of the scores.
     """
 
     softcap: float | None = None
@@ -65,11 +72,12 @@ class Scores(NamedTuple):
     tree_mask: Any = None
     left: int | None = None
     prefix_lens: Any = None
+    real: Any = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether scores stay what they are."""
-        return all(field is None for field in self)
+        return all(field is None for field in self._replace(real=None))
 
     def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
         """Return the same with the left bound of a window, if there is one and a prefix."""
@@ -96,7 +104,7 @@ class Scores(NamedTuple):
         if self.softcap is not None:
             x = real(self.softcap) * xp.tanh(x / real(self.softcap))
         if self.score_mod is not None:
-            x = self.score_mod.evaluate(x, *coordinates, **starts)
+            x = self.score_mod.evaluate(x, *coordinates, **starts, real=self.real)
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes
             slope = slopes[at.h] if slopes.ndim == 1 else slopes[at.b, at.h]
@@ -112,7 +120,9 @@ class Scores(NamedTuple):
             seen = (at.j < self.prefix_lens[at.b]) | (at.j >= position - self.left)
             x = xp.where(seen, x, hidden)
         if self.mask_mod is not None:
-            x = xp.where(self.mask_mod.evaluate(*coordinates, **starts, dtype=real), x, hidden)
+            deciding = real if self.real is None else self.real
+            seen = self.mask_mod.evaluate(*coordinates, **starts, dtype=deciding)
+            x = xp.where(seen, x, hidden)
         return x
 
     def _seen_in_tree(self, at: Pairs, xp: Any) -> Any:

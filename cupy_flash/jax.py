@@ -123,9 +123,7 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
             )
 
 
-def _with_arrays(
-    call: DifferentiableCall, change: Callable[[str, Any], Any]
-) -> DifferentiableCall:
+def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
     """The call with other lengths and arrays of modifications, each of `change(name, array)`."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     lengths = tuple(map(change, names, call.lengths))

@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.every_array import PLAIN, REFUSED, Call, arguments_of, calls_of, functions_of, kind_of
-from support.every_array import call_of
+from support.every_array import (
+    PLAIN,
+    REFUSED,
+    Call,
+    arguments_of,
+    call_of,
+    calls_of,
+    functions_of,
+    kind_of,
+)
 from support.libraries import (
     Library,
     dlpack_library,

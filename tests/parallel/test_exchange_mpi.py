@@ -61,10 +61,10 @@ def test_no_message_has_a_count_beyond_an_int(comm: Any) -> None:
     counts = []
 
     class NoMpi:
-        def Isend(self, buffer: list[Any], *where: int) -> Any:  # noqa: N802
+        def Isend(self, buffer: list[Any], *where: int) -> Any:
             counts.append(buffer[1])
 
-        Irecv = Isend  # noqa: N815
+        Irecv = Isend
 
     exchange = MpiExchange(comm, 60)
     exchange._comm = NoMpi()

@@ -24,9 +24,37 @@ FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 # Arguments that are no arrays and carry none.
 PLAIN = frozenset(
-    "arch ax b backend batch batch_invariant block causal compute_scales family grad_dtype h "
-    "head_dim_v heads layout max_seqlen_k max_seqlen_q num_splits out_dtype q_offset return_lse "
-    "rotary_interleaved seqlen_k seqlen_q softcap softmax_scale tile window_size wrt".split()
+    {
+        "arch",
+        "ax",
+        "b",
+        "backend",
+        "batch",
+        "batch_invariant",
+        "block",
+        "causal",
+        "compute_scales",
+        "family",
+        "grad_dtype",
+        "h",
+        "head_dim_v",
+        "heads",
+        "layout",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "num_splits",
+        "out_dtype",
+        "q_offset",
+        "return_lse",
+        "rotary_interleaved",
+        "seqlen_k",
+        "seqlen_q",
+        "softcap",
+        "softmax_scale",
+        "tile",
+        "window_size",
+        "wrt",
+    }
 )
 # Arrays that a call writes, which those of JAX cannot be.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
@@ -90,7 +118,9 @@ class Call:
         """All arguments by their names, of arrays that `convert` makes."""
         return {name: _converted(value, convert) for name, value in self.values.items()}
 
-    def run(self, convert: Callable[[Any], Any], **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    def run(
+        self, convert: Callable[[Any], Any], **options: Any
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Results, and the arrays that were written, of arguments that `convert` makes."""
         given = self.converted(convert)
         parameters = inspect.signature(self.function).parameters.values()
@@ -120,7 +150,7 @@ def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """The arguments of a function that may be arrays or carry some, and whether each is required."""
+    """Arguments that may be arrays or carry some, and whether each is required."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -324,9 +354,7 @@ class _World:
             }
             return found | scales
         names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
-        found = {
-            n: self.rng.integers(-127, 128, values[n].shape).astype(np.int8) for n in names
-        }
+        found = {n: self.rng.integers(-127, 128, values[n].shape).astype(np.int8) for n in names}
         scale = (1, HEADS_KV) if self.kind == "packed" else (1, 1, HEADS_KV)
         return found | {
             n: (self.rng.random(scale) / 64).astype(np.float32) for n in ("k_scale", "v_scale")

@@ -12,6 +12,7 @@ from support.foreign import Foreign
 from cupy_flash import flash_attention
 from cupy_flash.arrays import kinds, strided
 from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.calls import arguments
 
 SHAPE = (2, 3, 4, 8)
 
@@ -222,3 +223,11 @@ def test_a_torch_tensor_that_requires_a_gradient_is_refused_by_name():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="k cannot be read by NumPy"):
         kinds.normalize("k", torch.zeros(SHAPE, requires_grad=True))
+
+
+def test_what_is_remembered_of_types_and_dtypes_has_a_bound():
+    for n in range(strided._MAX_TYPES + 10):
+        assert not strided.is_cupy_type(type(f"Kind{n}", (), {}))
+    assert len(strided.is_cupy_type.__self__) <= strided._MAX_TYPES
+    for cached in (strided._dtype_name, arguments._record_with):
+        assert cached.cache_parameters()["maxsize"] is not None

@@ -355,13 +355,18 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
     arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
     if library == "torch":
         torch = pytest.importorskip("torch")
-        to, used = (lambda x: torch.from_numpy(x).cuda()), torch.cuda.memory_allocated
+        used = torch.cuda.memory_allocated
     else:
-        to, used = on_device, cupy.get_default_memory_pool().used_bytes
-    given = {n: to(x) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+        used = cupy.get_default_memory_pool().used_bytes
+    given = {n: on_device(x) for n, x in arguments.items()}
+    if library == "torch":
+        given = {
+            n: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
+            for n, x in arguments.items()
+        }
     cupy_used = cupy.get_default_memory_pool().used_bytes
     # The first call prepares what later ones share.
-    flash_attention_with_kvcache(**given)
+    flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()
     before = used(), cupy_used()
     outs = {}
     for number in range(300):

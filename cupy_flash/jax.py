@@ -4,22 +4,26 @@
     jax.grad(lambda q: flash_attention(q, k, v, causal=True).sum())(q)
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
-v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet.
+v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet. As
+everywhere in JAX, an argument may be an array of NumPy, which goes to where the others lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
+from cupy_flash.arrays.kinds import host_array_on_gpu, unshared
 from cupy_flash.differentiable import (
     WITH_GRADIENT,
     DifferentiableCall,
     dense_call,
     varlen_call,
 )
+from cupy_flash.mods.keywords import ARRAYS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -119,6 +123,36 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
             )
 
 
+def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
+    """The call with other lengths and arrays of modifications, each of `change(name, array)`."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    lengths = tuple(map(change, names, call.lengths))
+    modifications = {
+        name: change(name, value) if name in ARRAYS else value
+        for name, value in call.modifications.items()
+    }
+    return call._replace(lengths=lengths, modifications=modifications)
+
+
+def _placed(
+    call: DifferentiableCall, inputs: tuple[Any, ...]
+) -> tuple[DifferentiableCall, tuple[Any, ...]]:
+    """A call and its inputs with the arrays of NumPy where those of JAX lie."""
+    places = (array.devices() for array in inputs if isinstance(array, jax.Array))
+    # The default device, where all are NumPy's.
+    (device, *_) = next(places, (None,))
+    inputs = tuple(
+        # JAX may go on reading the memory that it is given.
+        jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
+        for array in inputs
+    )
+    (device, *_) = inputs[0].devices()
+    if device.platform != "gpu":
+        return call, inputs
+    # CuPy's arrays: JAX has no uint64 unless it is told to.
+    return _with_arrays(call, host_array_on_gpu), inputs
+
+
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     for name, array in zip(call.names, inputs, strict=True):
         if isinstance(array, jax.core.Tracer):
@@ -126,23 +160,28 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
                 f"{name} is traced by jax.jit, vmap or the like; call attention outside of them, "
                 "where it has arrays"
             )
+    call, inputs = _placed(call, inputs)
     results: tuple[Any, Any] = call.run(inputs)
     return results
 
 
 def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    # What can be written to may be, before the gradients are asked for.
+    call = _with_arrays(call, lambda _, array: unshared(array))
     attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
 
     def forward(*inputs: Any) -> tuple[Any, Any]:
+        inputs = tuple(map(unshared, inputs))
         results = _run(call, inputs)
         return results, (inputs, results)
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         inputs, results = saved
         # Zeros that JAX makes of what nothing depends on lie on its default device.
-        (device,) = inputs[0].devices()
+        (device,) = results[0].devices()
         gradients = jax.device_put(gradients, device)
-        return call.pull_back(inputs, results, gradients, call.names)
+        placed, inputs = _placed(call, inputs)
+        return placed.pull_back(inputs, results, gradients, call.names)
 
     attention.defvjp(forward, backward)
     result: tuple[Any, Any] = attention(*inputs)

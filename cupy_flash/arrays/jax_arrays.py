@@ -160,10 +160,13 @@ def _has_axes_in_order(array: Any) -> bool:
     public = getattr(getattr(array, "format", None), "layout", None)
     in_order = public is not None and tuple(public.major_to_minor) == tuple(range(array.ndim))
     if layout is not None:
+        if len(_in_order) >= _MAX_LAYOUTS:
+            _in_order.clear()
         _in_order[layout] = in_order
     return in_order
 
 
+_MAX_LAYOUTS = 256
 _in_order: dict[Any, bool] = {}
 
 

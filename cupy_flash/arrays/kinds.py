@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -134,31 +133,29 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
     return np.asarray(_float32(name, scale))
 
 
-def number_on_gpu(name: str, number: Any, *, of_torch: bool = False) -> Any:
-    """An array of a number, or a tensor of torch, on the current device; see `normalize_scale`.
+def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
+    """A new array of a number, filled on the current stream; see `normalize_scale`.
+
+    Parameters
+    ----------
+    name, number
+        Of the argument, for messages, and its value.
+    like
+        A tensor of torch on a GPU, for a tensor on its device, filled on torch's current stream;
+        else it is an array of CuPy on the current device.
 
     Raises
     ------
     ValueError
         For a number that float32 does not hold.
     """
+    value = float(_float32(name, number))
+    if like is not None and is_torch_on_gpu(like):
+        return _torch().full((), value, dtype=_torch().float32, device=like.device)
     import cupy
 
-    device = cupy.cuda.runtime.getDevice()
-    return _number_on_gpu(float(_float32(name, number)), device, of_torch)
-
-
-# Never let go of: captured graphs go on reading it.
-@functools.cache
-def _number_on_gpu(number: float, device: int, of_torch: bool) -> Any:
-    """Of the device, which is the current one; made once."""
-    import cupy
-
-    if of_torch:
-        return sys.modules["torch"].from_dlpack(_number_on_gpu(number, device, False))
-    array = cupy.asarray(np.float32(number))
-    # Other streams may read it next.
-    cupy.cuda.get_current_stream().synchronize()
+    array = cupy.ndarray((), np.float32)
+    array.fill(value)
     return array
 
 
@@ -203,6 +200,22 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
             else f"{name} lies in host memory and q on a GPU; pass cupy.asarray({name})"
         )
     return array
+
+
+def host_array_on_gpu(name: str, array: Any) -> Any:
+    """A CuPy array of what a NumPy array or a list of int32 holds; anything else as it is."""
+    if isinstance(array, (list, tuple)):
+        array = _int32_of_list(name, array)
+    if not isinstance(array, np.ndarray):
+        return array
+    import cupy
+
+    return cupy.asarray(array)
+
+
+def unshared(array: Any) -> Any:
+    """A copy of an array of NumPy or CuPy, or of a list; anything else as it is."""
+    return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
 
 
 def _int32_of_list(name: str, values: Any) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from cupy_flash.problem.arrays import (
 LAYOUTS = ("bshd", "bhsd")
 
 
+# Types that are remembered: a program may make ever new ones.
+_MAX_TYPES = 256
+
+
 class _OfCupy(dict[type, bool]):
     """Which types are those of CuPy's arrays, of all that were asked for."""
 
@@ -29,6 +33,8 @@ class _OfCupy(dict[type, bool]):
         # By their names, and not by `cupy.ndarray`: while another thread imports CuPy its module is
         # there, but nothing in it yet. CuPy's other types have no elements.
         is_it = kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "itemsize")
+        if len(self) >= _MAX_TYPES:
+            self.clear()
         self[kind] = is_it
         return is_it
 
@@ -89,7 +95,7 @@ def dtype_name(array: Any) -> str:
     return _dtype_name(array.dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _dtype_name(dtype: Any) -> str:
     # NumPy takes 4 us to tell.
     return str(dtype.name)
@@ -197,6 +203,50 @@ def new_spec(shape: tuple[int, ...], layout: str, dtype: str) -> ArraySpec:
     if layout == "bhsd":
         return ArraySpec((first, third, second, dim), (batch, inner, outer), dtype)
     return ArraySpec((first, second, third, dim), (batch, outer, inner), dtype)
+
+
+class _Unallocated(np.ndarray):
+    """An array without elements to show: debuggers and tracebacks would read them."""
+
+    def __repr__(self) -> str:
+        return f"unallocated({self.shape}, {self.dtype})"
+
+    __str__ = __repr__
+
+
+class _NoMemory:
+    """What NumPy takes for memory, at an address that nothing is at."""
+
+    # As aligned as any memory is.
+    _ADDRESS = 1 << 12
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int) -> None:
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": f"|V{itemsize}",
+            "data": (self._ADDRESS, False),
+            "version": 3,
+        }
+
+
+def unallocated(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A C-contiguous array that takes no memory, and whose elements must not be touched.
+
+    For what asks an array for its shape, strides, dtype and alignment alone.
+    """
+    dtype = np.dtype(dtype)
+    return np.asarray(_NoMemory(shape, dtype.itemsize)).view(dtype).view(_Unallocated)
+
+
+def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:
+    """The same for a copy of an array; in order "K" its axes lie as the array's."""
+    if order == "C" or array.flags.c_contiguous:
+        return unallocated(array.shape, array.dtype)
+    outer_first = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+    if array.flags.f_contiguous:
+        outer_first = [*reversed(range(array.ndim))]
+    copy = unallocated(tuple(array.shape[axis] for axis in outer_first), array.dtype)
+    return copy.transpose(np.argsort(outer_first))
 
 
 def require_int32(name: str, array: Any) -> None:

@@ -127,7 +127,8 @@ def modified(
     return arguments, modifiers, functions
 
 
-@functools.cache
+# Users name what their functions capture.
+@functools.lru_cache(maxsize=1024)
 def _record_with(record: Any, names: tuple[str, ...]) -> Any:
     fields = (*record._fields, *names)
     base = namedtuple(record.__name__, fields, defaults=(None,) * len(fields))  # type: ignore[misc]

@@ -80,9 +80,7 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.seqlen_k,
         problem.q_offset,
         # With prefixes more is seen.
-        problem.causal and not score.prefix,
-        score.left,
-        score.right,
+        *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.map_parts(plan.tile),
     )
 

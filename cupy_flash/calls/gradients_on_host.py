@@ -66,11 +66,13 @@ def tile_of(problem: Problem, options: Options) -> Tile:
     Raises
     ------
     ValueError, UnsupportedError
-        For a tile or family that is not the CPU's.
+        For a tile or family that is not the CPU's, or a tile with too much scratch.
     """
     require_cpu_family(options.family, FAMILIES["backward"])
     default = gradients.default_tile(problem)
-    return dataclasses.replace(default, **tile_fields(Tile, options.tile))
+    tile = dataclasses.replace(default, **tile_fields(Tile, options.tile))
+    gradients.require_scratch(problem, tile)
+    return tile
 
 
 def plan_of(problem: Problem, options: Options) -> Plan:

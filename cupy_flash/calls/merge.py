@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupy_flash.arrays.overlap import OverlapCheck
-from cupy_flash.arrays.strided import is_aligned, readable_in_place
+from cupy_flash.arrays.strided import as_cupy, is_aligned, readable_in_place
 from cupy_flash.calls.partials import Partials, spec_of_call
 from cupy_flash.calls.results import Maker, maker
 from cupy_flash.gpu import combine
@@ -37,11 +37,11 @@ class Call:
 
 def readable(partials: Partials) -> Partials:
     """The arrays, copied where the kernel cannot read them as they lie."""
-    copied = {
-        name: cupy_module().ascontiguousarray(readable_in_place(array))
-        for name, array in (("lse_partial", partials.lse_partial), ("sinks", partials.sinks))
-        if array is not None and not (array.flags.c_contiguous and is_aligned(array))
-    }
+    copied: dict[str, Any] = {}
+    for name in ("lse_partial", "sinks"):
+        array = as_cupy(getattr(partials, name))
+        if array is not None and not (array.flags.c_contiguous and is_aligned(array)):
+            copied[name] = cupy_module().ascontiguousarray(readable_in_place(array))
     return partials._replace(out_partial=readable_in_place(partials.out_partial), **copied)
 
 

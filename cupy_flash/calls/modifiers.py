@@ -31,7 +31,7 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.operations import ONE
 from cupy_flash.mods.scores import Scores
-from cupy_flash.mods.shapes import Sizes, fitted, require_causal
+from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
 from cupy_flash.problem.arrays import MAX_ALIGNMENT
 from cupy_flash.problem.score import LARGEST_BOUNDED, BiasSpec, ScoreSpec
@@ -209,29 +209,31 @@ def score_spec(
 ) -> ScoreSpec:
     """What a kernel is made for, of canonical arrays."""
     specs = _capture_specs(modifiers, arrays, 1.0)
-    if "prefix_lens" in specs:
-        require_causal(causal=causal)
-    window = modifiers.window
+    window, has_prefix = modifiers.window, "prefix_lens" in specs
+    if has_prefix:
+        require_limit(window, causal=causal)
     text = _device_text(
         modifiers.score_mod,
         modifiers.mask_mod,
         tuple(specs.items()),
-        (causal and "prefix_lens" not in specs) or window.right == 0,
+        (causal or window.right == 0) and not has_prefix,
         sizes.dtype,
         modifiers.derivable,
     )
     slopes = text.slopes
     return ScoreSpec(
-        window.left,
+        None if has_prefix else window.left,
         window.right,
-        "prefix_lens" in specs,
+        has_prefix,
         "sinks" in specs,
         text.score is not None,
         text.hides_pairs,
         text.text,
         text.dtype,
         # Of the user's mask alone.
-        may_be_mapped=modifiers.mask_mod is not None and not {"mask", "tree_mask"} & set(specs),
+        may_be_mapped=modifiers.mask_mod is not None
+        and not {"mask", "tree_mask"} & set(specs)
+        and not (has_prefix and window.left is not None),
         block=None if modifiers.mask_mod is None else modifiers.mask_mod.block,
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
@@ -358,14 +360,16 @@ def _capture_specs(
 
 def on_host(modifiers: Modifiers, functions: Functions, arrays: Mapping[str, Any]) -> Modified:
     """The same for the CPU backend, of canonical arrays."""
+    window, prefix_lens = modifiers.window, arrays.get("prefix_lens")
+    scores = Scores(
+        modifiers.softcap,
+        *functions,
+        *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
+    )
     return Modified(
-        Scores(
-            modifiers.softcap,
-            *functions,
-            *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
-        ),
-        modifiers.window,
-        arrays.get("prefix_lens"),
+        scores.beside_prefix(window.left, prefix_lens),
+        window,
+        prefix_lens,
         arrays.get("seqlens_k"),
         arrays.get("sinks"),
     )

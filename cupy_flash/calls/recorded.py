@@ -32,6 +32,8 @@ _NO_LENGTHS_AT = (0, 0, 0)
 _LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTHS_AT))
 _LENGTHS_BEHIND = slice(_LENGTHS.start - len(ROWS), _LENGTHS.stop - len(ROWS))
 _ALL_ROWS = (True,) * len(ROWS)
+# Backward calls that are kept of a forward call: dout may have ever other strides.
+_MAX_PULL_BACKS = 64
 
 
 class Recorded(NamedTuple):
@@ -188,6 +190,8 @@ def _prepare_and_run(
         call, readable, addresses = on_gpu.prepare(key, arguments, addresses, options)
     new = call.run(readable, addresses)
     if readable is arguments:
+        if len(recorded.call.pull_backs) >= _MAX_PULL_BACKS:
+            recorded.call.pull_backs.clear()
         recorded.call.pull_backs[pull_back_key] = call
     return _by_input(map(as_tensor, new), needed)
 

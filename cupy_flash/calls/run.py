@@ -11,7 +11,13 @@ import numpy as np
 from cupy_flash.arrays import kinds
 from cupy_flash.arrays.jax_arrays import from_jax, to_jax
 from cupy_flash.arrays.overlap import require_apart
-from cupy_flash.arrays.strided import as_cupy, is_cupy, is_cupy_type, is_readable_in_place
+from cupy_flash.arrays.strided import (
+    as_cupy,
+    is_cupy,
+    is_cupy_type,
+    is_readable_in_place,
+    unallocated_copy,
+)
 from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
@@ -83,8 +89,14 @@ def attention(
     require_backend(backend)
     require_given(arguments, options)
     options = options.with_modifiers(modifiers).of_parts()
+    as_qkv = None
+    if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
+        # Cut up as an array of NumPy or CuPy: others make copies of parts, or cannot be cut.
+        qkv = kinds.read("qkv", arguments.qkv)
+        as_qkv = kinds.way_back("qkv", arguments.qkv)
+        arguments = arguments._replace(qkv=qkv)
     arguments = arguments.parts_of_qkv(options.layout)
-    if _all_are(np.ndarray, arguments.of_kind(options.kind)):
+    if as_qkv is None and _all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
     if options.kind == "cached" and arguments.k is not None:
@@ -92,6 +104,7 @@ def attention(
             kinds.require_mutable(name, getattr(arguments, name))
     out = arguments.out
     arguments, convert = normalized(arguments)
+    convert = as_qkv or convert
     if isinstance(arguments.q, np.ndarray):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
     else:
@@ -107,10 +120,10 @@ def _with_numbers_placed(arguments: Arguments) -> Arguments:
     numbers = {
         n: x for n in FLOAT8_SCALES if (x := getattr(arguments, n)).__class__ in (int, float)
     }
-    of_torch = is_torch_on_gpu(arguments.q)
-    if not numbers or not (of_torch or is_cupy(arguments.q)):
+    q = arguments.q
+    if not numbers or not (is_torch_on_gpu(q) or is_cupy(q)):
         return arguments
-    placed = {n: kinds.number_on_gpu(n, x, of_torch=of_torch) for n, x in numbers.items()}
+    placed = {n: kinds.number_on_gpu(n, x, like=q) for n, x in numbers.items()}
     return arguments._replace(**placed)
 
 
@@ -177,7 +190,7 @@ def unloaded_plan(
         return make_cpu_plan(problem, tile, gpu_unavailable())
     else:
         order = on_host.upload_order(options)
-        uploaded = (None if x is None else np.empty_like(x, order=order) for x in arguments)
+        uploaded = (None if x is None else unallocated_copy(x, order) for x in arguments)
         problem = problem_of(_as_copied(type(arguments)(*uploaded)), options)
     if reason := gpu_unavailable():
         raise UnsupportedError(f"no GPU to plan for: {reason}; arch='sm_90' plans without one")
@@ -187,7 +200,7 @@ def unloaded_plan(
 def _as_copied(arguments: Arguments) -> Arguments:
     """What a call would copy is laid out as the copy would be, without making it."""
     copied = {
-        name: np.empty(array.shape, array.dtype)
+        name: unallocated_copy(array)
         for name, array in zip(arguments._fields, arguments, strict=True)
         if array is not None
         and name in Arguments._fields

@@ -22,10 +22,17 @@ from cupy_flash.arrays.strided import (
     require_float,
     require_shape,
     to_bshd,
+    unallocated,
 )
 from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
-from cupy_flash.calls.arguments import check_qkv, modified, normalized
+from cupy_flash.calls.arguments import (
+    Arguments,
+    check_qkv,
+    modified,
+    normalized,
+    with_modifiers,
+)
 from cupy_flash.calls.backends import require_backend, require_gpu_backend
 from cupy_flash.calls.gradients import (
     WRITTEN,
@@ -169,17 +176,19 @@ def plan(
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array is None:
             raise no_array(name, None)
-    q, k, v = (as_cupy(read(name, array)) for name, array in (("q", q), ("k", k), ("v", v)))
+    given, modifiers, _ = modified(Arguments(q, k, v), modifications, backward=True)
+    given, _ = normalized(given)
+    q, k, v, *_ = given = type(given)(*map(as_cupy, given))
     for name, array in (("q", q), ("v", v)):
         require_4d(name, array)
         require_float(name, array)
-    rows = (*q.shape[:-1], v.shape[-1])
-    out = array_module(q).empty(rows, q.dtype)
-    bhsd = to_bshd(np.empty(rows, np.uint8), options.layout).transpose(0, 2, 1, 3)
-    lse = np.empty(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
-    arguments = GradientArguments(q, k, v, out, out, lse)
-    arguments, modifiers, _ = modified(arguments, modifications, backward=True)
-    options = options.with_modifiers(modifiers)
+    out = unallocated((*q.shape[:-1], v.shape[-1]), q.dtype)
+    bhsd = to_bshd(out, options.layout).transpose(0, 2, 1, 3)
+    lse = unallocated(bhsd.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    arguments: Any = GradientArguments(q, k, v, out, out, lse)
+    if modifiers is not None:
+        arguments = with_modifiers(arguments, modifiers.names, given.of_modifiers)
+        options = options.with_modifiers(modifiers)
     options = plain_options(options)
     require_backend(backend)
     problem = gradient_problem(arguments, options)

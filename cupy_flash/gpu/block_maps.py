@@ -316,6 +316,8 @@ class _Stream:
             runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
 
 
+# Maps that are kept of a mask. Lengths that grow from call to call have a map each, of many MB.
+_MAX_KEPT = 32
 _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
 
@@ -447,7 +449,10 @@ def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndar
     with of_maps.stream:
         found = ReadyMap(_build(key.spec, mask, mods), of_maps, built)
         cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
-    kept[key] = found
+    with _lock:
+        while len(kept) >= _MAX_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = found
     found.wait(current)
     found.legacy_has_waited = current in _LEGACY_STREAMS
     return found

@@ -156,7 +156,10 @@ def _warn_of_cache(folder: Path, reason: str) -> None:
 
 
 class KernelCache:
-    """Loaded kernels, by device and unit."""
+    """Loaded kernels, by device and unit.
+
+    Never let go of, as captured graphs go on running them: as many as were compiled.
+    """
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, str], dict[str, Any]] = {}

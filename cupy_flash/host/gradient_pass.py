@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from cupy_flash.host.passes import Cut, Pass
+from cupy_flash.host.passes import SCRATCH_LIMIT, Cut, Pass
 
 Array = NDArray[Any]
 
 SCORES_AT_ONCE = 1 << 17
+# Workers whose scratch fits into `SCRATCH_LIMIT` together, unless one head alone takes more.
+_WORKERS = 4
 
 
 class GradientPass(NamedTuple):
@@ -62,7 +64,8 @@ class GradientPass(NamedTuple):
         `totals` are gradients by name; that of a bias with the axes above.
         """
         batch, heads_kv, group, seqlen_q, _ = job.q.shape
-        job = job._replace(cut=smaller(job.cut))
+        dims = job.q.shape[4], job.v.shape[3]
+        job = job._replace(cut=smaller(job.cut, *dims, job.compute.itemsize))
 
         def by_row(x: Array) -> Array:
             grouped = x.reshape(batch, seqlen_q, heads_kv, group, x.shape[3])
@@ -99,20 +102,24 @@ class GradientPass(NamedTuple):
     def scratch_bytes(self) -> int:
         """Bytes of one worker's buffers."""
         head_dim, head_dim_v = self.job.q.shape[4], self.job.v.shape[3]
-        return scratch_elements(self.job.cut, head_dim, head_dim_v) * self.job.compute.itemsize
+        cut, itemsize = self.job.cut, self.job.compute.itemsize
+        one = scratch_elements(cut.Br * cut.heads_per_tile, cut.Bc, head_dim, head_dim_v)
+        return cut.batch * cut.kv_heads * one * itemsize
 
 
-def smaller(cut: Cut) -> Cut:
-    """As many heads and sequences of a block as have `SCORES_AT_ONCE`."""
-    at_once = max(1, SCORES_AT_ONCE // (cut.Br * cut.heads_per_tile * cut.Bc))
+def smaller(cut: Cut, head_dim: int, head_dim_v: int, itemsize: int) -> Cut:
+    """As many heads and sequences of a block as have `SCORES_AT_ONCE`, and fit into scratch."""
+    m = cut.Br * cut.heads_per_tile
+    one = scratch_elements(m, cut.Bc, head_dim, head_dim_v) * itemsize
+    fitting = SCRATCH_LIMIT // (_WORKERS * one)
+    at_once = max(1, min(SCORES_AT_ONCE // (m * cut.Bc), fitting))
     kv_heads = min(cut.kv_heads, at_once)
     return cut._replace(kv_heads=kv_heads, batch=min(cut.batch, max(1, at_once // kv_heads)))
 
 
-def scratch_elements(cut: Cut, head_dim: int, head_dim_v: int) -> int:
-    """Elements of all buffers for a block."""
-    m, Bc = cut.Br * cut.heads_per_tile, cut.Bc
+def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int) -> int:
+    """Elements of all buffers for m rows and Bc keys of one kv head."""
     p_and_ds = 2 * m * Bc
     of_rows = m * (3 * head_dim + head_dim_v + 2)  # q, dq, a product, dout; lse, delta
     of_keys = 2 * Bc * (head_dim + head_dim_v)  # copies of k and v, and products
-    return cut.batch * cut.kv_heads * (p_and_ds + of_rows + of_keys)
+    return p_and_ds + of_rows + of_keys

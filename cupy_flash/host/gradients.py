@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cupy_flash.host.cpu import MIN_PAIRS_PER_WORKER
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.gradient_pass import GradientPass, scratch_elements
+from cupy_flash.host.gradient_pass import GradientPass, scratch_elements, smaller
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
     SCRATCH_LIMIT,
@@ -30,6 +30,7 @@ from cupy_flash.host.passes import (
     Scratch,
     compute_dtype,
 )
+from cupy_flash.host.passes import scratch_elements as forward_elements
 from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
@@ -65,8 +66,12 @@ def default_tile(problem: Problem) -> Tile:
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of scratch that one worker needs."""
+    """Bytes of scratch that one worker needs, of sequences of up to the problem's lengths."""
     dims = problem.head_dim, problem.head_dim_v
+    itemsize = 8 if problem.dtype == "float64" else 4
+    rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
+    # A shorter sequence may fill a tile with the rows of more heads.
+    one = max(min(tile.Br, rows), 1), min(tile.Bc, max(problem.seqlen_k, 1)), *dims
     cut = Cut.make(
         problem.batch,
         max(problem.seqlen_q, 1),
@@ -77,7 +82,22 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
         copies=True,
         tile=tile,
     )
-    return scratch_elements(cut, *dims) * (8 if problem.dtype == "float64" else 4)
+    cut = smaller(cut, *dims, itemsize)
+    block = cut.batch * cut.kv_heads * scratch_elements(cut.Br * cut.heads_per_tile, cut.Bc, *dims)
+    return itemsize * max(block, scratch_elements(*one), forward_elements(*one, copies=True))
+
+
+def require_scratch(problem: Problem, tile: Tile) -> None:
+    """Raise ValueError unless the scratch of one worker stays under `SCRATCH_LIMIT`."""
+    _require_scratch(tile, scratch_bytes(problem, tile))
+
+
+def _require_scratch(tile: Tile, worker_bytes: int) -> None:
+    if worker_bytes > SCRATCH_LIMIT:
+        raise ValueError(
+            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
+            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
+        )
 
 
 def workspace_bytes(problem: Problem, tile: Tile) -> int:
@@ -291,11 +311,7 @@ def _write(results: Mapping[str, Array], totals: Mapping[str, Array]) -> None:
 def _run(works: list[GradientPass], tile: Tile, threads: int | None) -> None:
     """Compute passes, their blocks shared out to threads."""
     worker_bytes = max((work.scratch_bytes for work in works), default=0)
-    if worker_bytes > SCRATCH_LIMIT:
-        raise ValueError(
-            f"tile {tile} needs {worker_bytes} bytes of scratch per worker, more than "
-            f"{SCRATCH_LIMIT}; choose a smaller Br or Bc"
-        )
+    _require_scratch(tile, worker_bytes)
     pairs = sum(work.job.pairs for work in works)
     # Of threads that work on short sequences, each waits for the other's turn with the GIL.
     most = pairs // MIN_PAIRS_PER_WORKER if pairs >= MIN_PAIRS_TO_SHARE * len(works) else 1

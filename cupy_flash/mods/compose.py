@@ -41,7 +41,8 @@ def compose(
     Parameters
     ----------
     specs
-        Of softcap, alibi_slopes, bias, mask and tree_mask, as far as they are there.
+        Of softcap, alibi_slopes, bias, mask, tree_mask, prefix_lens and window_left, as far as they
+        are there.
     score_mod, mask_mod
         The user's.
     sees_no_later_key
@@ -80,6 +81,13 @@ def compose(
         in_tree = ((bits[b, row] >> bit) & np.uint64(1)).astype(np.bool_)
         in_tree = (place < 0) | ((place < 64) & in_tree)
         seen = in_tree if seen is None else seen & in_tree
+    if "prefix_lens" in specs and "window_left" in specs:
+        # Next to a prefix the window's left bound leaves two ranges of keys, and kernels' bounds of
+        # rows are one.
+        prefixes: Any = specs["prefix_lens"].parameter("prefix_lens")
+        left: Any = specs["window_left"].parameter("window_left")
+        in_either = (j < prefixes[b]) | (j >= position - left)
+        seen = in_either if seen is None else seen & in_either
     if mask_mod is not None:
         by_mod = Symbol(prefixed_text(mask_mod, "mask_mod")[0])
         seen = by_mod if seen is None else seen & by_mod

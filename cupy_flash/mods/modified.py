@@ -19,7 +19,8 @@ class Modified(NamedTuple):
     window
         Of positions.
     prefix_lens, seqlens_k : arrays in host memory, (batch,), or None
-        Keys of each sequence that are seen in spite of causality, and keys that there are.
+        Keys of each sequence that are seen in spite of causality and the window, and keys that
+        there are.
     sinks : array, (heads_q,), or None
     """
 
@@ -30,11 +31,14 @@ class Modified(NamedTuple):
     sinks: Any = None
 
     def of_mask(self, mask: Mask, b: int) -> Mask:
-        """The mask of a sequence's positions with the window and the prefix."""
+        """The mask of a sequence's positions with the window and the prefix.
+
+        Next to a prefix, `Scores.apply` hides what the window's left bound does.
+        """
         seqlen_k = mask.seqlen_k
         if self.seqlens_k is not None:
             seqlen_k = min(max(int(self.seqlens_k[b]), 0), seqlen_k)
-        prefix = 0 if self.prefix_lens is None else int(self.prefix_lens[b])
-        return mask._replace(
-            seqlen_k=seqlen_k, left=self.window.left, right=self.window.right, prefix=prefix
-        )
+        left, right = self.window
+        if self.prefix_lens is None:
+            return mask._replace(seqlen_k=seqlen_k, left=left, right=right)
+        return mask._replace(seqlen_k=seqlen_k, right=right, prefix=int(self.prefix_lens[b]))

@@ -56,6 +56,8 @@ class Scores(NamedTuple):
         Of packed sequences to (heads_q, total_q, max_seqlen_k).
     tree_mask : uint64 array, (batch, seqlen_q)
         Bit k of a row: whether it sees the key at the position of query k.
+    left, prefix_lens : int and int32 array (batch,), or both None
+        Left bound of a window, which does not hide the first `prefix_lens[b]` keys.
     real
         Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None if it is
         that of the scores.
@@ -68,12 +70,20 @@ class Scores(NamedTuple):
     bias: Any = None
     mask: Any = None
     tree_mask: Any = None
+    left: int | None = None
+    prefix_lens: Any = None
     real: Any = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether scores stay what they are."""
         return all(field is None for field in self._replace(real=None))
+
+    def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
+        """Return the same with the left bound of a window, if there is one and a prefix."""
+        if left is None or prefix_lens is None:
+            return self
+        return self._replace(left=left, prefix_lens=prefix_lens)
 
     def apply(self, x: Any, at: Pairs, xp: Any = np) -> Any:
         """The scores that the softmax takes, -inf where hidden.
@@ -106,6 +116,9 @@ class Scores(NamedTuple):
             x = xp.where(_of_pairs(self.mask, at), x, hidden)
         if self.tree_mask is not None:
             x = xp.where(self._seen_in_tree(at, xp), x, hidden)
+        if self.prefix_lens is not None:
+            seen = (at.j < self.prefix_lens[at.b]) | (at.j >= position - self.left)
+            x = xp.where(seen, x, hidden)
         if self.mask_mod is not None:
             deciding = real if self.real is None else self.real
             seen = self.mask_mod.evaluate(*coordinates, **starts, dtype=deciding)

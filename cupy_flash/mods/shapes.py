@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import array_module, require_shape
+from cupy_flash.mods.keywords import Window
 
 MAX_TREE_QUERIES = 64
 
@@ -76,12 +77,12 @@ def _broadcast(name: str, array: Any, sizes: Sizes) -> Any:
         ) from None
 
 
-def require_causal(*, causal: bool) -> None:
+def require_limit(window: Window, *, causal: bool) -> None:
     """Raise ValueError unless prefix_lens change something."""
-    if not causal:
+    if not causal and window == Window():
         raise ValueError(
-            "prefix_lens are keys that are seen in spite of a causal mask; pass causal=True or "
-            "leave them out"
+            "prefix_lens are keys that are seen in spite of a causal mask or a window; pass "
+            "causal=True or window_size, or leave them out"
         )
 
 

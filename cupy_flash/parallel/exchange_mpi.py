@@ -18,6 +18,9 @@ from cupy_flash.parallel.exchange import Message, bytes_of
 # Of no meaning, but not what a program's own messages are likely to have. Each call has another, by
 # its number, up to what every MPI has: calls of ranks that are apart do not take each other's.
 _TAG, _TAGS = 20847, 8192
+# Most bytes of a message. MPI before version 4 counts them in an int, so that 2 GiB are too many. A
+# longer array is carried in parts, and MPI keeps the order of a rank's messages.
+_MOST_BYTES = 1 << 30
 # Looks at messages without a pause, and the pause from then on, in seconds: short exchanges are not
 # held up, and where ranks share cores the one that computes gets them.
 _BUSY_LOOKS, _PAUSE = 200, 50e-6
@@ -79,8 +82,11 @@ class MpiExchange:
         for is_sent, messages in ((False, receives), (True, sends)):
             post = self._comm.Isend if is_sent else self._comm.Irecv
             for array, peer in messages:
-                request = post([bytes_of(array), array.nbytes], peer, tag)
-                open_ones.append(_Open(request, peer, None if is_sent else array.nbytes))
+                whole = bytes_of(array)
+                for begin in range(0, max(whole.size, 1), _MOST_BYTES):
+                    part = whole[begin : begin + _MOST_BYTES]
+                    request = post([part, part.size], peer, tag)
+                    open_ones.append(_Open(request, peer, None if is_sent else part.size))
         transfer = _MpiTransfer(self, open_ones)
         self._under_way.append(transfer)
         return transfer

@@ -23,13 +23,14 @@ class Mask(NamedTuple):
     seqlen_q, seqlen_k
         Rows and keys that there are.
     causal
-        Whether query i sees only the keys j <= p, or j < prefix.
+        Whether query i sees only the keys j <= p.
     q_offset
         Position of the first query among the keys.
     left, right
         Of a window: query i sees only the keys p - left <= j <= p + right; None has no bound.
     prefix
-        Keys that all queries see in spite of `causal`.
+        Number of first keys that all queries see in spite of `causal` and `right`. With `left` they
+        would make two ranges: a mask with a prefix has no `left`.
     """
 
     seqlen_q: int
@@ -49,10 +50,10 @@ class Mask(NamedTuple):
         """Behind the last key that a row sees."""
         end = self.seqlen_k
         if self.causal:
-            end = max(row + self.q_offset + 1, self.prefix)
+            end = row + self.q_offset + 1
         if self.right is not None:
             end = min(end, row + self.q_offset + 1 + self.right)
-        return min(max(end, 0), self.seqlen_k)
+        return min(max(end, self.prefix, 0), self.seqlen_k)
 
     def begin(self, row: int) -> int:
         """The first key that a row sees; no less than its `end` where it sees none."""
@@ -65,10 +66,10 @@ class Mask(NamedTuple):
         if not self.causal and self.right is None:
             return xp.full(rows.shape, self.seqlen_k)
         positions = rows + (self.q_offset + 1)
-        ends = xp.maximum(positions, self.prefix) if self.causal else self.seqlen_k
+        ends = positions if self.causal else self.seqlen_k
         if self.right is not None:
             ends = xp.minimum(ends, positions + self.right)
-        return xp.clip(ends, 0, self.seqlen_k)
+        return xp.clip(xp.maximum(ends, self.prefix), 0, self.seqlen_k)
 
     def begins(self, rows: Any, xp: Any = np) -> Any:
         """`begin` likewise."""
@@ -115,7 +116,9 @@ class Mask(NamedTuple):
     def first_row(self, key: int) -> int:
         """The first row whose end lies behind a key, as all later rows' do; seqlen_q if none."""
         rows = [0]
-        if self.causal and key >= self.prefix:
+        if key < self.prefix:
+            return 0
+        if self.causal:
             rows.append(key - self.q_offset)
         if self.right is not None:
             rows.append(key - self.q_offset - self.right)

@@ -22,7 +22,7 @@ from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
 from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8
-from cupy_flash.reference.modifications import fitting_modifications
+from cupy_flash.reference.modifications import fitting_modifications, read_scale
 from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
@@ -285,7 +285,7 @@ def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) ->
     if all(scale is None for scale in scales):
         return q, k, v
     return tuple(
-        dequantized(x.swapaxes(1, 2), scale, dtype).swapaxes(1, 2)
+        dequantized(x.swapaxes(1, 2), read_scale("a scale", scale), dtype).swapaxes(1, 2)
         for x, scale in zip((q, k, v), scales, strict=True)
     )
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.picture import draw
-from cupy_flash.mods.scores import Pairs, Scores
-from cupy_flash.mods.shapes import require_causal
+from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.shapes import require_limit
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.values import count, integer
 from cupy_flash.reference.modifications import read_modifications
@@ -64,13 +64,13 @@ def seen_pairs(
     modified = read_modifications(modifications)
     _require_fit(modified, seqlen_q, seqlen_k, b, h)
     if modified.prefix_lens is not None:
-        require_causal(causal=causal)
+        require_limit(modified.window, causal=causal)
     offset = seqlen_k - seqlen_q if q_offset is None else integer("q_offset", q_offset)
     mask = modified.of_mask(Mask(seqlen_q, seqlen_k, causal, offset), b)
     rows, keys = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None]
     hidden = mask.hidden(0, seqlen_q, 0, seqlen_k) | (keys >= mask.seqlen_k)
     scores = modified.scores
-    hides = Scores(mask_mod=scores.mask_mod, mask=scores.mask, tree_mask=scores.tree_mask)
+    hides = scores._replace(softcap=None, score_mod=None, alibi_slopes=None, bias=None)
     zeros = np.zeros((seqlen_q, seqlen_k), np.float32)
     left = hides.apply(zeros, Pairs(b, h, rows, keys, offset))
     return np.asarray(~hidden & (left == 0))

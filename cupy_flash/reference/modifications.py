@@ -13,7 +13,7 @@ from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import Scores
-from cupy_flash.mods.shapes import Sizes, fitted, require_causal
+from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
 def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False) -> Modified:
@@ -40,15 +40,18 @@ def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False
             missing = (3 if packed else 4) - array.ndim
             arrays[name] = array.reshape((1,) * missing + array.shape)
     softcap = found.get("softcap")
+    window = window_of(found.get("window_size", (None, None)))
+    prefix_lens = integers(found.get("prefix_lens"))
+    scores = Scores(
+        None if softcap is None else checked_softcap(softcap),
+        found.get("score_mod"),
+        found.get("mask_mod"),
+        *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
+    )
     return Modified(
-        Scores(
-            None if softcap is None else checked_softcap(softcap),
-            found.get("score_mod"),
-            found.get("mask_mod"),
-            *(arrays.get(name) for name in ("alibi_slopes", "bias", "mask", "tree_mask")),
-        ),
-        window_of(found.get("window_size", (None, None))),
-        integers(found.get("prefix_lens")),
+        scores.beside_prefix(window.left, prefix_lens),
+        window,
+        prefix_lens,
         integers(found.get("seqlens_k")),
         arrays.get("sinks"),
     )
@@ -62,7 +65,7 @@ def fitting_modifications(
     Raises
     ------
     TypeError, ValueError
-        Also for shapes of other calls, and for prefix_lens without causality.
+        Also for shapes of other calls, and for prefix_lens of calls that hide nothing else.
     """
     modified = read_modifications(modifications, packed=sizes.total_q is not None)
     scores, fields = modified.scores, {**modified.scores._asdict(), **modified._asdict()}
@@ -70,10 +73,15 @@ def fitting_modifications(
     if isinstance(scores.mask_mod, BlockList):
         require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
     if modified.prefix_lens is not None:
-        require_causal(causal=causal)
+        require_limit(modified.window, causal=causal)
     # The reference computes in float64 and sees the pairs that a kernel of the call's dtype sees.
     real = np.float64 if sizes.dtype == "float64" else np.float32
     return modified._replace(scores=scores._replace(real=real))
+
+
+def read_scale(name: str, scale: Any) -> Any:
+    """A scale, which is a number, None, or an array of any library."""
+    return read(name, scale) if hasattr(scale, "__dlpack__") else scale
 
 
 def integers(array: Any) -> Any:

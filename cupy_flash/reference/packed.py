@@ -20,7 +20,7 @@ from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
 from cupy_flash.reference.eight_bits import dequantized, largest_scales, quantized
-from cupy_flash.reference.modifications import fitting_modifications, integers
+from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
 from cupy_flash.reference.rotary import rotated
 from cupy_flash.reference.sequences import (
     Ints,
@@ -125,6 +125,7 @@ def attention_varlen_reference(
     """
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
     xp = array_module(q)
     out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
@@ -269,7 +270,8 @@ def attention_with_kvcache_reference(
     [0, pages) reads as zeros, and nothing is appended to it. Positions outside of the rotary table
     take the nearest row of it.
     """
-    convert = way_back("q", q)
+    convert, block_table = way_back("q", q), integers(block_table)
+    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
     q, k_cache, v_cache = (
         read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
@@ -281,7 +283,7 @@ def attention_with_kvcache_reference(
     batch, seqlen_q, heads_q, _ = q.shape
     lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
     if block_table is not None:
-        places = [paged_rows(row, *k_cache.shape[:2]) for row in integers(block_table)]
+        places = [paged_rows(row, *k_cache.shape[:2]) for row in block_table]
     else:
         caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
         places = cached_rows(caches, *k_cache.shape[:2])

@@ -7,7 +7,9 @@
 #include "grid/schedule.cuh"
 
 // What bounds the keys of a row beside Config::causal: a window, and a prefix that is seen in spite
-// of causality. Nothing where Config has neither.
+// of causality and the window. A call with a prefix has no left bound here: the keys between the
+// prefix and the window are hidden by the unit's text, so that each row's keys remain one range.
+// Nothing where Config has neither.
 template <class Config,
           bool Bounded = Config::window_left || Config::window_right || Config::prefix>
 struct Band {
@@ -17,6 +19,8 @@ struct Band {
 };
 template <class Config>
 struct Band<Config, true> {
+  static_assert(!(Config::prefix && Config::window_left), "two ranges of keys");
+
   int left;
   int right;
   int prefix;
@@ -57,8 +61,8 @@ struct Mask : Band<Config> {
     if constexpr (!Config::causal && !Config::window_right) return seqlen_k;
     const int behind = row / Group + q_offset + 1;
     int end = Config::causal ? behind : seqlen_k;
-    if constexpr (Config::prefix) end = max(end, this->prefix);
     if constexpr (Config::window_right) end = min(end, behind + this->right);
+    if constexpr (Config::prefix) end = max(end, this->prefix);
     return max(0, min(seqlen_k, end));
   }
   __device__ int visible_begin(int row) const {
@@ -83,12 +87,11 @@ struct Mask : Band<Config> {
   // The transpose: of `rows` rows, those from first_row() to last_row() - 1 see the key.
   __device__ int first_row(int key, int rows) const {
     int first = 0;
-    if constexpr (Config::prefix) {
-      if (key >= this->prefix) first = key - q_offset;
-    } else if constexpr (Config::causal) {
-      first = key - q_offset;
-    }
+    if constexpr (Config::causal) first = key - q_offset;
     if constexpr (Config::window_right) first = max(first, key - q_offset - this->right);
+    if constexpr (Config::prefix) {
+      if (key < this->prefix) first = 0;
+    }
     return max(0, min(rows / Group, first)) * Group;
   }
   __device__ int last_row(int key, int rows) const {

@@ -185,7 +185,7 @@ def test_packed_qkv_has_one_layout():
 
 
 def test_packed_qkv_must_be_an_array():
-    with pytest.raises(TypeError, match="qkv is a list; expected an array"):
+    with pytest.raises(TypeError, match="qkv is a list; expected a NumPy or CuPy array"):
         flash_attention_qkvpacked([1.0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cupy_flash import (
     flash_attention_varlen,
     flash_attention_varlen_backward,
     flash_attention_vjp,
+    plan,
     plan_backward,
 )
 
@@ -38,6 +40,23 @@ def good() -> dict[str, Any]:
     out, lse = flash_attention(q, k, v, return_lse=True, backend="cpu")
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "backend": "cpu"}
     return named | {"dq": np.full(q.shape, np.nan, q.dtype)}
+
+
+@pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
+def test_a_plan_allocates_nothing(where: dict[str, Any]) -> None:
+    # Seen as 64 GiB, and as no array that kernels read in place, whose copy is planned for.
+    shape, row = (8, 4096, 64, 64), np.zeros(128, np.float16)
+    q = np.lib.stride_tricks.as_strided(row, (*shape[:1], 64 * 4096, *shape[2:]), (0, 0, 0, 2))
+    strided = np.lib.stride_tricks.as_strided(row, q.shape, (0, 0, 0, 4))
+    for array in (q, strided):
+        for function in (plan, plan_backward):
+            # What stays is imported and remembered first.
+            for _ in range(2):
+                tracemalloc.start()
+                function(array, array, array, **where)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+            assert peak < 1 << 20, function.__name__
 
 
 def test_the_pullback_gives_what_the_backward_call_does(rng: Any) -> None:

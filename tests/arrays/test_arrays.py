@@ -12,8 +12,26 @@ from support.foreign import Foreign
 from cupy_flash import flash_attention
 from cupy_flash.arrays import kinds, strided
 from cupy_flash.arrays.overlap import require_apart
+from cupy_flash.calls import arguments
 
 SHAPE = (2, 3, 4, 8)
+
+
+def test_an_array_without_memory_lies_as_a_new_one_would(rng):
+    for _ in range(200):
+        shape = tuple(rng.integers(0, 5, rng.integers(0, 6)))
+        dtype = rng.choice([np.float16, np.float64, ml_dtypes.bfloat16, np.bool_, np.uint64])
+        array = np.zeros(shape, dtype).transpose(rng.permutation(len(shape)))
+        array = array[tuple(slice(None, None, int(rng.choice([1, 2, -1]))) for _ in shape)]
+        if rng.integers(3) == 0:
+            array = np.broadcast_to(array, (3, *array.shape))
+        for order in ("C", "K"):
+            expected = np.empty_like(array, order=order)
+            found = strided.unallocated_copy(array, order)
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            if array.size:
+                assert found.strides == expected.strides
+            assert strided.is_readable_in_place(found) == strided.is_readable_in_place(expected)
 
 
 def slices(length):
@@ -205,3 +223,11 @@ def test_a_torch_tensor_that_requires_a_gradient_is_refused_by_name():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="k cannot be read by NumPy"):
         kinds.normalize("k", torch.zeros(SHAPE, requires_grad=True))
+
+
+def test_what_is_remembered_of_types_and_dtypes_has_a_bound():
+    for n in range(strided._MAX_TYPES + 10):
+        assert not strided.is_cupy_type(type(f"Kind{n}", (), {}))
+    assert len(strided.is_cupy_type.__self__) <= strided._MAX_TYPES
+    for cached in (strided._dtype_name, arguments._record_with):
+        assert cached.cache_parameters()["maxsize"] is not None

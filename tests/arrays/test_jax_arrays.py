@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import fake_gpu
 
-from cupy_flash import flash_attention, flash_attention_varlen, plan
+from cupy_flash import combine, flash_attention, flash_attention_varlen, plan
 from cupy_flash.arrays import jax_arrays, torch_arrays
 from cupy_flash.calls import attention, on_gpu
 from cupy_flash.reference import rows
@@ -311,3 +311,13 @@ def test_both_ways_to_adopt_memory_give_the_same_array(jax, way):
     assert (array.shape, array.dtype, array.devices()) == (like.shape, like.dtype, {device})
     assert (array.committed, array.weak_type) == (True, False)
     np.testing.assert_array_equal(np.asarray(array + 1), values + 1)
+
+
+def test_parts_that_are_arrays_of_jax_are_merged_where_they_lie(gpu):
+    parts, lse = ArrayImpl(gpu, (3, 2, 113, 6, 40)), ArrayImpl(gpu, (3, 2, 6, 113), np.float32)
+    sinks = ArrayImpl(gpu, (6,), np.float32)
+    combine(parts, lse, sinks=sinks)
+    ((entry, params),) = gpu.launches
+    assert entry == "combine_partials"
+    assert params["out_partial"]["data"] == parts.address
+    assert (params["lse_partial"], params["sinks"]) == (lse.address, sinks.address)

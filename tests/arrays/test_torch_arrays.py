@@ -11,6 +11,7 @@ import pytest
 from support import fake_gpu
 
 from cupy_flash import (
+    combine,
     flash_attention,
     flash_attention_backward,
     flash_attention_varlen,
@@ -18,7 +19,8 @@ from cupy_flash import (
     flash_attention_with_kvcache,
 )
 from cupy_flash.arrays import torch_arrays
-from cupy_flash.calls import attention, on_gpu, recorded
+from cupy_flash.calls import attention, on_gpu, recorded, run
+from cupy_flash.calls.arguments import Arguments
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.reference import rows
 
@@ -34,7 +36,8 @@ class Tensor:
     def __init__(self, gpu: Any, shape: tuple[int, ...], dtype: Any, **options: Any) -> None:
         self._gpu = gpu
         self.shape, self.dtype = shape, dtype
-        self.layout = "strided"
+        self.layout, self.device = "strided", "cuda:0"
+        self.filled = options.get("filled")
         self.is_cuda, self.requires_grad = True, options.get("requires_grad", False)
         self._address = options.get("address") or gpu.address()
         size = 4 if dtype == "int32" else 2
@@ -89,6 +92,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         strided="strided",
         contiguous_format="contiguous",
         empty_like=Tensor.new,
+        full=lambda shape, value, *, dtype, device: Tensor(fake, shape, dtype, filled=value),
+        from_dlpack=lambda array: Tensor(
+            fake, array.shape, str(array.dtype), address=array.data.ptr
+        ),
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
         _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
@@ -349,3 +356,33 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     assert gradients(saved) is None
     q.is_cuda = False
     assert recorded.run(arrays, call.options) is None
+
+
+@pytest.mark.parametrize("strides", [None, (2 * 6 * 226, 6 * 226, 226, 2)])
+def test_parts_that_are_tensors_are_merged_where_they_lie(gpu, strides):
+    parts = Tensor(gpu, (3, 2, 113, 6, 40), "float16")
+    lse = Tensor(gpu, (3, 2, 6, 113), "float32", strides=strides, itemsize=4)
+    sinks = Tensor(gpu, (6,), "float32", itemsize=4)
+    gpu.launches.clear()
+    combine(parts, lse, sinks=sinks)
+    ((entry, params),) = gpu.launches
+    assert entry == "combine_partials"
+    assert params["out_partial"]["data"] == parts.data_ptr()
+    assert params["sinks"] == sinks.data_ptr()
+    # One that the kernel cannot read as it lies is copied.
+    assert (params["lse_partial"] == lse.data_ptr()) == (strides is None)
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_a_number_as_a_scale_is_filled_into_new_memory_in_each_call(gpu, library):
+    shape = (3, 1, 6, 64)
+    q = Tensor(gpu, shape, "float16") if library == "torch" else gpu.array(*shape)
+    placed = [
+        run._with_numbers_placed(Arguments(q=q, k_scale=scale, v_scale=1))
+        for scale in (0.5, 0.5, 2.0)
+    ]
+    scales = [array for each in placed for array in (each.k_scale, each.v_scale)]
+    assert [array.filled for array in scales] == [0.5, 1, 0.5, 1, 2, 1]
+    assert {(type(x), x.shape, str(x.dtype)) for x in scales} == {(type(q), (), "float32")}
+    at = [x.data_ptr() if library == "torch" else x.data.ptr for x in scales]
+    assert len(set(at)) == 6

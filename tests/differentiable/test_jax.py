@@ -70,6 +70,60 @@ def test_packed_sequences_are_differentiable(device: Any) -> None:
         )
 
 
+# Whatever of its arguments lie in NumPy's memory.
+INPUTS = ("q", "k", "v", "bias", "sinks")
+MIXTURES = [(name,) for name in INPUTS] + [("q", "k"), ("k", "v", "bias"), INPUTS]
+
+
+@pytest.mark.parametrize("of_numpy", MIXTURES, ids="+".join)
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_arguments_may_be_numpys(packed: bool, of_numpy: tuple[str, ...], device: Any) -> None:
+    shapes = [(1, 7, 3, 5), (1, 9, 3, 5), (1, 9, 3, 4), (1, 3, 7, 9), (3,)]
+    if packed:
+        shapes = [shape[1:] if len(shape) == 4 else shape for shape in shapes]
+    ours = dict(zip(INPUTS, arrays(device, *shapes), strict=True))
+    mixed = {name: np.array(x) if name in of_numpy else x for name, x in ours.items()}
+    sixty_four_bits = np.array([[2**7 - 1] * 7], np.uint64)
+    lists = {"prefix_lens": [2], "window_size": (3, 3)}
+
+    def of(inputs: dict[str, Any], lengths: Any) -> Any:
+        options = {"bias": inputs["bias"], "sinks": inputs["sinks"], **lists}
+        q, k, v = (inputs[name] for name in ("q", "k", "v"))
+        if packed:
+            ends = lengths([0, 7]), lengths([0, 9])
+            return cj.flash_attention_varlen(q, k, v, *ends, 7, 9, **options)
+        return cj.flash_attention(q, k, v, tree_mask=sixty_four_bits, **options)
+
+    def gradients(inputs: dict[str, Any], lengths: Any) -> dict[str, Any]:
+        return jax.grad(lambda inputs: (of(inputs, lengths) ** 2).sum())(inputs)
+
+    expected = gradients(ours, lambda x: jax.device_put(np.array(x, np.int32), device))
+    for lengths in (list, lambda x: np.array(x, np.int32)):
+        found = gradients(mixed, lengths)
+        for name, gradient in found.items():
+            assert isinstance(gradient, jax.Array)
+            np.testing.assert_array_equal(np.asarray(gradient), np.asarray(expected[name]))
+    out = of(mixed, list)
+    assert isinstance(out, jax.Array)
+    assert out.devices() == of(ours, list).devices()
+    # A gradient of one input, whatever the others are.
+    for name in INPUTS:
+        alone = jax.grad(lambda x, n=name: (of(mixed | {n: x}, list) ** 2).sum())(mixed[name])
+        np.testing.assert_array_equal(np.asarray(alone), np.asarray(expected[name]))
+
+
+def test_what_is_overwritten_after_the_call_does_not_change_its_gradients() -> None:
+    q, k, v = (np.asarray(x) for x in arrays(jax.devices("cpu")[0], *[(9, 2, 4)] * 3))
+    ends = np.array([0, 4, 9], np.int32)
+    expected = jax.grad(lambda q: cj.flash_attention_varlen(q, k, v, ends, ends, 5, 5).sum())(q)
+    q, k, v, ends = q.copy(), k.copy(), v.copy(), ends.copy()
+    _, pull = jax.vjp(lambda q: cj.flash_attention_varlen(q, k, v, ends, ends, 5, 5).sum(), q)
+    for array in (q, k, v):
+        array[...] = 0
+    ends[1] = 7
+    np.testing.assert_array_equal(np.asarray(pull(np.float32(1))[0]), np.asarray(expected))
+
+
 def test_what_has_no_gradient_and_what_is_no_array_yet_is_refused() -> None:
     q = jax.numpy.ones((1, 4, 2, 8))
 

@@ -480,3 +480,16 @@ def test_threads_that_ask_at_once_all_get_a_map(cuda: FakeCuda) -> None:
         thread.join()
     assert len(found) == 4
     assert len(mod.kept_maps()) == 1
+
+
+def test_a_mask_keeps_the_latest_maps_and_no_more(cuda: FakeCuda) -> None:
+    mod = documents()
+    specs = [SPEC._replace(q_offset=n) for n in range(block_maps._MAX_KEPT + 3)]
+    for spec in specs:
+        map_of(mod, spec, "float16")
+    assert [key.spec for key in mod.kept_maps()] == specs[3:]
+    built = cuda.builds
+    map_of(mod, specs[-1], "float16")
+    assert cuda.builds == built
+    map_of(mod, specs[0], "float16")
+    assert cuda.builds == built + 1

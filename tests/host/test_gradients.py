@@ -18,6 +18,7 @@ from cupy_flash import (
     flash_attention_backward,
     flash_attention_varlen,
     flash_attention_varlen_backward,
+    plan_backward,
 )
 from cupy_flash.host import gradients
 from cupy_flash.host.crew import Stop
@@ -36,6 +37,73 @@ def test_gradients_are_right(kind: str, dtype: str, number: int, rng: Any) -> No
     call = random_gradient_call(rng, dtype, kind, longest=(70, 160))
     tile = Tile(int(rng.choice(Br)), int(rng.choice(Bc))) if number % 2 else None
     check_gradients(call, call.run(np, backend="cpu", tile=tile))
+
+
+# Scratch
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen_q", "seqlen_k", "dim"),
+    [(128, 12, 1, 197, 64), (64, 8, 1, 512, 64), (2048, 1, 1, 256, 4), (64, 32, 2, 128, 128)],
+)
+def test_short_queries_of_many_sequences_fit_into_scratch(
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, dim: int
+) -> None:
+    q = np.ones((batch, seqlen_q, heads, dim), np.float32)
+    k = np.ones((batch, seqlen_k, heads, dim), np.float32)
+    lse = np.full((batch, heads, seqlen_q), np.sqrt(dim) + np.log(seqlen_k), np.float32)
+    dq, dk, dv = flash_attention_backward(q, q, k, k, q, lse, backend="cpu")
+    np.testing.assert_allclose(dq, 0, atol=1e-4)
+    np.testing.assert_allclose(dk, 0, atol=1e-4)
+    np.testing.assert_allclose(dv, seqlen_q / seqlen_k, rtol=1e-4)
+
+
+def random_sizes(rng: Any) -> tuple[int, ...]:
+    """batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; 32 MiB at most."""
+    # Most are many short sequences of queries over many keys, whose blocks are of many heads.
+    choices = [(1, 17, 128, 256), (1, 12, 16), (1, 1, 8), (1, 1, 5, 300), (17, 197, 513)]
+    choices += [(1, 64, 64, 576), (64, 64, 576)]
+    while True:
+        batch, heads, group, seqlen_q, seqlen_k, *dims = (int(rng.choice(c)) for c in choices)
+        rows, keys = batch * heads * group * seqlen_q, batch * heads * seqlen_k
+        if max(rows * max(*dims, seqlen_k), keys * max(dims)) <= 1 << 22:
+            return batch, heads, group, seqlen_q, seqlen_k, dims[0], dims[1]
+
+
+def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: Any) -> None:
+    accepted = 0
+    for number in range(120):
+        batch, heads, group, seqlen_q, seqlen_k, dim, dim_v = random_sizes(rng)
+        dtype = rng.choice([np.float16, np.float32, np.float64])
+        q, out = (np.ones((batch, seqlen_q, heads * group, n), dtype) for n in (dim, dim_v))
+        k, v = (np.ones((batch, seqlen_k, heads, n), dtype) for n in (dim, dim_v))
+        lse = np.zeros((batch, heads * group, seqlen_q), np.promote_types(dtype, np.float32))
+        options = {"backend": "cpu", "causal": bool(rng.integers(2))}
+        if number % 2:
+            options["tile"] = {"Br": int(rng.choice(Br)) << 4, "Bc": int(rng.choice(Bc)) << 4}
+        try:
+            plan_backward(q, k, v, **options)
+        except ValueError:
+            assert number % 2, (q.shape, v.shape)
+            continue
+        accepted += 1
+        flash_attention_backward(out, q, k, v, out, lse, **options)
+        if number % 4:
+            continue
+        # The longest sequence, and others of fewer rows than it has.
+        lengths = rng.integers(0, seqlen_q + 1, batch)
+        lengths[0] = seqlen_q
+        cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        cu_k = (np.arange(batch + 1) * seqlen_k).astype(np.int32)
+        rows, lse = out.reshape(-1, *out.shape[2:])[: cu_q[-1]], lse.swapaxes(0, 1)
+        lse = np.ascontiguousarray(lse.reshape(len(lse), -1)[:, : cu_q[-1]])
+        flash_attention_varlen_backward(
+            *(rows, q.reshape(-1, *q.shape[2:])[: cu_q[-1]]),
+            *(x.reshape(-1, *x.shape[2:]) for x in (k, v)),
+            *(rows, lse, cu_q, cu_k, seqlen_q, seqlen_k),
+            **options,
+        )
+    assert accepted > 60
 
 
 # The same bits

@@ -316,12 +316,15 @@ def drawn_call(kind, dtype, names, rng):
         seqlen_k=int(rng.choice([1, 9, 30])),
         heads=HEADS[rng.integers(len(HEADS))],
         dim=int(rng.choice([4, 9])),
-        causal="prefix_lens" in names or bool(rng.integers(2)),
+        causal=bool(rng.integers(2)),
         q_offset=[None, int(rng.integers(-20, 40))][rng.integers(2)] if kind == "equal" else None,
         scale=[None, None, 0.0, -0.2, 0.7][rng.integers(5)],
         same_length=bool(rng.integers(2)),
     )
     call.modifications = {name: DRAW[name](call, rng) for name in names}
+    if "prefix_lens" in names and {None, -1}.issuperset(call.modifications.get("window_size", ())):
+        # Nothing else would hide the keys of a prefix.
+        call.causal = True
     if "seqlens_k" in names:
         for b, length in enumerate(call.modifications["seqlens_k"]):
             call.k[b, length:], call.v[b, length:] = np.nan, np.nan
@@ -687,6 +690,29 @@ def test_a_prefix_of_all_keys_undoes_causality_and_one_of_none_does_nothing(kind
             call.causal, call.modifications = True, {"prefix_lens": np.full(3, prefix)}
             for one, other in zip(plain, call.run(**way), strict=True):
                 np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [(2, 0), (2, 3), (None, 0), (0, None), (1000, 1000)])
+def test_a_prefix_is_seen_in_spite_of_a_window_too(kind, window, rng):
+    call = Call(kind, rng, batch=3)
+    prefixes = np.array([0, 4, 1000], np.int32)
+    left, right = (1000 if bound is None else bound for bound in window)
+    for causal in (True, False):
+        reach = min(right, 0) if causal else right
+        call.causal, call.modifications = causal, {"window_size": window, "prefix_lens": prefixes}
+        found = call.run()
+        seen = MaskMod(
+            lambda b, i, j, prefixes, left, reach: (
+                (j < prefixes[b]) | ((j >= i - left) & (j <= i + reach))
+            ),
+            prefixes=prefixes,
+            left=left,
+            reach=reach,
+        )
+        call.causal, call.modifications = False, {"mask_mod": seen}
+        for one, other in zip(found, call.run(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["equal", "cached", "paged"])

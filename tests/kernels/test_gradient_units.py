@@ -27,6 +27,7 @@ TABLE = ScoreMod(
 BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
+PREFIX = {"window_size": (99, 40), "prefix_lens": np.array([64], np.int32)}
 # Family, architecture, dtype, head_dim, bytes that may be spilled, options.
 UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "float16", 128, 52, {"window_size": (99, 0), "softcap": 30.0}),
@@ -35,6 +36,9 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 256, 100, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 128, 224, PREFIX),
+    ("mma", "sm_80", "bfloat16", 64, 56, PREFIX),
+    ("simt", "sm_75", "float32", 64, 0, PREFIX),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     ("mma", "sm_90", "float32", 64, 160, {"softcap": 30.0}),
     ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),

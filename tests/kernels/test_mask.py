@@ -27,8 +27,8 @@ def random_problem(rng: np.random.Generator) -> tuple[int, Mask, int]:
     mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
     if rng.integers(2):
         left, right = (None if rng.integers(3) == 0 else int(rng.integers(140)) for _ in range(2))
-        prefix = int(rng.integers(140)) if mask.causal and rng.integers(2) else 0
-        mask = mask._replace(left=left, right=right, prefix=prefix)
+        prefix = int(rng.integers(140)) if rng.integers(2) else 0
+        mask = mask._replace(left=None if prefix else left, right=right, prefix=prefix)
     return int(rng.choice([1, 3])), mask, int(rng.integers(1, 5))
 
 

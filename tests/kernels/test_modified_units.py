@@ -30,6 +30,7 @@ TABLE = ScoreMod(
     table=np.zeros((HEADS, 129), np.float32),
 )
 BIAS = np.empty((1, HEADS, SEQLEN, SEQLEN), DTYPES["bfloat16"])
+PREFIX = {"window_size": (255, 64), "prefix_lens": array(1, dtype=np.int32)}
 # Family, architecture, dtype, head_dim, queries, bytes that may be spilled, modifications.
 UNITS = [
     ("hopper", "sm_90", "bfloat16", 64, SEQLEN, 8, {"window_size": (1023, 0), "softcap": 30.0}),
@@ -47,6 +48,10 @@ UNITS = [
     ("decode", "sm_100", "float16", 64, 4, 0, {"tree_mask": array(1, 4, dtype=np.uint64)}),
     ("simt", "sm_75", "float32", 64, SEQLEN, 0, {"mask_mod": DOCUMENTS, "softcap": 30.0}),
     ("simt", "sm_90", "float64", 64, SEQLEN, 0, {"alibi_slopes": array(HEADS, dtype=np.float64)}),
+    ("hopper", "sm_90", "bfloat16", 128, SEQLEN, 0, PREFIX),
+    ("mma", "sm_80", "float16", 64, SEQLEN, 0, PREFIX),
+    ("decode", "sm_89", "bfloat16", 128, 4, 0, PREFIX),
+    ("simt", "sm_75", "float32", 64, SEQLEN, 0, PREFIX),
     ("naive", "sm_86", "float32", 64, SEQLEN, 0, {"bias": array(HEADS, SEQLEN, SEQLEN)}),
 ]
 

@@ -27,8 +27,8 @@ def random_mask(rng: np.random.Generator) -> Mask:
     mask = Mask(seqlen_q, seqlen_k, causal=bool(rng.integers(2)), q_offset=q_offset)
     if rng.integers(2):
         left, right = (None if rng.integers(3) == 0 else int(rng.integers(140)) for _ in range(2))
-        prefix = int(rng.integers(140)) if mask.causal and rng.integers(2) else 0
-        mask = mask._replace(left=left, right=right, prefix=prefix)
+        prefix = int(rng.integers(140)) if rng.integers(2) else 0
+        mask = mask._replace(left=None if prefix else left, right=right, prefix=prefix)
     return mask
 
 

@@ -348,6 +348,34 @@ def test_tensors_of_torch_may_have_numbers_for_scales() -> None:
         np.testing.assert_array_equal(out.cpu().numpy(), expected)
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str) -> None:
+    import cupy
+
+    arguments = QuantizedCase(KVCacheCase((50, 40), "float16"), "int8", "number").arguments()
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        used = torch.cuda.memory_allocated
+    else:
+        used = cupy.get_default_memory_pool().used_bytes
+    given = {n: on_device(x) for n, x in arguments.items()}
+    if library == "torch":
+        given = {
+            n: torch.from_numpy(x).cuda() if isinstance(x, np.ndarray) else x
+            for n, x in arguments.items()
+        }
+    cupy_used = cupy.get_default_memory_pool().used_bytes
+    # The first call prepares what later ones share.
+    flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()
+    before = used(), cupy_used()
+    outs = {}
+    for number in range(300):
+        numbers = {"k_scale": 0.01 + number / 4096, "v_scale": 1.0 + number}
+        outs[number] = flash_attention_with_kvcache(**given | numbers).sum().item()
+    assert (used(), cupy_used()) == before
+    assert len(set(outs.values())) == len(outs)
+
+
 def test_a_number_on_the_host_is_kept_by_value_for_captured_calls() -> None:
     import cupy
 

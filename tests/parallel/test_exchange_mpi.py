@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupy_flash.arrays.strided import unallocated
 from cupy_flash.errors import ParallelError
 from cupy_flash.parallel import exchange_mpi
 from cupy_flash.parallel.exchange import Message
@@ -29,6 +30,48 @@ def test_a_message_of_another_call_is_not_taken(comm: Any) -> None:
     with pytest.raises(ParallelError, match=r"waited 0\.2 s for rank 0"):
         exchange.start([], [Message(received, 0)]).wait()
     assert not received.any()
+
+
+@pytest.mark.parametrize("elements", [0, 1, 5, 6, 41])
+def test_what_is_longer_than_a_message_arrives_in_parts(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
+    monkeypatch.setattr(exchange_mpi, "_MOST_BYTES", 24)
+    exchange, posted = MpiExchange(comm, 60), []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            def post(buffer: list[Any], *where: int) -> Any:
+                posted.append(buffer[1])
+                return getattr(comm, name)(buffer, *where)
+
+            return post
+
+    exchange._comm = Recorded()
+    sent = [np.arange(elements, dtype=np.float64), -np.arange(elements + 2, dtype=np.float32)]
+    received = [np.zeros_like(array) for array in sent]
+    exchange.start([Message(x, 0) for x in sent], [Message(x, 0) for x in received]).wait()
+    for one, other in zip(sent, received, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert max(posted) <= 24
+    assert sum(posted) == 2 * sum(array.nbytes for array in sent)
+
+
+def test_no_message_has_a_count_beyond_an_int(comm: Any) -> None:
+    counts = []
+
+    class NoMpi:
+        def Isend(self, buffer: list[Any], *where: int) -> Any:
+            counts.append(buffer[1])
+
+        Irecv = Isend
+
+    exchange = MpiExchange(comm, 60)
+    exchange._comm = NoMpi()
+    # No memory is read, and none is there.
+    exchange.start([Message(unallocated((5 << 30,), np.uint8), 0)], [])
+    assert sum(counts) == 5 << 30
+    assert max(counts) < 2**31
 
 
 def test_an_end_takes_back_all_that_is_under_way(comm: Any) -> None:

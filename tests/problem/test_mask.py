@@ -17,10 +17,12 @@ PACKAGE = Path(cupy_flash.__file__).parent
 def written_out(mask: Mask) -> np.ndarray:
     rows, keys = np.mgrid[: mask.seqlen_q, : mask.seqlen_k]
     distance = keys - rows - mask.q_offset
-    seen = (distance <= 0) | (keys < mask.prefix) | (not mask.causal)
+    seen = (distance <= 0) | (not mask.causal)
     if mask.left is not None:
         seen &= distance >= -mask.left
-    return seen if mask.right is None else seen & (distance <= mask.right)
+    if mask.right is not None:
+        seen &= distance <= mask.right
+    return seen | (keys < mask.prefix)
 
 
 def random_masks(rng: np.random.Generator) -> list[Mask]:
@@ -31,9 +33,11 @@ def random_masks(rng: np.random.Generator) -> list[Mask]:
         offset = int(rng.integers(-seqlen_q, seqlen_k + 1))
         mask = Mask(seqlen_q, seqlen_k, bool(rng.integers(4)), offset)
         if rng.integers(2):
-            sides = (None if rng.integers(3) == 0 else int(rng.integers(0, 45)) for _ in range(2))
-            prefix = int(rng.integers(45)) if mask.causal and rng.integers(2) else 0
-            mask = Mask(*mask[:4], *sides, prefix)
+            left, right = (
+                None if rng.integers(3) == 0 else int(rng.integers(0, 45)) for _ in range(2)
+            )
+            prefix = int(rng.integers(45)) if rng.integers(2) else 0
+            mask = Mask(*mask[:4], None if prefix else left, right, prefix)
         masks.append(mask)
     return masks
 

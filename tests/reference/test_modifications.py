@@ -25,12 +25,12 @@ def seen(p, j, row, h, b, length, causal, given):
     """Whether a pair is seen, by each rule in turn."""
     if j >= length:
         return False
-    if causal and not (j <= p or j < given.get("prefix_lens", [0] * (b + 1))[b]):
-        return False
     left, right = given.get("window_size", (None, None))
-    if left not in (None, -1) and j < p - left:
-        return False
-    if right not in (None, -1) and j > p + right:
+    if j >= given.get("prefix_lens", [0] * (b + 1))[b] and (
+        (causal and j > p)
+        or (left not in (None, -1) and j < p - left)
+        or (right not in (None, -1) and j > p + right)
+    ):
         return False
     if "tree_mask" in given:
         first = p - row

@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 
 from cupy_flash.arrays import jax_arrays, torch_arrays
-from cupy_flash.calls import attention, backward, on_gpu, on_host, recorded, results
+from cupy_flash.calls import attention, backward, merge, on_gpu, on_host, recorded, results
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.modifiers import Functions
 from cupy_flash.calls.options import Options
 from cupy_flash.families.params import PARAMS_DTYPE
 from cupy_flash.families.schedule import TensorMapSpec
-from cupy_flash.gpu import append, block_maps, launch
-from cupy_flash.gpu.append import APPEND_DTYPE, ENTRY
+from cupy_flash.gpu import append, block_maps, combine, launch
 from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
 
+# Of launches that take no params of attention.
+_STRUCTS = {append.ENTRY: append.APPEND_DTYPE, combine.ENTRY: combine.COMBINE_DTYPE}
 # Where the first array lies, and how far apart they are: nothing that a test makes is as large.
 _FIRST, _APART = 1 << 40, 1 << 30
 
@@ -74,8 +75,14 @@ class FakeArray:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
-    def __getitem__(self, index: tuple[Any, ...]) -> FakeArray:
-        """A part along the third axis, or the first columns: no other way are arrays cut."""
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int | tuple[Any, ...]) -> FakeArray:
+        """The first of a kind, a part along the third axis, or the first columns: no other cuts."""
+        if isinstance(index, int):
+            assert index == 0
+            return FakeArray(self.shape[1:], self.dtype, self.data, self.strides[1:])
         *_, part = index
         if isinstance(part, slice):
             assert index == (Ellipsis, slice(part.stop))
@@ -233,7 +240,7 @@ class FakeGpu:
             if is_of_maps:
                 self.launches.append((entry, bytes(memory)))
                 return
-            dtype = APPEND_DTYPE if entry == ENTRY else PARAMS_DTYPE
+            dtype = _STRUCTS.get(entry, PARAMS_DTYPE)
             self.launches.append((entry, np.frombuffer(bytes(memory), dtype, 1)[0]))
             self.maps += maps
 
@@ -277,11 +284,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, device_id=device),
         MemoryPointer=lambda memory, offset: memory,
     )
-    fake = SimpleNamespace(ndarray=FakeArray, cuda=cuda, gpu=gpu)
+    fake = SimpleNamespace(
+        ndarray=FakeArray, cuda=cuda, gpu=gpu, ascontiguousarray=lambda array: array
+    )
     monkeypatch.setattr(FakeArray, "new_address", gpu.address)
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "_launch_function", lambda: launch_kernel)
-    for module in (on_gpu, attention, backward, recorded, launch, results, block_maps):
+    for module in (on_gpu, attention, backward, merge, recorded, launch, results, block_maps):
         monkeypatch.setattr(module, "cupy_module", lambda: fake)
     for module in (torch_arrays, jax_arrays):
         monkeypatch.setattr(module, "_cupy", lambda: fake)
@@ -292,11 +301,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         monkeypatch.setattr(module, "shared", gpu.shared)
     for module in (attention, backward):
         monkeypatch.setattr(module, "TensorMaps", FakeTensorMaps)
-    for module in (launch, append):
+    for module in (launch, append, combine):
         monkeypatch.setattr(module, "thread_arguments", lambda: gpu.arguments)
     monkeypatch.setattr(block_maps, "_streams", {})
     monkeypatch.setattr(block_maps, "ByValue", lambda memory: SimpleNamespace(pointer=memory))
-    for module in (launch, append, block_maps):
+    for module in (launch, append, combine, block_maps):
         monkeypatch.setattr(module, "kernel_cache", gpu)
     return gpu
 

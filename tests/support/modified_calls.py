@@ -285,13 +285,16 @@ def _add_modifications(
     pairs: tuple[int, ...],
     seqlen_q: int,
 ) -> None:
-    names = ["window", "softcap", "alibi", "sinks", "bias", "mask", "score_mod", "mask_mod"]
-    if call.options["causal"]:
-        names.append("prefix")
+    names = ["window", "softcap", "alibi", "sinks", "bias", "mask", "prefix"]
+    names += ["score_mod", "mask_mod"]
     if seqlen_q <= 64:
         names.append("tree")
     chosen = set(rng.choice(names, int(rng.integers(1, 5)), replace=False).tolist())
     arrays, options = call.arrays, call.options
+    # A prefix needs something that hides its keys.
+    needs_window = "prefix" in chosen and not options["causal"]
+    if needs_window:
+        chosen.add("window")
     accumulator = np.float64 if call.dtype == "float64" else np.float32
     either = DTYPES[call.dtype] if rng.integers(2) else np.dtype(accumulator)
     # Along some axes one row serves all.
@@ -299,7 +302,7 @@ def _add_modifications(
     if "window" in chosen:
         sides = [int(sizes.choice([0, 1, 15, 16, 17, 63, 64, 65, 500])) for _ in range(2)]
         window = tuple(None if rng.integers(4) == 0 else s for s in sides)
-        if window == (None, None) and chosen == {"window"}:
+        if window == (None, None) and (needs_window or chosen == {"window"}):
             # A q_offset, if there is one, needs something to place.
             window = (sides[0], None)
         options["window_size"] = window

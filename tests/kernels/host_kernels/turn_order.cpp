@@ -41,7 +41,9 @@ void print_of(const std::vector<int>& n) {
 template <bool... Known>
 void print_with(bool causal, const std::vector<int>& n) {
   if constexpr (sizeof...(Known) == 4) {
-    print_of<Config<Known...>>(n);
+    using Made = Config<Known...>;
+    // A call with a prefix has no left bound.
+    if constexpr (!(Made::window_left && Made::prefix)) print_of<Made>(n);
   } else {
     const bool all[] = {causal, n[3] >= 0, n[4] >= 0, n[5] > 0};
     if (all[sizeof...(Known)]) {

@@ -1,0 +1,107 @@
+"""Every public function with every argument that is an array, of every library on the CPU.
+
+`tests/on_gpu/test_every_array.py` is the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.every_array import (
+    PLAIN,
+    REFUSED,
+    Call,
+    arguments_of,
+    call_of,
+    calls_of,
+    functions_of,
+    kind_of,
+)
+from support.libraries import (
+    Library,
+    dlpack_library,
+    jax_library,
+    numpy_library,
+    torch_library,
+)
+
+import cupy_flash
+
+FUNCTIONS = functions_of(cupy_flash)
+# float16, as kernels that plans are made of do not read all else in float32.
+CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float16)]
+LIBRARIES = {
+    "torch": lambda: torch_library("cpu"),
+    "jax": lambda: jax_library("cpu"),
+    "dlpack": lambda: dlpack_library(numpy_library()),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    return LIBRARIES[request.param]()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library) -> None:
+    if call.function.__name__ == "check_mod":
+        pytest.skip("runs on a GPU")
+    if call.function.__name__ == "plot_mask":
+        pytest.importorskip("matplotlib").use("agg")
+    options = {"backend": "cpu"}
+    if call.function.__name__.startswith("plan"):
+        options = {"arch": "sm_90"}
+    expected, expected_written = call.run(lambda array: array, **options)
+    if library.is_immutable and call.writes:
+        with pytest.raises(TypeError, match="is a JAX array, which is immutable"):
+            call.run(library.convert, **options)
+        return
+    given = []
+
+    def convert(array: np.ndarray) -> Any:
+        given.append(library.convert(array))
+        return given[-1]
+
+    found, written = call.run(convert, **options)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(other, np.ndarray):
+            host = _host(one, library)
+            # JAX holds no float64.
+            np.testing.assert_array_equal(host, other.astype(host.dtype))
+            # Of the library of the first array.
+            if call.function.__name__.startswith(("flash", "combine", "attention")):
+                assert type(one) is type(given[0])
+        elif isinstance(other, cupy_flash.Plan):
+            assert (one.family, one.tile) == (other.family, other.tile)
+    for name, array in written.items():
+        np.testing.assert_array_equal(_host(array, library), expected_written[name])
+        # What is returned is what was given.
+        assert name.endswith(("cache", "scale")) or any(array is one for one in found)
+
+
+def _host(array: Any, library: Library) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else library.to_numpy(array)
+
+
+def test_every_argument_has_a_case_or_is_known_to_be_no_array() -> None:
+    for function in FUNCTIONS:
+        for argument, required in arguments_of(function).items():
+            if not required and (kind_of(function), argument) not in REFUSED:
+                call_of(function, argument, np.float16)
+    # Nothing is named that no function has.
+    names = {n for f in FUNCTIONS for n in arguments_of(f)}
+    assert names.isdisjoint(PLAIN)
+    kinds = {kind_of(f) for f in FUNCTIONS} | {f.__name__ for f in FUNCTIONS}
+    assert {kind for kind, _ in REFUSED} <= kinds
+
+
+@pytest.mark.parametrize(("kind", "argument"), REFUSED)
+def test_what_the_matrix_leaves_out_is_refused(kind: str, argument: str) -> None:
+    for function in FUNCTIONS:
+        if kind_of(function) != kind:
+            continue
+        # A backward call's results are those of a forward call, which refuses it first.
+        with pytest.raises(ValueError, match=argument):
+            call_of(function, argument, np.float16).run(lambda array: array)

@@ -1,0 +1,127 @@
+"""Every function of `cupy_flash.parallel` with every argument that is an array, of any library.
+
+A communicator of MPI carries arrays of NumPy: another's are refused by a message, never by what
+they lack.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.every_array import PLAIN, functions_of
+from support.libraries import Library, dlpack_library, jax_library, numpy_library, torch_library
+
+from cupy_flash import attention_reference, flash_attention, flash_attention_backward, parallel
+
+# Arguments of these functions that are no arrays.
+OF_RANKS = frozenset(
+    {"axis", "cu_seqlens", "head_ranks", "order", "rank", "ranks", "seqlen", "stripe"}
+)
+LIBRARIES: dict[str, Callable[[], Library]] = {
+    "torch": lambda: torch_library("cpu"),
+    "jax": lambda: jax_library("cpu"),
+    "dlpack": lambda: dlpack_library(numpy_library()),
+}
+
+
+@pytest.fixture(scope="module")
+def group() -> parallel.Group:
+    mpi = pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+    return parallel.Group(mpi.COMM_SELF)
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """All arrays by their names, of one rank that has everything."""
+    rng = np.random.default_rng(0)
+
+    def values(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    found = {"q": values(1, 9, 4, 8), "k": values(1, 9, 2, 8), "v": values(1, 9, 2, 8)}
+    found |= {"dout": values(1, 9, 4, 8), "sinks": values(4), "alibi_slopes": abs(values(4))}
+    found |= {"k_cache": values(1, 16, 2, 8), "v_cache": values(1, 16, 2, 8)}
+    found |= {"array": values(2, 9), "own": values(1, 9), "cache_seqlens": np.array([5], np.int32)}
+    return found | {"seqlens": np.array([5, 9], np.int32)}
+
+
+def given_to(function: Callable[..., Any], group: Any, argument: str | None) -> dict[str, Any]:
+    """The required arguments of a function, and perhaps one more."""
+    every: dict[str, Any] = arrays() | {"group": group, "ranks": 1, "rank": 0, "seqlen": 9}
+    found = {
+        name: every.get(name)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty or name == argument
+    }
+    if argument in ("k", "v"):
+        found |= {name: every[name] for name in ("k", "v")}
+    if "lse" in found:
+        names = ("q", "k", "v", "sinks", "alibi_slopes")
+        call = {name: found[name] for name in names if name in found}
+        found["out"], found["lse"] = flash_attention(**call, return_lse=True, backend="cpu")
+    missing = [name for name, value in found.items() if value is None]
+    assert not missing, f"{function.__name__}: no case of {missing}"
+    return found
+
+
+def arguments() -> list[tuple[Callable[..., Any], str | None]]:
+    """Each function with each of its optional arrays."""
+    found: list[tuple[Callable[..., Any], str | None]] = []
+    for function in functions_of(parallel):
+        parameters = inspect.signature(function).parameters.values()
+        names = {p.name for p in parameters if p.default is not p.empty}
+        found += [(function, None), *((function, n) for n in sorted(names - PLAIN - OF_RANKS))]
+    return found
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("function", "argument"), arguments(), ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_arrays_of_other_libraries_give_the_same_or_a_message(
+    function: Callable[..., Any], argument: str | None, library: str, group: Any
+) -> None:
+    to = LIBRARIES[library]()
+    given = given_to(function, group, argument)
+    expected = function(**given)
+    for name in [n for n, value in given.items() if isinstance(value, np.ndarray)]:
+        others = given_to(function, group, argument)
+        others[name] = to.convert(others[name])
+        found, refusal = answer_of(function, others)
+        if refusal:
+            # Its name, and what is right.
+            assert refusal.startswith(name), refusal
+            assert "expected" in refusal or "carries arrays of NumPy" in refusal
+            continue
+        for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
+            host = one if isinstance(one, (int, np.ndarray)) else to.to_numpy(one)
+            np.testing.assert_array_equal(host, other)
+
+
+def answer_of(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, str]:
+    """What a function returns, or the message of its TypeError."""
+    try:
+        return function(**given), ""
+    except TypeError as error:
+        return None, str(error)
+
+
+def as_tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_one_rank_computes_what_is_computed_without_any(group: Any) -> None:
+    given = given_to(parallel.flash_attention, group, "sinks")
+    out = parallel.flash_attention(**given)
+    given = {name: given[name] for name in ("q", "k", "v", "sinks")}
+    np.testing.assert_allclose(out, attention_reference(**given), rtol=0, atol=1e-5)
+    backward = given_to(parallel.flash_attention_backward, group, "sinks")
+    found = parallel.flash_attention_backward(**backward)
+    names = ("dout", "q", "k", "v", "out", "lse", "sinks")
+    alone = {name: backward[name] for name in names}
+    wrt = ("q", "k", "v", "sinks")
+    for one, other in zip(found, flash_attention_backward(**alone, wrt=wrt), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)

@@ -1,0 +1,375 @@
+"""Every public function with every argument that is an array, in arrays of any library.
+
+The matrix is made from the functions' signatures: an argument that has no case here, and is not
+named among those that are no arrays, fails the tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cupy_flash
+from cupy_flash import MaskMod, ScoreMod
+
+BATCH, HEADS, HEADS_KV, DIM, CAPACITY, PAGE = 2, 4, 2, 16, 32, 16
+ROWS, KEYS = 7, 9
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+# Arguments that are no arrays and carry none.
+PLAIN = frozenset(
+    {
+        "arch",
+        "ax",
+        "b",
+        "backend",
+        "batch",
+        "batch_invariant",
+        "block",
+        "causal",
+        "compute_scales",
+        "family",
+        "grad_dtype",
+        "h",
+        "head_dim_v",
+        "heads",
+        "layout",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "num_splits",
+        "out_dtype",
+        "q_offset",
+        "return_lse",
+        "rotary_interleaved",
+        "seqlen_k",
+        "seqlen_q",
+        "softcap",
+        "softmax_scale",
+        "tile",
+        "window_size",
+        "wrt",
+    }
+)
+# Arrays that a call writes, which those of JAX cannot be.
+WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
+# Of functions whose arguments are sizes, or a function of the user's.
+WITHOUT_INPUTS = {
+    "check_mod": {"mod"},
+    "plot_mask": set(),
+    "seen_pairs": set(),
+}
+
+
+@dataclass
+class Captured:
+    """A modification, made of arrays in the library that is tested.
+
+    Attributes
+    ----------
+    make
+        From what turns an array of NumPy into one of that library.
+    """
+
+    make: Callable[[Callable[[Any], Any]], Any]
+
+
+@dataclass
+class Call:
+    """One call, in NumPy's arrays.
+
+    Attributes
+    ----------
+    function
+        The function.
+    argument
+        The optional argument that the call is there for; None for the required ones.
+    values
+        All arguments by their names: arrays, numbers, and `Captured`.
+    """
+
+    function: Callable[..., Any]
+    argument: str | None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.function.__name__} {self.argument or '-'}"
+
+    @property
+    def writes(self) -> set[str]:
+        """Arguments that the call writes."""
+        found = WRITTEN & self.values.keys()
+        if "lse" in self.values:
+            # Of the forward call, and read.
+            found -= {"out"}
+        appends = self.values.get("k") is not None and "k_cache" in self.values
+        if appends and self.function.__name__.startswith("flash"):
+            found = {*found, "k_cache", "v_cache"}
+            if self.values.get("compute_scales"):
+                found |= {"k_scale", "v_scale"}
+        return found
+
+    def converted(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
+        """All arguments by their names, of arrays that `convert` makes."""
+        return {name: _converted(value, convert) for name, value in self.values.items()}
+
+    def run(
+        self, convert: Callable[[Any], Any], **options: Any
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Results, and the arrays that were written, of arguments that `convert` makes."""
+        given = self.converted(convert)
+        parameters = inspect.signature(self.function).parameters.values()
+        positional = [given.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        known = {p.name for p in parameters}
+        named = given | {n: x for n, x in options.items() if n in known}
+        found = self.function(*positional, **named)
+        written = {name: named[name] for name in self.writes}
+        if self.function.__name__ == "flash_attention_vjp":
+            out, pull_back = found
+            return [out, *pull_back(out)], written
+        if found is None or not isinstance(found, (tuple, list)):
+            found = (found,)
+        return [x for x in found if x is not None], written
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Captured):
+        return value.make(convert)
+    return convert(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
+    """Its public functions."""
+    public = (getattr(module, name) for name in module.__all__)
+    return [f for f in public if inspect.isfunction(f)]
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
+    """Arguments that may be arrays or carry some, and whether each is required."""
+    found = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= dict.fromkeys(cupy_flash.Modifications.__annotations__, False)
+        else:
+            found[parameter.name] = parameter.default is parameter.empty
+    return {name: required for name, required in found.items() if name not in PLAIN}
+
+
+def calls_of(function: Callable[..., Any], dtype: Any, seed: int = 0) -> Iterator[Call]:
+    """A call with the required arguments alone, and one with each of the others."""
+    arguments = arguments_of(function)
+    for argument in (None, *(n for n, required in arguments.items() if not required)):
+        if (function.__name__, argument) in REFUSED or (kind_of(function), argument) in REFUSED:
+            continue
+        yield call_of(function, argument, dtype, seed)
+
+
+def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed: int = 0) -> Call:
+    """The call with this argument besides the required ones."""
+    world = _World(function, np.dtype(dtype), np.random.default_rng(seed))
+    values = world.required()
+    if argument is not None:
+        values |= world.optional(argument, values)
+    if {"out", "lse"} <= arguments_of(function).keys() and arguments_of(function)["lse"]:
+        values |= world.results(values)
+    elif "return_lse" in inspect.signature(function).parameters:
+        values["return_lse"] = function.__name__ != "flash_attention_vjp"
+    return Call(function, argument, values)
+
+
+def kind_of(function: Callable[..., Any]) -> str:
+    """What the function's arrays are."""
+    names = inspect.signature(function).parameters
+    if function.__name__ in WITHOUT_INPUTS:
+        return function.__name__
+    for name, kind in (
+        ("out_partial", "combine"),
+        ("qkv", "qkvpacked"),
+        ("cu_seqlens_q", "packed"),
+        ("k_cache", "cached"),
+    ):
+        if name in names:
+            return kind
+    return "equal"
+
+
+# Arguments that calls of a kind, or a function, refuse: nobody could give them.
+REFUSED = {
+    ("packed", "seqlens_k"): "cu_seqlens_k says how long sequences are",
+    ("cached", "seqlens_k"): "cache_seqlens says how long sequences are",
+}
+
+
+class _World:
+    """Arguments of one function."""
+
+    def __init__(
+        self, function: Callable[..., Any], dtype: np.dtype[Any], rng: np.random.Generator
+    ) -> None:
+        self.function, self.dtype, self.rng = function, dtype, rng
+        self.kind = kind_of(function)
+        self.arguments = arguments_of(function)
+
+    def _values(self, *shape: int, dtype: Any = None) -> Any:
+        return self.rng.standard_normal(shape).astype(self.dtype if dtype is None else dtype)
+
+    def required(self) -> dict[str, Any]:
+        """Those that must be there."""
+        rows, keys = (HEADS, DIM), (HEADS_KV, DIM)
+        ints = np.int32
+        every: dict[str, dict[str, Any]] = {
+            "equal": {
+                "q": self._values(BATCH, ROWS, *rows),
+                "k": self._values(BATCH, KEYS, *keys),
+                "v": self._values(BATCH, KEYS, *keys),
+            },
+            "qkvpacked": {"qkv": self._values(BATCH, ROWS, 3, *rows)},
+            "packed": {
+                "q": self._values(ROWS, *rows),
+                "k": self._values(KEYS, *keys),
+                "v": self._values(KEYS, *keys),
+                "cu_seqlens_q": np.array([0, 3, 7], ints),
+                "cu_seqlens_k": np.array([0, 4, 9], ints),
+                "max_seqlen_q": 4,
+                "max_seqlen_k": 5,
+            },
+            "cached": {
+                "q": self._values(BATCH, 2, *rows),
+                "k_cache": self._values(BATCH, CAPACITY, *keys),
+                "v_cache": self._values(BATCH, CAPACITY, *keys),
+                "cache_seqlens": np.array([5, 9], ints),
+            },
+            "combine": {
+                "out_partial": self._values(3, BATCH, ROWS, *rows),
+                "lse_partial": self._values(3, BATCH, HEADS, ROWS, dtype=np.float32),
+            },
+            "seen_pairs": {"seqlen_q": ROWS, "seqlen_k": KEYS},
+            "plot_mask": {"seqlen_q": ROWS, "seqlen_k": KEYS},
+            "check_mod": {"mod": self._score_mod()},
+        }
+        found = every[self.kind]
+        if self.arguments.get("dout"):
+            shape = (BATCH, ROWS, *rows) if self.kind == "qkvpacked" else found["q"].shape
+            found["dout"] = self._values(*shape)
+        missing = {n for n, is_required in self.arguments.items() if is_required} - found.keys()
+        assert missing <= {"out", "lse"}, f"{self.function.__name__}: no values of {missing}"
+        return found
+
+    def optional(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        """One that need not be there, with what it takes besides."""
+        makers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "alibi_slopes": lambda _: {name: self.rng.random(HEADS).astype(np.float32)},
+            "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
+            "bias": lambda v: {name: self._values(*self._pairs(v))},
+            "mask": lambda v: {name: self.rng.random(self._pairs(v)) < 0.7},
+            "prefix_lens": lambda _: {name: np.array([2, 4], np.int32), "causal": True},
+            "tree_mask": lambda v: {
+                name: self.rng.integers(1, 16, (BATCH, self._queries(v))).astype(np.uint64)
+            },
+            "seqlens_k": lambda _: {name: np.array([3, 6], np.int32)},
+            "score_mod": lambda _: {name: self._score_mod()},
+            "mask_mod": lambda _: {name: self._mask_mod()},
+            "dlse": lambda v: {name: self._values(*self._lse_shape(v), dtype=np.float32)},
+            "out": lambda v: {name: self._poison(self._out_shape(v))},
+            "dq": lambda v: {name: self._poison(v["q"].shape)},
+            "dk": lambda v: {name: self._poison(v["k"].shape)},
+            "dv": lambda v: {name: self._poison(v["v"].shape)},
+            "dqkv": lambda v: {name: self._poison(v["qkv"].shape)},
+            "seqused_k": lambda _: {name: np.array([2, 5], np.int32)},
+            "block_table": self._pages,
+            "cache_batch_idx": lambda _: {name: np.array([1, 0], np.int32)},
+            "k": self._new_rows,
+            "v": self._new_rows,
+            "rotary_cos": self._rotary,
+            "rotary_sin": self._rotary,
+            "q_scale": self._scales,
+            "k_scale": self._scales,
+            "v_scale": self._scales,
+        }
+        assert name in makers, f"{self.function.__name__}: no case of {name}"
+        return makers[name](values)
+
+    def _score_mod(self) -> Captured:
+        table = self.rng.random(HEADS).astype(np.float32)
+        return Captured(
+            lambda convert: ScoreMod(
+                lambda score, h, table: score * table[h], table=convert(table.copy())
+            )
+        )
+
+    def _mask_mod(self) -> Captured:
+        seen = self.rng.random(CAPACITY) < 0.7
+        return Captured(lambda convert: MaskMod(lambda j, seen: seen[j], seen=convert(seen.copy())))
+
+    def _queries(self, values: dict[str, Any]) -> int:
+        if self.kind == "packed":
+            return int(values["max_seqlen_q"])
+        return int(values["q"].shape[1]) if self.kind == "cached" else ROWS
+
+    def _pairs(self, values: dict[str, Any]) -> tuple[int, ...]:
+        if self.kind == "packed":
+            return HEADS, ROWS, int(values["max_seqlen_k"])
+        keys = {"cached": CAPACITY, "qkvpacked": ROWS}.get(self.kind, KEYS)
+        return BATCH, HEADS, self._queries(values), keys
+
+    def _out_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
+        if self.kind == "qkvpacked":
+            return BATCH, ROWS, HEADS, DIM
+        if self.kind == "combine":
+            return tuple(values["out_partial"].shape[1:])
+        return tuple(values["q"].shape)
+
+    def _lse_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
+        return (HEADS, ROWS) if self.kind == "packed" else (BATCH, HEADS, self._queries(values))
+
+    def _poison(self, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, np.nan, self.dtype)
+
+    def _pages(self, values: dict[str, Any]) -> dict[str, Any]:
+        table = np.array([[3, 0], [1, 2]], np.int32)
+        names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
+        found = {name: self._values(4, PAGE, HEADS_KV, DIM) for name in names}
+        return found | {"block_table": table}
+
+    def _new_rows(self, values: dict[str, Any]) -> dict[str, Any]:
+        rows = (BATCH, values["q"].shape[1], HEADS_KV, DIM)
+        return {"k": self._values(*rows), "v": self._values(*rows)}
+
+    def _rotary(self, values: dict[str, Any]) -> dict[str, Any]:
+        tables = {n: self._values(CAPACITY, DIM // 2) for n in ("rotary_cos", "rotary_sin")}
+        return self._new_rows(values) | tables
+
+    def _scales(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Those of keys and values of 8 bits; of float8, of queries as well."""
+        if self.kind == "equal":
+            found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
+            scales = {
+                f"{n}_scale": 0.5 + self.rng.random((BATCH, 1, heads)).astype(np.float32)
+                for n, heads in (("q", HEADS), ("k", HEADS_KV), ("v", HEADS_KV))
+            }
+            return found | scales
+        names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
+        found = {n: self.rng.integers(-127, 128, values[n].shape).astype(np.int8) for n in names}
+        scale = (1, HEADS_KV) if self.kind == "packed" else (1, 1, HEADS_KV)
+        return found | {
+            n: (self.rng.random(scale) / 64).astype(np.float32) for n in ("k_scale", "v_scale")
+        }
+
+    def results(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Output and log-sum-exp of the forward call, which a backward call takes."""
+        names = {
+            "equal": "flash_attention",
+            "qkvpacked": "flash_attention_qkvpacked",
+            "packed": "flash_attention_varlen",
+        }
+        forward = getattr(cupy_flash, names[self.kind])
+        call = Call(forward, None, values | {"return_lse": True, "backend": "cpu"})
+        for name in ("dout", "dlse", "dq", "dk", "dv", "dqkv", "wrt"):
+            call.values.pop(name, None)
+        (out, lse), _ = call.run(lambda array: array)
+        return {"out": out, "lse": lse}

@@ -1,0 +1,140 @@
+"""Array libraries as tests give arrays to the package and read what comes back."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupy_flash.gpu.environment import gpu_unavailable
+
+# Dtypes that NumPy's and CuPy's DLPack, and JAX's, do not know.
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+class OnlyDlpack:
+    """An array of a library that speaks DLPack, and offers nothing else to read it by."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self._array.__dlpack_device__()
+        return int(kind), int(number)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __array_namespace__(self, api_version: str | None = None) -> type[OnlyDlpackNamespace]:
+        return OnlyDlpackNamespace
+
+
+class OnlyDlpackNamespace:
+    """What the standard has as the library's module."""
+
+    @staticmethod
+    def from_dlpack(array: Any) -> OnlyDlpack:
+        """An array over the memory of another library's."""
+        return OnlyDlpack(array)
+
+
+@dataclass(frozen=True)
+class Library:
+    """An array library on the CPU or on a GPU.
+
+    Attributes
+    ----------
+    name
+        For the tests' names.
+    convert
+        From an array of NumPy, which stays what it is where the library has no such dtype.
+    to_numpy
+        And back.
+    type
+        Of its arrays.
+    is_immutable
+        Whether nothing may write to them.
+    """
+
+    name: str
+    convert: Callable[[np.ndarray], Any]
+    to_numpy: Callable[[Any], np.ndarray]
+    type: Any
+    is_immutable: bool = False
+
+
+def numpy_library() -> Library:
+    """NumPy."""
+    return Library("numpy", lambda array: array, np.asarray, np.ndarray)
+
+
+def torch_library(device: str) -> Library:
+    """PyTorch on "cpu" or "cuda"."""
+    torch = pytest.importorskip("torch")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this torch has no GPU")
+
+    def convert(array: np.ndarray) -> Any:
+        if array.dtype != _FLOAT8:
+            return torch.tensor(array, device=device)
+        if device == "cpu":
+            return array
+        bits = torch.tensor(array.view(np.uint8), device=device)
+        return bits.view(torch.float8_e4m3fn)
+
+    return Library(
+        f"torch {device}", convert, lambda tensor: tensor.detach().cpu().numpy(), torch.Tensor
+    )
+
+
+def jax_library(platform: str) -> Library:
+    """JAX on "cpu" or "gpu"."""
+    jax = pytest.importorskip("jax")
+    try:
+        (device, *_) = jax.devices(platform)
+    except RuntimeError:
+        pytest.skip(f"JAX has no {platform}")
+    fallback = numpy_library() if platform == "cpu" else cupy_library()
+
+    def convert(array: np.ndarray) -> Any:
+        if array.dtype == _FLOAT8:
+            return fallback.convert(array)
+        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+            # A copy: on the CPU JAX may go on reading the memory that it is given.
+            return jax.device_put(array.copy(), device)
+
+    return Library(f"jax {platform}", convert, np.asarray, jax.Array, is_immutable=True)
+
+
+def cupy_library() -> Library:
+    """CuPy."""
+    if reason := gpu_unavailable():
+        pytest.skip(f"no GPU: {reason}")
+    cupy = importlib.import_module("cupy")
+
+    def convert(array: np.ndarray) -> Any:
+        if array.dtype == _FLOAT8:
+            return cupy.asarray(array.view(np.uint8)).view(array.dtype)
+        return cupy.asarray(array)
+
+    return Library("cupy", convert, cupy.asnumpy, cupy.ndarray)
+
+
+def dlpack_library(base: Library) -> Library:
+    """A library that nothing is known of, over arrays of NumPy or CuPy."""
+
+    def convert(array: np.ndarray) -> Any:
+        converted = base.convert(array)
+        return converted if array.dtype == _FLOAT8 else OnlyDlpack(converted)
+
+    return Library(
+        f"dlpack over {base.name}",
+        convert,
+        lambda array: base.to_numpy(array._array),
+        OnlyDlpack,
+    )

@@ -6,6 +6,7 @@ import functools
 
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.results import new_memory
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
@@ -19,7 +20,12 @@ from cupy_flash.planning.planner import Plan
 
 
 def map_of_mask(
-    mod: MaskMod, key: MapKey, current: int, arguments: Arguments | None = None
+    mod: MaskMod,
+    key: MapKey,
+    current: int,
+    arguments: Arguments | None = None,
+    *,
+    of_torch: bool = False,
 ) -> ReadyMap:
     """The map of a mask on the current device, ready for what is launched next.
 
@@ -36,6 +42,8 @@ def map_of_mask(
         The current stream's handle.
     arguments
         With the arrays that it reads; by default those that it captured.
+    of_torch
+        Whether the call's workspace is torch's memory, and so that of a map in a graph.
 
     Raises
     ------
@@ -55,7 +63,8 @@ def map_of_mask(
         values |= {name: as_cupy(array) for name, array in given.items()}
     addresses = {name: address_of(values[name]) for name in arrays}
     mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
-    return new_map(kept, key, current, mask_text(mod, key.dtype), mods)
+    allocate = functools.partial(new_memory, of_torch=of_torch)
+    return new_map(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
 def map_spec(plan: Plan) -> MapSpec | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupy_flash.arrays.torch_arrays import is_any_tensor, is_torch_on_gpu
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -54,7 +55,11 @@ class Modification:
     traced
         What device text depends on.
     array_names, arrays
-        Captured arrays, and what they are called among all arrays of a call.
+        Captured arrays as calls read them, tensors on a GPU as they were given, and what they are
+        called among all arrays of a call.
+    tensors
+        Captured arrays that were given as tensors of torch, by name: calls on tensors alone run on
+        torch's stream, and autograd compares versions.
     numbers
         Captured numbers with such names.
     read_alone
@@ -69,6 +74,7 @@ class Modification:
         "function",
         "numbers",
         "read_alone",
+        "tensors",
         "traced",
     )
 
@@ -82,6 +88,7 @@ class Modification:
     traced: Traced
     array_names: tuple[str, ...]
     arrays: tuple[Any, ...]
+    tensors: Mapping[str, Any]
     numbers: tuple[tuple[str, bool | int | float], ...]
     read_alone: Any | None
 
@@ -115,7 +122,13 @@ class Modification:
             "cuda": cuda,
             "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
-            "arrays": tuple(arrays.values()),
+            "arrays": tuple(
+                captures[name] if is_torch_on_gpu(captures[name]) else array
+                for name, array in arrays.items()
+            ),
+            "tensors": MappingProxyType(
+                {name: captures[name] for name in arrays if is_any_tensor(captures[name])}
+            ),
             "numbers": tuple(
                 (prefixed(self._keyword, name), value)
                 for name, (value, _) in read.items()
@@ -169,11 +182,12 @@ class Modification:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
     def __copy__(self) -> Self:
-        return self._of_captures(self.captures)
+        return self._of_captures({**self.captures, **self.tensors})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As part of a model's configuration, say.
-        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in self.captures.items()})
+        captures = {**self.captures, **self.tensors}
+        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in captures.items()})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         return type(self)(self.function, cuda=self.cuda, **captures)

@@ -192,4 +192,3 @@ def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
     """Of `DifferentiableCall.arrays_behind`."""
     arrays = Arguments(**lengths)
     return arrays.of_kind(options.kind)[_ROWS:]
-

@@ -235,8 +235,13 @@ def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
 
     Writes to tensors are noticed; lists, and arrays of other libraries, are copied.
     """
+    # Most calls have neither.
+    if not call.constants and not call.modifications:
+        return call
     others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
-    return call.with_constants(copy.deepcopy(others)).with_numbers()
+    if others:
+        call = call.with_constants(copy.deepcopy(others))
+    return call.with_numbers()
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -294,12 +299,10 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     else:
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
         ctx.save_for_backward(*inputs, *results, *tensors)
-    # The functions keep these, and hooks of saved tensors could not put others in their place.
-    ctx.versions = [
-        (name, tensor, version_of(tensor))
-        for mod in call.functions
-        for name, tensor in mod.tensors.items()
-    ]
+    if call.modifications:
+        # Functions read what they captured where it lies, whatever hooks make of saved tensors.
+        captured = [x for mod in call.functions for x in mod.tensors.items()]
+        ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
     return results
 
 
@@ -313,7 +316,7 @@ def _gradients(
         found = recorded.gradients(record, saved, dout, dlse, needed)
         if found is not None:
             return found
-    for name, tensor, version in ctx.versions:
+    for name, tensor, version in ctx.versions if call.modifications else ():
         if version_of(tensor) != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -321,10 +324,10 @@ def _gradients(
                 f"{version_of(tensor)}; expected version {version} instead"
             )
     first = len(call.names)
-    inputs, results, tensors = saved[:first], saved[first : first + 2], saved[first + 2 :]
+    inputs, (out, lse, *tensors) = saved[:first], saved[first:]
     names = [name for name, x in call.constants.items() if isinstance(x, Tensor)]
     call = call.with_constants(dict(zip(names, tensors, strict=True)))
-    return _pull_back(call, inputs, results, (dout, dlse), needed)
+    return _pull_back(call, inputs, (out, lse), (dout, dlse), needed)
 
 
 class _Gradients(_Function):  # type: ignore[misc]
@@ -370,7 +373,8 @@ def _pull_back(
     return [found.get(name) for name in call.names]
 
 
-_operators = library.Library("cupy_flash", "FRAGMENT")
+_Library: Any = library.Library
+_operators = _Library("cupy_flash", "FRAGMENT")
 
 # What operators are given of modifications, in order: what has gradients, other arrays, numbers.
 _ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)

@@ -17,7 +17,7 @@ from cupy_flash.arrays.torch_arrays import (
     is_torch_on_gpu,
     on_stream_of,
     order,
-    plain_tensor,
+    resolved,
     tensor_types,
     two_streams,
 )
@@ -55,8 +55,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     NotImplementedError
         For a tensor of torch of which something would be lost, as a tangent.
     """
-    if is_any_tensor(array):
-        array = plain_tensor(name, array, is_written=is_written)
+    array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
         try:
             streams = two_streams(array)
@@ -65,6 +64,9 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
         if streams:
             order(*streams)
         return array
+    if is_any_tensor(array) and array.is_cpu:
+        # DLPack is not asked where it lies, which takes 8 us.
+        return _host_array(name, array)
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
@@ -93,9 +95,9 @@ def no_array(name: str, value: Any) -> TypeError:
     )
 
 
-def read(name: str, array: Any) -> Any:
+def read(name: str, array: Any, *, is_written: bool = False) -> Any:
     """`normalize` to what NumPy's or CuPy's functions take."""
-    return as_cupy(normalize(name, array))
+    return as_cupy(normalize(name, array, is_written=is_written))
 
 
 def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 def is_torch_on_gpu(*arrays: Any) -> bool:
     """Whether all are tensors of torch in CUDA memory that kernels read as they are, or None.
 
-    `plain_tensor` says what is wrong with others, or makes such a tensor of them.
+    `resolved` says what is wrong with others, or makes such a tensor of them.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -76,7 +76,7 @@ def hidden_part(tensor: Any) -> str | None:
     # Modes with a key are those of proxies, fake tensors and functionalization. Others, as
     # counters of operations, leave tensors as they are.
     has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
-    if has_key or torch.jit.is_tracing():
+    if has_key or torch._C._get_tracing_state() is not None:
         return (
             "is passed while torch traces a graph, which does not see attention and would keep its "
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
@@ -109,15 +109,15 @@ def require_whole(name: str, tensor: Any) -> None:
         raise NotImplementedError(f"{name} {part}")
 
 
-def plain_tensor(name: str, tensor: Any, *, is_written: bool = False) -> Any:
-    """A tensor whose memory holds its values: itself, a view, or a copy of one that is lazy.
+def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
+    """A plain tensor whose memory holds the values of any; what is no tensor as it is.
 
     Parameters
     ----------
     name
         Of the argument, for messages.
-    tensor
-        Any tensor.
+    array
+        A tensor perhaps: then itself, a view of it, or a copy of one that is lazy.
     is_written
         Whether a copy would not do.
 
@@ -129,10 +129,12 @@ def plain_tensor(name: str, tensor: Any, *, is_written: bool = False) -> Any:
         For one without memory, of a subclass with operations of its own, that is not strided,
         requires a gradient while autograd records, or is written and lazy.
     """
+    if not is_any_tensor(array):
+        return array
     import torch
 
+    tensor, kind = array, type(array)
     require_whole(name, tensor)
-    kind = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may mean "

@@ -220,9 +220,7 @@ def prepare(
         cuda = cupy_module().cuda
         block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
-        ready = map_of_mask(
-            *(functions.mask_mod, block_map, current, arguments), of_torch=of_torch
-        )
+        ready = map_of_mask(*(functions.mask_mod, block_map, current, arguments), of_torch=of_torch)
         fixed["block_map"] = ready.map.fields
         sources |= {"block_map.memory": _MAP}
     out = None

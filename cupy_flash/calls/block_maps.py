@@ -6,7 +6,7 @@ import functools
 
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
-from cupy_flash.calls.results import new_memory
+from cupy_flash.calls.results import new_torch_memory
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
@@ -63,7 +63,7 @@ def map_of_mask(
         values |= {name: as_cupy(array) for name, array in given.items()}
     addresses = {name: address_of(values[name]) for name in arrays}
     mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
-    allocate = functools.partial(new_memory, of_torch=of_torch)
+    allocate = new_torch_memory if of_torch else None
     return new_map(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 

@@ -166,6 +166,11 @@ def facts_of(
             facts.append(array.facts)
         else:
             address = array.data_ptr()
+            if not address and array.numel():
+                raise TypeError(
+                    f"a tensor of shape {tuple(array.shape)} holds zeros without memory; pass its "
+                    "clone()"
+                )
             addresses.append(address)
             facts.append(
                 (

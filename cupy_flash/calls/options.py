@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
-from cupy_flash.arrays.torch_arrays import is_any_tensor, plain_tensor
+from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.calls.modifiers import Modifiers
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
@@ -114,8 +114,7 @@ def plain_options(options: Options) -> Options:
 
 def _the_one(name: str, value: Any) -> Any:
     """The number in an array of one; anything else as it is."""
-    if is_any_tensor(value):
-        value = plain_tensor(name, value)
+    value = resolved(name, value)
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 else value
 

@@ -45,27 +45,24 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
     if of_torch:
         make = tensor_maker((size,), np.dtype(np.uint8))
 
-        def new_tensor() -> tuple[Any, int]:
+        def new_bytes_like() -> tuple[Any, int]:
             tensor = make()
             return tensor, tensor.data_ptr()
 
-        return new_tensor
+        return new_bytes_like
     alloc = cupy_module().cuda.alloc
 
-    def new_memory_of_cupy() -> tuple[Any, int]:
+    def new_memory() -> tuple[Any, int]:
         memory = alloc(size)
         return memory, memory.ptr
 
-    return new_memory_of_cupy
+    return new_memory
 
 
-def new_memory(size: int, *, of_torch: bool) -> tuple[Any, int]:
-    """Memory of so many bytes, torch's or CuPy's, and its address; for what is made once."""
-    if of_torch:
-        tensor = new_bytes(size)
-        return tensor, tensor.data_ptr()
-    memory = cupy_module().cuda.alloc(size)
-    return memory, memory.ptr
+def new_torch_memory(size: int) -> tuple[Any, int]:
+    """Memory of torch of so many bytes, and its address; for what is made once."""
+    tensor = new_bytes(size)
+    return tensor, tensor.data_ptr()
 
 
 def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:

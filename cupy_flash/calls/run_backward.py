@@ -9,9 +9,9 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import (
     no_array,
-    normalize_out,
     on_torch_stream,
     read,
+    require_mutable,
     way_back,
 )
 from cupy_flash.arrays.strided import (
@@ -148,7 +148,8 @@ def gradient_of_qkv(
         dtype = options.grad_dtype or packed.dtype
         written = array_module(packed).empty(packed.shape, dtype)
     else:
-        written = as_cupy(normalize_out("dqkv", dqkv))
+        require_mutable("dqkv", dqkv)
+        written = read("dqkv", dqkv, is_written=True)
         require_shape("dqkv", written, tuple(packed.shape), "as qkv")
     parts = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
     parts |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}

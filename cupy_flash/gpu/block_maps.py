@@ -425,7 +425,7 @@ def new_map(
     current: int,
     mask: MaskText,
     mods: np.ndarray,
-    allocate: Allocator,
+    allocate: Allocator | None = None,
 ) -> ReadyMap:
     """A map that is built now, and kept.
 
@@ -440,8 +440,8 @@ def new_map(
     mask, mods
         Its text, and its ``ModArguments`` filled in.
     allocate
-        Gives the memory of a map in a graph, where a call's workspace comes from. Kept maps lie in
-        CuPy's, on a stream of their own.
+        Gives the memory of a map in a graph, if the call's workspace does not come from CuPy's
+        current pool. Kept maps do, on a stream of their own.
 
     Raises
     ------
@@ -451,7 +451,7 @@ def new_map(
         For more blocks than a grid has.
     """
     if _is_capturing(current):
-        return ReadyMap(_build(key.spec, mask, mods, allocate))
+        return ReadyMap(_build(key.spec, mask, mods, allocate or _allocate))
     cuda = cupy_module().cuda
     of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
     # What the captured arrays hold may still be on its way.

@@ -82,15 +82,17 @@ def hidden_part(tensor: Any) -> str | None:
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
             "torch.export"
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return (
-            "is a tensor of a torch.func transform, as grad, vjp, jvp or vmap, which attention has "
-            "no rules for; take gradients of cupy_flash.torch's functions by torch.autograd, and "
-            "pass batches as the first axis"
-        )
+    # There torch makes tensors of the transform of whatever it is given.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _IN_TRANSFORM
     return NO_FORWARD_MODE if has_tangent(tensor) else None
 
 
+_IN_TRANSFORM = (
+    "is passed inside of a transform, as torch.func.grad, vjp, jvp, vmap or is_grads_batched, which "
+    "attention has no rules for; take gradients of cupy_flash.torch's functions by torch.autograd, "
+    "and pass batches as the first axis"
+)
 NO_FORWARD_MODE = (
     "has a tangent, and attention has no forward-mode derivative; take gradients of "
     "cupy_flash.torch's functions by reverse mode, or pass it detached"
@@ -124,7 +126,7 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
     Raises
     ------
     NotImplementedError
-        For a tensor of a transform, with a tangent, or while a graph is traced.
+        In a transform, for a tensor with a tangent, or while a graph is traced.
     TypeError
         For one without memory, of a subclass with operations of its own, that is not strided,
         requires a gradient while autograd records, or is written and lazy.
@@ -140,8 +142,11 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
             f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may mean "
             "something else; pass a plain tensor"
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise TypeError(f"{name} is a tensor of a torch.func transform that has ended")
+    of_transforms = torch._C._functorch
+    if of_transforms.is_functorch_wrapped_tensor(tensor) or of_transforms.is_legacy_batchedtensor(
+        tensor
+    ):
+        raise NotImplementedError(f"{name} {_IN_TRANSFORM}")
     if tensor.is_meta:
         raise TypeError(f"{name} is a meta tensor, which holds no elements; pass a real one")
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -166,6 +171,15 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
         )
     # A clone of zeros has memory.
     return tensor.clone().resolve_neg().resolve_conj()
+
+
+def no_memory(tensor: Any) -> NotImplementedError:
+    """The error for a tensor that has elements and no memory."""
+    return NotImplementedError(
+        f"a tensor of shape {tuple(tensor.shape)} has no memory: it is part of a transform, as of "
+        "vmap or is_grads_batched, which attention has no rules for, or stands for zeros; pass its "
+        "clone()"
+    )
 
 
 def count_writes(*arrays: Any) -> None:

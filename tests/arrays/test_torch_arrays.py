@@ -100,7 +100,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     private = SimpleNamespace(
         _cuda_getCurrentRawStream=lambda device: fake.theirs,
         _functorch=SimpleNamespace(
-            peek_interpreter_stack=lambda: None, is_functorch_wrapped_tensor=lambda tensor: False
+            peek_interpreter_stack=lambda: None,
+            is_functorch_wrapped_tensor=lambda tensor: False,
+            is_legacy_batchedtensor=lambda tensor: False,
         ),
         _len_torch_dispatch_stack=lambda: 0,
         _get_tracing_state=lambda: None,

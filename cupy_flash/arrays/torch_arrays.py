@@ -89,7 +89,7 @@ def hidden_part(tensor: Any) -> str | None:
 
 
 _IN_TRANSFORM = (
-    "is passed inside of a transform, as torch.func.grad, vjp, jvp, vmap or is_grads_batched, which "
+    "is passed inside of a transform, as torch.func.grad, jvp, vmap or is_grads_batched, which "
     "attention has no rules for; take gradients of cupy_flash.torch's functions by torch.autograd, "
     "and pass batches as the first axis"
 )

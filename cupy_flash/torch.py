@@ -4,7 +4,7 @@
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
 v, bias and sinks, and come from out and, with return_lse, from lse. Without gradients they cost
-what the plain functions do.
+what the plain functions do. What has no derivative here, as a second one, is an error.
 
 In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
 mask_mod is among its arguments: those break the graph in two.
@@ -75,6 +75,11 @@ def flash_attention(
     TypeError, ValueError, UnsupportedError, CompileError
         As `cupy_flash.flash_attention` and, in the backward pass,
         `cupy_flash.flash_attention_backward`.
+    NotImplementedError
+        For a tensor with a tangent, in a transform of torch.func, or while a graph is traced
+        otherwise than by torch.compile; and where a gradient is differentiated.
+    RuntimeError
+        In the backward pass, for a tensor of the call that was overwritten.
     """
     if torch.compiler.is_compiling():
         if _fits_operator((q, k, v), (q_offset,), causal, softmax_scale, layout, modifications):

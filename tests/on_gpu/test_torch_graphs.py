@@ -106,8 +106,8 @@ def foreign_arrays(stream: Any) -> list[Any]:
     import cupy
 
     found = []
-    for other in (stream.cuda_stream, 0):
-        with cupy.cuda.ExternalStream(other) as own:
+    for own in (cupy.cuda.ExternalStream(stream.cuda_stream), cupy.cuda.Stream.null):
+        with own:
             found += [cupy.zeros(512 * n, np.uint8) for n in range(1, 300)]
             own.synchronize()
     return found
@@ -120,11 +120,10 @@ def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
 
     make, rule = MASKS[name]
     (q, k, v), options = inputs(), make()
-    before = {key: id(x) for key, x in kept(options).items()}
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
-    # The calls before the capture have kept a map, which stays; the graph's is not kept.
-    assert not before
-    assert len(kept(options)) <= 1
+    if "mask_mod" in options:
+        # What the calls before the capture have kept; the graph's map is its own.
+        options["mask_mod"].refresh()
     cupy.get_default_memory_pool().free_all_blocks()
     others = foreign_arrays(stream)
     of_torch = [torch.zeros(512 * n, dtype=torch.uint8, device="cuda") for n in range(1, 300)]
@@ -135,11 +134,6 @@ def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
         check(out, formula(q, k, v, pairs(rule)))
     assert not any(bool((x != 0).any()) for x in others)
     assert not any(x.any().item() for x in of_torch)
-
-
-def kept(options: dict[str, Any]) -> dict[Any, Any]:
-    mod = options.get("mask_mod")
-    return {} if mod is None else dict(mod.kept_maps())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -165,7 +159,6 @@ def test_a_graph_outlives_the_maps_that_a_mask_keeps(mode: str) -> None:
     expected = formula(q, k, v, pairs(lambda i, j: i // 300 == j // 300))
     check(cupy_flash.flash_attention(q, k, v, mask_mod=mod), expected)
     mod.refresh()
-    del mod
     cupy.get_default_memory_pool().free_all_blocks()
     foreign_arrays(stream)
     out.zero_()

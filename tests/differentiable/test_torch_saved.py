@@ -59,6 +59,7 @@ def captured(kind: str) -> Callable[..., Any]:
             "score_mod": lambda: cupy_flash.ScoreMod(lambda score, j, t: score * t[j], t=array),
             "mask_mod": lambda: cupy_flash.MaskMod(lambda i, j, t: t[i] == t[j], t=array),
             "block_list": lambda: cupy_flash.BlockList(array, (2, 2)),
+            "closure": lambda: cupy_flash.MaskMod(lambda i, j: array[i] == array[j]),
         }
         name = "score_mod" if kind == "score_mod" else "mask_mod"
         return ct.flash_attention(q, k, v, **{name: mods[kind]()})[0]
@@ -109,6 +110,7 @@ CASES = {
     "score_mod": Case(captured("score_mod"), [1.0, 2, 3, 4, 5, 6], "float64"),
     "mask_mod": Case(captured("mask_mod"), [0, 0, 0, 1, 1, 1], "int32"),
     "mask_mod int64": Case(captured("mask_mod"), [0, 0, 0, 1, 1, 1], "int64"),
+    "mask_mod closure": Case(captured("closure"), [0, 0, 0, 1, 1, 1], "int32"),
     "block_list": Case(captured("block_list"), np.eye(3, dtype=bool)[None, None], "bool"),
 }
 

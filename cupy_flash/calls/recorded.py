@@ -59,6 +59,8 @@ class Recorded(NamedTuple):
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
     """Attention of tensors on a GPU, without modifications, where a call like it was made before.
 
+    They are whole, see `torch_arrays.require_whole`.
+
     Parameters
     ----------
     arrays
@@ -79,8 +81,6 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
         # Of others the memory may mean something else.
         if array is not None and (array.__class__ not in plain or array.is_neg()):
             return None
-    if may_be_transformed():
-        return None
     try:
         found = on_gpu.look_up(arrays, options)
     except (RuntimeError, ImportError):  # of tensors without strides or memory; without CuPy

@@ -249,7 +249,7 @@ def fresh(device: str, *shapes: tuple[int, ...]) -> list[Any]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compute_scales", [False, True])
 def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
-    q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
+    q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 64)] * 3, *[(1, 9, 2, 64)] * 2)
     q, k, v = (x.half() for x in (q, k, v))
     options: dict[str, Any] = {"cache_seqlens": 3}
     caches = [x.half() for x in (k_cache, v_cache)]

@@ -255,7 +255,7 @@ def test_appends_count_as_writes(compute_scales: bool, device: str) -> None:
     caches = [x.half() for x in (k_cache, v_cache)]
     written = caches
     if compute_scales:
-        caches = [torch.zeros(1, 9, 2, 8, dtype=torch.int8, device=device) for _ in range(2)]
+        caches = [torch.zeros(1, 9, 2, 64, dtype=torch.int8, device=device) for _ in range(2)]
         scales = [torch.ones(1, 9, 2, device=device) for _ in range(2)]
         options |= {"k_scale": scales[0], "v_scale": scales[1], "compute_scales": True}
         written = [*caches, *scales]

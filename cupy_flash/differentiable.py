@@ -97,6 +97,14 @@ class DifferentiableCall(NamedTuple):
             arrays_behind=None if self.arrays_behind is None else _behind(self.options, lengths),
         )
 
+    def with_functions_kept(self) -> DifferentiableCall:
+        """The same call, whose functions read what they read now; see `Modification.kept`."""
+        functions = {n: mod for n in MODS if (mod := self.modifications.get(n)) is not None}
+        kept = {name: mod.kept() for name, mod in functions.items()}
+        if all(kept[name] is mod for name, mod in functions.items()):
+            return self
+        return self._replace(modifications={**self.modifications, **kept})
+
     def with_numbers(self) -> DifferentiableCall:
         """The same call with numbers that cannot change in place of arrays of them and lists."""
         numbers = {

@@ -295,7 +295,9 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     ctx.set_materialize_grads(False)
     behind = call.arrays_behind
     if behind is None or not (made := recorded.run(inputs + behind, call.options)):
-        results, ctx.call_and_record = call.run(inputs), (call, None)
+        results = call.run(inputs)
+        # Forward by the functions themselves, which keep block maps.
+        ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, found = made
         ctx.call_and_record = call, recorded.record(found, results)

@@ -259,6 +259,17 @@ class Modification:
         captures = {**self.captures, **self.tensors}
         return self._of_captures({n: copy.deepcopy(x, memo) for n, x in captures.items()})
 
+    def kept(self) -> Self:
+        """Return the same with copies of captured arrays, but for tensors, which have versions."""
+        copies = {
+            name: self.captures[name].copy()
+            for name, spec in self.specs.items()
+            if spec.rank is not None and name not in self.tensors
+        }
+        if not copies:
+            return self
+        return self._of_captures({**self.captures, **self.tensors, **copies})
+
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         made: Self = object.__new__(type(self))
         made._set_options(self._options())

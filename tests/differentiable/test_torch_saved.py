@@ -209,7 +209,29 @@ OTHERS: dict[str, tuple[Callable[..., Any], Any]] = {
     "NumPy": (lambda x: x.numpy(), "seqlens_k"),
     "NumPy mask": (lambda x: x.numpy(), "mask"),
     "NumPy slopes": (lambda x: x.numpy(), "slopes"),
+    "NumPy in score_mod": (lambda x: x.numpy(), "score_mod"),
+    "NumPy in mask_mod": (lambda x: x.numpy(), "mask_mod"),
+    "NumPy in closure": (lambda x: x.numpy(), "mask_mod closure"),
+    "NumPy blocks": (lambda x: x.numpy(), "block_list"),
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["seqlens_k", "slopes", "score_mod", "mask_mod", "block_list"])
+def test_arrays_of_cupy_are_kept_as_they_were(name: str) -> None:
+    import cupy
+
+    case = CASES[name]
+    inputs, array = rows("cuda"), cupy.asarray(array_of(case, "cpu").numpy())
+    for _ in range(2):
+        expected = torch.autograd.grad(case.attention(*inputs, array).square().sum(), inputs)
+        out = case.attention(*inputs, array)
+        saved = array.copy()
+        array.fill(0)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+        array[...] = saved
 
 
 @pytest.mark.parametrize("kind", OTHERS)

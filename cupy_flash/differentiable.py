@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from cupy_flash.calls import run, run_backward
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.calls.gradients import GradientArguments
 from cupy_flash.calls.options import Options, plain_options
+from cupy_flash.mods.keywords import ARRAYS, MODS, checked_softcap, window_of
+from cupy_flash.mods.modification import Modification
 from cupy_flash.problem.gradient import ROWS
 
 # Modifications with a gradient of their own.
@@ -17,7 +19,13 @@ WITH_GRADIENT = ("bias", "sinks")
 _ROWS = len(ROWS)
 # Types of numbers that cannot change.
 _PLAIN = (type(None), float, int)
-_NO_LENGTHS = (None, None, None)
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_NO_LENGTHS = (None,) * len(_LENGTHS)
+# Modifications that are numbers.
+_NUMBERS: Mapping[str, Callable[[Any], Any]] = {
+    "window_size": window_of,
+    "softcap": checked_softcap,
+}
 
 
 class DifferentiableCall(NamedTuple):
@@ -33,6 +41,8 @@ class DifferentiableCall(NamedTuple):
         cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k of packed sequences.
     modifications
         But for those among the inputs.
+    constants
+        Arrays of lengths and modifications, by name: what is read again for gradients and has none.
     without_lse
         Options of the call that gives out alone.
     arrays_behind
@@ -42,8 +52,9 @@ class DifferentiableCall(NamedTuple):
 
     names: tuple[str, ...]
     options: Options
-    lengths: tuple[Any, Any, Any]
+    lengths: tuple[Any, ...]
     modifications: Mapping[str, Any]
+    constants: Mapping[str, Any]
     without_lse: Options
     arrays_behind: tuple[Any, ...] | None
 
@@ -64,6 +75,46 @@ class DifferentiableCall(NamedTuple):
         arguments = self.gradient_arguments(inputs, results, gradients)
         options = self.options.with_gradients(wrt)
         return run_backward.gradients(arguments, options, "auto", self._modifications(inputs))
+
+    @property
+    def functions(self) -> tuple[Modification, ...]:
+        """The user's among the modifications."""
+        found = (self.modifications.get(name) for name in MODS)
+        return tuple(mod for mod in found if isinstance(mod, Modification))
+
+    def with_constants(self, constants: Mapping[str, Any]) -> DifferentiableCall:
+        """The same call of other arrays than those of these names."""
+        if not constants:
+            return self
+        lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
+        others = dict(self.modifications)
+        for name, array in constants.items():
+            (lengths if name in lengths else others)[name] = array
+        return self._replace(
+            lengths=tuple(lengths.values()),
+            modifications=others,
+            constants={**self.constants, **constants},
+            arrays_behind=None if self.arrays_behind is None else _behind(self.options, lengths),
+        )
+
+    def with_functions_kept(self) -> DifferentiableCall:
+        """The same call, whose functions read what they read now; see `Modification.kept`."""
+        functions = {n: mod for n in MODS if (mod := self.modifications.get(n)) is not None}
+        kept = {name: mod.kept() for name, mod in functions.items()}
+        if all(kept[name] is mod for name, mod in functions.items()):
+            return self
+        return self._replace(modifications={**self.modifications, **kept})
+
+    def with_numbers(self) -> DifferentiableCall:
+        """The same call with numbers that cannot change in place of arrays of them and lists."""
+        numbers = {
+            name: read(self.modifications[name])
+            for name, read in _NUMBERS.items()
+            if self.modifications.get(name) is not None
+        }
+        if not numbers:
+            return self
+        return self._replace(modifications={**self.modifications, **numbers})
 
     def arguments(self, inputs: tuple[Any, ...]) -> Arguments:
         """Arrays of the call, without those of modifications."""
@@ -129,15 +180,23 @@ def varlen_call(
 
 
 def _call(
-    options: Options, lengths: tuple[Any, Any, Any], modifications: Mapping[str, Any]
+    options: Options, lengths: tuple[Any, ...], modifications: Mapping[str, Any]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
     options = plain_options(options)
     given = {n: modifications[n] for n in WITH_GRADIENT if modifications.get(n) is not None}
     others = {n: value for n, value in modifications.items() if n not in WITH_GRADIENT}
+    by_name = dict(zip(_LENGTHS, lengths, strict=True))
     behind = None
     if not given and all(value is None for value in others.values()):
-        arrays = Arguments(None, None, None, None, None, None, *lengths)
-        behind = arrays.of_kind(options.kind)[_ROWS:]
+        behind = _behind(options, by_name)
+    arrays = {**by_name, **{name: others.get(name) for name in ARRAYS}}
+    constants = {name: array for name, array in arrays.items() if array is not None}
     names, without_lse = (*ROWS, *given), options.with_lse(False)
-    call = DifferentiableCall(names, options, lengths, others, without_lse, behind)
+    call = DifferentiableCall(names, options, lengths, others, constants, without_lse, behind)
     return call, tuple(given.values())
+
+
+def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Of `DifferentiableCall.arrays_behind`."""
+    arrays = Arguments(**lengths)
+    return arrays.of_kind(options.kind)[_ROWS:]

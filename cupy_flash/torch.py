@@ -4,7 +4,7 @@
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
 v, bias and sinks, and come from out and, with return_lse, from lse. Without gradients they cost
-what the plain functions do.
+what the plain functions do. What has no derivative here, as a second one, is an error.
 
 In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
 mask_mod is among its arguments: those break the graph in two.
@@ -12,14 +12,22 @@ mask_mod is among its arguments: those break the graph in two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, library
-from torch.autograd.function import once_differentiable
+from torch._library.autograd import make_autograd_impl
 
 from cupy_flash.arrays.strided import LAYOUTS, kind_of
+from cupy_flash.arrays.torch_arrays import (
+    NO_FORWARD_MODE,
+    has_tangent,
+    may_be_transformed,
+    require_whole,
+    version_of,
+)
 from cupy_flash.calls import recorded
 from cupy_flash.calls.arguments import check_qkv
 from cupy_flash.differentiable import (
@@ -67,6 +75,11 @@ def flash_attention(
     TypeError, ValueError, UnsupportedError, CompileError
         As `cupy_flash.flash_attention` and, in the backward pass,
         `cupy_flash.flash_attention_backward`.
+    NotImplementedError
+        For a tensor with a tangent, in a transform of torch.func, or while a graph is traced
+        otherwise than by torch.compile; and where a gradient is differentiated.
+    RuntimeError
+        In the backward pass, for a tensor of the call that was overwritten.
     """
     if torch.compiler.is_compiling():
         if _fits_operator((q, k, v), (q_offset,), causal, softmax_scale, layout, modifications):
@@ -83,7 +96,7 @@ def flash_attention(
             **modifications,
         )
     call, others = dense_call(causal, softmax_scale, q_offset, layout, modifications)
-    return _run(call, (q, k, v, *others), return_lse, softmax_scale)
+    return _run(call, (q, k, v, *others), return_lse)
 
 
 def flash_attention_qkvpacked(
@@ -178,30 +191,31 @@ def flash_attention_varlen(
             **modifications,
         )
     call, others = varlen_call(*lengths, causal, softmax_scale, modifications)
-    return _run(call, (q, k, v, *others), return_lse, softmax_scale)
+    return _run(call, (q, k, v, *others), return_lse)
 
 
-def _run(
-    call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool, softmax_scale: Any
-) -> Any:
+def _run(call: DifferentiableCall, inputs: tuple[Any, ...], return_lse: bool) -> Any:
     for tensor in inputs:
         # Told so in half the time; of parameters and the like it is asked again.
         if tensor.__class__ is not Tensor:
             _require_tensors(call.names, inputs)
+    if may_be_transformed():
+        for name, tensor in zip(call.names, inputs, strict=True):
+            require_whole(name, tensor)
     if torch.is_grad_enabled():
-        if call.modifications or softmax_scale.__class__ is Tensor:
-            _require_constants({"softmax_scale": softmax_scale, **call.modifications})
+        if call.modifications:
+            _require_constants(call)
         for tensor in inputs:
             if tensor.requires_grad:
                 function = _AttentionAndLse if return_lse else _Attention
-                return function.apply(call, *inputs)
+                return function.apply(_as_it_is_now(call), *inputs)
     if call.arrays_behind is not None:
         options = call.options if return_lse else call.without_lse
         made = recorded.run(inputs + call.arrays_behind, options)
         if made is not None:
             results, _ = made
             return results if return_lse else results[0]
-    return call.run(_without_graph(inputs), return_lse=return_lse)
+    return call.run(inputs, return_lse=return_lse)
 
 
 def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
@@ -210,14 +224,29 @@ def _require_tensors(names: tuple[str, ...], inputs: tuple[Any, ...]) -> None:
             raise TypeError(f"{name} is {kind_of(tensor)}; expected a tensor")
 
 
-def _require_constants(others: Mapping[str, Any]) -> None:
+def _require_constants(call: DifferentiableCall) -> None:
     """Raise ValueError for a tensor whose gradient would be lost."""
-    for name, value in others.items():
+    captured = {name: x for mod in call.functions for name, x in mod.tensors.items()}
+    for name, value in {**call.modifications, **captured}.items():
         if getattr(value, "requires_grad", False):
             raise ValueError(
                 f"{name} requires a gradient; pass it detached: autograd reaches q, k, v, bias and "
                 "sinks"
             )
+
+
+def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
+    """The call, without what could change unnoticed before gradients are computed.
+
+    Writes to tensors are noticed; lists, and arrays of other libraries, are copied.
+    """
+    # Most calls have neither.
+    if not call.constants and not call.modifications:
+        return call
+    others = {n: x for n, x in call.constants.items() if not isinstance(x, Tensor)}
+    if others:
+        call = call.with_constants(copy.deepcopy(others))
+    return call.with_numbers()
 
 
 def _call_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -245,9 +274,11 @@ class _Attention(_Function):  # type: ignore[misc]
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        pull_back = _pull_back_once if torch.is_grad_enabled() else _pull_back_saved
-        result: tuple[Tensor | None, ...] = pull_back(ctx, dout, dlse)
-        return result
+        saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return None, *_gradients(ctx, dout, dlse, saved)
+        # Part of a graph, perhaps by what was saved alone: dout may need no gradient.
+        return None, *_Gradients.apply(ctx, dout, dlse, *saved)
 
 
 class _AttentionAndLse(_Attention):
@@ -264,29 +295,67 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     ctx.set_materialize_grads(False)
     behind = call.arrays_behind
     if behind is None or not (made := recorded.run(inputs + behind, call.options)):
-        results, ctx.call_and_record = call.run(_without_graph(inputs)), (call, None)
+        results = call.run(inputs)
+        # Forward by the functions themselves, which keep block maps.
+        ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, found = made
-        ctx.call_and_record = call, recorded.record(found, results, behind)
-    ctx.save_for_backward(*inputs, *results)
+        ctx.call_and_record = call, recorded.record(found, results)
+    if not call.constants:
+        ctx.save_for_backward(*inputs, *results)
+    else:
+        tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
+        ctx.save_for_backward(*inputs, *results, *tensors)
+    if call.modifications:
+        # Functions read what they captured where it lies, whatever hooks make of saved tensors.
+        captured = [x for mod in call.functions for x in mod.tensors.items()]
+        ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
     return results
 
 
-def _pull_back_saved(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+def _gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]
+) -> Sequence[Tensor | None]:
+    """Those of a call's inputs, of which torch has checked that nobody wrote to what was saved."""
     call, record = ctx.call_and_record
-    found: Sequence[Tensor | None] | None = None
+    needed = ctx.needs_input_grad[1:]
     if record is not None:
         found = recorded.gradients(record, saved, dout, dlse, needed)
-    if found is None:
-        found = _pull_back(call, saved[:-2], saved[-2:], (dout, dlse), needed)
-    return None, *found
+        if found is not None:
+            return found
+    for name, tensor, version in ctx.versions if call.modifications else ():
+        if version_of(tensor) != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {name}, which a function of the call captures, is at version "
+                f"{version_of(tensor)}; expected version {version} instead"
+            )
+    first = len(call.names)
+    inputs, (out, lse, *tensors) = saved[:first], saved[first:]
+    names = [name for name, x in call.constants.items() if isinstance(x, Tensor)]
+    call = call.with_constants(dict(zip(names, tensors, strict=True)))
+    return _pull_back(call, inputs, (out, lse), (dout, dlse), needed)
 
 
-# A second derivative of it is an error.
-_pull_back_once = once_differentiable(_pull_back_saved)
+class _Gradients(_Function):  # type: ignore[misc]
+    """Gradients in a graph, whose own derivative is an error instead of a constant's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of_call: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
+    ) -> Any:
+        return tuple(_gradients(of_call, dout, dlse, saved))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise _no_second_derivative()
+
+
+def _no_second_derivative() -> NotImplementedError:
+    return NotImplementedError(
+        "attention of cupy_flash.torch has no second derivative: gradients of its gradients, as of "
+        "a gradient penalty, hvp, hessian or functional.jvp, are not computed"
+    )
 
 
 def _pull_back(
@@ -306,19 +375,18 @@ def _pull_back(
     wrt = call.names
     if not all(needed):
         wrt = tuple([name for name, is_needed in zip(wrt, needed, strict=True) if is_needed])
-    new = call.pull_back(_without_graph(inputs), results, (dout, dlse), wrt)
+    new = call.pull_back(inputs, results, (dout, dlse), wrt)
     found = dict(zip(wrt, new, strict=True))
     return [found.get(name) for name in call.names]
 
 
-def _without_graph(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What can be read where autograd does not record: in host memory no tensor of its graph."""
-    return inputs if inputs[0].is_cuda else tuple([tensor.detach() for tensor in inputs])
-
+_Library: Any = library.Library
+_operators = _Library("cupy_flash", "FRAGMENT")
 
 # What operators are given of modifications, in order: what has gradients, other arrays, numbers.
 _ARRAYS = tuple(name for name in ARRAYS if name not in WITH_GRADIENT)
 _NUMBERS = ("window_size", "softcap")
+_WITH_TANGENTS = ("q", "k", "v", *WITH_GRADIENT, *_ARRAYS)
 _OF_MODIFICATIONS = "Tensor? bias, Tensor? sinks, Tensor?[] arrays, int[] window, float? softcap"
 _LENGTHS = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
@@ -403,13 +471,27 @@ class _Operator(NamedTuple):
         )
         made.register_fake(self.run_fake)
         made.register_autograd(self.backward, setup_context=_save)
+        recording = make_autograd_impl(made._opoverload, made)
+
+        # Of tensors that require no gradient an operator would drop the tangents.
+        def without_tangents(keyset: Any, *values: Any) -> Any:
+            for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
+                if tensor is not None and has_tangent(tensor):
+                    raise NotImplementedError(f"{name} {NO_FORWARD_MODE}")
+            return recording(keyset, *values)
+
+        for device in ("CPU", "CUDA"):
+            key = f"Autograd{device}"
+            _operators.impl(self.name, without_tangents, key, with_keyset=True)
         results = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool[] needed"
-        library.custom_op(
+        made = library.custom_op(
             f"cupy_flash::{self.name}_gradients",
             self.gradients,
             mutates_args=(),
             schema=f"({results}, {arguments}) -> Tensor[]",
-        ).register_fake(self.gradients_fake)
+        )
+        made.register_fake(self.gradients_fake)
+        made.register_autograd(_refuse_second_derivative)
 
     def _call(self, values: tuple[Any, ...]) -> tuple[DifferentiableCall, tuple[Any, ...]]:
         """The call of an operator's arguments, and its inputs."""
@@ -419,7 +501,7 @@ class _Operator(NamedTuple):
     def run(self, *values: Any) -> tuple[Any, Any]:
         """Attention: out and lse."""
         call, inputs = self._call(values)
-        results: tuple[Any, Any] = call.run(_without_graph(inputs))
+        results: tuple[Any, Any] = call.run(inputs)
         return results
 
     def run_fake(self, *values: Any) -> tuple[Any, Any]:
@@ -446,9 +528,10 @@ class _Operator(NamedTuple):
 
     def backward(self, ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
         """A gradient for each argument of the operator."""
-        q, k, v, bias, sinks, out, lse, *arrays = ctx.saved_tensors
-        first = (q, k, v, bias, sinks)
-        values = (*first, arrays, *ctx.values)
+        q, k, v, bias, sinks, out, lse, *others = ctx.saved_tensors
+        first, arrays = (q, k, v, bias, sinks), others[: len(_ARRAYS)]
+        lengths = iter(others[len(_ARRAYS) :])
+        values = (*first, arrays, *[next(lengths) if x is _SAVED else x for x in ctx.values])
         needed = [n for x, n in zip(first, ctx.needs_input_grad, strict=False) if x is not None]
         if dout is None:
             dout = torch.zeros_like(out)
@@ -461,11 +544,20 @@ class _Operator(NamedTuple):
         return *of_first, *[None] * (len(values) - len(first))
 
 
+# Stands for a tensor that is saved apart.
+_SAVED = object()
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    arrays = inputs[5]
-    ctx.values = inputs[6:]
-    ctx.save_for_backward(*inputs[:5], *output, *arrays)
+    arrays, others = inputs[5], inputs[6:]
+    lengths = [x for x in others if isinstance(x, Tensor)]
+    ctx.values = [_SAVED if isinstance(x, Tensor) else x for x in others]
+    ctx.save_for_backward(*inputs[:5], *output, *arrays, *lengths)
     ctx.set_materialize_grads(False)
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Any) -> Any:
+    raise _no_second_derivative()
 
 
 def _dense_lse_shape(q: Any, *values: Any) -> tuple[Any, ...]:

@@ -12,9 +12,11 @@ import numpy as np
 from cupy_flash.arrays.jax_arrays import from_jax, gpu_of, is_jax, to_jax
 from cupy_flash.arrays.strided import as_cupy, dtype_name, is_cupy, kind_of
 from cupy_flash.arrays.torch_arrays import (
+    is_any_tensor,
     is_torch_on_gpu,
     on_stream_of,
     order,
+    resolved,
     tensor_types,
     two_streams,
 )
@@ -26,7 +28,7 @@ _DLPACK_CPU = 1
 _DLPACK_CUDA = (2, 3, 13)
 
 
-def normalize(name: str, array: Any) -> Any:
+def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     """An input as a NumPy or CuPy array over the same memory; see `way_back`.
 
     Parameters
@@ -35,6 +37,8 @@ def normalize(name: str, array: Any) -> Any:
         Of the argument, for messages.
     array
         NumPy, CuPy, or any array with ``__dlpack__``.
+    is_written
+        Whether a copy would not do, as of a tensor whose negation is not in its memory.
 
     Returns
     -------
@@ -47,7 +51,10 @@ def normalize(name: str, array: Any) -> Any:
     ------
     TypeError
         For anything else.
+    NotImplementedError
+        For a tensor of torch of which something would be lost, as a tangent.
     """
+    array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
         try:
             streams = two_streams(array)
@@ -56,6 +63,9 @@ def normalize(name: str, array: Any) -> Any:
         if streams:
             order(*streams)
         return array
+    if is_any_tensor(array) and array.is_cpu:
+        # DLPack is not asked where it lies, which takes 8 us.
+        return _host_array(name, array)
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(...) or "
@@ -84,9 +94,9 @@ def no_array(name: str, value: Any) -> TypeError:
     )
 
 
-def read(name: str, array: Any) -> Any:
+def read(name: str, array: Any, *, is_written: bool = False) -> Any:
     """`normalize` to what NumPy's or CuPy's functions take."""
-    return as_cupy(normalize(name, array))
+    return as_cupy(normalize(name, array, is_written=is_written))
 
 
 def on_torch_stream(name: str, tensor: Any) -> AbstractContextManager[Any]:
@@ -106,7 +116,7 @@ def normalize_out(name: str, array: Any) -> Any:
         Also for arrays of JAX, which are immutable.
     """
     require_mutable(name, array)
-    return normalize(name, array)
+    return normalize(name, array, is_written=True)
 
 
 def require_mutable(name: str, array: Any) -> None:
@@ -127,7 +137,8 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
         For a number that float32 does not hold.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
-        return normalize(name, scale)
+        # An append may compute and write them.
+        return normalize(name, scale, is_written=True)
     if not on_host:
         return number_on_gpu(name, scale)
     return np.asarray(_float32(name, scale))
@@ -252,7 +263,7 @@ def _device_array(name: str, array: Any) -> Any:
 def _host_array(name: str, array: Any) -> np.ndarray:
     is_bfloat16 = str(getattr(array, "dtype", "")).endswith("bfloat16")
     try:
-        if _root_module(array) == "torch":
+        if is_any_tensor(array):
             # Not through DLPack, which knows no bfloat16 in NumPy and makes `out` read-only.
             bits = array.view(_torch().int16) if is_bfloat16 else array
             return bits.numpy().view(_bfloat16()) if is_bfloat16 else bits.numpy()
@@ -265,10 +276,6 @@ def _bfloat16() -> Any:
     import ml_dtypes
 
     return ml_dtypes.bfloat16
-
-
-def _root_module(array: Any) -> str:
-    return type(array).__module__.partition(".")[0]
 
 
 def _torch() -> Any:
@@ -289,8 +296,7 @@ def way_back(name: str, array: Any) -> Callable[[Any], Any]:
         return functools.partial(to_jax, device=device)
     if isinstance(array, np.ndarray) or is_cupy(array):
         return _identity
-    root = _root_module(array)
-    if root == "torch":
+    if is_any_tensor(array):
         return to_torch
     if is_jax(array):
         return functools.partial(_to_jax, like=array)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -19,11 +18,9 @@ import numpy as np
 
 
 def is_torch_on_gpu(*arrays: Any) -> bool:
-    """Whether all are plain tensors of torch in CUDA memory that kernels may read, or None.
+    """Whether all are tensors of torch in CUDA memory that kernels read as they are, or None.
 
-    Others go through DLPack, which says why it takes them or not: such as those that require
-    gradients, unless autograd is not recording, and those of other subclasses than parameters,
-    which may mean something else by their memory.
+    `resolved` says what is wrong with others, or makes such a tensor of them.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -38,10 +35,166 @@ def is_torch_on_gpu(*arrays: Any) -> bool:
             and array.is_cuda
             and array.layout is strided
             and array.dtype in dtypes
+            and not array.is_neg()
         ):
             return False
         requires_grad = requires_grad or array.requires_grad
-    return not (requires_grad and torch.is_grad_enabled())
+    if requires_grad and torch.is_grad_enabled():
+        return False
+    return not may_be_transformed() or all(x is None or hidden_part(x) is None for x in arrays)
+
+
+def is_any_tensor(array: Any) -> bool:
+    """Whether an array is a tensor of torch, of a subclass perhaps."""
+    torch = sys.modules.get("torch")
+    # While another thread imports torch its module is there, but nothing in it yet.
+    return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
+
+
+def may_be_transformed() -> bool:
+    """Whether a tensor may mean more to torch than its memory holds; see `hidden_part`.
+
+    So it is while torch.func transforms, a forward-mode level, dispatch modes or torch.jit.trace
+    are active.
+    """
+    torch = sys.modules["torch"]
+    private = torch._C
+    # 0.15 us. Of a release without the level's name one is taken for active, and tensors looked at.
+    return bool(
+        getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+        or private._functorch.peek_interpreter_stack() is not None
+        or private._len_torch_dispatch_stack()
+        or private._get_tracing_state() is not None
+    )
+
+
+def hidden_part(tensor: Any) -> str | None:
+    """What would be lost of a tensor if its memory was all that is read; None if nothing."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    # Modes with a key are those of proxies, fake tensors and functionalization. Others, as
+    # counters of operations, leave tensors as they are.
+    has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
+    if has_key or torch._C._get_tracing_state() is not None:
+        return (
+            "is passed while torch traces a graph, which does not see attention and would keep its "
+            "result as a constant; call a function of cupy_flash.torch under torch.compile or "
+            "torch.export"
+        )
+    # There torch makes tensors of the transform of whatever it is given.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return _IN_TRANSFORM
+    return NO_FORWARD_MODE if has_tangent(tensor) else None
+
+
+_IN_TRANSFORM = (
+    "is passed inside of a transform, as torch.func.grad, jvp, vmap or is_grads_batched, which "
+    "attention has no rules for; take gradients of cupy_flash.torch's functions by torch.autograd, "
+    "and pass batches as the first axis"
+)
+NO_FORWARD_MODE = (
+    "has a tangent, and attention has no forward-mode derivative; take gradients of "
+    "cupy_flash.torch's functions by reverse mode, or pass it detached"
+)
+
+
+def has_tangent(tensor: Any) -> bool:
+    """Whether a tensor is dual: has a derivative of forward mode, at the current level."""
+    unpacked = sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor)
+    return unpacked.tangent is not None
+
+
+def require_whole(name: str, tensor: Any) -> None:
+    """Raise NotImplementedError for a tensor of which something would be lost."""
+    if may_be_transformed() and (part := hidden_part(tensor)) is not None:
+        raise NotImplementedError(f"{name} {part}")
+
+
+def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
+    """A plain tensor whose memory holds the values of any; what is no tensor as it is.
+
+    Parameters
+    ----------
+    name
+        Of the argument, for messages.
+    array
+        A tensor perhaps: then itself, a view of it, or a copy of one that is lazy.
+    is_written
+        Whether a copy would not do.
+
+    Raises
+    ------
+    NotImplementedError
+        In a transform, for a tensor with a tangent, or while a graph is traced.
+    TypeError
+        For one without memory, of a subclass with operations of its own, that is not strided,
+        requires a gradient while autograd records, or is written and lazy.
+    """
+    if not is_any_tensor(array):
+        return array
+    import torch
+
+    tensor, kind = array, type(array)
+    require_whole(name, tensor)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name} is a {kind.__name__}, a subclass of torch.Tensor whose memory may mean "
+            "something else; pass a plain tensor"
+        )
+    of_transforms = torch._C._functorch
+    if of_transforms.is_functorch_wrapped_tensor(tensor) or of_transforms.is_legacy_batchedtensor(
+        tensor
+    ):
+        raise NotImplementedError(f"{name} {_IN_TRANSFORM}")
+    if tensor.is_meta:
+        raise TypeError(f"{name} is a meta tensor, which holds no elements; pass a real one")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name} has the layout {layout}; expected torch.strided")
+    if tensor.requires_grad:
+        if torch.is_grad_enabled():
+            raise TypeError(
+                f"{name} requires a gradient, which is not recorded here; pass {name}.detach(), or "
+                "call the function of cupy_flash.torch, where gradients reach q, k, v, bias and "
+                "sinks"
+            )
+        tensor = tensor.detach()
+    if kind not in _plain_types():
+        tensor = tensor.as_subclass(torch.Tensor)
+    if not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()):
+        return tensor
+    if is_written:
+        raise TypeError(
+            f"{name} is a lazy view, whose negation, conjugation or zeros are not in its memory; "
+            f"pass {name}.clone()"
+        )
+    # A clone of zeros has memory.
+    return tensor.clone().resolve_neg().resolve_conj()
+
+
+def no_memory(tensor: Any) -> NotImplementedError:
+    """The error for a tensor that has elements and no memory."""
+    return NotImplementedError(
+        f"a tensor of shape {tuple(tensor.shape)} has no memory: it is part of a transform, as of "
+        "vmap or is_grads_batched, which attention has no rules for, or stands for zeros; pass its "
+        "clone()"
+    )
+
+
+def count_writes(*arrays: Any) -> None:
+    """Tell autograd which arrays were written, if they are tensors.
+
+    It compares versions to see whether what it keeps for a backward pass is as it was.
+    """
+    written = [array for array in arrays if is_any_tensor(array)]
+    if written:
+        sys.modules["torch"].autograd.graph.increment_version(written)
+
+
+def version_of(tensor: Any) -> int | None:
+    """How many writes to a tensor were counted; None of one whose writes are not."""
+    return None if tensor.is_inference() else int(tensor._version)
 
 
 def tensor_types() -> tuple[Any, ...]:
@@ -71,6 +224,16 @@ def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
     one = _one_of_cupy(dtype.itemsize).view(_torch_dtypes()[dtype])
     contiguous = torch.contiguous_format
     return functools.partial(torch.empty_like, one.expand(shape), memory_format=contiguous)
+
+
+def new_bytes(size: int) -> Any:
+    """A tensor of so many bytes on the current device.
+
+    Of torch's memory alone, where `tensor_maker` allocates a little of CuPy's first, which a
+    capture in torch's default mode forbids.
+    """
+    torch = sys.modules["torch"]
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 def two_streams(tensor: Any) -> tuple[int, int] | None:
@@ -169,7 +332,7 @@ def _plain_types() -> tuple[Any, ...]:
 
 @functools.cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """NumPy's dtypes by torch's, of what attention is computed in, of caches and of lengths."""
+    """NumPy's dtypes by torch's, of what attention is computed in, of caches, lengths and masks."""
     import ml_dtypes
     import torch
 
@@ -180,17 +343,23 @@ def _dtypes() -> dict[Any, np.dtype]:
         torch.float64: np.dtype(np.float64),
         torch.int32: np.dtype(np.int32),
     } | {
-        # Of caches; older releases have no float8.
+        # Of caches, masks and captures; older releases have no float8 and no uint64.
         getattr(torch, name): np.dtype(dtype)
-        for name, dtype in (("int8", np.int8), ("float8_e4m3fn", ml_dtypes.float8_e4m3fn))
+        for name, dtype in (
+            ("int8", np.int8),
+            ("float8_e4m3fn", ml_dtypes.float8_e4m3fn),
+            ("bool", np.bool_),
+            ("uint8", np.uint8),
+            ("int64", np.int64),
+            ("uint64", np.uint64),
+        )
         if hasattr(torch, name)
     }
 
 
 @functools.cache
 def _torch_dtypes() -> dict[np.dtype, Any]:
-    found = {dtype: other for other, dtype in _dtypes().items()}
-    return found | {np.dtype(np.uint8): importlib.import_module("torch").uint8}
+    return {dtype: other for other, dtype in _dtypes().items()}
 
 
 @functools.cache

@@ -257,7 +257,12 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
         if name in FLOAT8_SCALES:
             found[name] = normalize_scale(name, array, on_host=on_host)
         else:
-            found[name] = (normalize_out if name in written else normalize)(name, array)
+            is_cache = name in CACHES
+            found[name] = (
+                normalize_out(name, array)
+                if name in written
+                else normalize(name, array, is_written=is_cache)
+            )
         if isinstance(found[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")

@@ -81,6 +81,8 @@ class Call:
         Which one the kernels read of the call's mask.
     parts
         Where in the scratch parts begin that kernels are given an address of.
+    of_torch
+        Whether scratch is torch's memory.
     pull_backs
         Calls of its gradients, see `recorded.py`.
     """
@@ -100,6 +102,7 @@ class Call:
     limits: tuple[LengthLimit, ...] = ()
     block_map: MapKey | None = None
     parts: tuple[int, ...] = ()
+    of_torch: bool = False
     pull_backs: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def run(
@@ -135,7 +138,9 @@ class Call:
             assert functions.mask_mod is not None
             # Of a device that is named CuPy need not ask which is the current one.
             current = cupy_module().cuda.get_current_stream(self.block_map.device).ptr
-            ready = map_of_mask(functions.mask_mod, self.block_map, current, arguments)
+            ready = map_of_mask(
+                *(functions.mask_mod, self.block_map, current, arguments), of_torch=self.of_torch
+            )
             values += (ready.address,)
         if self.parts:
             values += tuple([scratch + part for part in self.parts])
@@ -220,7 +225,7 @@ def prepare(
         cuda = cupy_module().cuda
         block_map = MapKey(cuda.runtime.getDevice(), problem.dtype, spec)
         current = cuda.get_current_stream().ptr
-        ready = map_of_mask(functions.mask_mod, block_map, current, arguments)
+        ready = map_of_mask(*(functions.mask_mod, block_map, current, arguments), of_torch=of_torch)
         fixed["block_map"] = ready.map.fields
         sources |= {"block_map.memory": _MAP}
     out = None
@@ -251,6 +256,7 @@ def prepare(
         limits=limits,
         block_map=block_map,
         parts=tuple(parts_of_scratch.values()),
+        of_torch=of_torch,
     )
 
 

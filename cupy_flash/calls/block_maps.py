@@ -8,6 +8,7 @@ import numpy as np
 
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
+from cupy_flash.calls.results import new_torch_memory
 from cupy_flash.families import FORWARD
 from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_map, new_map
 from cupy_flash.mods.arguments import pack_arguments, real_type
@@ -22,7 +23,12 @@ from cupy_flash.planning.planner import Plan
 
 
 def map_of_mask(
-    mod: MaskMod, key: MapKey, current: int, arguments: Arguments | None = None
+    mod: MaskMod,
+    key: MapKey,
+    current: int,
+    arguments: Arguments | None = None,
+    *,
+    of_torch: bool = False,
 ) -> ReadyMap:
     """The map of a mask on the current device, ready for what is launched next.
 
@@ -39,6 +45,8 @@ def map_of_mask(
         The current stream's handle.
     arguments
         With the arrays that it reads; by default those that it captured.
+    of_torch
+        Whether the call's workspace is torch's memory, and so that of a map in a graph.
 
     Raises
     ------
@@ -52,7 +60,8 @@ def map_of_mask(
     if found is not None:
         return found
     mods = packed_captures(mod, key.dtype, arguments)
-    return new_map(kept, key, current, mask_text(mod, key.dtype), mods)
+    allocate = new_torch_memory if of_torch else None
+    return new_map(kept, key, current, mask_text(mod, key.dtype), mods, allocate)
 
 
 def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 from cupy_flash.arrays.jax_arrays import JaxMemory
 from cupy_flash.arrays.strided import as_cupy
+from cupy_flash.arrays.torch_arrays import no_memory
 from cupy_flash.calls import attention, backward, merge, new_rows
 from cupy_flash.calls.modifiers import NO_FUNCTIONS, Functions, Modifiers
 from cupy_flash.calls.options import Options
@@ -165,7 +166,12 @@ def facts_of(
             addresses.append(array.address)
             facts.append(array.facts)
         else:
-            address = array.data_ptr()
+            try:
+                address = array.data_ptr()
+            except RuntimeError as error:
+                raise no_memory(array) from error
+            if not address and array.numel():
+                raise no_memory(array)
             addresses.append(address)
             facts.append(
                 (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupy_flash.arrays.strided import kind_of, require_layout
+from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.calls.modifiers import Modifiers
 from cupy_flash.problem.tile import FrozenTile, Tile
 from cupy_flash.problem.values import check_bool, finite, integer
@@ -111,8 +112,9 @@ def plain_options(options: Options) -> Options:
     return plain
 
 
-def _the_one(value: Any) -> Any:
+def _the_one(name: str, value: Any) -> Any:
     """The number in an array of one; anything else as it is."""
+    value = resolved(name, value)
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 else value
 
@@ -123,12 +125,12 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def _integer_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, _the_one(value))
+    return None if value is None else integer(name, _the_one(name, value))
 
 
 def _number_or_none(name: str, value: Any) -> float | None:
     # An integer is a number like any other, and cannot change either.
-    return value if value is None or type(value) is int else finite(name, _the_one(value))
+    return value if value is None or type(value) is int else finite(name, _the_one(name, value))
 
 
 def _name_or_none(name: str, value: Any) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cupy_flash.arrays.torch_arrays import (
     is_torch_on_gpu,
+    may_be_transformed,
     on_stream_of,
     tensor_types,
     two_streams,
@@ -30,7 +31,6 @@ _NO_ARRAYS = Arguments()
 _FIRST_LENGTHS = Arguments._fields.index("cu_seqlens_q")
 _NO_LENGTHS_AT = (0, 0, 0)
 _LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTHS_AT))
-_LENGTHS_BEHIND = slice(_LENGTHS.start - len(ROWS), _LENGTHS.stop - len(ROWS))
 _ALL_ROWS = (True,) * len(ROWS)
 # Backward calls that are kept of a forward call: dout may have ever other strides.
 _MAX_PULL_BACKS = 64
@@ -49,8 +49,6 @@ class Recorded(NamedTuple):
         Of its arrays, see `on_gpu.facts_of`.
     results_at
         Where out and lse lie.
-    arrays_behind
-        Its arrays behind q, k and v: out, and cu_seqlens and the like of packed sequences.
     """
 
     call: attention.Call
@@ -58,11 +56,12 @@ class Recorded(NamedTuple):
     facts: tuple[Any, ...]
     addresses: tuple[int, ...]
     results_at: tuple[int, int]
-    arrays_behind: tuple[Any, ...]
 
 
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
     """Attention of tensors on a GPU, without modifications, where a call like it was made before.
+
+    They are whole, see `torch_arrays.require_whole`.
 
     Parameters
     ----------
@@ -82,7 +81,7 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     plain = tensor_types()
     for array in arrays:
         # Of others the memory may mean something else.
-        if array is not None and array.__class__ not in plain:
+        if array is not None and (array.__class__ not in plain or array.is_neg()):
             return None
     try:
         found = on_gpu.look_up(arrays, options)
@@ -95,12 +94,12 @@ def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any
     return _on_stream_of(arrays[0], call.run, _NO_ARRAYS, addresses, 0, NO_FUNCTIONS), found
 
 
-def record(found: Any, results: tuple[Any, Any], arrays_behind: tuple[Any, ...]) -> Recorded:
-    """The record of a call that `run` made, with its arrays behind q, k and v."""
+def record(found: Any, results: tuple[Any, Any]) -> Recorded:
+    """The record of a call that `run` made."""
     key, call, addresses = found
     out, lse = results
     results_at = (out.data_ptr(), lse.data_ptr())
-    return Recorded(call, key[2], key[1], addresses, results_at, arrays_behind)
+    return Recorded(call, key[2], key[1], addresses, results_at)
 
 
 def _on_stream_of(tensor: Any, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -122,7 +121,8 @@ def gradients(
     recorded
         The call.
     saved
-        q, k, v, out and lse.
+        q, k, v, out and lse; behind them cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k
+        of packed sequences.
     dout, dlse
         None where nothing depends on it.
     needed
@@ -134,8 +134,8 @@ def gradients(
         None where no gradient is needed. No list where the arrays are not the recorded ones, or
         no plain tensors on the current device.
     """
-    call, _, facts, addresses, results_at, _ = recorded
-    q, k, v, out, lse = saved
+    call, _, facts, addresses, results_at = recorded
+    q, k, v, out, lse, *lengths = saved
     q_at, k_at, v_at, out_at, lse_at = (
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         *(out.data_ptr(), lse.data_ptr()),
@@ -145,8 +145,13 @@ def gradients(
     # What was kept elsewhere meanwhile may come back to the same place, but without gaps.
     if q.stride() != facts[0][1] or k.stride() != facts[1][1] or v.stride() != facts[2][1]:
         return None
+    lengths_at = addresses[_LENGTHS] or _NO_LENGTHS_AT
+    if [x.data_ptr() for x in lengths] != [at for at in lengths_at if at]:
+        return None
     plain = tensor_types()
     if dout.__class__ not in plain or not (dlse is None or dlse.__class__ in plain):
+        return None
+    if dout.is_neg() or (dlse is not None and dlse.is_neg()) or may_be_transformed():
         return None
     cupy = cupy_module()
     try:
@@ -161,7 +166,6 @@ def gradients(
     if pull_back is None:
         key = needed, of_gradients
         return _on_stream_of(q, _prepare_and_run, recorded, saved, (dout, dlse), key)
-    lengths_at = addresses[_LENGTHS] or _NO_LENGTHS_AT
     at = (q_at, k_at, v_at, out_at, dout_at, lse_at, dlse_at, 0, 0, 0, *lengths_at)
     new = _on_stream_of(q, pull_back.run, (), at)
     return new if needed == _ALL_ROWS else _by_input(new, needed)
@@ -177,8 +181,9 @@ def _prepare_and_run(
     needed, _ = pull_back_key
     if not is_torch_on_gpu(*of_results):
         return None
-    (q, k, v, out, lse), (dout, dlse) = saved, of_results
-    lengths = recorded.arrays_behind[_LENGTHS_BEHIND]
+    (q, k, v, out, lse, *given), (dout, dlse) = saved, of_results
+    left = iter(given)
+    lengths = [next(left) if at else None for at in recorded.addresses[_LENGTHS]]
     arguments = GradientArguments(q, k, v, out, dout, lse, dlse, None, None, None, *lengths)
     wrt = tuple([name for name, wanted in zip(ROWS, needed, strict=True) if wanted])
     options = recorded.options.with_gradients(wrt)

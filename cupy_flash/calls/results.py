@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import to_torch
-from cupy_flash.arrays.torch_arrays import tensor_maker, tensor_types
+from cupy_flash.arrays.torch_arrays import new_bytes, tensor_maker, tensor_types
 from cupy_flash.gpu.environment import cupy_module
 
 # Bytes: what parts of an allocation begin at multiples of, and the most that is shared.
@@ -45,11 +45,11 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
     if of_torch:
         make = tensor_maker((size,), np.dtype(np.uint8))
 
-        def new_bytes() -> tuple[Any, int]:
+        def new_bytes_like() -> tuple[Any, int]:
             tensor = make()
             return tensor, tensor.data_ptr()
 
-        return new_bytes
+        return new_bytes_like
     alloc = cupy_module().cuda.alloc
 
     def new_memory() -> tuple[Any, int]:
@@ -57,6 +57,12 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
         return memory, memory.ptr
 
     return new_memory
+
+
+def new_torch_memory(size: int) -> tuple[Any, int]:
+    """Memory of torch of so many bytes, and its address; for what is made once."""
+    tensor = new_bytes(size)
+    return tensor, tensor.data_ptr()
 
 
 def maker(specs: Sequence[ResultSpec | None], *, of_torch: bool) -> Maker:

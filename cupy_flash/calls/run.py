@@ -18,7 +18,7 @@ from cupy_flash.arrays.strided import (
     is_readable_in_place,
     unallocated_copy,
 )
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls import on_gpu, on_host
 from cupy_flash.calls.arguments import (
     CACHES,
@@ -99,10 +99,9 @@ def attention(
     if as_qkv is None and _all_are(np.ndarray, arguments.of_kind(options.kind)):
         result, lse = on_host.forward(arguments, options, keys, backend, functions)
         return (result, lse) if options.return_lse else result
-    if options.kind == "cached" and arguments.k is not None:
-        for name in IN_PLACE if options.compute_scales else CACHES:
-            kinds.require_mutable(name, getattr(arguments, name))
-    out = arguments.out
+    for array, name in zip(_written(arguments, options), ("out", *IN_PLACE), strict=False):
+        kinds.require_mutable(name, array)
+    given, out = arguments, arguments.out
     arguments, convert = normalized(arguments)
     convert = as_qkv or convert
     if isinstance(arguments.q, np.ndarray):
@@ -110,6 +109,7 @@ def attention(
     else:
         require_gpu_backend(backend)
         result, lse = on_gpu.run(arguments, options, keys, False, functions)
+    count_writes(*_written(given, options))
     # Converting also orders the consumer's stream after ours, so it is done for `out` as well.
     result = convert(result) if out is None else (convert(result), out)[1]
     return (result, convert(lse)) if options.return_lse else result
@@ -140,6 +140,7 @@ def combine(partials: Partials) -> tuple[Any, Any]:
     else:
         result, lse = on_gpu.run(partials, None)
     result = convert(result) if out is None else (convert(result), out)[1]
+    count_writes(out)
     return result, convert(lse)
 
 
@@ -210,6 +211,14 @@ def _as_copied(arguments: Arguments) -> Arguments:
     return arguments._replace(**copied)
 
 
+def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
+    """The arrays that a call writes besides new ones: out, and caches that are appended to."""
+    if options.kind != "cached" or arguments.k is None:
+        return (arguments.out,)
+    names = IN_PLACE if options.compute_scales else CACHES
+    return (arguments.out, *[getattr(arguments, name) for name in names])
+
+
 def _all_are(kind: type, given: tuple[Any, ...]) -> bool:
     """Whether every array is of this type, but for those that are absent."""
     # A loop, as a generator or sets of types take half a microsecond more.
@@ -231,6 +240,7 @@ def _of_torch(
     name, like = ("q", arguments.q) if arguments.qkv is None else ("qkv", arguments.qkv)
     with kinds.on_torch_stream(name, like):
         result, lse = on_gpu.run(arguments, options, keys, False, functions, modifiers)
+        count_writes(*_written(arguments, options))
         result = as_tensor(result)
         return (result, as_tensor(lse)) if options.return_lse else result
 

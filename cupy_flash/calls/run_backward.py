@@ -24,7 +24,7 @@ from cupy_flash.arrays.strided import (
     to_bshd,
     unallocated,
 )
-from cupy_flash.arrays.torch_arrays import is_torch_on_gpu
+from cupy_flash.arrays.torch_arrays import count_writes, is_torch_on_gpu
 from cupy_flash.calls import gradients_on_host, on_gpu, on_host
 from cupy_flash.calls.arguments import (
     Arguments,
@@ -116,6 +116,7 @@ def gradients(
     # Converting also orders the consumer's stream after ours, so it is done for dq, dk, dv as well.
     converted = [convert(result) for result in results]
     own = [getattr(given, f"d{name}", None) for name in options.wrt]
+    count_writes(*own)
     return tuple(new if x is None else x for x, new in zip(own, converted, strict=True))
 
 
@@ -131,6 +132,7 @@ def _of_torch(
             raise no_array(name, None)
     with on_torch_stream("q", arguments.q):
         results = on_gpu.run(arguments, options, 0, False, functions, modifiers)
+        count_writes(arguments.dq, arguments.dk, arguments.dv)
         return tuple([as_tensor(result) for result in results])
 
 
@@ -154,12 +156,13 @@ def gradient_of_qkv(
         written = array_module(packed).empty(packed.shape, dtype)
     else:
         require_mutable("dqkv", dqkv)
-        written = read("dqkv", dqkv)
+        written = read("dqkv", dqkv, is_written=True)
         require_shape("dqkv", written, tuple(packed.shape), "as qkv")
     parts = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
     parts |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}
     gradients(others._replace(**parts), options, backend, modifications)
     result = convert(written)
+    count_writes(dqkv)
     return result if dqkv is None else dqkv
 
 

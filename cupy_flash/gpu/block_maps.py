@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -392,6 +392,8 @@ class MapKey:
         )
 
 
+# Gives memory of so many bytes on the current device and stream, and its address.
+Allocator = Callable[[int], tuple[Any, int]]
 # Maps that a mask keeps.
 Kept = MutableMapping[MapKey, ReadyMap]
 
@@ -419,12 +421,19 @@ def kept_map(kept: Kept, key: MapKey, current: int) -> ReadyMap | None:
     return found
 
 
-def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndarray) -> ReadyMap:
+def new_map(
+    kept: Kept,
+    key: MapKey,
+    current: int,
+    mask: MaskText,
+    mods: np.ndarray,
+    allocate: Allocator | None = None,
+) -> ReadyMap:
     """A map that is built now, and kept.
 
     While the current stream is being captured it is built in the graph, from what the captured
-    arrays hold at each launch, and not kept; its memory is the current pool's, as a call's
-    workspace is.
+    arrays hold at each launch, and not kept: a later call would read what no launch has built yet.
+    The graph does not read kept maps either, as it may outlive them.
 
     Parameters
     ----------
@@ -432,6 +441,9 @@ def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndar
         As of `kept_map`.
     mask, mods
         Its text, and its ``ModArguments`` filled in.
+    allocate
+        Gives the memory of a map in a graph, if the call's workspace does not come from CuPy's
+        current pool. Kept maps do, on a stream of their own.
 
     Raises
     ------
@@ -441,13 +453,13 @@ def new_map(kept: Kept, key: MapKey, current: int, mask: MaskText, mods: np.ndar
         For more blocks than a grid has.
     """
     if _is_capturing(current):
-        return ReadyMap(_build(key.spec, mask, mods))
+        return ReadyMap(_build(key.spec, mask, mods, allocate or _allocate))
     cuda = cupy_module().cuda
     of_maps, built = _stream_of_maps(key.device), cuda.Event(disable_timing=True)
     # What the captured arrays hold may still be on its way.
     of_maps.before_build(current)
     with of_maps.stream:
-        found = ReadyMap(_build(key.spec, mask, mods), of_maps, built)
+        found = ReadyMap(_build(key.spec, mask, mods, _allocate), of_maps, built)
         cuda.runtime.eventRecord(built.ptr, of_maps.stream.ptr)
     with _lock:
         while len(kept) >= _MAX_KEPT:
@@ -469,9 +481,13 @@ def _unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
     return block_map_unit(mask, mods)
 
 
-def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
+def _allocate(size: int) -> tuple[Any, int]:
+    memory = cupy_module().cuda.alloc(size)
+    return memory, memory.ptr
+
+
+def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray, allocate: Allocator) -> BlockMap:
     """Enqueue the kernels on the current stream."""
-    cuda = cupy_module().cuda
     unit, layout = _unit(mask, mods.dtype), Layout.of(spec, mask)
     batches, heads = spec.maps(mask)
     parts = spec.row_tiles * spec.parts
@@ -483,11 +499,11 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
             f"most {MAX_GRID}"
         )
     kernels = kernel_cache.get(unit, dict.fromkeys(unit.entries, 0))
-    memory = cuda.alloc(layout.bytes)
+    memory, address = allocate(layout.bytes)
     # Named until the launches are made: then the pool may hand it on, to what runs later.
-    scratch = cuda.alloc(layout.scratch) if layout.scratch else None
+    _scratch, ranges = allocate(layout.scratch) if layout.scratch else (None, 0)
     built = BlockMap(
-        address=memory.ptr,
+        address=address,
         layout=layout,
         words=spec.words,
         key_blocks=spec.key_blocks,
@@ -495,7 +511,6 @@ def _build(spec: MapSpec, mask: MaskText, mods: np.ndarray) -> BlockMap:
         head_stride=spec.row_tiles if mask.of_head else 0,
         memory=memory,
     )
-    ranges = 0 if scratch is None else scratch.ptr
     given = ByValue(packed_params(spec, mask, mods, built, ranges))
     if FIND_RANGES in kernels:
         of_rows = parts if mask.row_ranges else 0

@@ -75,7 +75,7 @@ class BlockList(MaskMod):
             raise ValueError(f"block is {block}; expected at most {MAX_SEQLEN} rows and keys")
         object.__setattr__(self, "block", (rows, keys))
         of_batch, of_head = (n > 1 for n in array.shape[:2])
-        super().__init__(_FUNCTIONS[of_batch, of_head](rows, keys), blocks=array)
+        super().__init__(_FUNCTIONS[of_batch, of_head](rows, keys), blocks=blocks)
 
     def _block(self) -> tuple[int, int] | None:
         return self.block

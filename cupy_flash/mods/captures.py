@@ -94,7 +94,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         return float(value), CaptureSpec("real")
     if isinstance(value, (list, tuple)):
         raise TypeError(f"{name} is {kind_of(value)}; expected an array: pass np.array({name})")
-    array = read(name, value)
+    # It may be written later: calls read what it holds then.
+    array = read(name, value, is_written=True)
     dtype = dtype_name(array)
     if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
         raise TypeError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from cupy_flash.arrays.strided import kind_of
+from cupy_flash.arrays.torch_arrays import resolved
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.problem.values import finite
 
@@ -175,7 +176,7 @@ def checked_softcap(softcap: Any) -> float:
     ValueError
         For a number out of range.
     """
-    number = finite("softcap", softcap)
+    number = finite("softcap", resolved("softcap", softcap))
     if not SMALLEST_CAP <= number <= LARGEST_CAP:
         raise ValueError(
             f"softcap is {number:g}; expected a number from {SMALLEST_CAP:g} to {LARGEST_CAP:g}, "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cupy_flash.arrays.strided import address_of
+from cupy_flash.arrays.torch_arrays import is_any_tensor, is_torch_on_gpu
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
@@ -67,7 +68,11 @@ class Modification:
     traced
         What device text depends on.
     array_names, arrays
-        Captured arrays, and what they are called among all arrays of a call.
+        Captured arrays as calls read them, tensors on a GPU as they were given, and what they are
+        called among all arrays of a call.
+    tensors
+        Captured arrays that were given as tensors of torch, by name: calls on tensors alone run on
+        torch's stream, and autograd compares versions.
     numbers
         Captured numbers with such names, as `number_key` gives them.
     read_alone
@@ -83,6 +88,7 @@ class Modification:
         "function",
         "numbers",
         "read_alone",
+        "tensors",
         "traced",
     )
 
@@ -96,6 +102,7 @@ class Modification:
     traced: Traced
     array_names: tuple[str, ...]
     arrays: tuple[Any, ...]
+    tensors: Mapping[str, Any]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
     # The traced function, or None if there is CUDA text and the function cannot be traced.
@@ -127,14 +134,15 @@ class Modification:
             # With CUDA text any function will do: it is called with arrays.
             if cuda is None:
                 raise
+        given = dict(captures)
         if graph is not None:
-            read |= around.captured_in(graph)
+            given |= around.captured_in(graph)
         expression = graph
         if cuda is not None:
             args = (_argument(name, specs.get(name)) or _SYMBOLS[name] for name in names)
             expression = Node("cuda", self._type, tuple(args), (cuda.strip(), names))
         assert expression is not None
-        self._set(function, cuda, {n: value for n, (value, _) in read.items()}, expression, graph)
+        self._set(function, cuda, given, expression, graph)
 
     def _set(
         self,
@@ -154,7 +162,13 @@ class Modification:
             "cuda": cuda,
             "traced": Traced(expression, specs, self._block()),
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
-            "arrays": tuple(arrays.values()),
+            "arrays": tuple(
+                captures[name] if is_torch_on_gpu(captures[name]) else array
+                for name, array in arrays.items()
+            ),
+            "tensors": MappingProxyType(
+                {name: captures[name] for name in arrays if is_any_tensor(captures[name])}
+            ),
             "numbers": tuple(
                 (prefixed(self._keyword, name), number_key(value))
                 for name, (value, _) in read.items()
@@ -238,11 +252,23 @@ class Modification:
         raise AttributeError(f"a {type(self).__name__} is immutable; make another")
 
     def __copy__(self) -> Self:
-        return self._of_captures(self.captures)
+        return self._of_captures({**self.captures, **self.tensors})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As part of a model's configuration, say.
-        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in self.captures.items()})
+        captures = {**self.captures, **self.tensors}
+        return self._of_captures({n: copy.deepcopy(x, memo) for n, x in captures.items()})
+
+    def kept(self) -> Self:
+        """Return the same with copies of captured arrays, but for tensors, which have versions."""
+        copies = {
+            name: self.captures[name].copy()
+            for name, spec in self.specs.items()
+            if spec.rank is not None and name not in self.tensors
+        }
+        if not copies:
+            return self
+        return self._of_captures({**self.captures, **self.tensors, **copies})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         made: Self = object.__new__(type(self))
@@ -275,7 +301,9 @@ class Modification:
         if type(other) is not type(self):
             return NotImplemented
         return self._compared() == other._compared() and all(
-            map(_hold_the_same, self.arrays, other.arrays)
+            _hold_the_same(self.captures[name], other.captures[name])
+            for name, spec in self.specs.items()
+            if spec.rank is not None
         )
 
     def __hash__(self) -> int:

@@ -47,7 +47,7 @@ class Surroundings:
         reserved: Iterable[str],
     ) -> None:
         self._read = read
-        self._found: dict[str, Read] = {}
+        self._found: dict[str, Any] = {}
         self._names = {*reserved, *specs}
         # By identity. The first of each pair keeps the identity from being given to another.
         self._made: dict[int, tuple[Any, Any]] = {}
@@ -63,10 +63,10 @@ class Surroundings:
         made: Callable[..., Any] = self._stand_in("", function)
         return made
 
-    def captured_in(self, *graphs: Node) -> dict[str, Read]:
+    def captured_in(self, *graphs: Node) -> dict[str, Any]:
         """Return the arrays that the nodes of traced functions read, by name."""
         named = {node.value for node in postorder(*graphs) if node.op == "array"}
-        return {name: read for name, read in self._found.items() if name in named}
+        return {name: array for name, array in self._found.items() if name in named}
 
     def capture(self, name: str, array: Any) -> tuple[str, CaptureSpec]:
         """Add a capture, named after a variable, and return its name and spec."""
@@ -74,9 +74,10 @@ class Surroundings:
         while chosen in self._names:
             number += 1
             chosen = f"{name}_{number}"
-        self._found[chosen] = self._read(chosen, array)
+        _, spec = self._read(chosen, array)
+        self._found[chosen] = array
         self._names.add(chosen)
-        return chosen, self._found[chosen][1]
+        return chosen, spec
 
     def _stand_in(self, name: str, value: Any) -> Any:
         """Return the object that takes the place of a variable's value."""
@@ -113,6 +114,8 @@ class Surroundings:
         try:
             chosen, spec = self.capture(name, array)
         except (TypeError, ValueError):
+            if getattr(array, "requires_grad", False):
+                raise
             # A constant of a type that is not captured.
             return array
         return ProgramNumber(spec.parameter(chosen).node, array)

@@ -24,7 +24,7 @@ from cupy_flash.calls.arguments import Arguments
 from cupy_flash.differentiable import DifferentiableCall, dense_call, varlen_call
 from cupy_flash.reference import rows
 
-DTYPES = ("float16", "bfloat16", "float32", "float64", "int32")
+DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8")
 OURS, THEIRS = 0xA0, 0xB0
 # So many keys for a row that they are split.
 LENGTHS = {"q": 1, "k": 8192, "v": 8192}
@@ -32,6 +32,9 @@ LENGTHS = {"q": 1, "k": 8192, "v": 8192}
 
 class Tensor:
     """A tensor as far as its address, shape, strides and dtype go."""
+
+    __torch_dispatch__ = None
+    is_meta = is_nested = False
 
     def __init__(self, gpu: Any, shape: tuple[int, ...], dtype: Any, **options: Any) -> None:
         self._gpu = gpu
@@ -64,6 +67,16 @@ class Tensor:
     def get_device(self) -> int:
         return 0
 
+    def is_neg(self) -> bool:
+        return False
+
+    is_conj = _is_zerotensor = is_neg
+
+    def detach(self) -> Tensor:
+        return Tensor(
+            self._gpu, self.shape, self.dtype, address=self._address, strides=self._strides
+        )
+
     def expand(self, shape: tuple[int, ...]) -> Tensor:
         return Tensor(self._gpu, shape, self.dtype, strides=(0,) * len(shape))
 
@@ -86,7 +99,21 @@ Tensor.__module__ = "torch"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
     """Torch and CuPy on the legacy default stream, as both are unless told otherwise."""
     fake = fake_gpu.install(monkeypatch)
-    fake.theirs, fake.is_grad_enabled = 0, True
+    fake.theirs, fake.is_grad_enabled, fake.written = 0, True, []
+    private = SimpleNamespace(
+        _cuda_getCurrentRawStream=lambda device: fake.theirs,
+        _functorch=SimpleNamespace(
+            peek_interpreter_stack=lambda: None,
+            is_functorch_wrapped_tensor=lambda tensor: False,
+            is_legacy_batchedtensor=lambda tensor: False,
+        ),
+        _len_torch_dispatch_stack=lambda: 0,
+        _get_tracing_state=lambda: None,
+    )
+    autograd = SimpleNamespace(
+        forward_ad=SimpleNamespace(_current_level=-1),
+        graph=SimpleNamespace(increment_version=fake.written.extend),
+    )
     torch = SimpleNamespace(
         Tensor=Tensor,
         strided="strided",
@@ -98,8 +125,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> fake_gpu.FakeGpu:
         ),
         nn=SimpleNamespace(Parameter=type("Parameter", (Tensor,), {})),
         is_grad_enabled=lambda: fake.is_grad_enabled,
-        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.theirs),
-        **{name: name for name in (*DTYPES, "uint8")},
+        _C=private,
+        autograd=autograd,
+        **{name: name for name in DTYPES},
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(torch_arrays, "_one_of_cupy", lambda itemsize: Tensor(fake, (), None))
@@ -140,6 +168,7 @@ def test_an_out_of_torch_is_written_and_returned(gpu):
     out = Tensor(gpu, (2, 113, 6, 72), "float16")
     assert flash_attention(**qkv(gpu), out=out) is out
     assert gpu.launches[0][1]["out"]["data"] == out.data_ptr()
+    assert gpu.written == [out]
     tensors = qkv(gpu)
     over = Tensor(gpu, out.shape, out.dtype, address=tensors["v"].data_ptr() + 16)
     with pytest.raises(ValueError, match="out overlaps v; pass memory of its own"):
@@ -182,14 +211,9 @@ def test_tensors_beside_arrays_of_cupy_are_ordered_with_their_stream(gpu):
     assert gpu.order[-1] == (THEIRS, OURS)
 
 
-def test_a_tensor_that_requires_gradients_goes_through_dlpack_which_says_no(gpu, monkeypatch):
+def test_a_tensor_that_requires_gradients_is_refused_where_none_is_recorded(gpu):
     tensors = qkv(gpu) | {"k": Tensor(gpu, (2, 203, 3, 40), "float16", requires_grad=True)}
-
-    def from_dlpack(array: Any) -> Any:
-        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-
-    monkeypatch.setattr(sys.modules["cupy"], "from_dlpack", from_dlpack, raising=False)
-    with pytest.raises(TypeError, match=r"k cannot be read through DLPack: .* use tensor.detach"):
+    with pytest.raises(TypeError, match=r"k requires a gradient, .*; pass k\.detach\(\), or call"):
         flash_attention(**tensors)
 
 
@@ -230,6 +254,7 @@ def test_packed_and_cached_sequences_take_tensors_too(gpu):
     step = Tensor(gpu, (3, 1, 6, 40), "float16")
     new = [Tensor(gpu, (3, 1, 3, 40), "float16") for _ in range(2)]
     out = flash_attention_with_kvcache(step, *caches, *new, cache_seqlens=lengths)
+    assert gpu.written == caches
     assert out.shape == (3, 1, 6, 40)
     (_, append), (_, params) = gpu.launches[-2:]
     assert append["k"]["data"] == params["k"]["data"] == caches[0].data_ptr()
@@ -305,13 +330,14 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
         plain, backward = flash_attention_varlen, flash_attention_varlen_backward
     arrays = inputs + call.arrays_behind
     assert recorded.run(arrays, call.options) is None, "no call like it was made"
+    constants = tuple(call.constants.values())
     whole = {"causal": True, "return_lse": True, **options}
     plain(*inputs, **whole)  # what is prepared takes addresses too
     _, expected = structs_of(gpu, plain, *inputs, **whole)
     for _ in range(2):
         (results, found), launched = structs_of(gpu, recorded.run, arrays, call.options)
         assert launched == expected
-    record = recorded.record(found, results, call.arrays_behind)
+    record = recorded.record(found, results)
     out, lse = results
     dout = Tensor(gpu, out.shape, "float16")
     dlse = Tensor(gpu, lse.shape, "float32") if has_dlse else None
@@ -321,7 +347,7 @@ def test_a_repeated_call_and_its_gradients_launch_what_plain_ones_do(gpu, kind, 
     needed = tuple(name in wrt for name in "qkv")
     for _ in range(3):
         new, launched = structs_of(
-            gpu, recorded.gradients, record, (*inputs, *results), dout, dlse, needed
+            gpu, recorded.gradients, record, (*inputs, *results, *constants), dout, dlse, needed
         )
         assert launched == expected
         for gradient, is_needed, like in zip(new, needed, inputs, strict=True):
@@ -335,7 +361,7 @@ def test_what_is_not_as_recorded_is_left_to_the_usual_way(gpu):
     arrays = inputs + call.arrays_behind
     call.run(inputs)
     results, found = recorded.run(arrays, call.options)
-    record = recorded.record(found, results, call.arrays_behind)
+    record = recorded.record(found, results)
     dout = Tensor(gpu, results[0].shape, "float16")
     needed = (True, True, True)
 

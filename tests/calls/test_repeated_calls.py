@@ -36,7 +36,7 @@ BATCH, HEADS = 2, 4
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = fake_gpu.install(monkeypatch)
     # Else what is captured would be asked through DLPack.
-    monkeypatch.setattr(captures, "read", lambda name, value: value)
+    monkeypatch.setattr(captures, "read", lambda name, value, **_: value)
     return gpu
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support.block_map_text import check_map, compiled_masks, launched, map_of
 
-from cupy_flash.calls.block_maps import mask_text, packed_captures
+from cupy_flash.calls import block_maps as calls_block_maps
+from cupy_flash.calls.block_maps import map_of_mask, mask_text, packed_captures
 from cupy_flash.errors import UnsupportedError
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (
@@ -18,6 +19,7 @@ from cupy_flash.gpu.block_maps import (
     UNBOUNDED,
     BlockMap,
     Layout,
+    MapKey,
     MapSpec,
     block_map_unit,
     packed_params,
@@ -438,6 +440,30 @@ def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: Fak
     assert cuda.done == [(name, 0xA0) for name in KERNELS]
     cuda.capturing.clear()
     assert map_of(mod, SPEC, "float16").map is kept
+
+
+def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph goes on writing it, and torch keeps the memory of its graphs apart."""
+    made: list[int] = []
+
+    def new_torch_memory(size: int) -> tuple[object, int]:
+        made.append(size)
+        return object(), len(made) << 50
+
+    monkeypatch.setattr(calls_block_maps, "new_torch_memory", new_torch_memory)
+    mod, key = documents(), MapKey(0, "float16", SPEC)
+    kept = map_of_mask(mod, key, 0xA0, of_torch=True)
+    assert not made, "a kept map lies on a stream of its own"
+    cuda.capturing.add(0xA0)
+    monkeypatch.setattr(cuda, "alloc", None)
+    ready = map_of_mask(mod, key, 0xA0, of_torch=True)
+    layout = Layout.of(SPEC, mask_text(mod, "float16"))
+    assert made == [layout.bytes, layout.scratch]
+    assert ready.address == 1 << 50
+    cuda.capturing.clear()
+    assert map_of_mask(mod, key, 0xA0, of_torch=True) is kept
 
 
 def test_the_legacy_stream_is_not_asked_whether_it_is_captured(cuda: FakeCuda) -> None:

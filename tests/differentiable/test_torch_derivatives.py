@@ -1,0 +1,325 @@
+"""Derivatives that torch knows and attention does not have: errors, and never zeros."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cupy_flash
+
+torch = pytest.importorskip("torch")
+ct = pytest.importorskip("cupy_flash.torch")
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Torch's own compiler and tracer use what torch has given up.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning"
+)
+
+SECOND = "has no second derivative"
+TANGENT = "has a tangent, and attention has no forward-mode derivative"
+TRANSFORM = "is passed inside of a transform"
+TRACED = "is passed while torch traces a graph"
+
+
+def numbers(device: str) -> Any:
+    return torch.randn(1, 4, 2, 3, dtype=torch.float64, device=device)
+
+
+def dense(x: Any, **options: Any) -> Any:
+    return ct.flash_attention(x, x, x, **options)
+
+
+def packed(x: Any, **options: Any) -> Any:
+    return ct.flash_attention_qkvpacked(torch.stack((x, x, x), 2), **options)
+
+
+def varlen(x: Any, **options: Any) -> Any:
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
+    return ct.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3, **options)
+
+
+def with_lse(x: Any) -> Any:
+    return dense(x, return_lse=True)[1]
+
+
+def operator(x: Any) -> Any:
+    plain = (None, None, [None] * 5, [-1, -1], None)
+    return torch.ops.cupy_flash.attention(x, x, x, *plain, False, None, None, "bshd")[0]
+
+
+def operator_varlen(x: Any) -> Any:
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
+    plain = (None, None, [None] * 5, [-1, -1], None)
+    lengths = (ends, ends, 3, 3, None)
+    return torch.ops.cupy_flash.attention_varlen(*[x[0]] * 3, *plain, *lengths, False, None)[0]
+
+
+FUNCTIONS = [dense, packed, varlen, with_lse]
+OPERATORS = [operator, operator_varlen]
+
+
+def penalty(attention: Any, x: Any, t: Any) -> Any:
+    """Gradient of |dy/dx|^2 with respect to a weight in front of attention."""
+    weight = torch.eye(3, dtype=x.dtype, device=x.device, requires_grad=True)
+    x = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(attention(x @ weight).sum(), x, create_graph=True)
+    return torch.autograd.grad(dx.square().sum(), weight)
+
+
+def backward_twice(attention: Any, x: Any, t: Any) -> Any:
+    x = x.clone().requires_grad_()
+    attention(x).square().sum().backward(create_graph=True)
+    gradient = x.grad
+    x.grad = None
+    gradient.sum().backward()
+
+
+def product(name: str) -> Callable[..., Any]:
+    def computed(attention: Any, x: Any, t: Any) -> Any:
+        return getattr(torch.autograd.functional, name)(lambda x: attention(x).sum(), x, t)
+
+    computed.__name__ = name
+    return computed
+
+
+def hessian(attention: Any, x: Any, t: Any) -> Any:
+    return torch.autograd.functional.hessian(lambda x: attention(x).sum(), x)
+
+
+def double_jvp(attention: Any, x: Any, t: Any) -> Any:
+    return torch.autograd.functional.jvp(attention, x, t)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", FUNCTIONS + OPERATORS)
+@pytest.mark.parametrize(
+    "derivative",
+    [penalty, backward_twice, product("hvp"), product("vhp"), hessian, double_jvp],
+)
+def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: str) -> None:
+    x, t = numbers(device), numbers(device)
+    with pytest.raises(RuntimeError, match=SECOND):
+        derivative(attention, x, t)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_gradients_in_a_graph_are_those_outside(attention: Any, device: str) -> None:
+    """A graph of gradients is made, as some optimizers ask for one, and not used."""
+    x = numbers(device).requires_grad_()
+    expected = torch.autograd.grad(attention(x).square().sum(), x)
+    found = torch.autograd.grad(attention(x).square().sum(), x, create_graph=True)
+    assert torch.equal(found[0], expected[0])
+    assert found[0].requires_grad
+
+
+def dual(attention: Any, x: Any, t: Any) -> Any:
+    import torch.autograd.forward_ad as forward
+
+    with forward.dual_level():
+        return forward.unpack_dual(attention(forward.make_dual(x, t))).tangent
+
+
+def dual_of_parameters(attention: Any, x: Any, t: Any) -> Any:
+    return dual(attention, x.clone().requires_grad_(), t)
+
+
+def jvp(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.jvp(attention, (x,), (t,))
+
+
+def linearize(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.linearize(attention, x)[1](t)
+
+
+def jacfwd(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.jacfwd(attention)(x)
+
+
+def grad(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.grad(lambda x: attention(x).sum())(x)
+
+
+def vjp(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.vjp(attention, x)
+
+
+def vmap(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.vmap(attention)(torch.stack((x, t)))
+
+
+def functionalize(attention: Any, x: Any, t: Any) -> Any:
+    return torch.func.functionalize(attention)(x)
+
+
+def make_fx(attention: Any, x: Any, t: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(attention)(x)(t)
+
+
+def jit_trace(attention: Any, x: Any, t: Any) -> Any:
+    return torch.jit.trace(attention, (x,), check_trace=False)(t)
+
+
+def fake(attention: Any, x: Any, t: Any) -> Any:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        return attention(mode.from_tensor(x))
+
+
+def plain(x: Any) -> Any:
+    return cupy_flash.flash_attention(x, x, x)
+
+
+def plain_packed(x: Any) -> Any:
+    return cupy_flash.flash_attention_qkvpacked(torch.stack((x, x, x), 2))
+
+
+def plain_varlen(x: Any) -> Any:
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32, device=x.device)
+    return cupy_flash.flash_attention_varlen(x[0], x[0], x[0], ends, ends, 3, 3)
+
+
+def plain_cached(x: Any) -> Any:
+    cache = torch.zeros(1, 9, 2, 3, dtype=x.dtype, device=x.device)
+    return cupy_flash.flash_attention_with_kvcache(x, cache, cache.clone(), cache_seqlens=3)
+
+
+def plain_combine(x: Any) -> Any:
+    return cupy_flash.combine(x[:, None], torch.zeros_like(x[:, None, ..., 0]).swapaxes(2, 3))[0]
+
+
+def plain_backward(x: Any) -> Any:
+    with torch.no_grad():
+        y = torch.linspace(-1, 1, 24, dtype=x.dtype, device=x.device).view(1, 4, 2, 3)
+        out, lse = cupy_flash.flash_attention(y, y, y, return_lse=True)
+    return cupy_flash.flash_attention_backward(x, y, y, y, out, lse)[0]
+
+
+PLAIN = [plain, plain_packed, plain_varlen, plain_cached, plain_combine, plain_backward]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", FUNCTIONS + PLAIN)
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (dual, TANGENT),
+        (dual_of_parameters, f"{TANGENT}|requires a gradient"),
+        (jvp, TRANSFORM),
+        (linearize, TRACED),
+        (jacfwd, TRANSFORM),
+        (grad, TRANSFORM),
+        (vjp, TRANSFORM),
+        (vmap, TRANSFORM),
+        (functionalize, TRANSFORM),
+        (make_fx, TRACED),
+        (jit_trace, TRACED),
+        (fake, TRACED),
+    ],
+)
+def test_what_memory_does_not_hold_is_refused(
+    transform: Any, message: str, attention: Any, device: str
+) -> None:
+    x, t = numbers(device), numbers(device)
+    if attention is plain_varlen or attention is varlen:
+        # Indexing makes a tensor of its own under the transform, and lengths are traced too.
+        message = f"{message}|{TRANSFORM}|{TRACED}"
+    with pytest.raises((NotImplementedError, TypeError), match=message):
+        transform(attention, x, t)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", OPERATORS)
+@pytest.mark.parametrize("transform", [dual, dual_of_parameters, jvp, linearize, jacfwd])
+def test_operators_drop_no_tangent(transform: Any, attention: Any, device: str) -> None:
+    with pytest.raises((NotImplementedError, RuntimeError), match=f"{TANGENT}|[Bb]atching rule"):
+        transform(attention, numbers(device), numbers(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("transform", [dual, jvp])
+def test_compiled_calls_drop_no_tangent(transform: Any, backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(dense, backend=backend)
+    with pytest.raises(NotImplementedError, match=f"{TANGENT}|{TRANSFORM}"):
+        transform(compiled, numbers(device), numbers(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_of_gradients_are_refused(device: str) -> None:
+    x = numbers(device).requires_grad_()
+    out = dense(x)
+    with pytest.raises(NotImplementedError, match=TRANSFORM):
+        torch.autograd.grad(out, x, torch.stack((out, out)).detach(), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
+    import torch.autograd.forward_ad as forward
+
+    x, slopes = numbers(device), torch.ones(2, dtype=torch.float64, device=device)
+    with forward.dual_level():
+        tangent = forward.make_dual(slopes, slopes)
+        with pytest.raises(NotImplementedError, match=f"alibi_slopes {TANGENT}"):
+            dense(x, causal=True, alibi_slopes=tangent)
+        with pytest.raises(NotImplementedError, match=f"gain {TANGENT}"):
+            cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=tangent)
+        scale = forward.make_dual(slopes[0].clone(), slopes[0].clone())
+        for name in ("softmax_scale", "softcap"):
+            with pytest.raises(NotImplementedError, match=f"{name} {TANGENT}"):
+                dense(x, **{name: scale})
+        # Others stay what they are.
+        assert torch.equal(dense(x), plain(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", FUNCTIONS)
+def test_modes_that_look_on_are_let_be(attention: Any, device: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = numbers(device)
+    expected = attention(x)
+    with FlopCounterMode(display=False):
+        assert torch.equal(attention(x), expected)
+
+
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "alibi_slopes", "gain"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_parameter_is_left_without_its_gradient(device: str, name: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float64, device=device))
+    x = numbers(device)
+    if name == "gain":
+        gain = parameter.detach()
+        mod = cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
+        gain.requires_grad_()
+        options: dict[str, Any] = {"score_mod": mod}
+    elif name == "alibi_slopes":
+        options = {name: parameter, "causal": True}
+    else:
+        options = {name: torch.nn.Parameter(parameter[0].detach().clone())}
+    for inputs in (x, x.clone().requires_grad_()):
+        for attention in (dense, packed, varlen):
+            with pytest.raises((TypeError, ValueError), match=f"{name} requires a gradient"):
+                attention(inputs, **options)
+            with torch.no_grad():
+                attention(inputs, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("attention", PLAIN)
+def test_plain_functions_name_those_that_record(attention: Any, device: str) -> None:
+    x = numbers(device)
+    with pytest.raises(TypeError, match=re.escape(".detach(), or call the function of cupy_fl")):
+        attention(x.clone().requires_grad_())
+    with torch.no_grad():
+        recording = attention(x.clone().requires_grad_())
+    assert torch.equal(recording, attention(x))
+    assert not recording.requires_grad

@@ -1,0 +1,214 @@
+"""Graphs of torch that capture calls with masks: whose memory they write, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupy_flash
+from cupy_flash import BlockList, MaskMod, ScoreMod
+
+torch = pytest.importorskip("torch")
+ct = pytest.importorskip("cupy_flash.torch")
+
+pytestmark = pytest.mark.gpu
+
+KEYS, HEADS, DIM = 2048, 2, 64
+MODES = ["global", "thread_local", "relaxed"]
+
+
+def documents(step: int) -> Any:
+    return (torch.arange(KEYS, device="cuda") // step).to(torch.int32)
+
+
+def same_document(i: Any, j: Any, ids: Any) -> Any:
+    return ids[i] == ids[j]
+
+
+def blocks() -> Any:
+    return torch.eye(KEYS // 256, dtype=torch.bool, device="cuda")[None, None]
+
+
+# What makes the modifications of a call, and the pairs that it sees.
+MASKS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any, Any], Any]]] = {
+    "positions": (
+        lambda: {"mask_mod": MaskMod(lambda i, j: i // 300 == j // 300)},
+        lambda i, j: i // 300 == j // 300,
+    ),
+    "int32": (
+        lambda: {"mask_mod": MaskMod(same_document, ids=documents(300))},
+        lambda i, j: i // 300 == j // 300,
+    ),
+    "int64": (
+        lambda: {"mask_mod": MaskMod(same_document, ids=documents(300).long())},
+        lambda i, j: i // 300 == j // 300,
+    ),
+    "blocks": (
+        lambda: {"mask_mod": BlockList(blocks(), (256, 256))},
+        lambda i, j: i // 256 == j // 256,
+    ),
+    "bool mask": (
+        lambda: {"mask": documents(300)[:, None] == documents(300)[None]},
+        lambda i, j: i // 300 == j // 300,
+    ),
+    "score_mod": (
+        lambda: {
+            "score_mod": ScoreMod(
+                lambda score, j, gain: score * gain[j],
+                gain=torch.ones(KEYS, dtype=torch.float32, device="cuda"),
+            ),
+            "causal": True,
+        },
+        lambda i, j: i >= j,
+    ),
+}
+
+
+def inputs() -> list[Any]:
+    return [torch.randn(1, KEYS, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(3)]
+
+
+def formula(q: Any, k: Any, v: Any, seen: Any) -> Any:
+    q, k, v = (x.detach().double().transpose(1, 2) for x in (q, k, v))
+    scores = (q @ k.mT * DIM**-0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def pairs(rule: Callable[[Any, Any], Any]) -> Any:
+    positions = torch.arange(KEYS, device="cuda")
+    return rule(positions[:, None], positions[None])
+
+
+def check(out: Any, expected: Any) -> None:
+    # Numbers of order 1 in float16, as a mean of values; probabilities are rounded to 11 bits.
+    assert (out.double() - expected).abs().max().item() < 0.01
+
+
+def captured(call: Callable[[], Any], mode: str) -> tuple[Any, Any, Any]:
+    """A graph, its stream and its result; made twice before on that stream."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        out = call()
+    torch.cuda.synchronize()
+    return graph, stream, out
+
+
+def foreign_arrays(stream: Any) -> list[Any]:
+    """Others' arrays of CuPy's pool, of that stream and of any, which a graph must not write."""
+    import cupy
+
+    found = []
+    for own in (cupy.cuda.ExternalStream(stream.cuda_stream), cupy.cuda.Stream.null):
+        with own:
+            found += [cupy.zeros(512 * n, np.uint8) for n in range(1, 300)]
+            own.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
+    import cupy
+
+    make, rule = MASKS[name]
+    (q, k, v), options = inputs(), make()
+    graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
+    if "mask_mod" in options:
+        # What the calls before the capture have kept; the graph's map is its own.
+        options["mask_mod"].refresh()
+    cupy.get_default_memory_pool().free_all_blocks()
+    others = foreign_arrays(stream)
+    of_torch = [torch.zeros(512 * n, dtype=torch.uint8, device="cuda") for n in range(1, 300)]
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, formula(q, k, v, pairs(rule)))
+    assert not any(bool((x != 0).any()) for x in others)
+    assert not any(x.any().item() for x in of_torch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_follows_what_a_captured_tensor_holds(mode: str) -> None:
+    q, k, v = inputs()
+    ids = documents(300)
+    mod = MaskMod(same_document, ids=ids)
+    graph, _, out = captured(lambda: cupy_flash.flash_attention(q, k, v, mask_mod=mod), mode)
+    for step in (300, 77, 1000):
+        ids.copy_(documents(step))
+        graph.replay()
+        torch.cuda.synchronize()
+        check(out, formula(q, k, v, pairs(lambda i, j, step=step: i // step == j // step)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_outlives_the_maps_that_a_mask_keeps(mode: str) -> None:
+    import cupy
+
+    q, k, v = inputs()
+    mod = MaskMod(lambda i, j: i // 300 == j // 300)
+    graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, mask_mod=mod), mode)
+    expected = formula(q, k, v, pairs(lambda i, j: i // 300 == j // 300))
+    check(cupy_flash.flash_attention(q, k, v, mask_mod=mod), expected)
+    mod.refresh()
+    cupy.get_default_memory_pool().free_all_blocks()
+    foreign_arrays(stream)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    check(out, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_graph_holds_gradients_of_masked_calls(name: str, mode: str) -> None:
+    make, rule = MASKS[name]
+    rows, options = [x.requires_grad_() for x in inputs()], make()
+    dout = torch.randn_like(rows[0])
+
+    def step() -> tuple[Any, ...]:
+        out = ct.flash_attention(*rows, **options)
+        return torch.autograd.grad(out, rows, dout)
+
+    graph, _, found = captured(step, mode)
+    wide = [x.detach().double().requires_grad_() for x in rows]
+    q, k, v = (x.transpose(1, 2) for x in wide)
+    scores = (q @ k.mT * DIM**-0.5).masked_fill(~pairs(rule), -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    expected = torch.autograd.grad(out, wide, dout.double())
+    for x in found:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(found, expected, strict=True):
+        # As forward; gradients of keys are sums over many queries, of order 1 still.
+        assert (x.double() - y).abs().max().item() < 0.01 * max(1, y.abs().max().item())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_appends_and_counts(mode: str) -> None:
+    """Versions are counted when a call is captured: replays write again without a count."""
+    q, k, v = (torch.randn(2, 1, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(3))
+    caches = [torch.zeros(2, 64, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(2)]
+    lengths = torch.tensor([3, 9], dtype=torch.int32, device="cuda")
+
+    def call() -> Any:
+        return cupy_flash.flash_attention_with_kvcache(q, *caches, k, v, cache_seqlens=lengths)
+
+    graph, _, out = captured(call, mode)
+    version = caches[0]._version
+    lengths.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert caches[0]._version == version
+    for b, n in enumerate((4, 10)):
+        assert torch.equal(caches[0][b, n], k[b, 0])
+    assert out.isfinite().all()

@@ -3,6 +3,7 @@
 // the gradients.
 #pragma once
 
+#include "backward/clean.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/weigh.cuh"
 #include "ptx/registers.cuh"
@@ -77,6 +78,23 @@ struct HopperGradientProducts {
 
   // The first of the consumer's keys.
   __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
+
+  // Before a consumer multiplies with its keys, which are there; others read them behind a barrier.
+  __device__ void clean_keys() const {
+    if constexpr (Config::inspects) {
+      constexpr int bytes = 64 * KeyTile::line_bytes;
+#pragma unroll 1
+      for (int slab = 0; slab < KeyTile::slabs; ++slab) {
+        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + slab * KeyTile::slab_bytes);
+#pragma unroll
+        for (int at = threadIdx.x % 128 * 16; at < bytes; at += 128 * 16) {
+          clean_chunk<Element>(rows + at);
+        }
+      }
+      ptx::fence_proxy_async();
+      Cta::await_own(consumer);
+    }
+  }
 
   // ---- Products.
 
@@ -294,14 +312,18 @@ struct HopperGradientProducts {
     }
   }
 
-  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
-  __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
-    if (is_masked || Mods::hides_pairs) {
+  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient, nor has a row's only key.
+  __device__ void finish_gradients(Scores& gradients, const Scores& scores, const Step& step,
+                                   int part, bool is_masked) const {
+    if (is_masked || Config::conceals) {
+      constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
         const float of_score = scores[i] * gradients[i];
-        gradients[i] = scores[i] == 0 ? 0 : of_score;
+        const bool is_only = may_see_one && scores[i] > p_of_one_key<Element>;
+        gradients[i] = scores[i] == 0 || is_only ? 0 : of_score;
       }
+      if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(gradients));
     } else {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) gradients[i] *= scores[i];

@@ -123,6 +123,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void sweep() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
+    Base::clean_keys();
     Scores first;
     start_next(first);
     await_next(first);
@@ -257,7 +258,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   template <bool Last>
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
-    if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
+    if constexpr (wants_ds) weigh(left_ds, step, cta.is_masked(step));
     Cta::tell(cta.dout_empty(dout_ring.slot));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
@@ -281,13 +282,13 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     parity ^= 1;
   }
 
-  __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
+  __device__ void weigh(LeftOperand& left_ds, const Step& step, bool is_masked) {
     Scores scores;
     ptx::mbarrier_wait(cta.weights_full(), parity);
     take(scores);
     Base::look_for_seen(scores);
     Base::template await<0>(gradients);
-    Base::finish_gradients(gradients, scores, is_masked);
+    Base::finish_gradients(gradients, scores, step, 0, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_pairs(left_ds, 0);
     ptx::fence_proxy_async();

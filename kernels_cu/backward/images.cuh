@@ -44,12 +44,8 @@ struct RowFactors {
 
   // Of a row that is even and the next one, as float16: 0 from 2^-32 on.
   __device__ unsigned of_pair(int row) const {
-    const auto of = [](int power) {
-      constexpr unsigned long long values = 0x000101001c003c00;
-      return power < 4 ? unsigned(values >> 16 * power) & 0xffff : 0;
-    };
     const int two = powers[row / 2];
-    return of(two & 15) | of(two >> 4) << 16;
+    return pack<half_t>(value(two & 15), value(two >> 4));
   }
 
   // To p of a lane's queries and keys as accumulators have them, of queries from `first` on.

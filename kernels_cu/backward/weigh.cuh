@@ -47,6 +47,10 @@ struct Weigh {
           const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
           score(r, n) = probability;
           bool counts = seen && !sees_one;
+          // Scores of -inf hide, too.
+          if constexpr (Config::conceals && Mods::changes_scores) {
+            counts = counts && probability != 0;
+          }
           if constexpr (may_see_one) counts = counts && !(probability > one * limit);
           gradient(r, n) = counts ? of_score : T(0);
         },

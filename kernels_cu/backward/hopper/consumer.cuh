@@ -119,7 +119,8 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     if constexpr (wants_ds) {
       if constexpr (!at_once) {
         Base::template await<wants_v>(gradients);
-        Base::finish_gradients(gradients, scores, step, Part, is_masked);
+        Base::finish_gradients(gradients, scores, is_masked);
+        Base::settle(gradients, scores, step, Part, is_masked);
       }
       Base::narrow(left_ds, gradients);
     }

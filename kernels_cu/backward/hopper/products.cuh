@@ -312,18 +312,24 @@ struct HopperGradientProducts {
     }
   }
 
-  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient, nor has a row's only key.
-  __device__ void finish_gradients(Scores& gradients, const Scores& scores, const Step& step,
-                                   int part, bool is_masked) const {
+  // A row's only key has no gradient: 0 in place of its p, or of what it is multiplied with.
+  __device__ void settle(Scores& of, const Scores& scores, const Step& step, int part,
+                         bool is_masked) const {
+    if constexpr (settles_one_key<Config> && Config::conceals) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
+    }
+    if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(of));
+  }
+
+  // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
+  __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
     if (is_masked || Config::conceals) {
-      constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
         const float of_score = scores[i] * gradients[i];
-        const bool is_only = may_see_one && scores[i] > p_of_one_key<Element>;
-        gradients[i] = scores[i] == 0 || is_only ? 0 : of_score;
+        gradients[i] = scores[i] == 0 ? 0 : of_score;
       }
-      if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(gradients));
     } else {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) gradients[i] *= scores[i];

@@ -190,7 +190,17 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     }
     Base::look_for_seen(scores);
     Base::narrow(left_p, scores);
-    if constexpr (wants_ds) give(Base::at_once ? weights : left_p);
+    if constexpr (wants_ds) {
+      if constexpr (Base::at_once) {
+        give(weights);
+      } else if (settles_one_key<Config> && (is_masked || Config::conceals)) {
+        Base::settle(scores, scores, step, 0, is_masked);
+        Base::narrow(weights, scores);
+        give(weights);
+      } else {
+        give(left_p);
+      }
+    }
   }
 
   __device__ void give(const LeftOperand& weights) const {
@@ -258,7 +268,7 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
   template <bool Last>
   __device__ void visit(const Step& step) {
     LeftOperand left_ds;
-    if constexpr (wants_ds) weigh(left_ds, step, cta.is_masked(step));
+    if constexpr (wants_ds) weigh(left_ds, cta.is_masked(step));
     Cta::tell(cta.dout_empty(dout_ring.slot));
     dout_ring.advance();
     if constexpr (wants_k) Base::start_key_sums(sums_k, left_ds, 0);
@@ -282,13 +292,13 @@ struct HopperKeyConsumer : HopperWideProducts<Config> {
     parity ^= 1;
   }
 
-  __device__ void weigh(LeftOperand& left_ds, const Step& step, bool is_masked) {
+  __device__ void weigh(LeftOperand& left_ds, bool is_masked) {
     Scores scores;
     ptx::mbarrier_wait(cta.weights_full(), parity);
     take(scores);
     Base::look_for_seen(scores);
     Base::template await<0>(gradients);
-    Base::finish_gradients(gradients, scores, step, 0, is_masked);
+    Base::finish_gradients(gradients, scores, is_masked);
     Base::narrow(left_ds, gradients);
     if constexpr (wants_q) Base::write_pairs(left_ds, 0);
     ptx::fence_proxy_async();

@@ -210,7 +210,6 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
   // ds' of the queries from `first` on as they add to dk.
   __device__ void apply_to_left(Left& left, int stage, int first) const {
     const RowFactors& of_rows = factors(stage);
-    if (!of_rows.differ) return;
 #pragma unroll
     for (int step = 0; step < steps; ++step) {
 #pragma unroll

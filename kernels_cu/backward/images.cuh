@@ -345,6 +345,7 @@ struct ImageMaker {
     const int row = threadIdx.x;
     const bool is_own = row < Br;
     auto own = is_own && row < left ? terms[row] : typename Images::Terms{};
+    if (clears_dout(own)) own.delta = 0;
     const auto finite_size = [&] {
       const float size = fabsf(own.delta);
       return size < SoftmaxMath<float>::infinity() ? size : 0;

@@ -215,11 +215,14 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Pieces of an infinite key are zeros: its scores are -inf where they make no lse NaN.
+  // Pieces of an infinite key are zeros: its scores, times the scale, are -inf where they make no
+  // lse NaN.
   __device__ void hide_infinite_keys(Scores& scores) const {
     const auto& keys =
         *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_at);
     if (!keys.has_infinite) return;
+    const float infinity = SoftmaxMath<float>::infinity();
+    const float hidden = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -229,7 +232,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            scores[i][j][2 * half + c] = -SoftmaxMath<float>::infinity();
+            scores[i][j][2 * half + c] = hidden;
           }
         }
       }

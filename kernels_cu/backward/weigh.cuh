@@ -46,13 +46,10 @@ struct Weigh {
           const T probability = seen ? Math::exp2(exponent) : T(0);
           const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
           score(r, n) = probability;
-          bool counts = seen && !sees_one;
-          // Scores of -inf hide, too.
-          if constexpr (Config::conceals && Mods::changes_scores) {
-            counts = counts && probability != 0;
-          }
+          // Where functions hide, scores of -inf do, too.
+          bool counts = Config::conceals ? probability != 0 : seen;
           if constexpr (may_see_one) counts = counts && !(probability > one * limit);
-          gradient(r, n) = counts ? of_score : T(0);
+          gradient(r, n) = counts && !sees_one ? of_score : T(0);
         },
         0, Queries);
   }
@@ -102,6 +99,11 @@ struct Weigh {
   static constexpr T limit = p_of_one_key<Element>;
   // Whether functions or arrays may leave a row one key of several.
   static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
+
+  // Whether rows that see one key by their places are asked for: of 16-bit inputs those are above the
+  // limit as well, unless scores are of thousands, and registers are few.
+  static constexpr bool asks_places =
+      settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);
 
   // How many keys a row sees by their places. It grows from row to row, and then falls.
   __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
@@ -158,7 +160,7 @@ struct Weigh {
       const T lse_log2 = terms(r).lse_log2;
       Places places = {};
       if constexpr (Masked) places = places_of(row, first_key);
-      const bool sees_one = Masked && settles_one_key<Config> && count(row) == 1;
+      const bool sees_one = Masked && asks_places && count(row) == 1;
       if constexpr (is_modified) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);

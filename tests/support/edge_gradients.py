@@ -1,4 +1,4 @@
-"""Backward calls at the edges of what is seen: rows that see one key or none, keys that none sees."""
+"""Backward calls at the edges of what is seen: rows with one key or none, keys without rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 import cupy_flash
 from cupy_flash import MaskMod
-from support.modified_calls import DTYPES
+from support.gradient_calls import GradientCall
+from support.modified_calls import DTYPES, ModifiedCall
 
 BATCH, HEADS, HEADS_KV = 2, 4, 2
 ALL = slice(None)
@@ -22,6 +23,9 @@ class EdgeCall(NamedTuple):
     ----------
     rows, keys
         Queries that see one key or none; keys that none sees.
+    hidden
+        What may be NaN in those that see none and that none sees. A bias hides a score by adding
+        -inf to it, and NaN stays.
     """
 
     seqlen_q: int
@@ -29,6 +33,7 @@ class EdgeCall(NamedTuple):
     options: Mapping[str, Any]
     rows: slice = slice(0)
     keys: slice = slice(0)
+    hidden: tuple[str, ...] = ("q", "k", "v", "dout")
 
     def arrays(self, dtype: str, head_dim: int, rng: Any) -> dict[str, np.ndarray]:
         """Random q, k, v and dout in host memory."""
@@ -44,7 +49,7 @@ class EdgeCall(NamedTuple):
         found: tuple[Any, ...] = cupy_flash.flash_attention(
             *(xp.asarray(arrays[n]) for n in "qkv"),
             return_lse=True,
-            **self._options(xp),
+            **self._options(arrays, xp),
             **where,
         )
         return found
@@ -56,21 +61,25 @@ class EdgeCall(NamedTuple):
         found = cupy_flash.flash_attention_backward(
             *(xp.asarray(arrays[n]) for n in ("dout", *"qkv")),
             *results,
-            **self._options(xp),
+            **self._options(arrays, xp),
             **where,
         )
         return [x if xp is np else x.get() for x in found]
 
-    def _options(self, xp: Any) -> dict[str, Any]:
-        return {n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in self.options.items()}
+    def _options(self, arrays: Mapping[str, np.ndarray], xp: Any) -> dict[str, Any]:
+        """Numbers are float64 where the arrays are."""
+        real = np.float64 if arrays["q"].dtype == np.float64 else np.float32
+        found = dict(self.options)
+        for name, value in self.options.items():
+            if isinstance(value, np.ndarray):
+                found[name] = xp.asarray(value.astype(real) if value.dtype.kind == "f" else value)
+        return found
 
-    def poisoned(
-        self, arrays: Mapping[str, np.ndarray], value: float
-    ) -> dict[str, np.ndarray]:
+    def poisoned(self, arrays: Mapping[str, np.ndarray], value: float) -> dict[str, np.ndarray]:
         """The same with a value in what belongs to `rows` and `keys`."""
         found = {name: array.copy() for name, array in arrays.items()}
-        for name, array in found.items():
-            array[:, self.rows if name in ("q", "dout") else self.keys] = value
+        for name in self.hidden:
+            found[name][:, self.rows if name in ("q", "dout") else self.keys] = value
         return found
 
 
@@ -131,7 +140,8 @@ def _masked(rng: Any, **more: Any) -> EdgeCall:
 
 def _biased(rng: Any, **more: Any) -> EdgeCall:
     call = _masked(rng)
-    return call._replace(options={"bias": _bias(call.options["mask"], rng)} | more)
+    options = {"bias": _bias(call.options["mask"], rng)} | more
+    return call._replace(options=options, hidden=("v", "dout"))
 
 
 # Ways to hide rows and keys from all.
@@ -149,7 +159,28 @@ NONE: dict[str, Callable[[Any], EdgeCall]] = {
     "bias": _biased,
     "bias and softcap": lambda rng: _biased(rng, softcap=20.0),
     "function": lambda rng: EdgeCall(
-        150, 200, {"mask_mod": MaskMod(lambda b, h, i, j: (i >= 90) & (j % 7 != 3))},
-        slice(40), slice(3, None, 7),
+        150,
+        200,
+        {"mask_mod": MaskMod(lambda b, h, i, j: (i >= 90) & (j % 7 != 3))},
+        slice(40),
+        slice(3, None, 7),
     ),
 }
+
+
+def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
+    """A call whose rows have most of their weight on one key each, up to all but 2^-45.
+
+    A mask that hides nothing lets kernels look for rows that see one key alone.
+    """
+    rows, keys = 300, 130
+    k, v = rng.standard_normal((2, BATCH, keys, HEADS_KV, head_dim))
+    own = np.repeat(k[:, rng.integers(0, keys, rows)], HEADS // HEADS_KV, axis=2)
+    # Scaled scores of the own keys are about so much above those of others.
+    gaps = np.linspace(2, 32, rows)[:, None, None]
+    q = own * gaps * np.sqrt(head_dim) / (own**2).sum(-1, keepdims=True)
+    dout = rng.standard_normal(q.shape)
+    arrays = {"q": q, "k": k, "v": v}
+    arrays = {name: x.astype(DTYPES[dtype]) for name, x in arrays.items()}
+    arrays["mask"] = np.ones((1, 1, rows, keys), bool)
+    return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))

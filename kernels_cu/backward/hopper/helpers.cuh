@@ -135,14 +135,12 @@ struct HopperGradientTerms {
   template <class Tile, class Clears>
   __device__ static void clear(unsigned arrived, int parity, unsigned tile, int rows,
                                Clears clears) {
-    if constexpr (!Config::inspects) {
-      clear_tail<Tile>(arrived, parity, tile, rows);
-    } else {
-      // Rows behind the last see nothing either.
-      ptx::mbarrier_wait(arrived, parity);
+    clear_tail<Tile>(arrived, parity, tile, rows);
+    if constexpr (Config::inspects) {
 #pragma unroll
       for (int i = 0; i < rows_of_lane; ++i) {
-        if (clears(i)) Tile::clear_row(tile, i * 32 + threadIdx.x % 32);
+        const int row = i * 32 + threadIdx.x % 32;
+        if (row < rows && clears(i)) Tile::clear_row(tile, row);
       }
       ptx::fence_proxy_async();
     }

@@ -312,14 +312,16 @@ struct HopperGradientProducts {
     }
   }
 
-  // A row's only key has no gradient: 0 in place of its p, or of what it is multiplied with.
+  // A row's only key has no gradient: 0 in place of its p, or of what that is multiplied with. To go
+  // by places as well takes registers that kernels with functions do not have.
   __device__ void settle(Scores& of, const Scores& scores, const Step& step, int part,
                          bool is_masked) const {
-    if constexpr (settles_one_key<Config> && Config::conceals) {
+    if constexpr (!Config::conceals) {
+      if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(of));
+    } else if constexpr (settles_one_key<Config>) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
     }
-    if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(of));
   }
 
   // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.

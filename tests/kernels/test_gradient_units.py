@@ -36,7 +36,7 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
-    ("hopper", "sm_90", "bfloat16", 128, 48, {"mask_mod": DOCUMENTS}),
+    ("hopper", "sm_90", "bfloat16", 128, 232, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
     ("mma", "sm_90", "float32", 64, 172, {"softcap": 30.0}),
     ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),

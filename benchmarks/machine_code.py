@@ -12,9 +12,10 @@
 
 The table holds a set of kernels over all families, dtypes, masks, layouts and some architectures,
 which the tests compile too, and every kernel of a record or a shipped tile; an entry is all that is
-compiled together, as the kernels of a call for gradients are. A record or a tile is stamped anew
-only if it was measured on the sources that the table was written for, and all of its kernels are
-the same today, instruction by instruction. No GPU is needed.
+compiled together, as the kernels of a call for gradients are. The rows of a record or a tuned table
+that name one family are stamped anew only if they were measured on the sources that the table was
+written for, and all of their kernels are the same today, instruction by instruction. Comments and
+names of files change no digest. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -539,27 +540,27 @@ def moved(
 
 
 def restamp(head: Row, before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str]) -> int:
-    """Put the present digests where all kernels are as they were; return how many files are not."""
+    """Put the present digests where all kernels of a family are as they were.
+
+    Return how many families of files are left with an earlier digest.
+    """
     left = 0
     for name, rows in recorded().items():
-        stale = [row for row in rows if row[1] != FAMILY_BY_NAME[row[0]].digest()]
-        if not stale:
-            continue
-        reasons = {
-            reason
-            for family, digest, kernels in stale
-            if (reason := _why_not_same(family, digest, kernels, head, before, now))
-        }
-        if reasons:
-            left += 1
-            print(f"{name}: {'; '.join(sorted(reasons))}")
-            continue
-        folder = RESULTS if (RESULTS / name).exists() else tuning.SHIPPED_DIR
-        text = (folder / name).read_text(encoding="utf-8")
-        for family, digest in {(family, digest) for family, digest, _ in stale}:
+        stale: dict[tuple[str, str], list[list[Kernel]]] = {}
+        for family, digest, kernels in rows:
+            if digest != FAMILY_BY_NAME[family].digest():
+                stale.setdefault((family, digest), []).append(kernels)
+        for (family, digest), of_rows in stale.items():
+            kernels = list(itertools.chain.from_iterable(of_rows))
+            if reason := _why_not_same(family, digest, kernels, head, before, now):
+                left += 1
+                print(f"{name}: {reason}")
+                continue
+            folder = RESULTS if (RESULTS / name).exists() else tuning.SHIPPED_DIR
+            text = (folder / name).read_text(encoding="utf-8")
             text = text.replace(f'"{digest}"', f'"{FAMILY_BY_NAME[family].digest()}"')
-        write_whole(folder / name, text.encode())
-        print(f"{name}: stamped anew, {len(stale)} rows")
+            write_whole(folder / name, text.encode())
+            print(f"{name}: {family} stamped anew, {len(of_rows)} rows")
     return left
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import cupy_flash
 from cupy_flash.families import FAMILIES
 from cupy_flash.gpu.environment import device_for_id, gpu_unavailable
-from cupy_flash.host import cpu, gradient_sources
+from cupy_flash.host import sources
 from cupy_flash.problem.device import Device
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def flop_conventions(cases: Sequence[Case]) -> list[str]:
 def digest_of(family: str, direction: str = "forward") -> str | None:
     """Digest of a family's sources, or of the CPU backend's; None for an unknown one."""
     if family == "cpu":
-        return cpu.digest() if direction == "forward" else gradient_sources.digest()
+        return sources.digest(direction)
     known = FAMILIES[direction].get(family)
     return known.digest() if known else None
 

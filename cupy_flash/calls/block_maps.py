@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
+
 from cupy_flash.arrays.strided import address_of, as_cupy
 from cupy_flash.calls.arguments import Arguments
 from cupy_flash.families import FORWARD
@@ -11,10 +13,11 @@ from cupy_flash.gpu.block_maps import MapKey, MapSpec, MaskText, ReadyMap, kept_
 from cupy_flash.mods.arguments import pack_arguments, real_type
 from cupy_flash.mods.bounds import HEADERS as BOUNDS_HEADERS
 from cupy_flash.mods.bounds import RANGE_BYTES, emit_bounds
-from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.compose import prefixed_text
 from cupy_flash.mods.emit import HEADERS, emit
-from cupy_flash.mods.expression import B, H, Node, postorder
+from cupy_flash.mods.expression import B, H, postorder
 from cupy_flash.mods.modification import MaskMod, prefixed
+from cupy_flash.mods.traced import Traced
 from cupy_flash.planning.planner import Plan
 
 
@@ -48,14 +51,18 @@ def map_of_mask(
     found = kept_map(kept, key, current)
     if found is not None:
         return found
-    values = dict(mod.captures)
-    arrays = [name for name, s in mod.specs.items() if s.rank is not None]
-    if arguments is not None:
-        given = {name: getattr(arguments, prefixed("mask_mod", name)) for name in arrays}
-        values |= {name: as_cupy(array) for name, array in given.items()}
-    addresses = {name: address_of(values[name]) for name in arrays}
-    mods = pack_arguments(mod.specs, values, addresses, real_type(key.dtype))
+    mods = packed_captures(mod, key.dtype, arguments)
     return new_map(kept, key, current, mask_text(mod, key.dtype), mods)
+
+
+def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
+    """``ModArguments`` of the text of a mask; see `map_of_mask`."""
+    values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
+    if arguments is not None:
+        values |= {name: as_cupy(getattr(arguments, name)) for name in mod.array_names}
+    addresses = {name: address_of(values[name]) for name in mod.array_names}
+    _, specs = prefixed_text(mod.traced, "mask_mod")
+    return pack_arguments(specs, values, addresses, real_type(dtype))
 
 
 def map_spec(plan: Plan) -> MapSpec | None:
@@ -82,15 +89,13 @@ def map_spec(plan: Plan) -> MapSpec | None:
 
 def mask_text(mod: MaskMod, dtype: str) -> MaskText:
     """The device text of a mask; of equal ones the same."""
-    return _mask_text(mod.expression, tuple(mod.specs.items()), dtype)
+    return _mask_text(mod.traced, dtype)
 
 
 # Not by the mask, which would keep what it captured and its maps.
 @functools.lru_cache(maxsize=256)
-def _mask_text(
-    expression: Node, captures: tuple[tuple[str, CaptureSpec], ...], dtype: str
-) -> MaskText:
-    specs = dict(captures)
+def _mask_text(traced: Traced, dtype: str) -> MaskText:
+    expression, specs = prefixed_text(traced, "mask_mod")
     bounds = emit_bounds(expression, specs, dtype=dtype)
     named = set(postorder(expression))
     return MaskText(

@@ -13,23 +13,28 @@ from cupy_flash.gpu.environment import cupy_module, gpu_unavailable
 from cupy_flash.gpu.evaluate import evaluate, evaluate_unit
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments
 from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.compose import prefixed_text
 from cupy_flash.mods.emit import HEADERS, SCALE, emit
-from cupy_flash.mods.modification import MaskMod, ScoreMod
+from cupy_flash.mods.expression import Node
+from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 
 # Exponents of two are rounded, and functions approximated, relative to the largest number in them.
 TOLERANCE = 2.0**-16
+# Of the names that captures have in the text.
+_PREFIX = "mod"
 
 
 def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
     """The unit that evaluates a modification, of float32 scores."""
-    specs = _specs(mod)
-    is_score = isinstance(mod, ScoreMod)
-    score, seen = (mod.expression, None) if is_score else (None, mod.expression)
+    expression, specs = _text_of(mod)
+    score, seen = (expression, None) if isinstance(mod, ScoreMod) else (None, expression)
     return evaluate_unit(emit(score, seen, specs), HEADERS, arguments_dtype(specs, "float"))
 
 
-def _specs(mod: ScoreMod | MaskMod) -> dict[str, CaptureSpec]:
-    return dict(mod.specs) | {SCALE: CaptureSpec("real")}
+def _text_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
+    """What text depends on, with the names that captures have in it."""
+    expression, specs = prefixed_text(mod.traced, _PREFIX)
+    return expression, specs | {SCALE: CaptureSpec("real")}
 
 
 def require_agreement(
@@ -43,8 +48,9 @@ def require_agreement(
     if reason := gpu_unavailable():
         raise UnsupportedError(f"device text of modifications runs on a GPU only, and {reason}")
     cupy = cupy_module()
-    specs = _specs(mod)
-    values: dict[str, Any] = dict(mod.captures) | {SCALE: 1.0}
+    _, specs = _text_of(mod)
+    captured = {prefixed(_PREFIX, name): value for name, value in mod.captures.items()}
+    values: dict[str, Any] = captured | {SCALE: 1.0}
     arrays = {
         name: cupy.asarray(values[name]) for name, spec in specs.items() if spec.rank is not None
     }

@@ -13,9 +13,9 @@ from cupy_flash.arrays.strided import address_of, dtype_name
 from cupy_flash.mods.analysis import Analysis, value_range
 from cupy_flash.mods.arguments import arguments_dtype, pack_arguments, real_type
 from cupy_flash.mods.block_list import BLOCKS, require_fit
-from cupy_flash.mods.captures import CaptureSpec, read_capture
+from cupy_flash.mods.captures import CaptureSpec, number_of, read_capture
 from cupy_flash.mods.compose import compose
-from cupy_flash.mods.derivative import ONE, Slopes, slopes_of
+from cupy_flash.mods.derivative import Slopes, slopes_of
 from cupy_flash.mods.emit import SCALE, emit
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.keywords import (
@@ -29,6 +29,7 @@ from cupy_flash.mods.keywords import (
 )
 from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.operations import ONE
 from cupy_flash.mods.scores import Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_causal
 from cupy_flash.mods.traced import NOT_DERIVABLE, Derivable, Traced
@@ -46,7 +47,8 @@ class Modifiers(NamedTuple):
     score_mod, mask_mod
         What was traced of the user's functions, see `Functions`.
     numbers
-        That those capture, by the names that they have among all captures.
+        That those capture, by the names that they have among all captures, as `number_key` gives
+        them.
     derivable
         Of a backward pass, whose text has derivatives: what those of score_mod are taken of. One
         that does not give the gradients of all captures may leave some out.
@@ -57,7 +59,7 @@ class Modifiers(NamedTuple):
     softcap: float | None = None
     score_mod: Traced | None = None
     mask_mod: Traced | None = None
-    numbers: tuple[tuple[str, bool | int | float], ...] = ()
+    numbers: tuple[tuple[str, bool | int | str], ...] = ()
     derivable: Derivable | None = None
 
 
@@ -122,7 +124,7 @@ def _read(
 ) -> tuple[Modifiers, tuple[Any, ...], Functions] | None:
     names: tuple[str, ...] = ()
     arrays: tuple[Any, ...] = ()
-    numbers: tuple[tuple[str, bool | int | float], ...] = ()
+    numbers: tuple[tuple[str, bool | int | str], ...] = ()
     window, softcap = _NO_WINDOW, None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
@@ -329,7 +331,7 @@ def packed_arguments(
 
 def _numbers(modifiers: Modifiers, softmax_scale: float) -> dict[str, bool | int | float]:
     window = modifiers.window
-    found: dict[str, bool | int | float] = dict(modifiers.numbers) | {SCALE: softmax_scale}
+    found = {name: number_of(key) for name, key in modifiers.numbers} | {SCALE: softmax_scale}
     for name, number in (
         ("softcap", modifiers.softcap),
         ("window_left", window.left),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Generic, TypeVar
 
 from cupy_flash.families.params import layout_assertions
 from cupy_flash.families.schedule import Schedule, Split, main_of
+from cupy_flash.families.tokens import token_stream
 from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
@@ -225,7 +225,7 @@ class Family(ABC, Generic[TileT]):
         return TranslationUnit("\n".join(lines) + "\n", entries, title, self.arch_specific)
 
     def digest(self) -> str:
-        """Hash of the family's `.cu` and every header it reaches."""
+        """Return `source_digest` of the family's `.cu`."""
         return source_digest(self.source)
 
 
@@ -279,20 +279,13 @@ def config_struct(types: Mapping[str, str], members: Mapping[str, int | bool]) -
 
 
 @functools.cache
-def source_digest(source: str) -> str:
-    """Sixteen hex digits over a kernel file and, transitively, all it includes."""
-    pending, seen = [source], set[str]()
-    while pending:
-        name = pending.pop()
-        if name not in seen:
-            seen.add(name)
-            text = (KERNEL_DIR / name).read_text(encoding="utf-8")
-            pending += re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    digest = hashlib.sha256()
-    for name in sorted(seen):
-        text = (KERNEL_DIR / name).read_text(encoding="utf-8")
-        digest.update(name.encode() + b"\0" + text.encode() + b"\0")
-    return digest.hexdigest()[:16]
+def source_digest(*sources: str) -> str:
+    """Return sixteen hex digits over the tokens of kernel files and of all that they include.
+
+    Comments, white space and the names of files do not change them (see `token_stream`).
+    """
+    text = "".join(f'#include "{source}"\n' for source in sources)
+    return hashlib.sha256(token_stream(text, KERNEL_DIR).encode()).hexdigest()[:16]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -260,7 +260,7 @@ def block_map_unit(mask: MaskText, mods: np.dtype) -> TranslationUnit:
     functions = {FIND_RANGES: "find_ranges", BUILD: "build", ORDER: "order_tiles"}
     structs = ("BlockMap", BLOCK_MAP_DTYPE), ("BlockMapParams", params_dtype(mods))
     lines = [
-        f"// cupy_flash block map, sources {source_digest(SOURCE)}",
+        f"// cupy_flash block map, sources {source_digest(*mask.headers, SOURCE)}",
         *(f'#include "{header}"' for header in mask.headers),
         mask.text,
         f'#include "{SOURCE}"',

@@ -15,6 +15,7 @@ from typing import Any
 
 from cupy_flash.errors import CompileError
 from cupy_flash.families.contract import KERNEL_DIR, TranslationUnit
+from cupy_flash.families.tokens import token_stream
 from cupy_flash.gpu.environment import (
     IN_MEMORY_VARIABLE,
     device_for_id,
@@ -55,8 +56,8 @@ def _module_options(unit: TranslationUnit, device: Device) -> tuple[str, ...]:
 
 
 def unit_digest(unit: TranslationUnit, device: Device) -> str:
-    """Key of a unit's machine code: its text (which holds the sources' digest), target, options."""
-    text = "\0".join([unit.text, unit.target(device), *_OPTIONS])
+    """Return the key of a unit's machine code: all that the compiler sees, target and options."""
+    text = "\0".join([token_stream(unit.text, KERNEL_DIR), unit.target(device), *_OPTIONS])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

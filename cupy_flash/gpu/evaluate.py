@@ -46,7 +46,7 @@ def evaluate_unit(text: str, headers: tuple[str, ...], mods: np.dtype) -> Transl
         Layout of ``ModArguments``.
     """
     lines = [
-        f"// cupy_flash evaluate, sources {source_digest(SOURCE)}",
+        f"// cupy_flash evaluate, sources {source_digest(*headers, SOURCE)}",
         *(f'#include "{header}"' for header in headers),
         text,
         f'#include "{SOURCE}"',

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.host import cpu, formula, padding, quantized, row_by_row, sequence_places
 from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
-from cupy_flash.host.passes import ELEMENTS_AT_ONCE, FIRST, Pass, Scratch, compute_dtype
+from cupy_flash.host.passes import ELEMENTS_AT_ONCE, Pass, Scratch, compute_dtype
 from cupy_flash.host.quantized import QuantizedBlocks
 from cupy_flash.host.rotary import rotated
 from cupy_flash.host.sequence_places import (
@@ -33,7 +33,7 @@ from cupy_flash.host.sequence_places import (
 )
 from cupy_flash.host.steps import Steps, equal_runs, kept_steps
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.problem import make_contiguous_problem
 from cupy_flash.problem.tile import Tile
 

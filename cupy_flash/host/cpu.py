@@ -15,10 +15,7 @@ the time is.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,24 +31,6 @@ from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile
 
 Array = NDArray[Any]
-
-#: Files of the package that say what the CPU backend computes, and how fast.
-SOURCES = (
-    "host/batches.py",
-    "host/cpu.py",
-    "host/crew.py",
-    "host/formula.py",
-    "host/online.py",
-    "host/padding.py",
-    "host/passes.py",
-    "host/quantized.py",
-    "host/row_by_row.py",
-    "host/sequence_places.py",
-    "host/steps.py",
-    "mods/modified.py",
-    "mods/scores.py",
-    "problem/mask.py",
-)
 
 # Query-key pairs that make a worker worthwhile: they take one about 0.5 ms, waking it 0.05 to 0.1.
 MIN_PAIRS_PER_WORKER = 1 << 16
@@ -118,15 +97,6 @@ def scratch_bytes(problem: Problem, tile: Tile) -> int:
         tile=tile,
     )
     return max(one, cut.elements) * itemsize
-
-
-@functools.cache
-def digest() -> str:
-    """Sixteen hex digits over `SOURCES`: what a tuned tile or a benchmark was measured on."""
-    found, package = hashlib.sha256(), Path(__file__).parents[1]
-    for name in SOURCES:
-        found.update(name.encode() + b"\0" + (package / name).read_bytes() + b"\0")
-    return found.hexdigest()[:16]
 
 
 def forward(

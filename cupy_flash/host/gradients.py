@@ -23,7 +23,6 @@ from cupy_flash.host.crew import Stop, cpus, share_out, single_threaded_blas
 from cupy_flash.host.gradient_pass import GradientPass, scratch_elements
 from cupy_flash.host.gradient_tiles import differentiate
 from cupy_flash.host.passes import (
-    FIRST,
     SCRATCH_LIMIT,
     Block,
     Cut,
@@ -35,6 +34,7 @@ from cupy_flash.host.sequence_places import find_packed_keys, find_queries
 from cupy_flash.host.steps import equal_runs
 from cupy_flash.host.turns import Turn, Turns
 from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import FIRST
 from cupy_flash.problem.gradient import ROWS
 from cupy_flash.problem.problem import Problem
 from cupy_flash.problem.tile import Tile

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cupy_flash.host.sequence_places import PagedRows
 from cupy_flash.mods.keywords import FURTHEST
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.mask import Mask
 from cupy_flash.problem.tile import Tile
 
@@ -35,9 +35,6 @@ SHRINK = 2.0**-32
 # 3 * 2**17, 2**19: 8 x 32 x 8 x 128 1.02, 0.96, 0.89; 8 x 128 x 8 x 128 7.0, 7.6, 6.2, causal 8.2,
 # 7.7, 7.6.
 ELEMENTS_AT_ONCE = 1 << 19
-
-#: The first pair of a call.
-FIRST = Pairs(b=0, h=0, row=0, j=0)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import dataclasses
 
 from cupy_flash.families import FORWARD
 from cupy_flash.families.schedule import Schedule
-from cupy_flash.host import cpu
+from cupy_flash.host import cpu, sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan, tile_fields, tuned_tile
 from cupy_flash.problem.problem import Problem
@@ -18,7 +18,9 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
     default = cpu.default_tile(problem)
     if request is not None:
         return dataclasses.replace(default, **tile_fields(type(default), request))
-    entry = tuning.lookup(None, "cpu", cpu.digest(), problem)
+    # The digest takes 20 ms, once in a process: a call without tuned tiles does not wait for it.
+    is_tuned = "cpu" in tuning.families()
+    entry = tuning.lookup(None, "cpu", sources.digest(), problem) if is_tuned else None
     tile = tuned_tile(Tile, entry.tile) if entry else None
     fits = tile is not None and cpu.scratch_bytes(problem, tile) <= cpu.SCRATCH_LIMIT
     return tile if tile is not None and fits else default

@@ -1,30 +1,47 @@
-"""What values depend on, and how they change along a row: what device text is printed by."""
+"""Dependence and range analysis: which indices a value depends on, and which values it can have."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
-from cupy_flash.mods.expression import INT, REAL, Node, cast, constant, fold, operation
+from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.operations import ANY_RANGE, INT_RANGE, OPERATIONS, Range, operation
 
-Range = tuple[float, float]
-_ANY: Range = (-math.inf, math.inf)
-_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+# Values of the symbols: problems have at most 2^30 - 2^10 queries and keys, and query offsets of
+# that size. Kernels also call functions for up to 2^10 rows and keys past the last one.
+_POSITION_RANGES: dict[str, Range] = {
+    "i": (-(2**30), 2**31 - 1),
+    "j": (0, 2**30 - 1),
+    "row": (0, 2**30 - 1),
+    **dict.fromkeys(("b", "h", "q_start", "k_start"), (0, INT_RANGE[1])),
+}
+# Sums of more terms are not taken apart.
+_MOST_TERMS = 8
+# Steps from the first key of a run are smaller.
+STEPS = 2**10
+
+# What `Node.value` says of an operation on reals in lowered expressions: the order is the user's,
+# or besides, no multiplication and addition may be contracted.
+ORDERED, EXACT = "ordered", "exact"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Linear:
-    """An integer as ``key * j + offset`` and multiples of values that a row has.
+    """An integer as ``key * j + offset`` plus multiples of values that a row has.
 
     Attributes
     ----------
     key
-        How much it grows from key to key.
+        Difference of the values of two neighbouring keys.
     offset
-        What is known of the rest.
+        Constant that is added.
     terms
-        The others, each with its factor, not 0.
+        Values that depend on the row alone, each with its factor, which is not 0.
     """
 
     key: int
@@ -32,7 +49,7 @@ class Linear:
     terms: tuple[tuple[Node, int], ...]
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
-        """The sum of this and a multiple of another."""
+        """Return the sum of this and a multiple of another."""
         terms = dict(self.terms)
         for node, count in other.terms:
             terms[node] = terms.get(node, 0) + factor * count
@@ -40,14 +57,22 @@ class Linear:
         return Linear(self.key + factor * other.key, self.offset + factor * other.offset, kept)
 
     def times(self, factor: int) -> Linear:
-        """A multiple."""
+        """Return a multiple."""
         return Linear(0, 0, ()).plus(self, factor)
 
+    def without_offset(self) -> Linear:
+        """Return the same with an offset of 0."""
+        return Linear(self.key, 0, self.terms)
+
+    @property
+    def ordered_terms(self) -> list[tuple[Node, int]]:
+        """Terms in the order in which they are summed: what is added stands first."""
+        return sorted(self.terms, key=lambda term: term[1] < 0)
+
     def of_row(self) -> Node:
-        """What a row has of it, but for the offset."""
-        # What is added stands first, as one writes it.
+        """Return the part that depends on the row alone, without the offset."""
         total: Node | None = None
-        for node, count in sorted(self.terms, key=lambda term: term[1] < 0):
+        for node, count in self.ordered_terms:
             size = operation("mul", node, constant(abs(count), INT))
             if total is None:
                 total = size if count > 0 else operation("neg", size)
@@ -57,28 +82,41 @@ class Linear:
 
 
 class Analysis:
-    """Answers about nodes, each found once."""
+    """Answers about nodes. Each is computed once, after those of the node's arguments."""
 
     def __init__(self) -> None:
         self._of_row: dict[Node, bool] = {}
         self._linear: dict[Node, Linear | None] = {}
         self._slopes: dict[Node, Node | None] = {}
-        self._not_negative: dict[Node, bool] = {}
+        self._exact_ranges: dict[Node, Range] = {}
 
     def is_of_row(self, node: Node) -> bool:
-        """Whether a value depends neither on the key nor on the score."""
-        known = self._of_row.get(node)
-        if known is None:
-            is_leaf = node.op == "symbol" and node.value in ("j", "score")
-            known = not is_leaf and all(map(self.is_of_row, node.args))
-            self._of_row[node] = known
-        return known
+        """Return whether a value depends neither on the key nor on the score."""
+        return _answer(self._of_row, node, self._find_of_row)
+
+    def _find_of_row(self, node: Node) -> bool:
+        is_leaf = node.op == "symbol" and node.value in ("j", "score")
+        return not is_leaf and all(self._of_row[x] for x in node.args)
+
+    def range(self, node: Node) -> Range:
+        """Return ends between which a value lies; of integers after it has wrapped."""
+        low, high = _answer(self._exact_ranges, node, self._find_exact_range)
+        return (low, high) if _fits(node.type, (low, high)) else _type_range(node.type)
+
+    def may_wrap(self, node: Node) -> bool:
+        """Return whether an integer may be computed that its type does not hold."""
+        return not _fits(node.type, _answer(self._exact_ranges, node, self._find_exact_range))
+
+    def is_not_negative(self, node: Node) -> bool:
+        """Return whether an integer is known to be 0 at least."""
+        return self.range(node)[0] >= 0
+
+    def _find_exact_range(self, node: Node) -> Range:
+        return exact_range(node, [self.range(x) for x in node.args], {})
 
     def linear(self, node: Node) -> Linear | None:
-        """An integer as a linear function of the key, or None if it is none."""
-        if node not in self._linear:
-            self._linear[node] = self._find_linear(node)
-        return self._linear[node]
+        """Return an integer as a linear function of the key; None if it is none, or may wrap."""
+        return _answer(self._linear, node, self._find_linear)
 
     def _find_linear(self, node: Node) -> Linear | None:
         if node.type != INT:
@@ -87,8 +125,15 @@ class Analysis:
             return Linear(0, node.value, ())
         if node.op == "symbol" and node.value == "j":
             return Linear(1, 0, ())
+        if not self.may_wrap(node):
+            found = self._sum_of(node)
+            if found is not None and len(found.terms) <= _MOST_TERMS and self.fits(found):
+                return found
+        return Linear(0, 0, ((node, 1),)) if self.is_of_row(node) else None
+
+    def _sum_of(self, node: Node) -> Linear | None:
         if node.op in ("add", "sub"):
-            left, right = map(self.linear, node.args)
+            left, right = (self.linear(x) for x in node.args)
             if left is not None and right is not None:
                 return left.plus(right, 1 if node.op == "add" else -1)
         if node.op == "neg" or (node.op == "mul" and node.args[1].is_constant):
@@ -96,22 +141,35 @@ class Analysis:
             one = self.linear(node.args[0])
             if one is not None:
                 return one.times(factor)
-        return Linear(0, 0, ((node, 1),)) if self.is_of_row(node) else None
+        return None
+
+    def fits(self, linear: Linear) -> bool:
+        """Return whether no partial sum leaves int32 when a linear function is computed."""
+        parts = [_times(self.range(node), count) for node, count in linear.ordered_terms]
+        parts += [_times(_POSITION_RANGES["j"], linear.key), (linear.offset, linear.offset)]
+        low, high = 0.0, 0.0
+        for part in parts:
+            low, high = low + min(part), high + max(part)
+            if not all(_fits(INT, ends) for ends in (part, (low, high))):
+                return False
+        return True
 
     def slope(self, node: Node) -> Node | None:
-        """How much a real grows from key to key, the same along a row; None if it is not so."""
-        if node not in self._slopes:
-            self._slopes[node] = self._find_slope(node)
-        return self._slopes[node]
+        """Return the growth from key to key of a real that the library composed.
+
+        None if it is not the same along the row, or if the order of operations is the user's.
+        """
+        return _answer(self._slopes, node, self._find_slope)
 
     def _find_slope(self, node: Node) -> Node | None:
+        if node.type != REAL or node.value == ORDERED or node.value == EXACT:
+            return None
         if self.is_of_row(node):
             return constant(0, REAL)
         if node.op == "cast":
             linear = self.linear(node.args[0])
             return None if linear is None else constant(linear.key, REAL)
-        slopes = [self.slope(x) for x in node.args if x.type == REAL]
-        if node.op not in ("add", "sub", "neg", "mul") or None in slopes:
+        if node.op not in ("add", "sub", "neg", "mul"):
             return None
         if node.op == "mul":
             for x, y in (node.args, node.args[::-1]):
@@ -120,87 +178,107 @@ class Analysis:
                     is_minus_1 = slope is constant(-1, REAL)
                     return operation("neg", y) if is_minus_1 else operation("mul", slope, y)
             return None
+        slopes = [self.slope(x) for x in node.args]
         found = [slope for slope in slopes if slope is not None]
+        if len(found) < len(slopes):
+            return None
         if node.op == "sub" and found[0] is constant(0, REAL):
             return operation("neg", found[1])
         return operation(node.op, *found)
 
-    def is_not_negative(self, node: Node) -> bool:
-        """Whether an integer is known to be 0 at least."""
-        if node not in self._not_negative:
-            self._not_negative[node] = self._find_not_negative(node)
-        return self._not_negative[node]
 
-    def _find_not_negative(self, node: Node) -> bool:
-        known = [self.is_not_negative(x) for x in node.args if x.type == INT]
-        if node.is_constant:
-            return bool(node.value >= 0)
-        if node.op == "symbol":
-            # A query may stand before the first key.
-            return node.value != "i"
-        if node.op in ("add", "mul", "min", "floordiv", "where", "shr", "xor", "or"):
-            return all(known) and bool(known)
-        if node.op in ("max", "and"):
-            return any(known)
-        if node.op == "mod":
-            return known[1]
-        return node.op == "abs" or (node.op == "cast" and node.args[0].type == "bool")
+def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
+    """Return what is known of a node, found for its arguments first, without recursion."""
+    if node in known:
+        return known[node]
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        missing = [x for x in top.args if x not in known] if top not in known else []
+        if missing:
+            stack += missing
+            continue
+        if top not in known:
+            known[top] = find(top)
+        stack.pop()
+    return known[node]
 
 
-def real_of_int(node: Node, analysis: Analysis) -> Node:
-    """An integer as a real, converted where that costs least: linear ones once a row.
+def _type_range(type: str) -> Range:
+    return {INT: INT_RANGE, UINT64: (0, 2**64 - 1), BOOL: (0, 1)}.get(type, ANY_RANGE)
 
-    Sums and the like of integers that are no linear functions of the key are computed as reals,
-    which hold them to 2^24.
+
+def _fits(type: str, ends: Range) -> bool:
+    low, high = _type_range(type)
+    return low <= ends[0] and ends[1] <= high
+
+
+def _times(ends: Range, factor: int) -> Range:
+    a, b = ends[0] * factor, ends[1] * factor
+    return min(a, b), max(a, b)
+
+
+def exact_range(
+    node: Node, args: Iterable[Range], numbers: Mapping[str, bool | int | float]
+) -> Range:
+    """Return the ends of an operation's results, of integers before they wrap.
+
+    Parameters
+    ----------
+    node
+        The operation.
+    args
+        Ends of its arguments.
+    numbers
+        Values of captured numbers that are known.
     """
-    if analysis.is_of_row(node) or analysis.linear(node) is not None:
-        return cast(node, REAL)
-    by_parts = node.op in ("add", "sub", "neg", "abs", "min", "max", "where")
-    if by_parts or (node.op == "mul" and node.args[1].is_constant):
-        args = (real_of_int(x, analysis) if x.type == INT else x for x in node.args)
-        return operation(node.op, *args)
-    return cast(node, REAL)
+    ranges = list(args)
+    if node.type == BOOL:
+        return 0, 1
+    if node.is_constant or (node.op == "scalar" and node.value in numbers):
+        number = node.value if node.is_constant else numbers[node.value]
+        return (number, number) if number == number else ANY_RANGE
+    if node.op == "symbol":
+        return _POSITION_RANGES.get(node.value, ANY_RANGE)
+    if node.op == "cast":
+        return _range_of_cast(node, ranges[0])
+    row = OPERATIONS.get(node.op)
+    # Real quotients and remainders are rounded.
+    if row is None or row.value_range is None or (node.type == REAL and node.op in _ROUNDED):
+        return _type_range(node.type)
+    found = row.value_range(*ranges)
+    return _type_range(node.type) if found == ANY_RANGE else found
+
+
+_ROUNDED = ("mod", "floordiv")
+
+
+def _range_of_cast(node: Node, ends: Range) -> Range:
+    [x] = node.args
+    if x.type == REAL and node.type != REAL:
+        # Saturates; NaN gives 0.
+        low, high = _type_range(node.type)
+        within = [min(max(end, low), high) for end in ends]
+        return min(0, math.floor(within[0])), max(0, math.ceil(within[1]))
+    if node.type != REAL and not _fits(node.type, ends):
+        return _type_range(node.type)
+    return ends
 
 
 def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
-    """Ends of a range that a number does not leave unless it is NaN, whatever scores are.
+    """Return ends of a range that a number does not leave unless it is NaN, whatever scores are.
 
     Parameters
     ----------
     root
         An expression.
     numbers
-        What is known of its captured numbers.
+        Values of captured numbers that are known.
     """
+    found: dict[Node, Range] = {}
 
-    def visit(node: Node, args: tuple[Range, ...]) -> Range:
-        if node.type not in (INT, REAL):
-            return _ANY
-        if node.is_constant or (node.op == "scalar" and node.value in numbers):
-            number = float(node.value if node.is_constant else numbers[node.value])
-            return number, number
-        if node.op in ("tanh", "sin", "cos"):
-            return -1.0, 1.0
-        if node.op == "cast" and node.args[0].type == INT:
-            return args[0]
-        if node.op == "where":
-            ends = [end for part in args[1:] for end in part]
-        elif node.op in ("min", "max"):
-            pick = min if node.op == "min" else max
-            ends = [pick(low_or_high) for low_or_high in zip(*args, strict=True)]
-        elif node.op == "neg":
-            ends = [-end for end in args[0]]
-        elif node.op in ("add", "sub", "mul"):
-            x, y = args
-            by = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
-            ends = [by[node.op](a, b) for a in x for b in y]
-        else:
-            return _ANY
-        if any(map(math.isnan, ends)):
-            return _ANY
-        low, high = min(ends), max(ends)
-        # Integers may wrap.
-        wraps = node.type == INT and node.op not in ("where", "min", "max")
-        return _ANY if wraps and (low < _INT_MIN or high > _INT_MAX) else (low, high)
+    def find(node: Node) -> Range:
+        ends = exact_range(node, [found[x] for x in node.args], numbers)
+        return ends if _fits(node.type, ends) else _type_range(node.type)
 
-    return fold(root, visit)
+    return _answer(found, root, find)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from cupy_flash.arrays.kinds import read
 from cupy_flash.arrays.strided import dtype_name
 from cupy_flash.mods.modification import MaskMod, prefixed
 from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.tile import block_sizes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # What its blocks are called among the arrays of a call.
 BLOCKS = prefixed("mask_mod", "blocks")
@@ -83,8 +80,8 @@ class BlockList(MaskMod):
     def _block(self) -> tuple[int, int] | None:
         return self.block
 
-    def _of_captures(self, captures: Mapping[str, Any]) -> Self:
-        return type(self)(captures["blocks"], self.block)
+    def _options(self) -> dict[str, Any]:
+        return {"block": self.block}
 
 
 def require_fit(blocks: Any, batch: int, heads_q: int) -> None:

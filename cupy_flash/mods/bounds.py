@@ -6,23 +6,15 @@ pairs, by interval arithmetic (`kernels_cu/blocks/bounds.cuh`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from cupy_flash.mods.analysis import Analysis
 from cupy_flash.mods.arguments import Captures, real_type
-from cupy_flash.mods.expression import (
-    ARRAY,
-    BOOL,
-    COMPARISONS,
-    INT,
-    REAL,
-    UINT64,
-    Node,
-    postorder,
-)
+from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, postorder
 from cupy_flash.mods.lower import lower
 from cupy_flash.mods.members import Members
+from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 from cupy_flash.mods.printer import RowPrinter, literal, unwrapped
 
 # What a unit includes ahead of the text, beside the headers of `cupy_flash.mods.emit`.
@@ -33,20 +25,6 @@ RANGE_BYTES = 24
 _TYPES = {BOOL: "Truth", INT: "Ints", UINT64: "Words", REAL: "Reals"}
 _CASTS = {INT: "ints_of", UINT64: "words_of", REAL: "reals_of<Real>"}
 _BITS = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not"}
-# Operations of ranges, by the type of the result; those of comparisons are of all types.
-_COVERED = {
-    BOOL: frozenset({"and", "or", "xor", "not"}),
-    INT: frozenset(
-        {"add", "sub", "neg", "mul", "abs", "sign", "min", "max", "floordiv", "mod", "shl", "shr"}
-    )
-    | _BITS.keys(),
-    UINT64: frozenset({"min", "max", "and", "shr"}),
-    REAL: frozenset(
-        {"add", "sub", "neg", "mul", "div", "reciprocal", "abs", "min", "max", "floor", "ceil"}
-        | {"trunc", "rint", "exp", "exp2", "expm1", "sqrt", "log2", "log1p"}
-        | {"tanh", "tanh_approx", "logistic"}
-    ),
-}
 # Sums of so many terms with such factors do not leave 64 bits.
 _MOST_TERMS, _LARGEST_FACTOR = 8, 1 << 20
 
@@ -102,8 +80,7 @@ class _Facts(NamedTuple):
     reads
         Whether it reads an array.
     is_plain
-        Whether the printer of rows can print it, and no arithmetic of reals is in it, which the
-        kernel may round in another way.
+        Whether the printer of rows can print it.
     """
 
     positions: frozenset[str]
@@ -147,10 +124,12 @@ class _Emission:
         self._keys: dict[Node, str] = {}
 
     def bounds(self, seen: Node) -> Bounds:
-        fast, fast_tanh = self._dtype in ("float16", "bfloat16"), self._dtype == "bfloat16"
-        root = lower(seen, self._analysis, fast=fast, fast_tanh=fast_tanh)
+        # As kernels have it: what decides is lowered alike for all dtypes.
+        root = lower(seen, self._analysis, fast=False, fast_tanh=False, exact=True)
         for node in postorder(root):
             self._facts[node] = self._find_facts(node)
+            if node.type == INT:
+                self._sum(node)
         result = unwrapped(self._text(root))
         points = self._printed(
             self._points, lambda node, name: f"const {_TYPES[node.type]} {name} = "
@@ -186,21 +165,38 @@ class _Emission:
         if node.op == "cuda":
             # Nothing is known of its text, not even whether it reads the arrays.
             return _Facts(positions, True, False)
-        is_load = node.op == "load"
-        of_reals = any(x.type == REAL for x in (node, *node.args))
-        is_leaf = not node.args
-        return _Facts(
-            positions,
-            is_load or any(facts.reads for facts in of_args),
-            is_plain and (is_leaf or is_load or node.type == ARRAY or not of_reals),
-        )
+        reads = node.op == "load" or any(facts.reads for facts in of_args)
+        return _Facts(positions, reads, is_plain)
 
     def _text(self, node: Node) -> str:
         """A value's range as C++."""
-        known = self._known.get(node)
-        if known is None:
-            known = self._known[node] = self._find_text(node)
-        return known
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [x for x in self._operands(top) if x not in self._known]
+            if top not in self._known and missing:
+                stack += reversed(missing)
+                continue
+            if top not in self._known:
+                self._known[top] = self._find_text(top)
+            stack.pop()
+        return self._known[node]
+
+    def _operands(self, node: Node) -> Iterable[Node]:
+        """Nodes whose text that of a value is made of."""
+        if node.is_constant or (self._facts[node].is_plain and not self._is_operation(node)):
+            return ()
+        if node.type == INT and node.op not in ("cast", "where", "load"):
+            total = self._sum(node)
+            if node not in total.terms and total.fits:
+                return total.terms
+        return [x for x in node.args if x.type != ARRAY]
+
+    def _is_operation(self, node: Node) -> bool:
+        """Whether a value that can be printed has its range from those of its arguments."""
+        facts = self._facts[node]
+        is_looked_up = not facts.positions or (facts.reads and len(facts.positions) == 1)
+        return not is_looked_up and node.op != "symbol"
 
     def _find_text(self, node: Node) -> str:
         if node.is_constant:
@@ -234,7 +230,7 @@ class _Emission:
             return self._call("range_where", *node.args)
         if op == "load":
             return self._load(node)
-        if op not in _COVERED[kind]:
+        if op not in OPERATIONS or kind not in OPERATIONS[op].bounded:
             return f"{_TYPES[kind]}::any()"
         if kind == INT:
             total = self._sum(node)
@@ -251,7 +247,9 @@ class _Emission:
         conditions = " && ".join(f"is_one({x})" for x in ranges)
         element = f"a.{array.value}.at({', '.join(f'int({x}.low)' for x in ranges)})"
         if node.type == REAL:
-            element = f"Real({element})"
+            element = RowPrinter(Members(), self._analysis, self._captures, self._real).as_real(
+                node, element
+            )
         return f"{conditions} ? range_at({element}) : {_TYPES[node.type]}::any()"
 
     def _call(self, name: str, *args: Node) -> str:
@@ -268,8 +266,11 @@ class _Emission:
             x, y = self._sum(left), self._sum(right)
             difference = x.plus(y, -1)
             if not x.terms.keys().isdisjoint(y.terms) and difference.fits:
-                low, high = self._ends(difference)
-                return f"range_{node.op}(Ints{{{low}, {high}}}, range_at(0))"
+                ends = ", ".join(self._ends(difference))
+                # Terms may cancel only where neither side wraps.
+                fits = " && ".join(f"are_ints({', '.join(self._ends(side))})" for side in (x, y))
+                whole = self._call(f"range_{node.op}", left, right)
+                return f"{fits} ? range_{node.op}(Ints{{{ends}}}, range_at(0)) : {whole}"
         return self._call(f"range_{node.op}", left, right)
 
     def _sum(self, node: Node) -> _Sum:
@@ -285,15 +286,21 @@ class _Emission:
         # What is looked up is one term.
         is_looked_up = facts.is_plain and (facts.reads or not facts.positions)
         if not is_looked_up or facts.positions == {"i", "j"}:
-            nothing = _Sum({}, 0)
-            if node.op in ("add", "sub"):
-                left, right = map(self._sum, node.args)
-                return left.plus(right, 1 if node.op == "add" else -1)
-            if node.op == "neg":
-                return nothing.plus(self._sum(node.args[0]), -1)
-            if node.op == "mul" and node.args[1].is_constant:
-                return nothing.plus(self._sum(node.args[0]), node.args[1].value)
+            found = self._taken_apart(node)
+            if found is not None and len(found.terms) <= _MOST_TERMS:
+                return found
         return _Sum({node: 1}, 0)
+
+    def _taken_apart(self, node: Node) -> _Sum | None:
+        nothing = _Sum({}, 0)
+        if node.op in ("add", "sub"):
+            left, right = map(self._sum, node.args)
+            return left.plus(right, 1 if node.op == "add" else -1)
+        if node.op == "neg":
+            return nothing.plus(self._sum(node.args[0]), -1)
+        if node.op == "mul" and node.args[1].is_constant:
+            return nothing.plus(self._sum(node.args[0]), node.args[1].value)
+        return None
 
     def _ends(self, total: _Sum) -> tuple[str, str]:
         """The least and the largest value of a sum."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,77 +27,6 @@ ELEMENT_TYPES = {
     "float32": REAL,
     "float64": REAL,
 }
-
-# Names become members of a C++ struct and parameters of a function.
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_CPP_WORDS = frozenset(
-    [
-        "alignas",
-        "alignof",
-        "asm",
-        "auto",
-        "bfloat16_t",
-        "bool",
-        "break",
-        "Capture",
-        "case",
-        "catch",
-        "char",
-        "class",
-        "const",
-        "constexpr",
-        "continue",
-        "decltype",
-        "default",
-        "delete",
-        "do",
-        "double",
-        "else",
-        "enum",
-        "explicit",
-        "extern",
-        "float",
-        "for",
-        "friend",
-        "goto",
-        "half_t",
-        "if",
-        "inline",
-        "int",
-        "long",
-        "mutable",
-        "namespace",
-        "new",
-        "noexcept",
-        "nullptr",
-        "operator",
-        "private",
-        "protected",
-        "public",
-        "register",
-        "return",
-        "Real",
-        "short",
-        "signed",
-        "sizeof",
-        "static",
-        "struct",
-        "switch",
-        "template",
-        "this",
-        "throw",
-        "try",
-        "typedef",
-        "typename",
-        "union",
-        "unsigned",
-        "using",
-        "virtual",
-        "void",
-        "volatile",
-        "while",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -147,13 +75,14 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     Raises
     ------
     TypeError
-        For a name that C++ does not take, and for what is no number and no array of a known dtype.
+        For a name that no parameter can have, and for what is no number and no array of a known
+        dtype.
     ValueError
         For an array of other than 0 to 4 axes, without elements, or that lies at odd addresses;
         for an integer that int32 does not hold.
     """
-    if not _NAME.fullmatch(name) or name in _CPP_WORDS:
-        raise TypeError(f"a capture is called {name!r}, which C++ does not take; choose another")
+    if not name.isidentifier():
+        raise TypeError(f"a capture is called {name!r}; expected the name of a parameter")
     if isinstance(value, (bool, np.bool_)):
         return bool(value), CaptureSpec("bool")
     if isinstance(value, numbers.Integral):
@@ -187,6 +116,19 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     contiguous = array.ndim == 0 or array.shape[-1] == 1 or strides[-1] == size
     extent = sum(abs(s) // size * (n - 1) for n, s in zip(array.shape, strides, strict=True))
     return array, CaptureSpec(dtype, array.ndim, contiguous, extent >= 2**31)
+
+
+def number_key(value: bool | int | float) -> bool | int | str:
+    """Return a captured number as a part of a key, which is equal for the same bits only.
+
+    A real is the text of its bits: 0.0 equals -0.0, and NaN does not equal itself.
+    """
+    return value.hex() if isinstance(value, float) else value
+
+
+def number_of(key: bool | int | str) -> bool | int | float:
+    """Return the number that `number_key` was given."""
+    return float.fromhex(key) if isinstance(key, str) else key
 
 
 def require_int32_values(name: str, array: Any) -> None:

@@ -22,10 +22,9 @@ from cupy_flash.mods.expression import (
     I,
     J,
     Node,
-    operation,
-    substitute,
 )
 from cupy_flash.mods.modification import prefixed
+from cupy_flash.mods.operations import operation, substitute
 from cupy_flash.mods.symbols import Symbol, as_node
 from cupy_flash.mods.traced import Traced
 
@@ -57,11 +56,15 @@ def compose(
         cap: Any = specs["softcap"].parameter("softcap")
         x = cap * np.tanh(x / cap)
     if score_mod is not None:
-        x = Symbol(substitute(_named(score_mod, "score_mod"), {SCORE: as_node(x)}))
+        given = as_node(x)
+        # The user's order of operations is kept; see `cupy_flash.mods.lower`.
+        inner = given if given is SCORE else operation("free", given)
+        x = Symbol(substitute(prefixed_text(score_mod, "score_mod")[0], {SCORE: inner}))
     if "alibi_slopes" in specs:
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
-        x = x - slope * np.abs(position - j)
+        # Pairs of later keys are hidden, and a distance without bars grows evenly.
+        x = x - slope * (position - j if sees_no_later_key else np.abs(position - j))
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:
         bias: Any = specs["bias"].parameter("bias")
@@ -78,27 +81,25 @@ def compose(
         in_tree = (place < 0) | ((place < 64) & in_tree)
         seen = in_tree if seen is None else seen & in_tree
     if mask_mod is not None:
-        by_mod = Symbol(_named(mask_mod, "mask_mod"))
+        by_mod = Symbol(prefixed_text(mask_mod, "mask_mod")[0])
         seen = by_mod if seen is None else seen & by_mod
     node = as_node(x)
-    if sees_no_later_key:
-        # What comes of other pairs is hidden, and a distance without bars grows evenly.
-        distance = operation("sub", I, J)
-        node = substitute(
-            node, {operation("abs", d): distance for d in (distance, operation("sub", J, I))}
-        )
     assert node.type == REAL
     assert seen is None or seen.node.type == BOOL
     return (None if node is SCORE else node), (None if seen is None else seen.node)
 
 
-def _named(mod: Traced, kind: str) -> Node:
-    """The expression with the names that captures have among all arrays of a call."""
-    replacements = {}
+def prefixed_text(mod: Traced, kind: str) -> tuple[Node, dict[str, CaptureSpec]]:
+    """The expression and the specs, with the names that captures have among all arrays of a call.
+
+    Those are names in C++, whatever the parameters of the Python function are called.
+    """
+    replacements, specs = {}, {}
     for name, spec in mod.specs.items():
         other = prefixed(kind, name)
+        specs[other] = spec
         if spec.rank is None:
             replacements[Node("scalar", spec.type, (), name)] = Node("scalar", spec.type, (), other)
         else:
             replacements[array_node(name)] = array_node(other)
-    return substitute(mod.expression, replacements)
+    return substitute(mod.expression, replacements), specs

@@ -9,20 +9,14 @@ that it chooses, whatever the other one is.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 from cupy_flash.mods.captures import array_node
-from cupy_flash.mods.expression import REAL, SCORE, Node, constant, operation, postorder
+from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
+from cupy_flash.mods.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero, operation
 
-ZERO, ONE = constant(0, REAL), constant(1, REAL)
-_HALF, _MINUS_ONE = constant(0.5, REAL), constant(-1, REAL)
-
-
-def is_zero(node: Node) -> bool:
-    """Whether a real is the literal 0."""
-    return node.is_constant and node.value == 0
+# A factor joins each value that a tangent may choose; of more than this, their choice.
+_MOST_CHOICES = 8
 
 
 # Graphs are as many as modifications; a call on the host asks for each of its blocks.
@@ -118,14 +112,17 @@ class _Tangents:
     Attributes
     ----------
     of
-        By node.
+        Derivative by node.
     """
 
     def __init__(self, root: Node, of: Node) -> None:
         self._products: dict[tuple[Node, Node], Node] = {}
+        self._choices: dict[Node, int] = {}
         self.of: dict[Node, Node] = {}
         for node in postorder(root):
             self.of[node] = ONE if node is of else self._tangent(node)
+            # Counted from the leaves on, so that no recursion is as deep as the expression.
+            self._zero_choices(self.of[node])
 
     def _tangent(self, node: Node) -> Node:
         if node.op == "cuda":
@@ -133,27 +130,34 @@ class _Tangents:
         tangents = [self.of[argument] for argument in node.args]
         if node.type != REAL or all(map(is_zero, tangents)):
             return ZERO
-        return _RULES[node.op](self, node, *tangents)
+        rule = OPERATIONS[node.op].derivative
+        assert rule is not None
+        return rule(self, node, *tangents)
 
     def times(self, factor: Node, tangent: Node) -> Node:
-        """The product, in which 0 stays 0, also as what a `where` may choose.
+        """Return the product, in which 0 stays 0, also as what a `where` may choose.
 
         So a factor that is infinite where the tangent is 0 leaves no NaN.
         """
         key = factor, tangent
         if key not in self._products:
             self._products[key] = self._times(factor, tangent)
+            self._zero_choices(self._products[key])
         return self._products[key]
 
     def _times(self, factor: Node, tangent: Node) -> Node:
         if is_zero(factor) or is_zero(tangent):
             return ZERO
-        if _may_choose_zero(tangent):
+        choices = self._zero_choices(tangent)
+        if choices > _MOST_CHOICES:
+            product = operation("mul", factor, tangent)
+            return operation("where", operation("eq", tangent, ZERO), ZERO, product)
+        if choices:
             is_where = tangent.op == "where"
             kept = tangent.args[:1] if is_where else ()
             parts = (self.times(factor, part) for part in tangent.args[len(kept) :])
             return operation(tangent.op, *kept, *parts)
-        if factor is _MINUS_ONE:
+        if factor is MINUS_ONE:
             return operation("neg", tangent)
         if factor.op == "div" and factor.args[0] is ONE:
             return operation("div", tangent, factor.args[1])
@@ -167,120 +171,17 @@ class _Tangents:
             return operation("mul", tangent.args[0], operation("mul", factor, tangent.args[1]))
         return operation("mul", factor, tangent)
 
+    def _zero_choices(self, node: Node) -> int:
+        """Return among how many values `where` chooses, if it may choose 0 alone; otherwise 0."""
+        if node not in self._choices:
+            self._choices[node] = self._count_choices(node)
+        return self._choices[node]
 
-def _may_choose_zero(node: Node) -> bool:
-    """Whether a literal 0 is all that is left where a `where`, or several, choose so."""
-    if node.op == "where":
-        return any(is_zero(part) or _may_choose_zero(part) for part in node.args[1:])
-    return node.op in ("add", "sub") and all(map(_may_choose_zero, node.args))
-
-
-def _sum(x: Node, y: Node) -> Node:
-    if is_zero(x):
-        return y
-    return x if is_zero(y) else operation("add", x, y)
-
-
-def _of_add(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    return _sum(dx, dy)
-
-
-def _of_sub(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    if is_zero(dx):
-        return t.times(_MINUS_ONE, dy)
-    return dx if is_zero(dy) else operation("sub", dx, dy)
-
-
-def _of_mul(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    x, y = node.args
-    if x is y:
-        return t.times(operation("mul", x, constant(2, REAL)), dx)
-    return _sum(t.times(y, dx), t.times(x, dy))
-
-
-def _of_div(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    # Of the quotient, which is there already.
-    return _divided(t, _of_sub(t, node, dx, t.times(node, dy)), node.args[1])
-
-
-def _divided(t: _Tangents, tangent: Node, divisor: Node) -> Node:
-    return t.times(operation("div", ONE, divisor), tangent)
-
-
-def _of_neg(t: _Tangents, node: Node, dx: Node) -> Node:
-    return t.times(_MINUS_ONE, dx)
-
-
-def _of_abs(t: _Tangents, node: Node, dx: Node) -> Node:
-    x = node.args[0]
-    below = operation("where", operation("lt", x, ZERO), t.times(_MINUS_ONE, dx), ZERO)
-    return operation("where", operation("lt", ZERO, x), dx, below)
-
-
-def _of_extreme(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    x, y = node.args
-    takes_x, takes_y = operation("lt", y, x), operation("lt", x, y)
-    if node.op == "min":
-        takes_x, takes_y = takes_y, takes_x
-    of_equals = t.times(_HALF, _sum(dx, dy))
-    return operation("where", takes_x, dx, operation("where", takes_y, dy, of_equals))
-
-
-def _of_where(t: _Tangents, node: Node, condition: Node, dx: Node, dy: Node) -> Node:
-    return operation("where", node.args[0], dx, dy)
-
-
-def _of_mod(t: _Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    return _of_sub(t, node, dx, t.times(operation("floordiv", *node.args), dy))
-
-
-def _of_exp2(t: _Tangents, node: Node, dx: Node) -> Node:
-    power = node.args[0]
-    if power.op == "mul" and power.args[0].op == "log2" and power.args[1].is_constant:
-        return _of_power(t, power)
-    return t.times(operation("mul", node, constant(math.log(2), REAL)), dx)
-
-
-def _of_power(t: _Tangents, power: Node) -> Node:
-    """Of x ** n, which is traced as 2 ** (n log2(x)): n x ** (n - 1), at 0 too."""
-    log, n = power.args
-    less = operation("mul", log, constant(n.value - 1, REAL))
-    return t.times(operation("mul", operation("exp2", less), n), t.of[log.args[0]])
-
-
-def _by(factor: Callable[[Node, Node], Node]) -> Callable[..., Node]:
-    """The rule of a function of one argument, by the factor of it and of its value."""
-    return lambda t, node, dx: t.times(factor(node.args[0], node), dx)
-
-
-def _nothing(t: _Tangents, node: Node, *tangents: Node) -> Node:
-    return ZERO
-
-
-# By operation: of a node and of its arguments' derivatives, not all of which are 0.
-_RULES: dict[str, Callable[..., Node]] = {
-    "add": _of_add,
-    "sub": _of_sub,
-    "mul": _of_mul,
-    "div": _of_div,
-    "neg": _of_neg,
-    "abs": _of_abs,
-    "min": _of_extreme,
-    "max": _of_extreme,
-    "where": _of_where,
-    "mod": _of_mod,
-    "exp2": _of_exp2,
-    "exp": _by(lambda x, y: y),
-    # Not 1 more than the value: that is rounded where the exponential is small.
-    "expm1": _by(lambda x, y: operation("exp", x)),
-    "tanh": _by(lambda x, y: operation("sub", ONE, operation("mul", y, y))),
-    "sin": _by(lambda x, y: operation("cos", x)),
-    "cos": _by(lambda x, y: operation("neg", operation("sin", x))),
-    "log": lambda t, node, dx: _divided(t, dx, node.args[0]),
-    "log1p": lambda t, node, dx: _divided(t, dx, operation("add", node.args[0], ONE)),
-    "log2": lambda t, node, dx: _divided(
-        t, t.times(constant(1 / math.log(2), REAL), dx), node.args[0]
-    ),
-    "sqrt": lambda t, node, dx: _divided(t, t.times(_HALF, dx), node),
-    **dict.fromkeys(("sign", "floor", "ceil", "trunc", "rint", "floordiv"), _nothing),
-}
+    def _count_choices(self, node: Node) -> int:
+        if node.op not in ("where", "add", "sub"):
+            return 0
+        parts = node.args[1:] if node.op == "where" else node.args
+        counts = list(map(self._zero_choices, parts))
+        if node.op == "where" and (any(counts) or any(map(is_zero, parts))):
+            return sum(max(count, 1) for count in counts)
+        return sum(counts) if all(counts) else 0

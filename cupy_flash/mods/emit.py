@@ -13,19 +13,11 @@ from cupy_flash.mods.arguments import (
     offset_type,
     real_type,
 )
-from cupy_flash.mods.derivative import ONE, Partial, Slopes
-from cupy_flash.mods.expression import (
-    REAL,
-    SCORE,
-    TRUE,
-    Node,
-    constant,
-    operation,
-    postorder,
-    substitute,
-)
+from cupy_flash.mods.derivative import Partial, Slopes
+from cupy_flash.mods.expression import REAL, SCORE, TRUE, Node, constant, postorder
 from cupy_flash.mods.lower import exponent, lower
 from cupy_flash.mods.members import Members
+from cupy_flash.mods.operations import ONE, operation, substitute
 from cupy_flash.mods.printer import (
     C_TYPES,
     KeysPrinter,
@@ -43,6 +35,7 @@ HEADERS = ("score/capture.cuh", "score/functions.cuh")
 # Operations that the unit of special functions has a part in.
 _FUNCTIONS = frozenset(
     {"tanh", "tanh_approx", "logistic", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos"}
+    | {"power", "power_approx"}
 )
 
 # The capture that scores are scaled by.
@@ -135,10 +128,11 @@ class _Emission:
         members = self._members
         power = constant(0, REAL)
         if score is not None:
-            power = exponent(self._lowered(_of_product(score)), self._analysis)
+            lowered = self._lowered(_of_product(score))
+            power = exponent(lowered, self._analysis, self._is_large, fast=self._is_fast)
         # Pairs first: what they ask for is what keys, and then rows, have to find.
         of_power = self._returned(power, self._pairwise)
-        of_seen = self._returned(self._lowered(seen), frozenset())
+        of_seen = self._returned(self._lowered(seen, exact=True), frozenset())
         constants, functions = ([], []) if slopes is None else self._backward(slopes)
         of_keys, of_row = self._found_for_keys(), self._found_for_row()
         row_fields = [f"{C_TYPES[node.type]} {name};" for node, name in members.values.items()]
@@ -203,9 +197,25 @@ class _Emission:
 
         return printer.body(lines)
 
-    def _lowered(self, node: Node) -> Node:
-        fast, fast_tanh = self._dtype in ("float16", "bfloat16"), self._dtype == "bfloat16"
-        return lower(node, self._analysis, fast=fast, fast_tanh=fast_tanh)
+    @property
+    def _is_fast(self) -> bool:
+        return self._dtype in ("float16", "bfloat16")
+
+    def _lowered(self, node: Node, *, exact: bool = False) -> Node:
+        fast_tanh = self._dtype == "bfloat16"
+        return lower(node, self._analysis, fast=self._is_fast, fast_tanh=fast_tanh, exact=exact)
+
+    def _is_large(self, node: Node) -> bool:
+        """Return whether log2(e) times a value may be infinite although the value is finite.
+
+        Products of queries and keys are taken to be smaller.
+        """
+        if node.op == "load":
+            return node.type == REAL and self._captures[node.args[0].value].dtype != "float16"
+        if node.is_constant:
+            largest = 2.0**127 if self._real == "float" else 2.0**1023
+            return abs(node.value) >= largest
+        return node.op == "cuda" or (node.op == "scalar" and node.value != SCALE)
 
     def _printer(self, kind: type[PrinterT]) -> PrinterT:
         return kind(self._members, self._analysis, self._captures, self._real)

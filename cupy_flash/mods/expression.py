@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 # Types of values. A real is a float, in the kernels of float64 a double.
@@ -15,10 +15,6 @@ ARRAY = "array"
 _INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
 _UINT64_MAX = 2**64 - 1
 
-COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
-# Of two arguments whose order does not matter: a constant stands second.
-_COMMUTATIVE = frozenset({"add", "mul", "and", "or", "xor", "min", "max", "eq", "ne"})
-
 
 class Node:
     """A value of an expression: immutable, and the same object for the same value.
@@ -28,15 +24,14 @@ class Node:
     op
         ``const``, ``symbol``, ``scalar`` (a captured number) and ``array`` (a captured array) are
         leaves. ``load`` reads an array, its first argument, at indices; ``cuda`` calls a text.
-        The others are named after NumPy's functions; ``div`` is of reals, ``min`` and ``max`` give
-        NaN for NaN, ``and``, ``or``, ``xor`` and ``not`` work on bools, or on the bits of integers.
+        ``cast`` converts. The others are rows of `cupy_flash.mods.operations.OPERATIONS`.
     type
         ``"bool"``, ``"int32"``, ``"uint64"`` or ``"real"``; ``"array"`` of an array.
     args
         What it is computed from.
     value
-        Of a constant, its bool, int or float; of the other leaves, the name; of ``cuda``, the
-        text and the names of its parameters.
+        Value of a constant; name of another leaf; text and parameter names of ``cuda``; and
+        ``"exact"`` of an operation on reals that a kernel may not contract, see `lower`.
     """
 
     __slots__ = ("__weakref__", "args", "op", "type", "value")
@@ -106,20 +101,6 @@ def fold(root: Node, visit: Callable[[Node, tuple[T, ...]], T]) -> T:
     return results[root]
 
 
-def rebuilt(node: Node, args: tuple[Node, ...]) -> Node:
-    """The node with other arguments, simplified again."""
-    if args == node.args:
-        return node
-    if node.op in ("load", "cuda"):
-        return Node(node.op, node.type, args, node.value)
-    return cast(args[0], node.type) if node.op == "cast" else operation(node.op, *args)
-
-
-def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
-    """The expression with some nodes replaced: symbols by expressions, captures by others."""
-    return fold(root, lambda node, args: replacements.get(node) or rebuilt(node, args))
-
-
 def symbol(name: str, type: str = INT) -> Node:
     """What a kernel gives for each pair: a position, or the score."""
     return Node("symbol", type, (), name)
@@ -153,85 +134,3 @@ def constant(value: bool | int | float, type: str) -> Node:
 
 
 TRUE, FALSE = constant(True, BOOL), constant(False, BOOL)
-
-
-def operation(op: str, *args: Node) -> Node:
-    """A value computed from others of the right types, simplified where that changes no result."""
-    if op in _COMMUTATIVE and args[0].is_constant:
-        args = args[::-1]
-    kind = args[1].type if op == "where" else args[0].type
-    result = BOOL if op in COMPARISONS else kind
-    if all(argument.is_constant for argument in args) and op in _FOLDED:
-        folded = _folded(op, result, *(argument.value for argument in args))
-        if folded is not None:
-            return folded
-    return _simplified(op, args) or Node(op, result, args)
-
-
-def cast(x: Node, type: str) -> Node:
-    """A value converted; a real to an integer by leaving out what is behind the point."""
-    if x.type == type:
-        return x
-    if type == BOOL:
-        return operation("ne", x, constant(0, x.type))
-    if x.is_constant:
-        try:
-            return constant(int(x.value) if type != REAL else x.value, type)
-        except (OverflowError, ValueError):
-            pass
-    return Node("cast", type, (x,))
-
-
-def logical_not(x: Node) -> Node:
-    """The opposite of a bool."""
-    return operation("not", x)
-
-
-_FOLDED: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "neg": lambda x: -x,
-    "lt": lambda x, y: x < y,
-    "le": lambda x, y: x <= y,
-    "eq": lambda x, y: x == y,
-    "ne": lambda x, y: x != y,
-    "and": lambda x, y: x & y,
-    "or": lambda x, y: x | y,
-}
-
-
-def _folded(op: str, type: str, *values: Any) -> Node | None:
-    """The constant, or None where only the device's arithmetic says what it is."""
-    try:
-        return constant(_FOLDED[op](*values), type)
-    except (ZeroDivisionError, OverflowError):
-        return None
-
-
-def _simplified(op: str, args: tuple[Node, ...]) -> Node | None:
-    """An operation that is one of its arguments, or a constant; else None."""
-    x, y = args[0], args[-1]
-    value = y.value if y.is_constant else None
-    if op == "where":
-        if x.is_constant:
-            return args[1] if x.value else y
-        return y if args[1] is y else None
-    if op in ("not", "neg") and x.op == op:
-        return x.args[0]
-    if op == "not" and x.type == BOOL and x.is_constant:
-        return FALSE if x.value else TRUE
-    if x is y and op in COMPARISONS and x.type != REAL:
-        return TRUE if op in ("le", "eq") else FALSE
-    if value is None:
-        return None
-    if y.type == BOOL:
-        if op == "and":
-            return x if value else FALSE
-        if op == "or":
-            return TRUE if value else x
-        return None
-    if (op in ("add", "sub") and value == 0) or (op in ("mul", "div") and value == 1):
-        return x
-    return y if op == "mul" and value == 0 and y.type != REAL else None

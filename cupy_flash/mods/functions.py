@@ -5,19 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from cupy_flash.mods.expression import (
-    BOOL,
-    INT,
-    REAL,
-    UINT64,
-    Node,
-    cast,
-    constant,
-    logical_not,
-    operation,
-)
+from cupy_flash.mods import operations
+from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
+from cupy_flash.mods.operations import OPERATIONS, cast, logical_not, operation
 
-# Larger powers are written with np.exp2, which takes as long for any.
+# Integers to a larger power would be long text, and wrap.
 _LARGEST_POWER = 64
 
 
@@ -151,25 +143,20 @@ def power(x: Node, exponent: Node) -> Node:
             "np.exp2(y * np.log2(x)) for x ** y"
         )
     n = exponent.value
-    if exponent.type == REAL:
-        x = cast(x, REAL)
-    if n == 0.5:
-        return operation("sqrt", x)
-    if n != int(n):
-        scaled = operation("mul", operation("log2", x), constant(n, REAL))
-        return operation("exp2", scaled)
+    if REAL in (x.type, exponent.type):
+        return operations.power(cast(x, REAL), constant(n, REAL))
     if abs(n) > _LARGEST_POWER:
         raise TypeError(
-            f"a power of {n}; expected at most {_LARGEST_POWER}, else write np.exp2(n * np.log2(x))"
+            f"an integer to the power of {n}; expected at most {_LARGEST_POWER}, otherwise write "
+            f"x.astype(np.float32) ** {n}"
         )
     (x,) = _numbers(x)
-    if n < 0 and x.type != REAL:
+    if n < 0:
         raise TypeError(
             f"an integer to the power of {n}, which NumPy does not compute; write "
             f"x.astype(np.float32) ** {n}"
         )
-    result = _whole_power(x, abs(int(n)))
-    return result if n >= 0 else operation("div", constant(1, REAL), result)
+    return _whole_power(x, n)
 
 
 def _whole_power(x: Node, n: int) -> Node:
@@ -190,11 +177,6 @@ def reciprocal(x: Node) -> Node:
     if x.type != REAL:
         raise TypeError("NumPy's reciprocal of integers is their whole quotient; write 1 / x")
     return operation("div", constant(1, REAL), x)
-
-
-def log10(x: Node) -> Node:
-    """The logarithm to base 10."""
-    return operation("mul", _on_reals("log2")(x), constant(math.log10(2), REAL))
 
 
 def _is_nan(x: Node) -> Node:
@@ -255,9 +237,9 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     "isnan": _is_nan,
     "isinf": _compared_with_infinity("eq"),
     "isfinite": _compared_with_infinity("lt"),
-    "log10": log10,
     **{
         name: _on_reals(name)
-        for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "sin", "cos")
+        for name, row in OPERATIONS.items()
+        if name == "sqrt" or (not row.exact and name != "power")
     },
 }

@@ -2,85 +2,145 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_flash.mods.captures import host_parameter
-from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, postorder
+from cupy_flash.mods.expression import REAL, Node
+from cupy_flash.mods.operations import OPERATIONS, evaluated, numpy_types
 
-# The others are named as NumPy names them.
-_NAMES = {
-    "sub": "subtract",
-    "mul": "multiply",
-    "div": "divide",
-    "neg": "negative",
-    "abs": "absolute",
-    "min": "minimum",
-    "max": "maximum",
-    "lt": "less",
-    "le": "less_equal",
-    "eq": "equal",
-    "ne": "not_equal",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "not": "invert",
-    "shl": "left_shift",
-    "shr": "right_shift",
-    "mod": "remainder",
-    "floordiv": "floor_divide",
-}
+# A value, and whether it decides: is compared, rounded, converted to an integer, or an index.
+_Place = tuple[Node, bool]
 
 
 class Interpreter:
-    """Values of expressions of the same pairs, each node's found once.
+    """Values of expressions of the same pairs.
 
     Parameters
     ----------
     score
-        In whose dtype, float32 or float64, reals are computed.
+        Scaled scores, float32 or float64, in whose dtype reals are computed that do not decide.
     positions
         Integers or arrays of them by name, taken as int32.
     captures
         Arrays and numbers by name.
     xp
         NumPy or CuPy.
+    real
+        Dtype of the problem's reals, in which numbers are read and what decides is computed: so a
+        reference in float64 sees the same pairs as a kernel. By default that of the scores.
     """
 
     def __init__(
-        self, score: Any, positions: Mapping[str, Any], captures: Mapping[str, Any], xp: Any
+        self,
+        score: Any,
+        positions: Mapping[str, Any],
+        captures: Mapping[str, Any],
+        xp: Any,
+        real: Any = None,
     ) -> None:
-        self._xp, dtype = xp, score.dtype
-        self._symbols = {name: xp.asarray(value, np.int32) for name, value in positions.items()}
-        self._symbols["score"] = score
+        self._xp, self._score = xp, score
+        self._positions = {name: xp.asarray(value, np.int32) for name, value in positions.items()}
+        deciding = np.dtype(score.dtype if real is None else real)
+        # Values of one dtype are computed once.
+        self._is_split = deciding != score.dtype
+        self._deciding, self._types = numpy_types(deciding), numpy_types(score.dtype)
         self._captures = {
-            name: host_parameter(name, value, xp, dtype) for name, value in captures.items()
+            name: host_parameter(name, value, xp, deciding.type) for name, value in captures.items()
         }
-        self._types = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: dtype.type}
-        self._values: dict[Node, Any] = {}
 
-    def value(self, root: Node) -> Any:
-        """The array, or scalar of NumPy, of an expression without CUDA text."""
+    def value(self, root: Node, *, decides: bool = False) -> Any:
+        """Return the array, or scalar of NumPy, of an expression without CUDA text.
+
+        Parameters
+        ----------
+        root
+            The expression.
+        decides
+            Whether the result is computed as what decides, as a mask is.
+        """
+        steps = _steps(root, decides and self._is_split, self._is_split)
+        uses = Counter(argument for step in steps for argument in step.arguments)
+        values: dict[_Place, Any] = {}
         # What comes of masked pairs is not looked at.
         with np.errstate(all="ignore"):
-            for node in postorder(root):
-                if node not in self._values:
-                    self._values[node] = self._compute(node)
-        return self._values[root]
+            for step in steps:
+                args = [values[x] for x in step.arguments]
+                values[step.place] = self._compute(step, args)
+                # A long chain of operations holds few arrays at a time.
+                for argument in step.arguments:
+                    uses[argument] -= 1
+                    if not uses[argument]:
+                        del values[argument]
+        return values[steps[-1].place]
 
-    def _compute(self, node: Node) -> Any:
+    def _compute(self, step: _Step, args: list[Any]) -> Any:
+        node, decides = step.place
         if node.op == "const":
-            return self._types[node.type](node.value)
+            return self._deciding[node.type](node.value)
         if node.op == "symbol":
-            return self._symbols[node.value]
+            if node.value != "score":
+                return self._positions[node.value]
+            return self._score.astype(self._deciding[REAL]) if decides else self._score
         if node.op in ("array", "scalar"):
             return self._captures[node.value]
-        args = [self._values[argument] for argument in node.args]
         if node.op == "load":
             # One without axes is its element.
             return args[0][tuple(args[1:])] if args[1:] else args[0]
-        if node.op == "cast":
-            return args[0].astype(self._types[node.type])
-        return getattr(self._xp, _NAMES.get(node.op, node.op))(*args)
+        types = self._deciding if decides or step.rounds else self._types
+        if self._is_split and node.type == REAL:
+            # Numbers and what is rounded are reals of the other dtype.
+            args = [
+                x.astype(types[REAL]) if argument.type == REAL else x
+                for x, argument in zip(args, node.args, strict=True)
+            ]
+        return evaluated(node, tuple(args), types, self._xp)
+
+
+class _Step(NamedTuple):
+    """One value to compute.
+
+    Attributes
+    ----------
+    place
+        The value.
+    arguments
+        Values that it is computed from.
+    rounds
+        Whether the operation compares or rounds its real arguments.
+    """
+
+    place: _Place
+    arguments: tuple[_Place, ...]
+    rounds: bool
+
+
+# A call on the host asks for the same steps for each of its blocks.
+@functools.lru_cache(maxsize=256)
+def _steps(root: Node, decides: bool, is_split: bool) -> tuple[_Step, ...]:
+    """Return the values that an expression is computed from, each after its arguments."""
+    steps: dict[_Place, _Step] = {}
+    stack = [_step(root, decides, is_split)]
+    while stack:
+        step = stack[-1]
+        missing = [x for x in step.arguments if x not in steps]
+        if missing and step.place not in steps:
+            stack += [_step(*place, is_split) for place in reversed(missing)]
+        else:
+            steps.setdefault(step.place, step)
+            stack.pop()
+    return tuple(steps.values())
+
+
+def _step(node: Node, decides: bool, is_split: bool) -> _Step:
+    row = OPERATIONS.get(node.op)
+    rounds = (row is not None and row.decides) or (node.op == "cast" and node.type != REAL)
+    inherits = node.type == REAL and not rounds
+    arguments = tuple(
+        (x, is_split and (decides or not inherits or x.type != REAL)) for x in node.args
+    )
+    return _Step((node, decides), arguments, rounds)

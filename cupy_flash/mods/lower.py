@@ -1,76 +1,186 @@
-"""An expression in the operations that cost least on a GPU: before it is printed."""
+"""Lowering: an expression in the operations that cost least on a GPU, before it is printed.
+
+How far an operation on reals may be rewritten depends on where it stands:
+
+- What decides is *exact*: what is compared, rounded, converted to an integer or used as an index,
+  and all that a mask computes. It is computed in the order of the expression, without contraction,
+  by functions that keep subnormal numbers, so that all kernels and all tiles see the same pairs.
+- What a user's function adds to a score or makes of it is *ordered*: the order is the user's, and
+  there is no reciprocal in place of a division, but multiplications and additions may be
+  contracted, and functions may be those of the hardware.
+- What the library composes (softcap, ALiBi, bias, the scale) is *free* to be reordered.
+
+The nodes ``strict`` and ``free`` mark where a user's text begins, and where in it stands what the
+library puts in place of the score.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from cupy_flash.mods.analysis import Analysis, real_of_int
-from cupy_flash.mods.expression import (
-    BASE,
-    INT,
-    REAL,
-    SCORE,
-    Node,
-    constant,
-    fold,
-    operation,
-    postorder,
-    rebuilt,
-)
+from cupy_flash.mods.analysis import EXACT, ORDERED, Analysis
+from cupy_flash.mods.expression import BASE, INT, REAL, SCORE, Node, constant, postorder
+from cupy_flash.mods.operations import OPERATIONS, cast, operation, rebuilt
 
 # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)).
 _TANH_FACTOR = 2 * math.log2(math.e)
+_LOG2_E = math.log2(math.e)
+_FREE = "free"
+# Larger powers are made of a logarithm, which is as good and takes as long for any.
+_LONGEST_PRODUCT = 16
+
+# A node in one of the three ways in which it may be computed.
+_Place = tuple[Node, str]
 
 
-def lower(root: Node, analysis: Analysis, *, fast: bool, fast_tanh: bool) -> Node:
-    """The same value with other operations; besides those of `Node` there are then these.
+def lower(
+    root: Node, analysis: Analysis, *, fast: bool, fast_tanh: bool, exact: bool = False
+) -> Node:
+    """Return the same value in other operations.
 
-    ``reciprocal``; ``logistic``, which is 1 / (1 + 2^x); ``tanh_approx``, to 2^-11.
+    Besides the rows of the table there are then ``reciprocal``; ``logistic``, which is
+    1 / (1 + 2^x); ``tanh_approx``, to 2^-11; ``power_approx``; and ``quotient``, of a number, a
+    divisor that does not change along the row, the reciprocal of that, and the power of two
+    (``quotient_scale``) by which both are kept within the range of normal numbers.
 
     Parameters
     ----------
     root
         The expression.
     analysis
-        Whose answers are kept.
+        Analysis that keeps its answers.
     fast
-        Whether exponentials and tanh are made of the hardware's powers of 2: absolute errors of
-        2^-23, more than a float32 call may have.
+        Whether exponentials and tanh that do not decide may be made of the hardware's powers of 2:
+        absolute errors of 2^-23, more than a float32 call may have.
     fast_tanh
-        Whether tanh may be the one of the hardware.
+        Whether such a tanh may be the hardware's.
+    exact
+        Whether the root decides, as a mask does.
     """
+    return _Lowering(analysis, fast, fast_tanh).of((root, EXACT if exact else _FREE))
 
-    def visit(node: Node, args: tuple[Node, ...]) -> Node:
-        if node.op == "div":
-            return _quotient(args[0], args[1], analysis)
-        if node.op == "mul" and node.type == REAL:
-            return _product(args[0], args[1], analysis)
-        if node.op == "cast" and node.type == REAL and args[0].type == INT:
-            return real_of_int(args[0], analysis)
-        if fast and node.op == "tanh":
-            return _tanh(args[0], fast_tanh, analysis)
-        if fast and node.op == "exp":
-            return operation("exp2", _scaled(args[0], math.log2(math.e), analysis))
-        if node.op == "log":
-            return _product(operation("log2", *args), constant(math.log(2), REAL), analysis)
+
+class _Lowering:
+    def __init__(self, analysis: Analysis, fast: bool, fast_tanh: bool) -> None:
+        self._analysis, self._fast, self._fast_tanh = analysis, fast, fast_tanh
+        self._known: dict[_Place, Node] = {}
+
+    def of(self, root: _Place) -> Node:
+        stack = [root]
+        while stack:
+            place = stack[-1]
+            if place in self._known:
+                stack.pop()
+                continue
+            args = _arguments(place)
+            missing = [x for x in args if x not in self._known]
+            if missing:
+                stack += reversed(missing)
+                continue
+            self._known[place] = self._lowered(place, tuple(self._known[x] for x in args))
+            stack.pop()
+        return self._known[root]
+
+    def _lowered(self, place: _Place, args: tuple[Node, ...]) -> Node:
+        node, manner = place
+        if node.op in ("strict", "free"):
+            return args[0]
+        if node.type != REAL and not any(x.type == REAL for x in args):
+            return self._of_integers(node, args)
+        if not args or node.op in ("load", "cuda"):
+            return rebuilt(node, args)
+        if _decides(node):
+            return Node(node.op, node.type, args, EXACT)
+        if node.op == "where":
+            return operation("where", *args)
+        if manner == EXACT:
+            return Node(node.op, node.type, args, EXACT)
+        if manner == ORDERED:
+            return self._ordered(node, args)
+        return self._free(node, args)
+
+    def _of_integers(self, node: Node, args: tuple[Node, ...]) -> Node:
         if node.type == INT and node.op in ("floordiv", "mod"):
             return _by_power_of_2(node.op, *args) or rebuilt(node, args)
         return rebuilt(node, args)
 
-    return fold(root, visit)
+    def _ordered(self, node: Node, args: tuple[Node, ...]) -> Node:
+        if node.op == "div" and self._analysis.is_of_row(args[1]):
+            if self._analysis.is_of_row(args[0]):
+                return Node("div", REAL, args, ORDERED)
+            return _corrected_quotient(*args)
+        return self._function(node, args) or Node(node.op, node.type, args, ORDERED)
+
+    def _free(self, node: Node, args: tuple[Node, ...]) -> Node:
+        if node.op == "div":
+            return _quotient(args[0], args[1], self._analysis)
+        if node.op == "mul":
+            return _product(args[0], args[1], self._analysis)
+        if node.op == "cast" and args[0].type == INT:
+            return _real_of_int(args[0], self._analysis)
+        return self._function(node, args) or rebuilt(node, args)
+
+    def _function(self, node: Node, args: tuple[Node, ...]) -> Node | None:
+        """Return a function that does not decide as the hardware has it; None if it is as it is."""
+        if node.op == "power":
+            return _power(args[0], args[1].value)
+        if node.op == "log":
+            return _scaled(operation("log2", *args), math.log(2), self._analysis)
+        if self._fast and node.op == "tanh":
+            return _tanh(args[0], self._fast_tanh, self._analysis)
+        if self._fast and node.op == "exp":
+            return operation("exp2", _scaled(args[0], _LOG2_E, self._analysis))
+        return None
 
 
-def exponent(score: Node, analysis: Analysis) -> Node:
-    """Of a score that was lowered, ``log2(e) * score - base``, to be taken 2 to the power of.
+def _decides(node: Node) -> bool:
+    """Return whether what real arguments are compared with or rounded to may be anything."""
+    if node.op == "cast":
+        return node.type != REAL
+    row = OPERATIONS.get(node.op)
+    return row is not None and row.decides
+
+
+def _arguments(place: _Place) -> tuple[_Place, ...]:
+    """Return the arguments of a node, and how each may be computed."""
+    node, manner = place
+    if node.op == "strict":
+        return ((node.args[0], EXACT if manner == EXACT else ORDERED),)
+    if node.op == "free":
+        return ((node.args[0], EXACT if manner == EXACT else _FREE),)
+    inherits = node.type == REAL and not _decides(node)
+    return tuple((x, manner if inherits and x.type == REAL else EXACT) for x in node.args)
+
+
+def exponent(
+    score: Node, analysis: Analysis, is_large: Callable[[Node], bool], *, fast: bool
+) -> Node:
+    """Return ``log2(e) * score - base`` of a score that was lowered: an exponent of 2.
 
     Factors of the score join those that it has, and what is added to it the base, so that neither
     costs more.
+
+    Parameters
+    ----------
+    score
+        The lowered score.
+    analysis
+        Analysis that keeps its answers.
+    is_large
+        Whether a leaf may be so large that the factor makes it infinite. A sum with such a leaf
+        stays finite, so that a row of finite scores is never empty.
+    fast
+        Whether such sums may be rounded toward zero, which costs no instruction.
     """
     of_score: list[Node] = []
     even, others = operation("neg", BASE), list[Node]()
+    large: list[tuple[Node, Node]] = []
     for term, sign in _summands(score, 1):
-        product = _scaled(term, sign * math.log2(math.e), analysis)
+        if any(map(is_large, _chosen(term))):
+            large.append((term, constant(sign * _LOG2_E, REAL)))
+            continue
+        product = _scaled(term, sign * _LOG2_E, analysis)
         if analysis.slope(term) is not None:
             # Grows evenly from key to key, as the base does: by nothing.
             even = operation("add", product, even)
@@ -78,13 +188,36 @@ def exponent(score: Node, analysis: Analysis) -> Node:
             depends = any(node is SCORE for node in postorder(term))
             (of_score if depends else others).append(product)
     total = even
-    for product in (*others, *of_score):
+    for product in others:
+        total = operation("add", product, total)
+    for term, factor in large:
+        op = "fast_finite_sum" if fast else "finite_sum"
+        total = Node(op, REAL, (term, factor, total))
+    for product in of_score:
         total = operation("add", product, total)
     return total
 
 
+def _chosen(root: Node) -> Iterator[Node]:
+    """Yield the leaves whose values, or sums of them, an expression may have."""
+    done, stack = set[Node](), [root]
+    while stack:
+        node = stack.pop()
+        if node in done:
+            continue
+        done.add(node)
+        if node.op == "where":
+            stack += node.args[1:]
+        elif node.op in ("add", "sub", "min", "max", "neg", "abs"):
+            stack += node.args
+        else:
+            yield node
+
+
 def _summands(node: Node, sign: int) -> Iterator[tuple[Node, int]]:
-    if node.op in ("add", "sub"):
+    if node.value in (ORDERED, EXACT):
+        yield node, sign
+    elif node.op in ("add", "sub"):
         yield from _summands(node.args[0], sign)
         yield from _summands(node.args[1], -sign if node.op == "sub" else sign)
     elif node.op == "neg":
@@ -93,20 +226,45 @@ def _summands(node: Node, sign: int) -> Iterator[tuple[Node, int]]:
         yield node, sign
 
 
+def _real_of_int(node: Node, analysis: Analysis) -> Node:
+    """Return an integer as a real, converted where that costs least: linear ones once a row.
+
+    Sums and the like of integers that are no linear functions of the key are computed as reals,
+    which hold them to 2^24.
+    """
+    if analysis.is_of_row(node) or analysis.linear(node) is not None:
+        return cast(node, REAL)
+    by_parts = node.op in ("add", "sub", "neg", "abs", "min", "max", "where")
+    if by_parts or (node.op == "mul" and node.args[1].is_constant):
+        args = (_real_of_int(x, analysis) if x.type == INT else x for x in node.args)
+        return operation(node.op, *args)
+    return cast(node, REAL)
+
+
 def _quotient(x: Node, y: Node, analysis: Analysis) -> Node:
     if y.is_constant:
         inverse = 1 / y.value if y.value else math.inf
         # One that float has no normal number for would be lost.
         if 2.0**-126 <= abs(inverse) < 2.0**126:
             return _product(x, constant(inverse, REAL), analysis)
-    # The inverse of what a row has is found once.
+    # The inverse of what a row has is computed once.
     if analysis.is_of_row(y) and analysis.is_of_row(x):
         return operation("div", x, y)
-    return _product(x, operation("reciprocal", y), analysis)
+    return _product(x, Node("reciprocal", REAL, (y,)), analysis)
+
+
+def _corrected_quotient(x: Node, y: Node) -> Node:
+    """Return X / y, of a divisor whose reciprocal a row has, rounded as a division is."""
+    scale: Node = Node("quotient_scale", REAL, (y,), ORDERED)
+    if y.is_constant and 2.0**-64 <= abs(y.value) <= 2.0**64:
+        scale = constant(1, REAL)
+    scaled = operation("mul", y, scale)
+    inverse = Node("div", REAL, (constant(1, REAL), scaled), ORDERED)
+    return Node("quotient", REAL, (x, scaled, inverse, scale), ORDERED)
 
 
 def _product(x: Node, y: Node, analysis: Analysis) -> Node:
-    """X * y; of a sigmoid and a factor of the row one multiply-add."""
+    """Return X * y; of a sigmoid and a factor of the row one multiply-add."""
     for value, factor in ((x, y), (y, x)):
         if _is_tanh(value) and analysis.is_of_row(factor):
             one, twice = value.args[0], value.args[1]
@@ -118,7 +276,7 @@ def _product(x: Node, y: Node, analysis: Analysis) -> Node:
     if y.is_constant:
         return _scaled(x, y.value, analysis)
     for value, factor in ((x, y), (y, x)):
-        if value.op == "mul" and not analysis.is_of_row(value) and analysis.is_of_row(factor):
+        if _is_free(value) and not analysis.is_of_row(value) and analysis.is_of_row(factor):
             for of_pair, of_row in (value.args, value.args[::-1]):
                 if analysis.is_of_row(of_row):
                     return operation("mul", of_pair, operation("mul", of_row, factor))
@@ -126,22 +284,26 @@ def _product(x: Node, y: Node, analysis: Analysis) -> Node:
 
 
 def _scaled(x: Node, factor: float, analysis: Analysis) -> Node:
-    """X times a literal, which joins a factor that x has already."""
-    if x.op == "mul" and x.args[1].is_constant:
+    """Return X times a literal, which joins a factor that the library gave it already."""
+    if _is_free(x) and x.args[1].is_constant:
         together = x.args[1].value * factor
         if 2.0**-126 <= abs(together) < 2.0**126:
             return operation("mul", x.args[0], constant(together, REAL))
-    if x.op == "mul" and not analysis.is_of_row(x):
+    if _is_free(x) and not analysis.is_of_row(x):
         for value, of_row in (x.args, x.args[::-1]):
             if analysis.is_of_row(of_row):
                 return operation("mul", value, operation("mul", of_row, constant(factor, REAL)))
     return operation("mul", x, constant(factor, REAL))
 
 
+def _is_free(node: Node) -> bool:
+    return node.op == "mul" and node.value is None
+
+
 def _tanh(x: Node, fast: bool, analysis: Analysis) -> Node:
     if fast:
-        return operation("tanh_approx", x)
-    logistic = operation("logistic", _scaled(x, _TANH_FACTOR, analysis))
+        return Node("tanh_approx", REAL, (x,))
+    logistic = Node("logistic", REAL, (_scaled(x, _TANH_FACTOR, analysis),))
     twice = operation("mul", logistic, constant(2, REAL))
     return operation("sub", constant(1, REAL), twice)
 
@@ -150,8 +312,28 @@ def _is_tanh(node: Node) -> bool:
     return node.op == "sub" and node.args[1].op == "mul" and node.args[1].args[0].op == "logistic"
 
 
+def _power(x: Node, n: float) -> Node:
+    """Return a power that does not decide."""
+    if n != int(n) or abs(n) > _LONGEST_PRODUCT:
+        return Node("power_approx", REAL, (x, constant(n, REAL)), ORDERED)
+    product: Node | None = None
+    square, left = x, abs(int(n))
+    while left:
+        if left % 2:
+            product = square if product is None else _ordered_product(product, square)
+        square, left = _ordered_product(square, square), left // 2
+    assert product is not None
+    if n > 0:
+        return product
+    return Node("div", REAL, (constant(1, REAL), product), ORDERED)
+
+
+def _ordered_product(x: Node, y: Node) -> Node:
+    return Node("mul", REAL, (x, y), ORDERED)
+
+
 def _by_power_of_2(op: str, x: Node, divisor: Node) -> Node | None:
-    """Floored quotient and remainder of a literal power of 2, by bits; else None."""
+    """Return floored quotient and remainder of a literal power of 2, by bits; otherwise None."""
     n = divisor.value if divisor.is_constant else 0
     if n < 1 or n & (n - 1):
         return None

@@ -9,19 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cupy_flash.arrays.strided import address_of
 from cupy_flash.mods.captures import (
     CaptureSpec,
     array_node,
     host_parameter,
+    number_key,
     read_capture,
     require_differentiable,
     require_int32_values,
 )
 from cupy_flash.mods.derivative import derivative
-from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node, cast
+from cupy_flash.mods.expression import BOOL, REAL, SCORE, Node
 from cupy_flash.mods.interpret import Interpreter
+from cupy_flash.mods.operations import cast, operation
+from cupy_flash.mods.pickled import AbsentFunction, flattened, reference_to, referred_to, restored
 from cupy_flash.mods.picture import draw
-from cupy_flash.mods.signature import POSITIONS, as_it_is, check_text, parameters_of
+from cupy_flash.mods.signature import POSITIONS, RESERVED, check_text, parameters_of
+from cupy_flash.mods.surroundings import Surroundings
 from cupy_flash.mods.symbols import Symbol, TracedArray, as_node
 from cupy_flash.mods.traced import Derivable, Traced
 
@@ -30,8 +35,15 @@ if TYPE_CHECKING:
 
 
 def prefixed(kind: str, name: str) -> str:
-    """What a capture of a modification is called among all arrays of a call."""
-    return f"{kind}_{name}"
+    """Return the name of a capture of a modification among all arrays of a call.
+
+    It is a name in C++ as well: letters outside of ASCII are written as numbers, behind a prefix
+    of their own, so that no two captures have one name.
+    """
+    if name.isascii():
+        return f"{kind}_{name}"
+    letters = (x if x.isascii() and x != "_" else f"_{ord(x):x}_" for x in name)
+    return f"{kind}u_{''.join(letters)}"
 
 
 # What a function may be traced with besides captures.
@@ -39,14 +51,15 @@ _SYMBOLS = {"score": SCORE} | POSITIONS
 
 
 class Modification:
-    """What `ScoreMod` and `MaskMod` share. Immutable; equal where the device text would be.
+    """What `ScoreMod` and `MaskMod` share. Immutable.
 
-    Values of captures do not count: neither do they change what is compiled.
+    Two are equal if they compute the same of captures that hold the same: numbers of the same bits,
+    and arrays that lie in the same place, or NumPy's of the same dtype, shape and bytes.
 
     Attributes
     ----------
     function
-        The Python function, with the variables around it as they were when it was traced.
+        The Python function; of an unpickled one a stand-in, unless it is found by its name.
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
     cuda
@@ -56,12 +69,13 @@ class Modification:
     array_names, arrays
         Captured arrays, and what they are called among all arrays of a call.
     numbers
-        Captured numbers with such names.
+        Captured numbers with such names, as `number_key` gives them.
     read_alone
         What calls keep that have no other modification, None before the first.
     """
 
     __slots__ = (
+        "_graph",
         "array_names",
         "arrays",
         "captures",
@@ -82,8 +96,10 @@ class Modification:
     traced: Traced
     array_names: tuple[str, ...]
     arrays: tuple[Any, ...]
-    numbers: tuple[tuple[str, bool | int | float], ...]
+    numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
+    # None beside CUDA text of a function that cannot be traced.
+    _graph: Node | None
 
     @property
     def specs(self) -> Mapping[str, CaptureSpec]:
@@ -98,16 +114,39 @@ class Modification:
     def __init__(
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
-        function = as_it_is(function)
         read = {name: self._read(name, captures[name]) for name in sorted(captures)}
         specs = {name: spec for name, (_, spec) in read.items()}
         names = parameters_of(function, self._first, specs)
-        if cuda is None:
-            expression = self._traced(function, names, specs)
-        else:
-            check_text(cuda)
+        if cuda is not None:
+            check_text(cuda, names)
+        around = Surroundings(self._read, captures, specs, RESERVED)
+        graph: Node | None = None
+        try:
+            graph = self._traced(around.rebuilt(function), names, specs)
+        except Exception:
+            # Of text there may be any function, which is then called with arrays.
+            if cuda is None:
+                raise
+        if graph is not None:
+            read |= around.captured_in(graph)
+        expression = graph
+        if cuda is not None:
             args = (_argument(name, specs.get(name)) or _SYMBOLS[name] for name in names)
             expression = Node("cuda", self._type, tuple(args), (cuda.strip(), names))
+        assert expression is not None
+        self._set(function, cuda, {n: value for n, (value, _) in read.items()}, expression, graph)
+
+    def _set(
+        self,
+        function: Callable[..., Any],
+        cuda: str | None,
+        captures: Mapping[str, Any],
+        expression: Node,
+        graph: Node | None,
+    ) -> None:
+        """Set all attributes; called once."""
+        read = {name: read_capture(name, captures[name]) for name in sorted(captures)}
+        specs = {name: spec for name, (_, spec) in read.items()}
         arrays = {name: value for name, (value, spec) in read.items() if spec.rank is not None}
         parts = {
             "function": function,
@@ -117,17 +156,18 @@ class Modification:
             "array_names": tuple(prefixed(self._keyword, name) for name in arrays),
             "arrays": tuple(arrays.values()),
             "numbers": tuple(
-                (prefixed(self._keyword, name), value)
+                (prefixed(self._keyword, name), number_key(value))
                 for name, (value, _) in read.items()
                 if name not in arrays
             ),
             "read_alone": None,
+            "_graph": graph,
         }
         for name, part in parts.items():
             object.__setattr__(self, name, part)
 
     def _read(self, name: str, value: Any) -> tuple[Any, CaptureSpec]:
-        if name in POSITIONS or name in ("score", "row"):
+        if name in RESERVED:
             raise TypeError(f"a capture is called {name!r}, as what a kernel gives; choose another")
         array, spec = read_capture(name, value)
         # Once for each modification: no call looks at the values.
@@ -145,15 +185,44 @@ class Modification:
             name: specs[name].parameter(name) if name in specs else Symbol(_SYMBOLS[name])
             for name in names
         }
-        result = function(**given)
+        node = self._node(function(**given))
+        if self._node(function(**given)) is not node:
+            raise TypeError(
+                f"{type(self).__name__}'s function computes something else each time that it is "
+                "traced: it has random numbers, or a count or a clock of its own. Compute them "
+                "outside of the function, and index them as an array: noise[h, i]"
+            )
+        return self._result(node)
+
+    def _node(self, result: Any) -> Node:
         if isinstance(result, TracedArray):
             raise result.not_indexed()
         try:
-            node = as_node(result)
+            return as_node(result)
         except TypeError as error:
             what = f"{type(self).__name__}'s function gives {result!r}"
             raise TypeError(f"{what}; expected a value computed from its parameters") from error
-        return self._result(node)
+
+    @property
+    def graph(self) -> Node:
+        """What the Python function computes, whether or not there is CUDA text beside it.
+
+        Raises
+        ------
+        TypeError
+            For a function beside CUDA text that cannot be traced.
+        """
+        if self._graph is None:
+            try:
+                names = parameters_of(self.function, self._first, self.specs)
+                self._traced(self.function, names, self.specs)
+            except Exception as error:
+                raise TypeError(
+                    "the derivative of CUDA text is that of the Python function beside it, which "
+                    f"cannot be traced: {error}"
+                ) from error
+        assert self._graph is not None
+        return self._graph
 
     def _result(self, node: Node) -> Node:
         raise NotImplementedError
@@ -176,40 +245,121 @@ class Modification:
         return self._of_captures({n: copy.deepcopy(x, memo) for n, x in self.captures.items()})
 
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
-        return type(self)(self.function, cuda=self.cuda, **captures)
+        made: Self = object.__new__(type(self))
+        made._set_options(self._options())
+        made._set(self.function, self.cuda, captures, self.expression, self._graph)
+        return made
+
+    def _options(self) -> dict[str, Any]:
+        """What there is of an object besides its function, captures and text."""
+        return {}
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        """Set what `_options` gives, and what is of this object alone."""
+        for name, option in options.items():
+            object.__setattr__(self, name, option)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module, name = reference_to(self.function)
+        if self._graph is None and module is None:
+            raise TypeError(
+                f"{self!r} cannot be pickled: its function cannot be traced, and is not found by "
+                "name; define it with def at the top of a module"
+            )
+        graph = None if self._graph is None else flattened(self._graph)
+        expression = None if self.cuda is None else flattened(self.expression)
+        parts = (module, name), self.cuda, dict(self.captures), expression, graph
+        return _unpickled, (type(self), self._options(), *parts)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.traced is other.traced
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._compared() == other._compared() and all(
+            map(_hold_the_same, self.arrays, other.arrays)
+        )
 
     def __hash__(self) -> int:
-        return hash(self.traced)
+        return hash(self._compared()[:-1])
+
+    def _compared(self) -> tuple[Any, ...]:
+        """All but what arrays hold; the last part may be of any kind."""
+        function = self.function if self._graph is None else None
+        options = tuple(self._options().items())
+        parts = self.expression, self._graph, self.numbers, self.array_names
+        return type(self), options, *parts, function
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
         return f"{type(self).__name__}({', '.join([name, *self.specs])})"
 
-    def _evaluate(self, given: Mapping[str, Any], xp: Any, dtype: Any, result: Any) -> Any:
+    def _evaluate(
+        self, given: Mapping[str, Any], xp: Any, dtype: Any, result: Any, real: Any = None
+    ) -> Any:
+        if self._graph is not None:
+            score = given.get("score", np.zeros((), dtype))
+            positions = {name: value for name, value in given.items() if name != "score"}
+            value = Interpreter(score, positions, self.captures, xp, real).value(self._graph)
+            return xp.asarray(value).astype(result, copy=False)
         captured = {
             name: host_parameter(name, value, xp, dtype) for name, value in self.captures.items()
         }
-        names = parameters_of(self.function, self._first, self.specs)
         positions = {
             name: value if name == "score" else xp.asarray(value, np.int32)
             for name, value in given.items()
         }
         everything = {**positions, **captured}
+        names = parameters_of(self.function, self._first, self.specs)
         # What comes of masked pairs is not looked at.
         with np.errstate(all="ignore"):
             value = self.function(**{name: everything[name] for name in names})
             return xp.asarray(value).astype(result, copy=False)
 
 
+def _unpickled(
+    kind: type[Modification],
+    options: Mapping[str, Any],
+    reference: tuple[str | None, str],
+    cuda: str | None,
+    captures: Mapping[str, Any],
+    expression: Any,
+    graph: Any,
+) -> Modification:
+    """Return the modification that was pickled."""
+    function = referred_to(*reference)
+    if graph is None and isinstance(function, AbsentFunction):
+        raise TypeError(
+            f"{'.'.join(filter(None, reference))} is not found, and the modification was pickled "
+            "without what it computes, as it cannot be traced"
+        )
+    traced = None if graph is None else restored(graph)
+    made = object.__new__(kind)
+    made._set_options(options)
+    text = traced if expression is None else restored(expression)
+    assert text is not None
+    made._set(function, cuda, captures, text, traced)
+    return made
+
+
+def _hold_the_same(x: Any, y: Any) -> bool:
+    """Return whether two captured arrays are one, or hold the same in host memory."""
+    if x is y:
+        return True
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
+        bits = f"u{x.itemsize}"
+        return np.array_equal(x.view(bits), y.view(bits))
+    return type(x) is type(y) and x.strides == y.strides and address_of(x) == address_of(y)
+
+
 class ScoreMod(Modification):
     """A change of every score: ``score`` becomes what a function gives.
 
-    The function is called once, when the object is made, with symbols; what it does to them is
-    printed as CUDA. On the host it is called with arrays. So it is written with operators and
-    NumPy's functions, without ``if``, ``and`` and loops that depend on its parameters.
+    The function is called with symbols when the object is made. What it does to them is printed as
+    CUDA, and evaluated on the host. So it is written with operators and NumPy's functions, without
+    ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around it, and
+    around the functions that it calls, are captured under the names of these variables. Everything
+    else around it is a constant from then on.
 
     Parameters
     ----------
@@ -222,26 +372,28 @@ class ScoreMod(Modification):
     cuda
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
-        compiled as it stands, so it must come from whom you trust.
+        compiled as it stands, so it must come from whom you trust. A function beside it that cannot
+        be traced is called with arrays on the host.
     differentiable
-        Names of captured arrays of reals whose gradients a backward pass is to give.
+        Names of captured arrays of reals whose gradients a backward pass is to give; of arrays
+        around the function as well.
     **captures
         What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
         uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
-        and at least one element. An array is indexed with as many integers as it has axes; an index
-        outside reads the nearest element. Of int64 the lower 32 bits are read: of a NumPy array it
-        is checked that int32 holds its values when the object is made, of others, and of what is
-        written to it later, it is not.
+        and at least one element. An array is indexed with as many integers as it has axes. An index
+        outside reads the nearest element, and a negative constant is refused. Of int64 the lower 32
+        bits are read: of a NumPy array it is checked that int32 holds its values when the object is
+        made, of others, and of what is written to it later, it is not.
 
     Raises
     ------
     TypeError
-        For a function whose parameters are others, that does what cannot be traced, or that does
-        not give a number; for captures and text that cannot be used; for `differentiable` names
-        of what is no captured array of reals.
+        For a function whose parameters are others, that does what cannot be traced, that computes
+        something else each time, or that does not give a number; for captures and text that cannot
+        be used; for `differentiable` names of what is no captured array of reals.
     ValueError
-        For captured arrays of a wrong shape, for integers that int32 does not hold, and for a name
-        that is twice in `differentiable`.
+        For captured arrays of a wrong shape, for integers that int32 does not hold, for a negative
+        constant as an index, and for a name that is twice in `differentiable`.
 
     Examples
     --------
@@ -256,13 +408,11 @@ class ScoreMod(Modification):
     array([1.5 , 1.75, 2.  , 2.25], dtype=float32)
     """
 
-    __slots__ = ("_graph", "differentiable")
+    __slots__ = ("differentiable",)
     _keyword = "score_mod"
     _first = ("score",)
 
     differentiable: tuple[str, ...]
-    # None until it is asked for.
-    _graph: Node | None
 
     def __init__(
         self,
@@ -276,29 +426,6 @@ class ScoreMod(Modification):
         super().__init__(function, cuda=cuda, **captures)
         names = require_differentiable(differentiable, self.specs)
         object.__setattr__(self, "differentiable", names)
-        object.__setattr__(self, "_graph", self.expression if cuda is None else None)
-
-    @property
-    def graph(self) -> Node:
-        """What the Python function computes, whether or not there is CUDA text beside it.
-
-        Raises
-        ------
-        TypeError
-            For a function beside CUDA text that cannot be traced.
-        """
-        graph = self._graph
-        if graph is None:
-            names = parameters_of(self.function, self._first, self.specs)
-            try:
-                graph = self._traced(self.function, names, self.specs)
-            except TypeError as error:
-                raise TypeError(
-                    "the derivative of CUDA text is that of the Python function beside it, which "
-                    f"cannot be traced: {error}"
-                ) from error
-            object.__setattr__(self, "_graph", graph)
-        return graph
 
     @property
     def derivable(self) -> Derivable:
@@ -316,6 +443,7 @@ class ScoreMod(Modification):
         q_start: Any = 0,
         k_start: Any = 0,
         xp: Any = np,
+        real: Any = None,
     ) -> Any:
         """The new scores of arrays of pairs.
 
@@ -327,6 +455,10 @@ class ScoreMod(Modification):
             Integers, or arrays of them, broadcastable to the scores; taken as int32.
         xp
             The module of the arrays, NumPy or CuPy.
+        real
+            Dtype in which a problem computes reals: float32, or float64 for float64 inputs. What is
+            compared, rounded or an index is computed in it, also for scores in float64. None is
+            that of the scores.
 
         Returns
         -------
@@ -335,7 +467,8 @@ class ScoreMod(Modification):
         """
         dtype = score.dtype
         given = {"score": score, "b": b, "h": h, "i": i, "j": j}
-        return self._evaluate({**given, "q_start": q_start, "k_start": k_start}, xp, dtype, dtype)
+        given |= {"q_start": q_start, "k_start": k_start}
+        return self._evaluate(given, xp, dtype, dtype, real)
 
     def derivative(
         self,
@@ -348,6 +481,7 @@ class ScoreMod(Modification):
         q_start: Any = 0,
         k_start: Any = 0,
         xp: Any = np,
+        real: Any = None,
     ) -> Any:
         """How much new scores grow with the scores, of arrays of pairs.
 
@@ -356,7 +490,7 @@ class ScoreMod(Modification):
 
         Parameters
         ----------
-        score, b, h, i, j, q_start, k_start, xp
+        score, b, h, i, j, q_start, k_start, xp, real
             As of `evaluate`.
 
         Returns
@@ -370,18 +504,11 @@ class ScoreMod(Modification):
             For a function beside CUDA text that cannot be traced.
         """
         positions = {"b": b, "h": h, "i": i, "j": j, "q_start": q_start, "k_start": k_start}
-        values = Interpreter(score, positions, self.captures, xp)
+        values = Interpreter(score, positions, self.captures, xp, real)
         return xp.asarray(values.value(derivative(self.graph, SCORE)))
 
-    def _of_captures(self, captures: Mapping[str, Any]) -> Self:
-        named = self.differentiable
-        return type(self)(self.function, cuda=self.cuda, differentiable=named, **captures)
-
-    def __eq__(self, other: object) -> bool:
-        equal = super().__eq__(other)
-        return equal and isinstance(other, ScoreMod) and other.differentiable == self.differentiable
-
-    __hash__ = Modification.__hash__
+    def _options(self) -> dict[str, Any]:
+        return {"differentiable": self.differentiable}
 
     def __repr__(self) -> str:
         plain = super().__repr__()
@@ -389,7 +516,8 @@ class ScoreMod(Modification):
         return f"{plain[:-1]}, differentiable={named!r})" if named else plain
 
     def _result(self, node: Node) -> Node:
-        return cast(node, REAL)
+        # The user's order of operations is kept, see `cupy_flash.mods.lower`.
+        return operation("strict", cast(node, REAL))
 
 
 class MaskMod(Modification):
@@ -437,7 +565,10 @@ class MaskMod(Modification):
         self, function: Callable[..., Any], /, *, cuda: str | None = None, **captures: Any
     ) -> None:
         super().__init__(function, cuda=cuda, **captures)
-        object.__setattr__(self, "_maps", {})
+        self._set_options({})
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        super()._set_options({**options, "_maps": {}})
 
     def refresh(self) -> None:
         """Have calls read the captured arrays anew: to be called after writing to one.

@@ -9,31 +9,19 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from cupy_flash.mods.analysis import Analysis, Linear, value_range
+from cupy_flash.mods.analysis import EXACT, STEPS, Analysis, Linear
 from cupy_flash.mods.arguments import Captures
-from cupy_flash.mods.expression import BOOL, COMPARISONS, INT, REAL, UINT64, Node
+from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.members import Indices, Members
+from cupy_flash.mods.operations import COMPARISONS, OPERATIONS
 
 C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
 
-_SIGNS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "lt": "<",
-    "le": "<=",
-    "eq": "==",
-    "ne": "!=",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-}
 # Text that it costs nothing to use again.
 _PLAIN = re.compile(r"[\w.]+|a\.\w+ != 0")
-_PREFIXES = {"neg": "-", "not": "~"}
+# Longer text becomes a local even if it is used once: text that is nested deeply takes a compiler
+# more than linear time.
+_LONGEST = 500
 # The same comparison with both sides negated.
 _FLIPPED = {"<": ">", "<=": ">="}
 
@@ -76,20 +64,36 @@ class Printer:
 
     def text(self, node: Node) -> str:
         """A value as C++ that can stand in any expression."""
-        known = self._known.get(node)
-        if known is None:
-            known = self._print(node)
-            if self._locals is None:
-                # Only counting, in time that is linear in the nodes.
-                known = "_"
-            elif self._uses[node] > 1 and not _PLAIN.fullmatch(known):
-                name = f"t{len(self._locals)}"
-                self._locals.append(f"const {C_TYPES[node.type]} {name} = {unwrapped(known)};")
-                known = name
-            self._known[node] = known
+        # Arguments first, as a chain of operations may be longer than a stack is deep.
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [x for x in self._operands(top) if x not in self._known]
+            if top not in self._known and missing:
+                stack += reversed(missing)
+                continue
+            if top not in self._known:
+                self._known[top] = self._kept(top, self._print(top))
+            stack.pop()
         if self._locals is None:
             self._uses[node] += 1
-        return known
+        return self._known[node]
+
+    def _kept(self, node: Node, text: str) -> str:
+        """Return the text by which a value is used: its name, if it becomes a local."""
+        if self._locals is None:
+            # Only counting, in time that is linear in the nodes.
+            return "_"
+        is_reused = self._uses[node] > 1 and not _PLAIN.fullmatch(text)
+        if not is_reused and len(text) <= _LONGEST:
+            return text
+        name = f"t{len(self._locals)}"
+        self._locals.append(f"const {C_TYPES[node.type]} {name} = {unwrapped(text)};")
+        return name
+
+    def _operands(self, node: Node) -> Iterable[Node]:
+        """Return the nodes whose text the text of a value is made of."""
+        return node.args
 
     def _print(self, node: Node) -> str:
         if node.is_constant:
@@ -111,23 +115,25 @@ class Printer:
         if op in ("floordiv", "mod") and of_ints and self._rounds_down(node):
             x, y = map(self.text, node.args)
             return f"int(unsigned({unwrapped(x)}) {'/' if op == 'floordiv' else '%'} {y}u)"
-        if op in ("shl", "shr") and not _is_small_shift(node):
-            return _call(op, map(self.text, node.args))
         args = [self.text(argument) for argument in node.args]
-        if op == "shl" and of_ints:
-            return f"int(unsigned({unwrapped(args[0])}) << {args[1]})"
-        if op in _SIGNS:
-            sign = "!=" if op == "xor" and node.type == BOOL else _SIGNS[op]
-            return f"({args[0]} {sign} {args[1]})"
-        if op in _PREFIXES:
-            return f"({'!' if node.type == BOOL else _PREFIXES[op]}{args[0]})"
+        if op == "cast" and node.value != EXACT:
+            return f"{_CASTS[node.type]}({unwrapped(args[0])})"
         if op == "where":
             return f"({args[0]} ? {args[1]} : {args[2]})"
-        if op == "cast":
-            return f"{_CASTS[node.type]}({unwrapped(args[0])})"
         if op == "cuda":
             return f"{self.members.function(node)}({', '.join(map(unwrapped, args))})"
-        return _call(op, args)
+        if node.value == EXACT:
+            name = _EXACT_CASTS[node.type] if op == "cast" else f"exact_{op}"
+            return _call(name, args)
+        sign = OPERATIONS[op].sign if op in OPERATIONS else ""
+        # C++ leaves undefined what an int does not hold.
+        if not sign or (of_ints and self.analysis.may_wrap(node)):
+            return _call(f"mod_{op}", args)
+        if len(args) == 1:
+            return f"({'!' if node.type == BOOL else sign}{args[0]})"
+        if op == "xor" and node.type == BOOL:
+            sign = "!="
+        return f"({args[0]} {sign} {args[1]})"
 
     def _rounds_down(self, node: Node) -> bool:
         """Whether C++'s quotient, of positive integers, is NumPy's."""
@@ -142,8 +148,9 @@ class Printer:
     def as_real(self, load: Node, text: str) -> str:
         """What is read of an array, converted where reals are of another type."""
         is_double = self.captures[load.args[0].value].dtype == "float64"
-        needed = load.type == REAL and is_double != (self.real == "double")
-        return f"Real({text})" if needed else text
+        if load.type != REAL or is_double == (self.real == "double"):
+            return text
+        return _call("exact_narrowed", [text]) if is_double else f"Real({text})"
 
     def offsets(self, array: str, indices: Indices) -> list[str]:
         """How far indices lead behind the first element of an array."""
@@ -174,6 +181,10 @@ class RowPrinter(Printer):
 class KeysPrinter(Printer):
     """Where the key is the first one, and what a row has is in ``r``."""
 
+    def _operands(self, node: Node) -> Iterable[Node]:
+        is_member = self.analysis.is_of_row(node) or self.analysis.linear(node) is not None
+        return () if is_member else node.args
+
     def _print_value(self, node: Node) -> str:
         if self.analysis.is_of_row(node):
             return self.members.value(node)
@@ -184,7 +195,10 @@ class KeysPrinter(Printer):
         return self._print_operation(node)
 
     def position(self, linear: Linear) -> str:
-        """A position at the first key, without offset."""
+        """A position at the first key, without offset; the nearest int if none holds it."""
+        if not self.analysis.fits(linear.without_offset()):
+            sizes = [f"{count}ll * {self.text(node)}" for node, count in linear.ordered_terms]
+            return f"mod_saturated({' + '.join([*sizes, f'{linear.key}ll * first_key'])})"
         count = "first_key" if abs(linear.key) == 1 else f"{abs(linear.key)} * first_key"
         signed = count if linear.key > 0 else f"-{count}"
         if not linear.terms:
@@ -201,6 +215,15 @@ class PairPrinter(Printer):
     # Captures that are asked for by their step.
     pairwise: frozenset[str] = frozenset()
 
+    def _operands(self, node: Node) -> Iterable[Node]:
+        if self.analysis.is_of_row(node) or self.analysis.linear(node) is not None:
+            return ()
+        if self.analysis.slope(node) is not None or self._compared(node) is not None:
+            return ()
+        if node.op == "load":
+            return [x for x in node.args[1:] if not self.analysis.is_of_row(x)]
+        return node.args
+
     def _print_value(self, node: Node) -> str:
         if self.analysis.is_of_row(node):
             return self.members.value(node)
@@ -213,8 +236,9 @@ class PairPrinter(Printer):
             slope = self.analysis.slope(node)
             if slope is not None:
                 return f"({self.members.real(node)} {self._growth(slope)})"
-        if node.op in COMPARISONS and node.args[0].type == INT:
-            return self._print_comparison(node)
+        difference = self._compared(node)
+        if difference is not None:
+            return self._print_comparison(node, difference)
         return self._print_operation(node)
 
     def _at_step(self, position: str, linear: Linear) -> str:
@@ -246,12 +270,10 @@ class PairPrinter(Printer):
 
     def _bounds(self, length: str, index: Node) -> list[str]:
         """Conditions for an index to be inside; none where they are not known."""
-        least, most = value_range(index, {})
-        if least >= 0 and most < math.inf:
-            return [f"{int(most)} < {length}"]
         linear = self.analysis.linear(index)
         if linear is None or abs(linear.key) != 1:
-            return []
+            least, most = self.analysis.range(index)
+            return [f"{int(most)} < {length}"] if least >= 0 and most < _INT_MAX else []
         position, offset = self.members.position(linear), linear.offset
         start = f"{position} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else position
         end = f"{start} {'+' if linear.key > 0 else '-'} last"
@@ -268,12 +290,20 @@ class PairPrinter(Printer):
             return f"- {self.text(slope.args[0])} * Real(step)"
         return f"+ {self.text(slope)} * Real(step)"
 
-    def _print_comparison(self, node: Node) -> str:
-        """A comparison that is linear in the key: the step with what the row allows."""
+    def _compared(self, node: Node) -> Linear | None:
+        """The difference of integers that are compared, if it grows evenly from key to key."""
+        if node.op not in COMPARISONS or node.args[0].type != INT:
+            return None
         left, right = (self.analysis.linear(x) for x in node.args)
         if left is None or right is None or left.key == right.key:
-            return self._print_operation(node)
-        difference, sign = left.plus(right, -1), _SIGNS[node.op]
+            return None
+        difference = left.plus(right, -1)
+        is_small = abs(difference.offset) + abs(difference.key) * STEPS < _INT_MAX
+        return difference if is_small else None
+
+    def _print_comparison(self, node: Node, difference: Linear) -> str:
+        """A comparison that is linear in the key: the step with what the row allows."""
+        sign = OPERATIONS[node.op].sign
         if difference.key < 0:
             difference, sign = difference.times(-1), _FLIPPED.get(sign, sign)
         limit = self.members.position(difference.times(-1))
@@ -294,6 +324,8 @@ class PairPrinter(Printer):
 
 
 _CASTS = {INT: "int", UINT64: "(unsigned long long)", REAL: "Real"}
+_EXACT_CASTS = {INT: "exact_int", UINT64: "exact_word", REAL: "Real"}
+_INT_MAX = 2**31 - 1
 
 
 def literal(value: bool | int | float, type: str, real: str) -> str:
@@ -336,10 +368,5 @@ def unwrapped(text: str) -> str:
     return text
 
 
-def _call(op: str, args: Iterable[str]) -> str:
-    return f"mod_{op}({', '.join(map(unwrapped, args))})"
-
-
-def _is_small_shift(node: Node) -> bool:
-    x, count = node.args
-    return count.is_constant and 0 <= count.value < (32 if x.type == INT else 64)
+def _call(name: str, args: Iterable[str]) -> str:
+    return f"{name}({', '.join(map(unwrapped, args))})"

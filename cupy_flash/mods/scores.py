@@ -38,6 +38,10 @@ class Pairs(NamedTuple):
     k_start: Any = 0
 
 
+#: The first pair of a call.
+FIRST = Pairs(b=0, h=0, row=0, j=0)
+
+
 class Scores(NamedTuple):
     """How a call changes scores and hides them, with its arrays.
 
@@ -52,6 +56,9 @@ class Scores(NamedTuple):
         Of packed sequences to (heads_q, total_q, max_seqlen_k).
     tree_mask : uint64 array, (batch, seqlen_q)
         Bit k of a row: whether it sees the key at the position of query k.
+    real
+        Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None if it is
+        that of the scores.
     """
 
     softcap: float | None = None
@@ -61,11 +68,12 @@ class Scores(NamedTuple):
     bias: Any = None
     mask: Any = None
     tree_mask: Any = None
+    real: Any = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether scores stay what they are."""
-        return all(field is None for field in self)
+        return all(field is None for field in self._replace(real=None))
 
     def apply(self, x: Any, at: Pairs, xp: Any = np) -> Any:
         """The scores that the softmax takes, -inf where hidden.
@@ -86,7 +94,7 @@ class Scores(NamedTuple):
         if self.softcap is not None:
             x = real(self.softcap) * xp.tanh(x / real(self.softcap))
         if self.score_mod is not None:
-            x = self.score_mod.evaluate(x, *coordinates, **starts)
+            x = self.score_mod.evaluate(x, *coordinates, **starts, real=self.real)
         if self.alibi_slopes is not None:
             slopes = self.alibi_slopes
             slope = slopes[at.h] if slopes.ndim == 1 else slopes[at.b, at.h]
@@ -99,7 +107,9 @@ class Scores(NamedTuple):
         if self.tree_mask is not None:
             x = xp.where(self._seen_in_tree(at, xp), x, hidden)
         if self.mask_mod is not None:
-            x = xp.where(self.mask_mod.evaluate(*coordinates, **starts, dtype=real), x, hidden)
+            deciding = real if self.real is None else self.real
+            seen = self.mask_mod.evaluate(*coordinates, **starts, dtype=deciding)
+            x = xp.where(seen, x, hidden)
         return x
 
     def _seen_in_tree(self, at: Pairs, xp: Any) -> Any:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupy_flash.mods.expression import K_START, Q_START, B, H, I, J
 
 # What a function may name, besides the score and captures.
 POSITIONS = {"b": B, "h": H, "i": I, "j": J, "q_start": Q_START, "k_start": K_START}
+# What kernels give besides: no capture may be called so.
+RESERVED = frozenset({"score", "row", *POSITIONS})
 # What would reach past the function that the text is the body of.
 _REFUSED_TEXT = re.compile(r"#|%:|\?\?|\\|\b(?:__)?asm(?:__)?\b|\b__shared__\b|\b_Pragma\b")
+_PARAMETER = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*_?")
+# Keywords, macros, and types that the text of a function has.
+_CPP_TEXT = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
+char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
+constinit continue decltype default delete do double dynamic_cast else enum explicit export extern
+false float for friend goto if inline int long mutable namespace new noexcept not not_eq nullptr
+operator or or_eq private protected public register reinterpret_cast requires return short signed
+sizeof static static_assert static_cast struct switch template this thread_local throw true try
+typedef typeid typename typeof typeof_unqual union unsigned using virtual void volatile wchar_t
+while xor xor_eq
+NULL Capture Real bfloat16_t half_t
+"""
+_CPP_WORDS = frozenset(_CPP_TEXT.split())
 
 
 def parameters_of(
@@ -56,8 +71,8 @@ def parameters_of(
     return tuple(names)
 
 
-def check_text(cuda: str) -> None:
-    """Raise TypeError for text that is no body of a function."""
+def check_text(cuda: str, parameters: tuple[str, ...]) -> None:
+    """Raise TypeError for text that is no body of a function of these parameters."""
     if not isinstance(cuda, str):
         raise TypeError(f"cuda is {cuda!r}; expected the text of a function's body")
     if found := _REFUSED_TEXT.search(cuda):
@@ -65,6 +80,12 @@ def check_text(cuda: str) -> None:
             f"cuda has {found[0]!r}; it is the body of a function: no directives, assembly, shared "
             "memory or backslashes"
         )
+    for name in parameters:
+        if not _PARAMETER.fullmatch(name) or name in _CPP_WORDS:
+            raise TypeError(
+                f"a capture is called {name!r}, which C++ does not take as the name of a "
+                "parameter, and cuda is C++; choose another"
+            )
     depth = 0
     for character in cuda:
         depth += (character == "{") - (character == "}")
@@ -74,39 +95,3 @@ def check_text(cuda: str) -> None:
         raise TypeError(
             "cuda is the body of a function: it returns a value and closes the braces it opens"
         )
-
-
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the variables around it as they are now, whatever they become.
-
-    What it computes is traced once; where it is called with arrays it has to be the same.
-    """
-    if not isinstance(function, FunctionType):
-        return function
-    outer = function.__globals__
-    names = {"__builtins__", *_names_in(function.__code__)}
-    made = FunctionType(
-        function.__code__,
-        {name: outer[name] for name in names if name in outer},
-        function.__name__,
-        function.__defaults__,
-        tuple(map(_cell_as_it_is, function.__closure__ or ())),
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Of globals, and of attributes, in a function's code and in what is defined in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def _cell_as_it_is(cell: CellType) -> CellType:
-    try:
-        return CellType(cell.cell_contents)
-    except ValueError:
-        # Not assigned yet.
-        return cell

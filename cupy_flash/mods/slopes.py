@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.mods.derivative import ONE, derivative, partials
+from cupy_flash.mods.derivative import derivative, partials
 from cupy_flash.mods.expression import SCORE
 from cupy_flash.mods.interpret import Interpreter
 from cupy_flash.mods.modification import ScoreMod
+from cupy_flash.mods.operations import ONE
 from cupy_flash.mods.scores import Pairs, Scores
 
 
@@ -36,7 +37,7 @@ def apply_with_slope(scores: Scores, x: Any, at: Pairs, xp: Any = np) -> tuple[A
         scores = scores._replace(softcap=None)
     mod = scores.score_mod
     if mod is not None and derivative(mod.graph, SCORE) is not ONE:
-        of_mod = mod.derivative(x, **_positions(at), xp=xp)
+        of_mod = mod.derivative(x, **_positions(at), xp=xp, real=scores.real)
         slope = of_mod if slope is None else slope * of_mod
     return scores.apply(x, at, xp), slope
 
@@ -64,7 +65,14 @@ def _positions(at: Pairs) -> dict[str, Any]:
 
 
 def capture_gradients(
-    score_mod: ScoreMod, x: Any, at: Pairs, weight: Any, xp: Any = np, *, of_sizes: bool = False
+    score_mod: ScoreMod,
+    x: Any,
+    at: Pairs,
+    weight: Any,
+    xp: Any = np,
+    *,
+    of_sizes: bool = False,
+    real: Any = None,
 ) -> dict[str, Any]:
     """Gradients of the arrays that a modification names as differentiable.
 
@@ -82,6 +90,8 @@ def capture_gradients(
         NumPy or CuPy.
     of_sizes
         Whether absolute values are summed up, so that nothing cancels.
+    real
+        Dtype of the problem's reals, see `Scores.real`.
 
     Returns
     -------
@@ -93,14 +103,17 @@ def capture_gradients(
         name: xp.zeros(score_mod.captures[name].shape, np.float64)
         for name in score_mod.differentiable
     }
-    values = Interpreter(x, _positions(at), score_mod.captures, xp)
+    values = Interpreter(x, _positions(at), score_mod.captures, xp, real)
     pairs = np.broadcast_shapes(*(np.shape(part) for part in (x, *at)))
     for _, load, partial in partials(score_mod.graph, score_mod.differentiable):
         with np.errstate(all="ignore"):
             products = xp.where(weight != 0, weight * values.value(partial), 0)
         if of_sizes:
             products = abs(products)
-        name, indices = load.args[0].value, [values.value(node) for node in load.args[1:]]
+        name, indices = (
+            load.args[0].value,
+            [values.value(node, decides=True) for node in load.args[1:]],
+        )
         found[name] += _gathered(xp.broadcast_to(products, pairs), indices, found[name].shape, xp)
     return found
 

@@ -8,9 +8,22 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, cast, constant
+from cupy_flash.mods.advice import instead_of
+from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node, constant
 from cupy_flash.mods.functions import FUNCTIONS
+from cupy_flash.mods.operations import cast
 
+_INT_MAX = np.iinfo(np.int32).max
+_SHIFTS = ("left_shift", "right_shift")
+# Which of these it was, NumPy does not tell.
+_NO_ELEMENT = (
+    "a traced value cannot be an element or an index of an array that the program holds in "
+    "another object or computes inside of the function. For np.max([x, y]) write "
+    "np.maximum(x, y), for np.min([x, y]) np.minimum(x, y), for np.sum([x, y]) x + y, for "
+    "np.any([p, q]) p | q, for np.all([p, q]) p & q, and for np.float32(x) "
+    "x.astype(np.float32). An array to index has a variable of its own outside of the "
+    "function, or is given to the modification by name, as table=table: table[h, i - j]"
+)
 _TYPES = {"b": BOOL, "i": INT, "f": REAL}
 
 
@@ -23,9 +36,15 @@ class Symbol:
         self.node = node
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name == "__jax_array__":
+            raise TypeError(
+                "a function or an array of JAX beside a traced value; write the functions of "
+                "NumPy, as np.where for jnp.where, which kernels compute as well"
+            )
+        instead = f"np.{name}(x)" if name in FUNCTIONS or name == "abs" else instead_of(name)
         raise AttributeError(
-            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write it with "
-            "operators and NumPy's functions"
+            f"a traced value has no {name!r}: it is one number, of one pair (i, j); write "
+            f"{instead or 'it with operators and the functions of NumPy'}"
         )
 
     # A comparison gives a symbol.
@@ -61,7 +80,8 @@ class Symbol:
             what = ufunc.__name__ + ("" if method == "__call__" else f".{method}")
             raise TypeError(
                 f"np.{what}(...{asked}) cannot be traced: a traced function is given one pair (i, "
-                "j) at a time, and its functions take values only"
+                "j) at a time, and its functions take values only; combine them with operators, "
+                "as x + y, and convert them with x.astype(dtype)"
             )
         return apply(ufunc.__name__, *inputs)
 
@@ -74,6 +94,18 @@ class Symbol:
             return apply("where", *args)
         _cannot_trace(function.__name__)
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> NoReturn:
+        name = getattr(function, "__name__", repr(function))
+        if name == "__getitem__":
+            raise TypeError(_NO_ELEMENT)
+        raise TypeError(
+            f"torch's {name} of a traced value; write the functions of NumPy, as np.where for "
+            "torch.where, which kernels compute as well"
+        )
+
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "a traced value is neither true nor false yet. In place of `if` write "
@@ -84,27 +116,40 @@ class Symbol:
     def __int__(self) -> NoReturn:
         raise TypeError("int() of a traced value; write x.astype(np.int32), or np.floor(x)")
 
+    def __floor__(self) -> NoReturn:
+        raise TypeError("math.floor() of a traced value; write np.floor(x).astype(np.int32)")
+
+    def __ceil__(self) -> NoReturn:
+        raise TypeError("math.ceil() of a traced value; write np.ceil(x).astype(np.int32)")
+
+    def __trunc__(self) -> NoReturn:
+        raise TypeError("math.trunc() of a traced value; write x.astype(np.int32)")
+
     def __float__(self) -> NoReturn:
         raise TypeError(
             "a traced value is no number yet: write x.astype(np.float32) for float(x), and NumPy's "
-            "functions for those of math, as np.tanh(x) for math.tanh(x)"
+            "functions for those of math, as np.tanh(x) for math.tanh(x), x**n for math.pow(x, n), "
+            "and np.abs(x) for math.fabs(x)"
         )
 
     def __complex__(self) -> NoReturn:
         raise TypeError("a traced value is no complex number; write np.tanh(x) for cmath.tanh(x)")
 
     def __index__(self) -> NoReturn:
-        self.__array__()
-
-    def __array__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
-            "a traced value cannot index a list or an array of the program, nor count a loop; give "
-            "the array to the modification by name, as table=table, and index the function's "
-            "parameter of that name: table[h, i - j]. For np.float32(x) write x.astype(np.float32)"
+            "a traced value cannot index a list of the program, nor count a loop; index an array, "
+            "as table = np.array(...) outside of the function, and table[h, i - j] inside"
         )
 
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError(_NO_ELEMENT)
+
     def __len__(self) -> NoReturn:
-        raise TypeError("len() of a traced value, which is one number")
+        raise TypeError(
+            "len() of a traced value, which is one number, and cannot index a tensor that the "
+            "program holds in another object or computes inside of the function: have the tensor "
+            "in a variable of its own outside of the function"
+        )
 
     def __iter__(self) -> NoReturn:
         raise TypeError("a traced value is one number: nothing to iterate over or to unpack")
@@ -155,6 +200,8 @@ class TracedArray:
                     f"{self._name} is indexed with a value of type {node.type}; write "
                     "x.astype(np.int32)"
                 )
+            if node.is_constant:
+                _require_not_negative(self._name, node.value)
         array = Node("array", ARRAY, (), self._name)
         return Symbol(Node("load", self._type, (array, *nodes)))
 
@@ -189,13 +236,26 @@ class TracedArray:
 
 
 def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:
-    """Raise TypeError unless an element of a capture is asked for."""
+    """Raise TypeError or ValueError unless an element of a capture is asked for."""
     others = [i for i in indices if i is None or i is Ellipsis or isinstance(i, (slice, bool))]
     if others or len(indices) != rank:
         what = f"{others[0]!r} among its indices" if others else f"{len(indices)} indices"
         raise TypeError(
             f"{name} has {rank} axes and is given {what}; expected {rank} integers, which name one "
             "element"
+        )
+    for index in indices:
+        # Python's own is a literal; what is computed of positions has a type of NumPy.
+        if isinstance(index, int):
+            _require_not_negative(name, index)
+
+
+def _require_not_negative(name: str, index: int) -> None:
+    if index < 0:
+        raise ValueError(
+            f"{name} is indexed with {index}; expected 0 or more: indices count from the first "
+            "element, and one outside of the array reads the nearest. For an element counted from "
+            f"the end write its index, which is the length less {-index}"
         )
 
 
@@ -252,10 +312,13 @@ def _clip_arguments(
 
 
 def _cannot_trace(name: str) -> NoReturn:
-    known = ", ".join(sorted(FUNCTIONS))
+    instead = instead_of(name)
+    if instead is None:
+        known = ", ".join(sorted(FUNCTIONS))
+        instead = f"with operators and these functions of NumPy: {known}"
     raise TypeError(
-        f"np.{name} cannot be traced: a traced function is given one pair (i, j) at a time. "
-        f"Write it with operators and these functions of NumPy: {known}"
+        f"np.{name} cannot be traced: a traced function is given one pair (i, j) at a time. Write "
+        f"{instead}"
     )
 
 
@@ -271,7 +334,32 @@ def apply(name: str, *values: Any) -> Symbol:
     if function is None:
         _cannot_trace(name)
     nodes = [None if value is None and name == "clip" else as_node(value) for value in values]
+    _require_operands(name, [node for node in nodes if node is not None])
     return Symbol(function(*nodes))
+
+
+def _require_operands(name: str, nodes: list[Node]) -> None:
+    """Raise TypeError, with what to write instead, for a power or a literal of no fitting type."""
+    base, exponent = nodes[0], nodes[-1]
+    is_power = name in ("power", "float_power") and base.is_constant and not exponent.is_constant
+    if is_power and base.value > 0:
+        instead = f"np.exp2(x * np.log2({base.value!r}))"
+        if base.value == 2:
+            instead = "np.exp2(x), or 1 << x for an integer"
+        raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
+    values = nodes[1:] if name == "where" else nodes
+    ints = [node for node in values if node.type == INT]
+    if name in _SHIFTS or all(node.is_constant and node.value >= 0 for node in ints):
+        return
+    for node in values:
+        if node.is_constant and node.type == UINT64:
+            fits, number = node.value <= _INT_MAX, node.value
+            what = f"np.uint64({number})" if fits else f"{number}, which int32 does not hold,"
+            instead = f"{number}" if fits else f"{number}.0 to compute with reals"
+            raise TypeError(
+                f"{what} beside an int32; write {instead}, or x.astype(np.uint64) for the other "
+                "value"
+            )
 
 
 def as_node(value: Any) -> Node:
@@ -291,7 +379,7 @@ def as_node(value: Any) -> Node:
         return constant(bool(value), BOOL)
     if isinstance(value, (int, np.integer)):
         number = operator.index(value)
-        is_unsigned = isinstance(value, np.uint64) or number > np.iinfo(np.int32).max
+        is_unsigned = isinstance(value, np.uint64) or number > _INT_MAX
         try:
             return constant(number, UINT64 if is_unsigned else INT)
         except OverflowError as error:
@@ -302,8 +390,9 @@ def as_node(value: Any) -> Node:
         raise value.not_indexed()
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         raise TypeError(
-            "an array of the program in a traced function; give it to the modification by name, as "
-            "table=table, and index the function's parameter of that name: table[h, i - j]"
+            "a whole array in a traced function, which reads one element at a time. Compute the "
+            "array outside of the function, have it in a variable of its own or give it to the "
+            "modification by name, as table=table, and index it: table[h, i - j]"
         )
     raise TypeError(
         f"{value!r} in a traced function; expected numbers, and np.where in place of None"

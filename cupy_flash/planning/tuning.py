@@ -263,11 +263,18 @@ def entries() -> list[Entry]:
     return merged(shipped, user)
 
 
+@functools.cache
+def families() -> frozenset[str]:
+    """Return the names of the families that have entries in effect."""
+    return frozenset(entry.family for table in _in_effect() for entry in table)
+
+
 def reload() -> None:
     """Forget what was read, so that the next lookup reads the files again."""
     global _generation
     _generation += 1
     _in_effect.cache_clear()
+    families.cache_clear()
     _nearest_first.cache_clear()
 
 

@@ -44,7 +44,8 @@ def finite(name: str, value: float) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
-    return float(value)
+    # -0.0 becomes 0.0, which equals it: what is kept under a key serves both.
+    return float(value) + 0.0
 
 
 def check_count(name: str, count: int) -> None:

@@ -18,17 +18,17 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import way_back
 from cupy_flash.arrays.strided import array_module
-from cupy_flash.host.passes import FIRST
-from cupy_flash.host.quantized import dequantized
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
+from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8
 from cupy_flash.reference.modifications import fitting_modifications
 from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
     hide,
     pairs_of,
+    precision_of,
     resolve,
     sinks_of,
     sizes_of,
@@ -246,7 +246,7 @@ def naive_formula(
 ) -> Any:
     """`attention_naive` of (batch, heads, seqlen, dim) arrays; parameters as of `formula`."""
     xp = array_module(q)
-    compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    compute = precision_of(dtype)
     q, k, v = (x.astype(compute, copy=False) for x in (q, k, v))
     scale, visible = resolve(q, k, softmax_scale, causal, q_offset)
     batch, heads_q, seqlen_q, head_dim = q.shape
@@ -269,7 +269,7 @@ def naive_formula(
             hide(xp, scores[b], mask, 0)
         _, row_sum, empty = softmax_terms(xp, scores, sinks)
         if as_float8:
-            scores = _rounded_to_float8(scores, xp)
+            scores = rounded_to_float8(scores, xp)
             out = xp.matmul(scores, v[:, :, None]) / row_sum
         else:
             scores /= row_sum
@@ -288,14 +288,6 @@ def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) ->
         dequantized(x.swapaxes(1, 2), scale, dtype).swapaxes(1, 2)
         for x, scale in zip((q, k, v), scales, strict=True)
     )
-
-
-def _rounded_to_float8(x: Any, xp: Any) -> Any:
-    """Numbers up to 448 as e4m3 has them: four bits, from 2^-9 on. CuPy has no conversion."""
-    _, exponent = xp.frexp(x)
-    # frexp's mantissa is in [0.5, 1).
-    unit = xp.ldexp(xp.ones_like(x), xp.maximum(exponent, -5) - 4)
-    return xp.rint(x / unit) * unit
 
 
 def max_error(out: Any, reference: Any) -> float:

@@ -22,9 +22,8 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, require_shape
-from cupy_flash.host.passes import FIRST, compute_dtype
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs, Scores
+from cupy_flash.mods.scores import FIRST, Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
 from cupy_flash.reference.modifications import fitting_modifications
@@ -33,6 +32,7 @@ from cupy_flash.reference.rows import (
     as_bhsd,
     chunks_of_rows,
     hide,
+    precision_of,
     resolve,
     sinks_of,
     sizes_of,
@@ -94,7 +94,7 @@ class Arithmetic(NamedTuple):
     def of(cls, dtype: Any, grad_dtype: Any = None) -> Arithmetic:
         """As one computes with inputs of a dtype."""
         result = None if grad_dtype is None else np.dtype(grad_dtype)
-        return cls(compute_dtype(np.dtype(dtype)), np.dtype(dtype), result)
+        return cls(precision_of(np.dtype(dtype)), np.dtype(dtype), result)
 
     def rounded(self, x: Any) -> Any:
         """What is left of an array of `compute` that was stored."""
@@ -261,7 +261,7 @@ def gradient_bound(
 
     dtypes = [np.dtype(x) for x in (dtype, result) if x is not None]
     coarser = max(dtypes, key=lambda x: float(ml_dtypes.finfo(x).eps))  # type: ignore[no-untyped-call]
-    compute = compute_dtype(np.dtype(dtype))
+    compute = precision_of(np.dtype(dtype))
     return error_bound(naive, reference, coarser) + error_bound(sizes, sizes, compute, lse=lse)
 
 
@@ -555,6 +555,8 @@ def _add_to_captures(
         return
     assert scores.score_mod is not None
     x = behind_softcap(scores, x, xp)
-    found = capture_gradients(scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes)
+    found = capture_gradients(
+        scores.score_mod, x, rows.at, dt, xp, of_sizes=arithmetic.of_sizes, real=scores.real
+    )
     for name in found.keys() & {n.removeprefix(OF_MOD) for n in into}:
         into[OF_MOD + name][...] += found[name]

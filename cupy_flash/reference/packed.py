@@ -14,24 +14,23 @@ import numpy as np
 
 from cupy_flash.arrays.kinds import read, way_back
 from cupy_flash.arrays.strided import array_module, dtype_name
-from cupy_flash.host import quantized, sequence_places
-from cupy_flash.host.passes import FIRST
-from cupy_flash.host.quantized import QuantizedBlocks
-from cupy_flash.host.rotary import rotated
-from cupy_flash.host.sequence_places import (
-    Keys,
-    Queries,
-    find_cached_keys,
-    find_packed_keys,
-    find_queries,
-    longer,
-)
 from cupy_flash.mods.modified import Modified
-from cupy_flash.mods.scores import Pairs
+from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
+from cupy_flash.reference.eight_bits import dequantized, largest_scales, quantized
 from cupy_flash.reference.modifications import fitting_modifications, integers
+from cupy_flash.reference.rotary import rotated
+from cupy_flash.reference.sequences import (
+    Ints,
+    cached_rows,
+    flat,
+    packed_spans,
+    paged_rows,
+    put,
+    take,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -132,19 +131,17 @@ def attention_varlen_reference(
     modified = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
-    k_blocks, v_blocks = (
-        _standing_for(x if block_table is not None else x[None], scale)
-        for x, scale in ((k, k_scale), (v, v_scale))
-    )
-    for found, keys, at in packed_sequences(
+    table = integers(block_table)
+    stored = [(x[None] if table is None else x, scale) for x, scale in ((k, k_scale), (v, v_scale))]
+    for rows, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         seqused_k=seqused_k,
-        block_table=block_table,
+        block_table=table,
     ):
-        k_own, v_own = (sequence_places.read(x, keys) for x in (k_blocks, v_blocks))
-        one = q[found.rows], k_own, v_own
-        one_out, one_lse = _of_sequence(*one, causal, softmax_scale, modified, at)
-        out[found.rows], lse[:, found.rows] = one_out, one_lse
+        places = np.arange(len(k)) if table is None else paged_rows(table[at.b], *k.shape[:2])
+        k_own, v_own = (_standing_for(x, scale, places[keys]) for x, scale in stored)
+        one = q[rows], k_own, v_own
+        out[rows], lse[:, rows] = _of_sequence(*one, causal, softmax_scale, modified, at)
     return convert(out), convert(lse)
 
 
@@ -175,28 +172,25 @@ def packed_sequences(
     *,
     seqused_k: Any,
     block_table: Any = None,
-) -> Iterator[tuple[Queries, Keys, Pairs]]:
-    """Where each sequence's rows and keys lie, and its number and beginning for modifications."""
-    cu_seqlens_q = integers(cu_seqlens_q)
-    paged = block_table is not None
-    queries = find_queries(cu_seqlens_q, len(q), max_seqlen_q)
-    places = find_packed_keys(
-        integers(cu_seqlens_k),
-        max_seqlen_k,
-        batch=len(cu_seqlens_q) - 1,
-        total_k=0 if paged else len(k),
-        page_size=k.shape[1] if paged else 0,
-        seqused_k=integers(seqused_k),
-        block_table=integers(block_table),
-    )
-    for b, (found, keys) in enumerate(zip(queries, places, strict=True)):
-        k_start = 0 if paged else keys.first
-        yield found, keys, FIRST._replace(b=b, q_start=found.first, k_start=k_start)
+) -> Iterator[tuple[slice, slice, Pairs]]:
+    """Yield the rows and the keys of each sequence, and its number and beginning.
 
-
-def keys_of(x: Any, keys: Keys) -> Any:
-    """Of packed k, v or a gradient, the rows of one sequence: a view."""
-    return sequence_places.read(x[None], keys)
+    The keys are rows of k, or of the sequence's own pages.
+    """
+    starts, counts = integers(cu_seqlens_q), integers(seqused_k)
+    batch = len(starts) - 1
+    if block_table is None:
+        keys = packed_spans(integers(cu_seqlens_k), max_seqlen_k, len(k), counts)
+    else:
+        longest = min(max_seqlen_k, block_table.shape[1] * k.shape[1])
+        if counts is None and cu_seqlens_k is None:
+            counts = np.full(batch, longest)
+        elif counts is None:
+            counts = np.diff(np.maximum(integers(cu_seqlens_k).astype(np.int64), 0))
+        keys = [slice(0, n) for n in np.clip(counts, 0, longest).tolist()]
+    for b, rows in enumerate(packed_spans(starts, max_seqlen_q, len(q))):
+        k_start = keys[b].start
+        yield rows, keys[b], FIRST._replace(b=b, q_start=rows.start, k_start=k_start)
 
 
 def attention_with_kvcache_reference(
@@ -286,70 +280,76 @@ def attention_with_kvcache_reference(
     xp = array_module(q)
     batch, seqlen_q, heads_q, _ = q.shape
     lengths = np.broadcast_to(integers(cache_seqlens), (batch,))
-    before = list(
-        find_cached_keys(
-            lengths,
-            cache_shape=k_cache.shape,
-            cache_batch_idx=None if cache_batch_idx is None else integers(cache_batch_idx),
-            block_table=None if block_table is None else integers(block_table),
-        )
-    )
+    if block_table is not None:
+        places = [paged_rows(row, *k_cache.shape[:2]) for row in integers(block_table)]
+    else:
+        caches = np.arange(batch) if cache_batch_idx is None else integers(cache_batch_idx)
+        places = cached_rows(caches, *k_cache.shape[:2])
+    before = [min(max(n, 0), len(p)) for n, p in zip(lengths.tolist(), places, strict=True)]
     if rotary_cos is not None:
-        rotate = functools.partial(
-            rotated,
-            cos=rotary_cos,
-            sin=rotary_sin,
-            first_positions=np.array([keys.seqlen for keys in before], np.int64),
-            interleaved=rotary_interleaved,
-            compute=np.float64,
-        )
-        q = rotate(q, advance=causal)
-        k = rotate(k, advance=True).astype(k.dtype)
+        first = np.array(before, np.int64)[:, None]
+        advance = np.arange(seqlen_q) if causal else np.zeros(seqlen_q, np.int64)
+        turn = functools.partial(rotated, cos=rotary_cos, sin=rotary_sin)
+        q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
+        new = first + np.arange(k.shape[1])
+        k = turn(k, positions=new, interleaved=rotary_interleaved).astype(k.dtype)
     k_cache, v_cache = k_cache.copy(), v_cache.copy()
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (
         _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
         for scale in (k_scale, v_scale)
     )
-    caches = (k_cache, k_scale, k), (v_cache, v_scale, v)
-    for cache, scale, new in caches if k is not None else ():
-        for b, keys in enumerate(before):
-            if is_quantized:
-                quantized.append(cache, scale, keys, new[b], compute_scales=compute_scales)
-            else:
-                sequence_places.append(cache, keys, new[b])
-    k_blocks, v_blocks = (
-        QuantizedBlocks(cache, scale, xp.float64) if is_quantized else cache
-        for cache, scale, _ in caches
-    )
+    after = before
+    if k is not None:
+        after = [min(n + k.shape[1], len(p)) for n, p in zip(before, places, strict=True)]
+        for cache, scale, new in (k_cache, k_scale, k), (v_cache, v_scale, v):
+            for p, begin, end, rows in zip(places, before, after, new, strict=True):
+                _append(cache, scale, p[begin:end], rows[: end - begin], compute_scales)
     out = xp.empty((batch, seqlen_q, heads_q, v_cache.shape[-1]), np.float64)
     lse = xp.empty((batch, heads_q, seqlen_q), np.float64)
     refuse_seqlens(modifications.get("seqlens_k"), "cache_seqlens")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
     modified = fitting_modifications(modifications, sizes, causal=causal)
-    for b, keys in enumerate(before):
-        after = longer(keys, 0 if k is None else k.shape[1])
-        one = (q[b], sequence_places.read(k_blocks, after), sequence_places.read(v_blocks, after))
+    for b in range(batch):
+        own = places[b][: after[b]]
+        one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)
         at = FIRST._replace(b=b)
         out[b], lse[b] = _of_sequence(*one, causal, softmax_scale, modified, at)
     scales = (None if x is None else convert(x) for x in (k_scale, v_scale))
     return KVCacheResult(*map(convert, (out, lse, k_cache, v_cache)), *scales)
 
 
-def _standing_for(blocks: Any, scale: Any) -> Any:
-    """What keys or values of 8 bits stand for; others as they are."""
+def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
+    """Return rows of keys or values; those of 8 bits times their scales, which may be None."""
+    own = take(flat(blocks), rows)
     if dtype_name(blocks) not in LARGEST_QUANTIZED:
-        return blocks
-    scales = _scales(scale, blocks, of_rows=False)
-    return QuantizedBlocks(blocks, scales, array_module(blocks).float64)
+        return own
+    return dequantized(own, take(_flat_scales(scale, blocks), rows))
+
+
+def _append(cache: Any, scale: Any, rows: Ints, new: Any, compute_scales: bool) -> None:
+    """Write new rows to a cache, and their scales if these are computed."""
+    if dtype_name(cache) in LARGEST_QUANTIZED and len(new):
+        if compute_scales:
+            scales = largest_scales(new, cache.dtype)
+            put(flat(scale), rows, scales)
+        else:
+            scales = take(_flat_scales(scale, cache), rows)
+        new = quantized(new, scales, cache.dtype)
+    put(flat(cache), rows, new)
+
+
+def _flat_scales(scale: Any, blocks: Any) -> Any:
+    """Return a scale for each row and head of a cache: (blocks * rows, heads)."""
+    return flat(_scales(scale, blocks, of_rows=True))
 
 
 def _scales(scale: Any, cache: Any, *, of_rows: bool) -> Any:
     """A copy of a cache's scales, 1 if not given; with `of_rows` one for each row and head."""
     xp = array_module(cache)
     scales = xp.array(1 if scale is None else scale, xp.float32)
-    return xp.array(xp.broadcast_to(scales, cache.shape[:3])) if of_rows else scales
+    return xp.array(xp.broadcast_to(scales, cache.shape[:3]), order="C") if of_rows else scales
 
 
 def _of_sequence(

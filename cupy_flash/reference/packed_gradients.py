@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from cupy_flash.arrays.kinds import read, way_back
-from cupy_flash.host.sequence_places import Keys, Queries
 from cupy_flash.reference.gradients import (
     EXACT,
     SIZES,
@@ -18,7 +17,7 @@ from cupy_flash.reference.gradients import (
     gradient_formula,
     read_all,
 )
-from cupy_flash.reference.packed import keys_of, packed_modifications, packed_sequences
+from cupy_flash.reference.packed import packed_modifications, packed_sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,14 +151,14 @@ def packed_gradients(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )
     gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
-    for found, keys, at in packed_sequences(
+    for rows, keys, at in packed_sequences(
         *(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_k=seqused_k
     ):
-        part = functools.partial(_of_sequence, found=found, keys=keys)
+        part = functools.partial(_of_sequence, rows=rows, keys=keys)
         gradient_formula(
             *(part("q", dout), part("q", q), part("k", k), part("v", v)),
             out=None if out is None else part("q", out),
-            dlse=None if dlse is None else dlse[None, :, found.rows],
+            dlse=None if dlse is None else dlse[None, :, rows],
             causal=causal,
             softmax_scale=softmax_scale,
             modified=modified,
@@ -170,7 +169,9 @@ def packed_gradients(
     return gradients.results(convert)
 
 
-def _of_sequence(name: str, x: Any, found: Queries, keys: Keys) -> Any:
-    """What a sequence has of q, or what is like it, of k or of v: (1, heads, seqlen, dim)."""
-    rows = x[found.rows] if name == "q" else keys_of(x, keys)
-    return rows[None].swapaxes(1, 2)
+def _of_sequence(name: str, x: Any, rows: slice, keys: slice) -> Any:
+    """Return a view of a sequence's part of q, or what is like it, of k or of v.
+
+    Its shape is (1, heads, seqlen, dim).
+    """
+    return x[rows if name == "q" else keys][None].swapaxes(1, 2)

@@ -124,6 +124,11 @@ def resolve(
     return scale, Mask(seqlen_q, seqlen_k, causal, min(max(offset, -FURTHEST), FURTHEST))
 
 
+def precision_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that the naive formulas compute in: float64 for float64, else float32."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 def pairs_of(xp: Any, sequence: Pairs, mask: Mask, rows: slice, keys: int) -> Pairs:
     """Pairs of rows and the first keys, but for their sequence and head: (rows, keys)."""
     return sequence._replace(

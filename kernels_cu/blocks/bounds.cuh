@@ -1,6 +1,9 @@
 // Interval arithmetic: what a value can be where its positions lie in ranges. The functions that
 // cupy_flash/mods/bounds.py writes for a mask are made of these. A range may be too wide, never too
 // narrow; what is not known, or could wrap or be NaN, is anything of its type.
+//
+// Arithmetic of reals rounds to nearest, which never reverses the order of two results, and masks
+// compute it by the same functions (score/exact.cuh). So the ends need no margin.
 #pragma once
 
 #include "score/functions.cuh"
@@ -55,7 +58,7 @@ __device__ inline Ints range_at(int x) { return {x, x}; }
 __device__ inline Words range_at(unsigned long long x) { return {x, x}; }
 template <class Real>
 __device__ RealRange<Real> real_at(Real x) {
-  return x != x ? RealRange<Real>::any() : RealRange<Real>{x, x, false};
+  return exact_ne(x, x) ? RealRange<Real>::any() : RealRange<Real>{x, x, false};
 }
 __device__ inline RealRange<float> range_at(float x) { return real_at(x); }
 __device__ inline RealRange<double> range_at(double x) { return real_at(x); }
@@ -73,8 +76,7 @@ __device__ inline Words range_joined(Words x, Words y) {
 }
 template <class Real>
 __device__ RealRange<Real> range_joined(RealRange<Real> x, RealRange<Real> y) {
-  return {x.low < y.low ? x.low : y.low, x.high > y.high ? x.high : y.high,
-          x.may_be_nan || y.may_be_nan};
+  return {exact_min(x.low, y.low), exact_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 
 template <class Range>
@@ -105,19 +107,27 @@ __device__ bool may_be_nan(RealRange<Real> x) {
   return x.may_be_nan;
 }
 
-// NaN is not below, not above and not equal to anything.
+template <class T>
+__device__ bool is_less(T x, T y) {
+  return x < y;
+}
+__device__ inline bool is_less(float x, float y) { return exact_lt(x, y); }
+
+// NaN is not less than, not greater than and not equal to anything.
 template <class Range>
 __device__ Truth range_lt(Range x, Range y) {
-  return {x.low < y.high, x.high >= y.low || may_be_nan(x) || may_be_nan(y)};
+  return {is_less(x.low, y.high), !is_less(x.high, y.low) || may_be_nan(x) || may_be_nan(y)};
 }
 template <class Range>
 __device__ Truth range_le(Range x, Range y) {
-  return {x.low <= y.high, x.high > y.low || may_be_nan(x) || may_be_nan(y)};
+  return {!is_less(y.high, x.low), is_less(y.low, x.high) || may_be_nan(x) || may_be_nan(y)};
 }
 template <class Range>
 __device__ Truth range_eq(Range x, Range y) {
-  const bool is_one_value = x.low == x.high && y.low == y.high && x.low == y.low;
-  return {x.low <= y.high && y.low <= x.high, !is_one_value || may_be_nan(x) || may_be_nan(y)};
+  const bool is_one_value = !is_less(x.low, x.high) && !is_less(y.low, y.high) &&
+                            !is_less(x.low, y.low) && !is_less(y.low, x.low);
+  return {!is_less(y.high, x.low) && !is_less(x.high, y.low),
+          !is_one_value || may_be_nan(x) || may_be_nan(y)};
 }
 template <class Range>
 __device__ Truth range_ne(Range x, Range y) {
@@ -130,9 +140,14 @@ __device__ Truth range_is_nan(Range x) {
 
 // ---- Integers
 
+// Whether all integers between two ends are ints, which do not wrap.
+__device__ inline bool are_ints(long long low, long long high) {
+  return low >= Ints::lowest && high <= Ints::highest;
+}
+
 // Bounds of a sum or a product; one that int does not hold wraps to anything.
 __device__ inline Ints range_of(long long low, long long high) {
-  return low < Ints::lowest || high > Ints::highest ? Ints::any() : Ints{low, high};
+  return are_ints(low, high) ? Ints{low, high} : Ints::any();
 }
 
 __device__ inline Ints range_add(Ints x, Ints y) { return range_of(x.low + y.low, x.high + y.high); }
@@ -228,10 +243,9 @@ __device__ inline Ints ints_of(Words x) {
 }
 template <class Real>
 __device__ Ints ints_of(RealRange<Real> x) {
-  // Also false for infinities.
-  const bool fits = x.low > Real(-2147483648.0) && x.high < Real(2147483648.0);
-  if (!fits || x.may_be_nan) return Ints::any();
-  return {static_cast<long long>(x.low), static_cast<long long>(x.high)};
+  // NaN becomes 0.
+  const int low = exact_int(x.low), high = exact_int(x.high);
+  return x.may_be_nan ? Ints{min(low, 0), max(high, 0)} : Ints{low, high};
 }
 
 // ---- 64-bit words
@@ -250,6 +264,11 @@ __device__ inline Words range_shr(Words x, Words count) {
   return {mod_shr(x.low, count.high), mod_shr(x.high, count.low)};
 }
 __device__ inline Words words_of(Truth x) { return {!x.may_be_false, x.may_be_true}; }
+template <class Real>
+__device__ Words words_of(RealRange<Real> x) {
+  const unsigned long long low = exact_word(x.low), high = exact_word(x.high);
+  return x.may_be_nan ? Words{0, high} : Words{low, high};
+}
 __device__ inline Words words_of(Ints x) {
   if (x.low < 0) return Words::any();
   return {static_cast<unsigned long long>(x.low), static_cast<unsigned long long>(x.high)};
@@ -257,17 +276,23 @@ __device__ inline Words words_of(Ints x) {
 
 // ---- Reals
 
-// Bounds as computed, moved apart by more than what rounds, and may round another way where the
-// kernel fuses or adds up otherwise; functions that are approximated are to 2^-20 (float) too. Of
-// inf - inf and the like nothing is known.
+// Bounds of a function that is approximated to 2^-20 of a float's result, and of which a larger
+// argument may give a result that is smaller by as much.
 template <class Real>
-__device__ RealRange<Real> range_of_rounded(Real low, Real high, bool may_be_nan) {
-  if (!(low <= high)) return RealRange<Real>::any();
+__device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_be_nan) {
   const bool in_float = sizeof(Real) == 4;
-  const Real size = mod_max(mod_abs(low), mod_abs(high));
-  const Real apart = size * (in_float ? Real(9.5e-7) : Real(7e-15)) + Real(1.2e-38);
-  if (size == mod_infinity<Real>()) return {-size, size, may_be_nan};
-  return {low - apart, high + apart, may_be_nan};
+  const Real share = in_float ? Real(9.5e-7) : Real(7e-15), least = Real(1.2e-38);
+  const Real size = exact_max(exact_abs(low), exact_abs(high));
+  const Real apart = exact_add(exact_mul(size, share), least);
+  if (exact_ne(apart, apart)) return RealRange<Real>::any();
+  if (apart == mod_infinity<Real>()) return {-size, size, may_be_nan};
+  return {exact_sub(low, apart), exact_add(high, apart), may_be_nan};
+}
+
+template <class Real>
+__device__ RealRange<Real> range_between(Real low, Real high, bool may_be_nan) {
+  // Of inf - inf and the like nothing is known.
+  return exact_le(low, high) ? RealRange<Real>{low, high, may_be_nan} : RealRange<Real>::any();
 }
 
 template <class Real>
@@ -276,60 +301,66 @@ __device__ bool has_infinity(RealRange<Real> x) {
 }
 template <class Real>
 __device__ bool has_zero(RealRange<Real> x) {
-  // Numbers that are flushed to zero are as small.
-  return x.low <= Real(1.2e-38) && x.high >= Real(-1.2e-38);
+  return exact_le(x.low, Real(0)) && exact_le(Real(0), x.high);
 }
 
 template <class Real>
 __device__ RealRange<Real> range_add(RealRange<Real> x, RealRange<Real> y) {
   const bool is_nan = has_infinity(x) && has_infinity(y);
-  return range_of_rounded(x.low + y.low, x.high + y.high, x.may_be_nan || y.may_be_nan || is_nan);
+  return range_between(exact_add(x.low, y.low), exact_add(x.high, y.high),
+                       x.may_be_nan || y.may_be_nan || is_nan);
 }
 template <class Real>
 __device__ RealRange<Real> range_neg(RealRange<Real> x) {
-  return {-x.high, -x.low, x.may_be_nan};
+  return {exact_neg(x.high), exact_neg(x.low), x.may_be_nan};
 }
 template <class Real>
 __device__ RealRange<Real> range_sub(RealRange<Real> x, RealRange<Real> y) {
   return range_add(x, range_neg(y));
+}
+
+// Bounds of a function of two numbers that is monotonic in each.
+template <class Real, class Compute>
+__device__ RealRange<Real> range_of_corners(RealRange<Real> x, RealRange<Real> y,
+                                            Compute compute) {
+  const Real a = compute(x.low, y.low), b = compute(x.low, y.high);
+  const Real c = compute(x.high, y.low), d = compute(x.high, y.high);
+  return range_between(exact_min(exact_min(a, b), exact_min(c, d)),
+                       exact_max(exact_max(a, b), exact_max(c, d)), x.may_be_nan || y.may_be_nan);
 }
 template <class Real>
 __device__ RealRange<Real> range_mul(RealRange<Real> x, RealRange<Real> y) {
   if ((has_infinity(x) && has_zero(y)) || (has_zero(x) && has_infinity(y))) {
     return RealRange<Real>::any();
   }
-  const Real a = x.low * y.low, b = x.low * y.high, c = x.high * y.low, d = x.high * y.high;
-  return range_of_rounded(mod_min(mod_min(a, b), mod_min(c, d)),
-                          mod_max(mod_max(a, b), mod_max(c, d)), x.may_be_nan || y.may_be_nan);
-}
-template <class Real>
-__device__ RealRange<Real> range_reciprocal(RealRange<Real> x) {
-  if (has_zero(x)) return RealRange<Real>::any();
-  return range_of_rounded(1 / x.high, 1 / x.low, x.may_be_nan);
+  return range_of_corners(x, y, [](Real a, Real b) { return exact_mul(a, b); });
 }
 template <class Real>
 __device__ RealRange<Real> range_div(RealRange<Real> x, RealRange<Real> y) {
-  return range_mul(x, range_reciprocal(y));
+  if (has_zero(y) || (has_infinity(x) && has_infinity(y))) return RealRange<Real>::any();
+  return range_of_corners(x, y, [](Real a, Real b) { return exact_div(a, b); });
 }
 template <class Real>
 __device__ RealRange<Real> range_abs(RealRange<Real> x) {
-  const Real low = x.low > 0 ? x.low : x.high < 0 ? -x.high : Real(0);
-  return {low, mod_max(-x.low, x.high), x.may_be_nan};
+  const Real low = exact_lt(Real(0), x.low)    ? x.low
+                   : exact_lt(x.high, Real(0)) ? exact_neg(x.high)
+                                               : Real(0);
+  return {low, exact_max(exact_neg(x.low), x.high), x.may_be_nan};
 }
 template <class Real>
 __device__ RealRange<Real> range_min(RealRange<Real> x, RealRange<Real> y) {
-  return {mod_min(x.low, y.low), mod_min(x.high, y.high), x.may_be_nan || y.may_be_nan};
+  return {exact_min(x.low, y.low), exact_min(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 template <class Real>
 __device__ RealRange<Real> range_max(RealRange<Real> x, RealRange<Real> y) {
-  return {mod_max(x.low, y.low), mod_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
+  return {exact_max(x.low, y.low), exact_max(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 
 // Functions that never fall: range_floor(x) and so on.
-#define RISING(name)                                                                    \
-  template <class Real>                                                                 \
-  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                          \
-    return range_of_rounded(mod_##name(x.low), mod_##name(x.high), x.may_be_nan);       \
+#define RISING(name)                                                                      \
+  template <class Real>                                                                   \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
+    return range_of_approximated(exact_##name(x.low), exact_##name(x.high), x.may_be_nan); \
   }
 RISING(exp2)
 RISING(exp)
@@ -337,10 +368,10 @@ RISING(expm1)
 #undef RISING
 
 // Those that are exact.
-#define STEPS(name)                                              \
-  template <class Real>                                          \
-  __device__ RealRange<Real> range_##name(RealRange<Real> x) {   \
-    return {mod_##name(x.low), mod_##name(x.high), x.may_be_nan}; \
+#define STEPS(name)                                                    \
+  template <class Real>                                                \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {         \
+    return {exact_##name(x.low), exact_##name(x.high), x.may_be_nan};  \
   }
 STEPS(floor)
 STEPS(ceil)
@@ -349,46 +380,39 @@ STEPS(rint)
 #undef STEPS
 
 // Those that are NaN below a bound.
-#define RISING_FROM(name, least)                                                      \
-  template <class Real>                                                               \
-  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                        \
-    if (!(x.low >= Real(least))) return RealRange<Real>::any();                       \
-    return range_of_rounded(mod_##name(x.low), mod_##name(x.high), x.may_be_nan);     \
+#define RISING_FROM(name, least)                                                          \
+  template <class Real>                                                                   \
+  __device__ RealRange<Real> range_##name(RealRange<Real> x) {                            \
+    if (!exact_le(Real(least), x.low)) return RealRange<Real>::any();                     \
+    return range_of_approximated(exact_##name(x.low), exact_##name(x.high), x.may_be_nan); \
   }
-RISING_FROM(sqrt, 0)
+RISING_FROM(log, 0)
 RISING_FROM(log2, 0)
+RISING_FROM(log10, 0)
 RISING_FROM(log1p, -1)
 #undef RISING_FROM
 
-// With an error that is no share of the result.
 template <class Real>
-__device__ RealRange<Real> range_with_error(Real low, Real high, bool may_be_nan, Real error) {
-  return {low - error, high + error, may_be_nan};
+__device__ RealRange<Real> range_sqrt(RealRange<Real> x) {
+  if (!exact_le(Real(0), x.low)) return RealRange<Real>::any();
+  return {exact_sqrt(x.low), exact_sqrt(x.high), x.may_be_nan};
 }
+
+// With an error that is no share of the result.
 template <class Real>
 __device__ RealRange<Real> range_tanh(RealRange<Real> x) {
   const Real error = sizeof(Real) == 4 ? Real(1e-6) : Real(1e-15);
-  return range_with_error(mod_tanh(x.low), mod_tanh(x.high), x.may_be_nan, error);
-}
-template <class Real>
-__device__ RealRange<Real> range_tanh_approx(RealRange<Real> x) {
-  return range_with_error(mod_tanh(x.low), mod_tanh(x.high), x.may_be_nan, Real(0.002));
-}
-template <class Real>
-__device__ RealRange<Real> range_logistic(RealRange<Real> x) {
-  return range_with_error(mod_logistic(x.high), mod_logistic(x.low), x.may_be_nan, Real(1e-6));
+  return {exact_tanh(x.low) - error, exact_tanh(x.high) + error, x.may_be_nan};
 }
 
-// Integers of more bits than a real has are rounded.
+// Conversion of integers rounds to nearest.
 template <class Real>
 __device__ RealRange<Real> reals_of(Ints x) {
-  const Real low = Real(x.low), high = Real(x.high);
-  const bool is_exact = sizeof(Real) == 8 || (x.low >= -(1 << 24) && x.high <= 1 << 24);
-  return is_exact ? RealRange<Real>{low, high, false} : range_of_rounded(low, high, false);
+  return {Real(x.low), Real(x.high), false};
 }
 template <class Real>
 __device__ RealRange<Real> reals_of(Words x) {
-  return range_of_rounded(Real(x.low), Real(x.high), false);
+  return {Real(x.low), Real(x.high), false};
 }
 template <class Real>
 __device__ RealRange<Real> reals_of(Truth x) {

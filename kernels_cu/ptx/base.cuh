@@ -64,6 +64,13 @@ __device__ inline float mul_rn(float x, float y) {
   return result;
 }
 
+// div.rn.f32
+__device__ inline float div_rn(float x, float y) {
+  float result;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
 // rcp.approx.ftz.f32: 1 / x to 1 ulp.
 __device__ inline float rcp_approx(float x) {
   float result;

@@ -56,13 +56,6 @@ __device__ inline unsigned char cvt_rn_satfinite_e4m3_f32(float x) {
 
 #endif  // __CUDA_ARCH__ >= 890
 
-// div.rn.f32
-__device__ inline float div_rn(float x, float y) {
-  float result;
-  asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-
 // cvt.rni.s32.f32: to the nearest, of two to the even one; NaN becomes 0.
 __device__ inline int cvt_rni_s32_f32(float x) {
   int result;

@@ -1,5 +1,6 @@
-// The functions that the text of a modification calls, of float and of double. NaN stays NaN, as in
-// NumPy, and whole quotients round down.
+// The functions that the text of a modification calls, of float and of double: those of integers,
+// which are the same wherever they stand, and those of reals in what becomes of a score. What decides
+// (a comparison, a rounding, an index) and all that a mask computes is made of score/exact.cuh.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -16,30 +17,25 @@ __device__ inline double mod_infinity<double>() {
   return __longlong_as_double(0x7ff0000000000000LL);
 }
 
+#include "score/exact.cuh"
+
 __device__ inline float mod_exp2(float x) { return ptx::ex2_approx(x); }
 __device__ inline double mod_exp2(double x) { return ::exp2(x); }
-__device__ inline float mod_exp(float x) { return ::expf(x); }
-__device__ inline double mod_exp(double x) { return ::exp(x); }
-__device__ inline float mod_expm1(float x) { return ::expm1f(x); }
-__device__ inline double mod_expm1(double x) { return ::expm1(x); }
-__device__ inline float mod_log2(float x) { return ::log2f(x); }
-__device__ inline double mod_log2(double x) { return ::log2(x); }
-__device__ inline float mod_log1p(float x) { return ::log1pf(x); }
-__device__ inline double mod_log1p(double x) { return ::log1p(x); }
-__device__ inline float mod_sqrt(float x) { return ::sqrtf(x); }
-__device__ inline double mod_sqrt(double x) { return ::sqrt(x); }
-__device__ inline float mod_sin(float x) { return ::sinf(x); }
-__device__ inline double mod_sin(double x) { return ::sin(x); }
-__device__ inline float mod_cos(float x) { return ::cosf(x); }
-__device__ inline double mod_cos(double x) { return ::cos(x); }
-__device__ inline float mod_floor(float x) { return ::floorf(x); }
-__device__ inline double mod_floor(double x) { return ::floor(x); }
-__device__ inline float mod_ceil(float x) { return ::ceilf(x); }
-__device__ inline double mod_ceil(double x) { return ::ceil(x); }
-__device__ inline float mod_trunc(float x) { return ::truncf(x); }
-__device__ inline double mod_trunc(double x) { return ::trunc(x); }
-__device__ inline float mod_rint(float x) { return ::rintf(x); }
-__device__ inline double mod_rint(double x) { return ::rint(x); }
+
+// The library's functions of C++, of both types.
+#define MOD_FUNCTION(name)                                              \
+  __device__ inline float mod_##name(float x) { return ::name##f(x); }  \
+  __device__ inline double mod_##name(double x) { return ::name(x); }
+MOD_FUNCTION(exp)
+MOD_FUNCTION(expm1)
+MOD_FUNCTION(log2)
+MOD_FUNCTION(log10)
+MOD_FUNCTION(log1p)
+MOD_FUNCTION(sqrt)
+MOD_FUNCTION(sin)
+MOD_FUNCTION(cos)
+MOD_FUNCTION(tanh)
+#undef MOD_FUNCTION
 
 // 1 / x, of a float to 1 ulp.
 __device__ inline float mod_reciprocal(float x) { return ptx::rcp_approx(x); }
@@ -49,13 +45,10 @@ __device__ inline double mod_reciprocal(double x) { return 1 / x; }
 // float16, and two approximations where tanhf() takes some 15 instructions.
 __device__ inline float mod_logistic(float x) { return ptx::rcp_approx(1 + ptx::ex2_approx(x)); }
 
-__device__ inline float mod_tanh(float x) { return ::tanhf(x); }
-__device__ inline double mod_tanh(double x) { return ::tanh(x); }
-
 // To 2^-11, as good as bfloat16.
 __device__ inline float mod_tanh_approx(float x) { return ptx::tanh_approx(x); }
 
-__device__ inline int mod_abs(int x) { return ::abs(x); }
+__device__ inline int mod_abs(int x) { return x < 0 ? int(0u - unsigned(x)) : x; }
 __device__ inline float mod_abs(float x) { return ::fabsf(x); }
 __device__ inline double mod_abs(double x) { return ::fabs(x); }
 
@@ -73,10 +66,58 @@ __device__ inline float mod_max(float x, float y) { return ptx::max_nan(x, y); }
 __device__ inline int mod_min(int x, int y) { return ::min(x, y); }
 __device__ inline int mod_max(int x, int y) { return ::max(x, y); }
 
-// -1, 0 or 1, and NaN of NaN.
+__device__ inline float mod_trunc(float x) { return ::truncf(x); }
+__device__ inline double mod_trunc(double x) { return ::trunc(x); }
+
+// A power of a constant that is no small whole number: NaN of numbers below 0 but -infinity.
 template <class T>
-__device__ inline T mod_sign(T x) {
-  return x != x ? x : T((x > 0) - (x < 0));
+__device__ inline T mod_power_approx(T x, T n) {
+  const T size = mod_abs(x);
+  const T power = mod_exp2(n * mod_log2(size));
+  const bool is_nan = x < 0 && size < mod_infinity<T>() && n != mod_trunc(n);
+  const bool is_negative = x < 0 && mod_trunc(n / 2) * 2 != n && n == mod_trunc(n);
+  return is_nan ? T(0) * mod_infinity<T>() : is_negative ? -power : power;
+}
+
+// A power of two that brings divisors as large or small as numbers go to where 1 / y is normal.
+template <class T>
+__device__ inline T mod_quotient_scale(T y) {
+  const T large = T(18446744073709551616.0), size = mod_abs(y);
+  return size > large ? 1 / large : size < 1 / large ? large : T(1);
+}
+
+// x / y * scale to 1 ulp, given 1 / y: a quotient is put right by what it leaves (Markstein 1990,
+// IBM J. Res. Dev. 34). Where that is no number, as of infinities, the first one stands.
+template <class T>
+__device__ inline T mod_quotient(T x, T y, T inverse, T scale) {
+  const T quotient = x * inverse;
+  const T better = fma(fma(-quotient, y, x), inverse, quotient);
+  return (mod_abs(better) < mod_infinity<T>() ? better : quotient) * scale;
+}
+
+// x * factor + sum, of which a finite x makes no infinity: so a bias as low as numbers go hides
+// nothing in a row without others. The fast one rounds toward zero.
+__device__ inline float mod_fast_finite_sum(float x, float factor, float sum) {
+  return ptx::fma_rz(x, factor, sum);
+}
+template <class T>
+__device__ inline T mod_finite_sum(T x, T factor, T sum) {
+  const T result = fma(x, factor, sum);
+  const T largest = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
+  if (mod_abs(x) == mod_infinity<T>() || mod_abs(result) < mod_infinity<T>()) return result;
+  return result > 0 ? largest : result < 0 ? -largest : result;
+}
+
+// Integers that wrap, as C++ leaves it undefined what an int does not hold.
+__device__ inline int mod_add(int x, int y) { return int(unsigned(x) + unsigned(y)); }
+__device__ inline int mod_sub(int x, int y) { return int(unsigned(x) - unsigned(y)); }
+__device__ inline int mod_mul(int x, int y) { return int(unsigned(x) * unsigned(y)); }
+__device__ inline int mod_neg(int x) { return int(0u - unsigned(x)); }
+__device__ inline int mod_sign(int x) { return (x > 0) - (x < 0); }
+
+// The nearest int.
+__device__ inline int mod_saturated(long long x) {
+  return int(max(-2147483648LL, min(x, 2147483647LL)));
 }
 
 // Whole quotients and remainders, rounded down; of integers, 0 where the divisor is.
@@ -97,28 +138,6 @@ __device__ inline unsigned long long mod_floordiv(unsigned long long x, unsigned
 __device__ inline unsigned long long mod_mod(unsigned long long x, unsigned long long y) {
   return y == 0 ? 0 : x % y;
 }
-
-// Of reals as NumPy and Python have them: the remainder is exact but for one rounding, and has the
-// divisor's sign.
-__device__ inline float mod_fmod(float x, float y) { return ::fmodf(x, y); }
-__device__ inline double mod_fmod(double x, double y) { return ::fmod(x, y); }
-
-template <class T>
-__device__ inline T mod_real_mod(T x, T y) {
-  const T rest = mod_fmod(x, y);
-  return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
-}
-template <class T>
-__device__ inline T mod_real_floordiv(T x, T y) {
-  if (y == 0) return x / y;
-  const T quotient = (x - mod_real_mod(x, y)) / y;
-  const T below = mod_floor(quotient);
-  return quotient - below > T(0.5) ? below + 1 : below;
-}
-__device__ inline float mod_mod(float x, float y) { return mod_real_mod(x, y); }
-__device__ inline double mod_mod(double x, double y) { return mod_real_mod(x, y); }
-__device__ inline float mod_floordiv(float x, float y) { return mod_real_floordiv(x, y); }
-__device__ inline double mod_floordiv(double x, double y) { return mod_real_floordiv(x, y); }
 
 // Shifts by any count: by all bits or more, or by a negative count, nothing but signs is left.
 __device__ inline int mod_shl(int x, int count) {

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from cupy_flash.cli.cases.cases import Case
 from cupy_flash.cli.main import main
 from cupy_flash.families import FORWARD
-from cupy_flash.host import cpu
+from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, problem_class, read_table, write_table
 
@@ -59,7 +59,7 @@ ON_CPU = entry(
     arch=0,
     sm_count=0,
     family="cpu",
-    digest=cpu.digest(),
+    digest=sources.digest(),
     tile={"Br": 128, "Bc": 64},
     tflops=0.05,
 )

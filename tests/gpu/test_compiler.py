@@ -6,12 +6,16 @@ import dataclasses
 import logging
 import os
 import re
+import shutil
 
 import pytest
 
+from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.calls.check_mod import unit_of
 from cupy_flash.errors import CompileError
-from cupy_flash.families import FORWARD
+from cupy_flash.families import FAMILIES, FORWARD, contract
 from cupy_flash.gpu import compiler
+from cupy_flash.gpu.block_maps import block_map_unit
 from cupy_flash.gpu.compiler import (
     compile_cubin,
     find_prebuilt,
@@ -20,6 +24,8 @@ from cupy_flash.gpu.compiler import (
     unit_digest,
     why_no_compiler,
 )
+from cupy_flash.mods.arguments import arguments_dtype
+from cupy_flash.mods.modification import MaskMod
 from cupy_flash.planning.planner import make_plan
 from cupy_flash.problem.arrays import Tensor, Tensors
 from cupy_flash.problem.device import Resources, device_for_arch
@@ -157,13 +163,40 @@ ptxas info    : Used 40 registers, used 0 barriers, 4224 bytes smem
     }
 
 
-def test_a_units_digest_depends_on_its_text_and_the_architecture_only():
-    other = dataclasses.replace(UNIT, text=UNIT.text + "\n")
-    renamed = dataclasses.replace(UNIT, title="another")
+def test_a_units_digest_depends_on_its_tokens_and_the_architecture_only():
+    other = dataclasses.replace(UNIT, text=UNIT.text + ";\n")
+    renamed = dataclasses.replace(UNIT, title="another", text=f"// Another.\n\n{UNIT.text}")
     a100 = device_for_arch("sm_80")
     bigger = dataclasses.replace(h100, name="H100 PCIe", sm_count=114)
     assert unit_digest(UNIT, h100) == unit_digest(renamed, bigger)
     assert len({unit_digest(UNIT, h100), unit_digest(other, h100), unit_digest(UNIT, a100)}) == 3
+
+
+@pytest.mark.parametrize("header", ["score/capture.cuh", "score/functions.cuh"])
+def test_texts_of_units_tell_of_the_headers_that_modifications_stand_behind(
+    header, tmp_path, monkeypatch
+):
+    mod = MaskMod(lambda i, j: i >= j)
+
+    def texts():
+        contract.source_digest.cache_clear()
+        block_map = block_map_unit(mask_text(mod, "float32"), arguments_dtype(mod.specs, "float"))
+        families = [family for kind in FAMILIES.values() for family in kind.values()]
+        return [
+            unit_of(mod).text,
+            block_map.text,
+            *(f"{family.name} {family.digest()}" for family in families),
+        ]
+
+    before = texts()
+    shutil.copytree(contract.KERNEL_DIR, tmp_path / "kernels")
+    with (tmp_path / "kernels" / header).open("a", encoding="utf-8") as file:
+        file.write(";\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(contract, "KERNEL_DIR", tmp_path / "kernels")
+        after = texts()
+    contract.source_digest.cache_clear()
+    assert not {*before} & {*after}
 
 
 def test_a_prebuilt_kernel_is_found_by_its_digest_only(monkeypatch, tmp_path):
@@ -173,7 +206,7 @@ def test_a_prebuilt_kernel_is_found_by_its_digest_only(monkeypatch, tmp_path):
     path = tmp_path / prebuilt_name(UNIT, h100)
     path.write_bytes(b"\x7fELF")
     assert find_prebuilt(UNIT, h100) == path
-    assert find_prebuilt(dataclasses.replace(UNIT, text=UNIT.text + "\n"), h100) is None
+    assert find_prebuilt(dataclasses.replace(UNIT, text=UNIT.text + ";\n"), h100) is None
     assert find_prebuilt(UNIT, device_for_arch("sm_80")) is None
 
 

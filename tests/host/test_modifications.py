@@ -11,10 +11,11 @@ import pytest
 from support.gpu_support import DTYPES, lse_bound
 
 from cupy_flash.host import batches, cpu
-from cupy_flash.host.passes import FIRST, compute_dtype
+from cupy_flash.host.passes import compute_dtype
 from cupy_flash.mods.keywords import FURTHEST, NAMES
 from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.modified import Modified
+from cupy_flash.mods.scores import FIRST
 from cupy_flash.problem.tile import Tile
 from cupy_flash.reference.dense import (
     attention_reference,

@@ -254,6 +254,24 @@ def test_a_record_of_gradients_is_stamped_anew_if_all_kernels_are_the_same(
     assert digests == {present if same else FORMER}
 
 
+def test_a_family_of_a_record_is_stamped_anew_beside_one_that_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = {"Br": 64, "Bc": 64}
+    formers = {"mma": FORMER, "simt": "1" * 16}
+    rows = [
+        row("cupy_flash", seqlen, 1.0, family=family, kernel_digest=digest, tile=tile)
+        for seqlen, (family, digest) in zip((512, 1024), formers.items(), strict=True)
+    ]
+    path = write(tmp_path / "h100.json", rows)
+    of_mma, of_simt = (kernels for *_, kernels in recorded(path, monkeypatch))
+    before = {kernel: machine_code.Code("as it was", 168, 0) for kernel in (*of_mma, *of_simt)}
+    now = before | dict.fromkeys(of_mma, machine_code.Code("another", 168, 0))
+    assert machine_code.restamp({"digests": formers}, before, now) == 1
+    found = [(family, digest) for family, digest, _ in recorded(path, monkeypatch)]
+    assert found == [("mma", FORMER), ("simt", FORWARD["simt"].digest())]
+
+
 @pytest.mark.parametrize(
     ("provider", "given", "served"),
     [

@@ -32,7 +32,7 @@ def test_an_index_outside_reads_the_nearest_element(single: int, several: list[i
     expected = array[np.clip(rows, 0, 2), np.clip(columns, 0, 3)]
     np.testing.assert_array_equal(read[rows, columns], expected)
     assert read[rows, columns].dtype == np.float32
-    assert read[single, -1] == array[min(max(single, 0), 2), 0]
+    assert read[np.int32(single), np.int32(-1)] == array[min(max(single, 0), 2), 0]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,7 @@ def test_a_spec_is_what_device_text_depends_on(value, spec) -> None:
         ("x", np.ones((1,) * 5), ValueError, "5 axes; expected at most 4"),
         ("x", np.ones((2, 0)), ValueError, "no elements"),
         ("x", np.ones(3, "i4,i1")["f0"], ValueError, "odd addresses"),
-        ("template", 1, TypeError, "'template', which C\\+\\+ does not take"),
-        ("_x", 1, TypeError, "C\\+\\+ does not take"),
-        ("größe", 1, TypeError, "C\\+\\+ does not take"),
+        ("a name", 1, TypeError, "'a name'; expected the name of a parameter"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(name, value, error, message) -> None:

@@ -18,7 +18,7 @@ RANGES = {
     "one side": (lambda score: np.minimum(score, 4.0), (-math.inf, 4)),
     "either": (lambda score, i, j: np.where(i > j, np.sin(score), 3.0) - 1, (-2, 2)),
     "negative factor": (lambda score: -2 * np.tanh(score) + 0.5, (-1.5, 2.5)),
-    "product": (lambda score, j: np.tanh(score) * np.clip(j * 1.0, -3, 2), (-3, 3)),
+    "product": (lambda score, j: np.tanh(score) * np.clip(j * 1.0, -3, 2), (-2, 2)),
     "unknown": (lambda score: score * 2, (-math.inf, math.inf)),
     "zero times": (lambda score: 0 * np.exp(score), (-math.inf, math.inf)),
     "an array": (lambda score, h, table: np.tanh(score) + table[h], (-math.inf, math.inf)),

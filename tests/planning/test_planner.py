@@ -16,7 +16,7 @@ from cupy_flash.families import FORWARD
 from cupy_flash.families.mma import MmaTile
 from cupy_flash.families.schedule import MAIN_ENTRY
 from cupy_flash.families.simt import SimtTile
-from cupy_flash.host import cpu
+from cupy_flash.host import cpu, sources
 from cupy_flash.host.plan import choose_cpu_tile, make_cpu_plan
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import count_blocks, make_plan, plan_tile
@@ -379,14 +379,16 @@ def test_a_tile_tuned_on_other_sources_is_passed_over():
     [{"Br": 0, "Bc": 1}, {"Br": 64}, {"Br": 64, "Bc": 64, "warps": 4}, {"Br": 2**20, "Bc": 2**20}],
 )
 def test_a_bad_tile_tuned_for_the_cpu_is_passed_over(tile):
-    entry = Entry("cpu", 0, 0, "cpu", cpu.digest(), problem_class(problem()), tile, 0.1)
+    entry = Entry("cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), tile, 0.1)
     tuning.save(entry)
     assert choose_cpu_tile(problem(), None) == cpu.default_tile(problem())
 
 
 def test_the_tile_tuned_for_the_cpu_is_used():
     tuning.save(
-        Entry("cpu", 0, 0, "cpu", cpu.digest(), problem_class(problem()), {"Br": 96, "Bc": 80}, 1)
+        Entry(
+            "cpu", 0, 0, "cpu", sources.digest(), problem_class(problem()), {"Br": 96, "Bc": 80}, 1
+        )
     )
     assert choose_cpu_tile(problem(), None) == Tile(96, 80)
 

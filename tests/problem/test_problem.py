@@ -106,6 +106,10 @@ def test_any_finite_softmax_scale_is_taken(scale):
     assert type(problem(softmax_scale=scale).softmax_scale) is float
 
 
+def test_zeros_of_both_signs_are_one_scale_as_keys_hold_one_for_both():
+    assert math.copysign(1, problem(softmax_scale=-0.0).softmax_scale) == 1
+
+
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 10**400])
 def test_a_softmax_scale_that_is_not_finite_is_refused(scale):
     with pytest.raises(ValueError, match=r"softmax_scale is .*; expected a finite number"):

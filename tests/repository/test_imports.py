@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "calls": {"gpu", "host", "planning", "families", "arrays", "mods", "problem"},
     "gpu": {"planning", "families", "problem"},
     "host": {"planning", "families", "arrays", "mods", "problem"},
-    "reference": {"host", "arrays", "mods", "problem"},
+    "reference": {"arrays", "mods", "problem"},
     "planning": {"families", "problem"},
     "families": {"problem"},
     "arrays": {"problem"},

@@ -9,7 +9,7 @@ from support.bench_records import row, write
 from support.benchmark_scripts import IN_CHECKOUT, script
 
 from cupy_flash.families import FORWARD
-from cupy_flash.host import cpu
+from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.tuning import Entry, read_table, write_table
 
@@ -34,7 +34,7 @@ def entry(digest: str, family: str = "mma") -> Entry:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
-    write(folder / "h100_present.json", [ours(MMA), ours(cpu.digest(), "cpu"), TORCH])
+    write(folder / "h100_present.json", [ours(MMA), ours(sources.digest(), "cpu"), TORCH])
     write(folder / "h100_former.json", [TORCH, ours(SIMT, "simt"), ours(FORMER)])
     write(folder / "h100_gone.json", [ours(MMA, "of the past")])
     write(folder / "h200_limits.json", [{"share": 0.9}], mma_digest=FORMER)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupy_flash.calls.block_maps import map_of_mask, mask_text
+from cupy_flash.calls.block_maps import map_of_mask, mask_text, packed_captures
 from cupy_flash.families.contract import KERNEL_DIR
 from cupy_flash.gpu import block_maps
 from cupy_flash.gpu.block_maps import (
@@ -23,7 +23,6 @@ from cupy_flash.gpu.block_maps import (
     ReadyMap,
     packed_params,
 )
-from cupy_flash.mods.arguments import pack_arguments, real_type
 from cupy_flash.mods.modification import MaskMod
 from support.device_text import COMPILER, FOLDER
 
@@ -182,12 +181,7 @@ def _host_mask(
     mod: MaskMod, text: MaskText, dtype: str, classify: Any, build: Any, read: Any
 ) -> HostMask:
     def packed() -> np.ndarray:
-        addresses = {
-            name: mod.captures[name].ctypes.data
-            for name, s in mod.specs.items()
-            if s.rank is not None
-        }
-        return pack_arguments(mod.specs, mod.captures, addresses, real_type(dtype))
+        return packed_captures(mod, dtype)
 
     def classified(b: int, h: int, ends: np.ndarray) -> np.ndarray:
         ends, seen = np.ascontiguousarray(ends, np.int32), np.empty(len(ends), np.int32)

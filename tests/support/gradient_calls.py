@@ -295,9 +295,8 @@ class GradientCall:
         sequences = packed_sequences(q, k, *lengths, seqused_k=named.get("seqused_k"))
         parts = []
         for queries, keys, _ in sequences:
-            own = slice(keys.first, keys.first + keys.seqlen)
-            at = {"q": queries.rows, "k": own, "v": own}
-            parts.append(Part(at, (slice(None), queries.rows)))
+            at = {"q": queries, "k": keys, "v": keys}
+            parts.append(Part(at, (slice(None), queries)))
         return parts
 
 

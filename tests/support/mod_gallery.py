@@ -214,7 +214,7 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
             lambda: f"np.where({of('bool')}, {of('int')}, {of('int')})",
             lambda: f"abs({of('int')})",
             lambda: f"-{of('int')}",
-            lambda: f"ids[{of('int')}, {of('int')}]",
+            lambda: f"ids[{of('int')} + h, {of('int')} - b]",
         ]
     elif depth <= 1:
         options = [lambda: "score", lambda: f"{n / 8}", lambda: f"({of('int')} / {n})"]
@@ -223,7 +223,7 @@ def random_text(rng: np.random.Generator, kind: str, depth: int) -> str:
             lambda: f"({of('real')} {rng.choice(['+', '-'])} {of('real')})",
             lambda: f"({of('real')} {rng.choice(['*', '/'])} {n})",
             lambda: f"({of('int')} * 0.125 - {of('real')})",
-            lambda: f"(factor[{of('int')}] * {of('int')})",
+            lambda: f"(factor[{of('int')} + h] * {of('int')})",
             lambda: f"(np.tanh({of('real')}) * {rng.choice([str(n), 'factor[h]'])})",
             lambda: f"np.exp2(-abs({of('real')}))",
             lambda: f"np.{rng.choice(['minimum', 'maximum'])}({of('real')}, {of('int')})",

@@ -36,7 +36,7 @@ from cupy_flash.cli.tune.live import Live
 from cupy_flash.cli.tune.sweep import Compilation, Sweep, plan_sweeps, shorten, time_all, twin_class
 from cupy_flash.families.schedule import Launch
 from cupy_flash.gpu.compiler import Cubin, why_no_compiler
-from cupy_flash.host import cpu
+from cupy_flash.host import sources
 from cupy_flash.planning import tuning
 from cupy_flash.planning.planner import Plan
 from cupy_flash.problem.device import Resources, device_for_arch
@@ -128,7 +128,7 @@ def test_a_tile_that_beats_the_default_is_saved_and_then_used(home: Path, clock:
 
     assert result.exit_code == 0, result.output
     assert "The best tile: +100.0% over the default, saved." in result.stdout
-    assert (entry.gpu, entry.family, entry.digest) == ("cpu", "cpu", cpu.digest())
+    assert (entry.gpu, entry.family, entry.digest) == ("cpu", "cpu", sources.digest())
     assert entry.tile == {"Br": 64, "Bc": 128} == dataclasses.asdict(plan.tile)
     assert entry.tflops == pytest.approx(CASE.problem().flops() / 1e-3 / 1e12)
 

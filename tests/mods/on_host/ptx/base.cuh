@@ -7,6 +7,8 @@ namespace ptx {
 
 inline float ex2_approx(float x) { return std::exp2(x); }
 inline float rcp_approx(float x) { return 1 / x; }
+inline float div_rn(float x, float y) { return x / y; }
+inline float mul_rn(float x, float y) { return x * y; }
 inline unsigned short cvt_rn_f16_f32(float) { std::abort(); }
 
 inline float cvt_f32_f16(unsigned short bits) {

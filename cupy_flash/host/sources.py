@@ -1,0 +1,88 @@
+"""Sources of the CPU backend, and their digest: what tuned tiles and records were measured on."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_FORWARD = (
+    "host/batches.py",
+    "host/cpu.py",
+    "host/crew.py",
+    "host/formula.py",
+    "host/online.py",
+    "host/padding.py",
+    "host/passes.py",
+    "host/quantized.py",
+    "host/row_by_row.py",
+    "host/sequence_places.py",
+    "host/steps.py",
+    "mods/modified.py",
+    "mods/scores.py",
+    "problem/mask.py",
+)
+#: Files of the package that say what the CPU backend computes and how fast, by direction.
+SOURCES = {
+    "forward": _FORWARD,
+    "backward": (
+        *_FORWARD,
+        "host/gradient_pass.py",
+        "host/gradient_tiles.py",
+        "host/gradients.py",
+        "host/turns.py",
+        "mods/slopes.py",
+    ),
+}
+
+
+@functools.cache
+def digest(direction: str = "forward") -> str:
+    """Return sixteen hex digits over the syntax of `SOURCES`, in their order.
+
+    Comments, docstrings, formatting and the files' names do not change them, and all versions of
+    Python give the same.
+    """
+    package = Path(__file__).parents[1]
+    text = "".join(_syntax(package / name) for name in SOURCES[direction])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _syntax(path: Path) -> str:
+    parts: list[str] = []
+    _write(ast.parse(path.read_bytes()), parts.append)
+    return "\0".join([*parts, ""])
+
+
+def _write(node: Any, write: Callable[[str], None]) -> None:
+    """Write a syntax tree as text, but for strings that are statements, as docstrings are.
+
+    Unlike `ast.dump` it leaves out all that is empty, as versions of Python differ in that.
+    """
+    if isinstance(node, list):
+        write("[")
+        for item in node:
+            if not _is_docstring(item):
+                _write(item, write)
+        write("]")
+    elif isinstance(node, ast.AST):
+        write(type(node).__name__)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                write(name)
+                _write(value, write)
+    else:
+        write(repr(node))
+
+
+def _is_docstring(node: Any) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

@@ -1,0 +1,84 @@
+"""Modifications as pickles hold them: graphs as flat lists, and functions by their names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from cupy_flash.mods.expression import Node, postorder
+
+# Op, type, and value of a node, and the places of its arguments among the nodes before it.
+FlatNode = tuple[str, str, Any, tuple[int, ...]]
+
+
+def flattened(root: Node) -> tuple[FlatNode, ...]:
+    """Return the nodes of a graph, each after its arguments, the root last.
+
+    A pickle of the root itself would recurse as deep as the graph is.
+    """
+    places: dict[Node, int] = {}
+    for node in postorder(root):
+        places[node] = len(places)
+    return tuple(
+        (node.op, node.type, node.value, tuple(places[argument] for argument in node.args))
+        for node in places
+    )
+
+
+def restored(flat: tuple[FlatNode, ...]) -> Node:
+    """Return the root of a graph that `flattened` was given."""
+    nodes: list[Node] = []
+    for op, type, value, arguments in flat:
+        nodes.append(Node(op, type, tuple(nodes[place] for place in arguments), value))
+    return nodes[-1]
+
+
+class AbsentFunction:
+    """Stand-in for a function that cannot be pickled, or was not found when it was unpickled.
+
+    Parameters
+    ----------
+    name
+        Name of the function in its module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+        self.__name__ = name.rpartition(".")[2]
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise TypeError."""
+        raise TypeError(
+            f"{self.__name__} was traced before the modification was pickled, and is not there "
+            "any more; use evaluate() of the modification"
+        )
+
+    def __repr__(self) -> str:
+        return f"<absent function {self.__name__}>"
+
+
+def reference_to(function: Callable[..., Any]) -> tuple[str | None, str]:
+    """Return the module of a function and its name there; None for one that is not found there."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if module and name and _found(module, name) is function:
+        return module, name
+    return None, name or repr(function)
+
+
+def referred_to(module: str | None, name: str) -> Callable[..., Any]:
+    """Return the function of a reference, or a stand-in with its name."""
+    found = None if module is None else _found(module, name)
+    return found if callable(found) else AbsentFunction(name)
+
+
+def _found(module: str, name: str) -> Any:
+    """What a module has under a dotted name, or None."""
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

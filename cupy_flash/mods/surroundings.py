@@ -1,0 +1,257 @@
+"""Arrays in the variables around a function, which become captures by themselves."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from cupy_flash.mods.captures import CaptureSpec
+from cupy_flash.mods.expression import Node, postorder
+from cupy_flash.mods.symbols import Symbol, TracedArray
+
+# What a capture is read as: NumPy's or CuPy's array, and its spec.
+Read = tuple[Any, CaptureSpec]
+
+
+class Surroundings:
+    """Functions rebuilt with stand-ins for the arrays that their variables hold.
+
+    Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
+    or as elements of a list, a tuple or a dictionary; in Python functions that are called from
+    there as well. All other variables keep the values that they have when the function is rebuilt.
+
+    Parameters
+    ----------
+    read
+        Function that checks a capture of a name and returns its array and spec.
+    given
+        Captures that were given by name: the arrays as the user passed them.
+    specs
+        Specs of those captures.
+    reserved
+        Names that no further capture may have.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, Any], Read],
+        given: Mapping[str, Any],
+        specs: Mapping[str, CaptureSpec],
+        reserved: Iterable[str],
+    ) -> None:
+        self._read = read
+        self._found: dict[str, Read] = {}
+        self._names = {*reserved, *specs}
+        # By identity. The first of each pair keeps the identity from being given to another.
+        self._made: dict[int, tuple[Any, Any]] = {}
+        for name, spec in specs.items():
+            array = given[name]
+            if spec.rank:
+                self._kept(array, ProgramArray(name, array, self, spec))
+            elif spec.rank == 0:
+                self._kept(array, ProgramNumber(spec.parameter(name).node, array))
+
+    def rebuilt(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, with stand-ins for the arrays that it can reach."""
+        made: Callable[..., Any] = self._stand_in("", function)
+        return made
+
+    def captured_in(self, *graphs: Node) -> dict[str, Read]:
+        """Return the arrays that the nodes of traced functions read, by name."""
+        named = {node.value for node in postorder(*graphs) if node.op == "array"}
+        return {name: read for name, read in self._found.items() if name in named}
+
+    def capture(self, name: str, array: Any) -> tuple[str, CaptureSpec]:
+        """Add a capture, named after a variable, and return its name and spec."""
+        chosen, number = name, 1
+        while chosen in self._names:
+            number += 1
+            chosen = f"{name}_{number}"
+        self._found[chosen] = self._read(chosen, array)
+        self._names.add(chosen)
+        return chosen, self._found[chosen][1]
+
+    def _stand_in(self, name: str, value: Any) -> Any:
+        """What takes the place of a variable's value."""
+        known = self._made.get(id(value))
+        if known is not None:
+            return known[1]
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            return self._kept(value, MethodType(self._stand_in("", value.__func__), value.__self__))
+        if type(value) is functools.partial:
+            keywords = {key: self._stand_in(key, x) for key, x in value.keywords.items()}
+            args = [self._stand_in("array", x) for x in value.args]
+            made = functools.partial(self._stand_in("", value.func), *args, **keywords)
+            return self._kept(value, made)
+        if is_array(value):
+            return self._kept(value, self._array(name, value))
+        if type(value) in (list, tuple) and any(map(is_array, value)):
+            elements = (self._stand_in(f"{name}_{n}", x) for n, x in enumerate(value))
+            return self._kept(value, type(value)(elements))
+        if type(value) is dict and any(map(is_array, value.values())):
+            named = ((key, f"{name}_{key}") for key in value)
+            parts = {k: self._stand_in(n if n.isidentifier() else name, value[k]) for k, n in named}
+            return self._kept(value, parts)
+        return value
+
+    def _kept(self, value: Any, made: Any) -> Any:
+        self._made[id(value)] = value, made
+        return made
+
+    def _array(self, name: str, array: Any) -> Any:
+        if getattr(array, "ndim", 1):
+            return ProgramArray(name, array, self)
+        try:
+            chosen, spec = self.capture(name, array)
+        except (TypeError, ValueError):
+            # A constant of a type that is not captured.
+            return array
+        return ProgramNumber(spec.parameter(chosen).node, array)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        outer, code = function.__globals__, function.__code__
+        closure = function.__closure__ or ()
+        fresh = [(n, c) for n, c in zip(code.co_freevars, closure, strict=True) if self._is_new(c)]
+        for _, cell in fresh:
+            self._kept(cell, CellType())
+        inner: dict[str, Any] = {"__builtins__": outer.get("__builtins__", builtins)}
+        cells = tuple(self._made[id(cell)][1] for cell in closure)
+        made = FunctionType(code, inner, function.__name__, None, cells)
+        # Before its variables, which may hold the function itself.
+        self._kept(function, made)
+        # In the order of the code, so that captures are named alike in every process.
+        for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
+            if name in outer:
+                inner[name] = self._stand_in(name, outer[name])
+        for name, cell in fresh:
+            # A cell is empty until its variable is assigned.
+            with contextlib.suppress(ValueError):
+                self._made[id(cell)][1].cell_contents = self._stand_in(name, cell.cell_contents)
+        defaults = function.__defaults__ or ()
+        last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        made.__defaults__ = tuple(map(self._stand_in, last, defaults)) or None
+        of_keywords = function.__kwdefaults__ or {}
+        made.__kwdefaults__ = {n: self._stand_in(n, x) for n, x in of_keywords.items()}
+        for name, value in function.__dict__.items():
+            setattr(made, name, self._stand_in(name, value))
+        return made
+
+    def _is_new(self, value: Any) -> bool:
+        return id(value) not in self._made
+
+
+class ProgramNumber(Symbol):
+    """An array of the program without axes, in a traced function: its one element as a symbol."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, node: Node, array: Any) -> None:
+        super().__init__(node)
+        self._array = array
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            # The protocols by which libraries read an array are those of a symbol.
+            super().__getattr__(name)
+        return getattr(self._array, name)
+
+
+class ProgramArray(NDArrayOperatorsMixin, TracedArray):
+    """An array of the program in a traced function: a capture from the first index on.
+
+    Whatever is computed from the whole array, by its methods or NumPy's functions, is computed
+    once, when the function is traced, and is a constant of the function.
+
+    Parameters
+    ----------
+    name
+        Name of the variable that holds the array.
+    array
+        The array as the program has it.
+    surroundings
+        Record of all captures.
+    spec
+        Spec of the capture that was given by this name, or None for an array that was not.
+    """
+
+    __slots__ = ("_array", "_spec", "_surroundings")
+
+    def __init__(
+        self, name: str, array: Any, surroundings: Surroundings, spec: CaptureSpec | None = None
+    ) -> None:
+        super().__init__(name, getattr(array, "ndim", 1), "")
+        self._array, self._surroundings, self._spec = array, surroundings, spec
+
+    def __getitem__(self, index: Any) -> Symbol:
+        if self._spec is None:
+            self._name, self._spec = self._surroundings.capture(self._name, self._array)
+        return TracedArray(self._name, self._spec.rank or 0, self._spec.type)[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+    def __len__(self) -> int:  # type: ignore[override]
+        return len(self._array)
+
+    def __iter__(self) -> Iterator[Symbol]:  # type: ignore[override]
+        if self._rank != 1:
+            raise self.not_indexed()
+        return (self[n] for n in range(len(self._array)))
+
+    def __array__(  # type: ignore[override]
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.array(self._array, dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if "out" in options:
+            raise TypeError(f"{self._name} is written in a traced function, which only reads")
+        return getattr(ufunc, method)(*self._whole(inputs), **options)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        whole = dict(zip(options, self._whole(options.values()), strict=True))
+        return function(*self._whole(args), **whole)
+
+    def _whole(self, values: Iterable[Any]) -> list[Any]:
+        """Values of a function of whole arrays.
+
+        Raises
+        ------
+        TypeError
+            For a traced value, which is one number.
+        """
+        found = []
+        for value in values:
+            if isinstance(value, Symbol) or type(value) is TracedArray:
+                raise self.not_indexed()
+            found.append(value._array if isinstance(value, ProgramArray) else value)
+        return found
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array of NumPy or of another library."""
+    return isinstance(value, np.ndarray) or hasattr(type(value), "__dlpack__")
+
+
+def _names_of_modules(outer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names that statements like ``import`` look up."""
+    return (name for name in outer if name.startswith("__"))
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names of globals, and of attributes, in code and in what is defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)

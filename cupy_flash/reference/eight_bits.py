@@ -1,0 +1,68 @@
+"""Numbers of 8 bits with scales, float8 (e4m3) and int8: read in float64, and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_flash.arrays.strided import array_module
+from cupy_flash.problem.arrays import LARGEST_QUANTIZED
+
+
+def dequantized(stored: Any, scale: Any, dtype: Any = np.float64) -> Any:
+    """Return stored numbers times their scales.
+
+    Parameters
+    ----------
+    stored : array, (..., dim)
+        Numbers of any dtype.
+    scale : number or float32 array
+        Scales, which broadcast to the leading axes of `stored`; None for 1.
+    dtype
+        Dtype of the products. Float64 holds the product of 8 bits and a float32 scale exactly.
+    """
+    xp = array_module(stored)
+    if scale is None:
+        return stored.astype(dtype)
+    with np.errstate(all="ignore"):
+        return stored.astype(dtype) * xp.asarray(scale, dtype)[..., None]
+
+
+def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
+    """Return rows (..., dim) divided by their scales (...), in 8 bits.
+
+    The quotient is that of float32, clamped to the range of the dtype and rounded to nearest even.
+    It is 0 if the scale is 0. NaN stays NaN in float8 and becomes 0 in int8.
+    """
+    xp = array_module(rows)
+    largest = LARGEST_QUANTIZED[dtype.name]
+    divisor = scales.astype(np.float32)[..., None]
+    with np.errstate(all="ignore"):
+        quotient = xp.where(divisor == 0, np.float32(0), rows.astype(np.float32) / divisor)
+        quotient = xp.minimum(xp.maximum(quotient, -largest), largest)
+        if dtype.kind == "i":
+            quotient = xp.where(xp.isnan(quotient), 0, xp.rint(quotient))
+        else:
+            quotient = rounded_to_float8(quotient, xp)
+        return quotient.astype(dtype)
+
+
+def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:
+    """Return for each row (..., dim) the scale with which it fills the range of `dtype`.
+
+    The result is float32 of shape (...).
+    """
+    magnitudes = abs(rows.astype(np.float32))
+    return magnitudes.max(axis=-1) / np.float32(LARGEST_QUANTIZED[dtype.name])
+
+
+def rounded_to_float8(x: Any, xp: Any) -> Any:
+    """Return numbers of at most 448 in magnitude as e4m3 has them: 4 bits, from 2^-9 on.
+
+    CuPy has no such conversion.
+    """
+    _, exponent = xp.frexp(x)
+    # frexp's mantissa is in [0.5, 1).
+    unit = xp.ldexp(xp.ones_like(x), xp.maximum(exponent, -5) - 4)
+    return xp.rint(x / unit) * unit

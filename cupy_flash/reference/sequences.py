@@ -1,0 +1,95 @@
+"""Rows that the sequences of a packed, cached or paged call occupy, as plain indices.
+
+A row index counts the rows of an array (rows, heads, dim): a packed array, or a cache whose blocks
+or pages follow each other. The contents of the integer arrays are clamped, see the notes of
+`cupy_flash.attention_varlen_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupy_flash.arrays.strided import array_module
+
+Ints = NDArray[Any]
+
+#: Row index of a key in a page that does not exist. Such a key reads as zeros.
+MISSING = -1
+
+
+def packed_spans(
+    cu_seqlens: Ints, longest: int, total: int, lengths: Ints | None = None
+) -> list[slice]:
+    """Return the rows of each packed sequence.
+
+    Parameters
+    ----------
+    cu_seqlens : integer array, (batch + 1,)
+        First row of each sequence, then the end of the last sequence.
+    longest
+        Largest number of rows of a sequence.
+    total
+        Number of rows of the packed array.
+    lengths : integer array, (batch,), optional
+        Numbers of rows, which replace the differences of `cu_seqlens`.
+    """
+    ends = np.clip(cu_seqlens.astype(np.int64), 0, total)
+    first = ends[:-1]
+    counts = np.diff(ends) if lengths is None else lengths.astype(np.int64)
+    counts = np.clip(counts, 0, np.minimum(total - first, longest))
+    return [slice(int(a), int(a + n)) for a, n in zip(first, counts, strict=True)]
+
+
+def paged_rows(block_table: Ints, pages: int, page_size: int) -> Ints:
+    """Return the row index of each place in the pages of one sequence.
+
+    Parameters
+    ----------
+    block_table : integer array, (max_pages,)
+        Page numbers of the sequence, in the order of its keys.
+    pages, page_size
+        Number of pages of the cache, and of rows in a page.
+    """
+    page = np.repeat(block_table.astype(np.int64), page_size)
+    row = page * page_size + np.tile(np.arange(page_size), len(block_table))
+    return np.where((page < 0) | (page >= pages), MISSING, row)
+
+
+def cached_rows(caches: Ints, blocks: int, capacity: int) -> list[Ints]:
+    """Return the row index of each place in the cache of each sequence.
+
+    Parameters
+    ----------
+    caches : integer array, (batch,)
+        Cache of each sequence. A sequence whose number is no cache has no places.
+    blocks, capacity
+        Number of caches, and of rows in a cache.
+    """
+    return [
+        np.arange(b * capacity, (b + 1) * capacity if 0 <= b < blocks else b * capacity)
+        for b in caches.tolist()
+    ]
+
+
+def flat(blocks: Any) -> Any:
+    """Return an array (blocks, rows, ...) as (blocks * rows, ...), a view if its memory allows."""
+    return blocks.reshape(blocks.shape[0] * blocks.shape[1], *blocks.shape[2:])
+
+
+def take(array: Any, rows: Ints) -> Any:
+    """Return rows of an array by their indices; missing rows are zeros."""
+    xp = array_module(array)
+    taken = xp.zeros((len(rows), *array.shape[1:]), array.dtype)
+    there = rows != MISSING
+    taken[xp.asarray(there)] = array[xp.asarray(rows[there])]
+    return taken
+
+
+def put(array: Any, rows: Ints, new: Any) -> None:
+    """Write new rows to an array at their indices; missing rows are dropped."""
+    xp = array_module(array)
+    there = rows != MISSING
+    array[xp.asarray(rows[there])] = new[xp.asarray(there)]

@@ -99,10 +99,9 @@ class _Tile:
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
         self.weight_of_one_key: float | None = None
-        changes = modified.scores
-        if settles and any(
-            x is not None for x in (self.mask_mod, changes.score_mod, *changes[-3:])
-        ):
+        scores = modified.scores
+        hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
+        if settles and any(x is not None for x in hiding):
             self.weight_of_one_key = _WEIGHT_OF_ONE_KEY[job.q.dtype.name]
         delta = np.einsum("...d,...d->...", dout[..., :-1], out)
         if work.dlse is not None:

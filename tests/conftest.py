@@ -46,7 +46,11 @@ def pytest_report_header() -> str:
     return f"{SEED_VARIABLE}={SEED}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     if (reason := gpu_unavailable()) is None:

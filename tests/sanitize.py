@@ -327,7 +327,7 @@ def call_with_sequences(case: SequenceCall) -> str | None:
     except UnsupportedError as error:
         print(f"skipped: {case}: {error}")
         return None
-    results = (out.get(), lse.get() if is_cached else lse_of_owned_rows(arguments, lse))
+    results = (out.get(), lse.get())
     try:
         if not is_cached:
             check_varlen_result(arguments, *results)
@@ -339,19 +339,6 @@ def call_with_sequences(case: SequenceCall) -> str | None:
     except AssertionError as error:
         return str(error) or "not as the reference"
     return None
-
-
-def lse_of_owned_rows(arguments: dict[str, Any], lse: Any) -> np.ndarray:
-    """The lse of packed rows, NaN for those that belong to no sequence.
-
-    What the call's result holds for these nobody wrote, and initcheck would name their copy.
-    """
-    import cupy
-
-    owned = np.flatnonzero(Truth.of_varlen(arguments).owned)
-    results = np.full(lse.shape, np.nan, lse.dtype)
-    results[:, owned] = lse[:, cupy.asarray(owned)].get()
-    return results
 
 
 def modified_calls() -> Iterator[tuple[ModifiedCall, str | None]]:

@@ -87,7 +87,7 @@ def flash_attention_varlen(
         Also return the log-sum-exp of each row's scaled scores.
     out : array, optional
         Where to write the result; same kind, dtype and shape as the result, contiguous last
-        axis, no overlap with the inputs. Rows that belong to no sequence are left as they are.
+        axis, no overlap with the inputs. Rows that belong to no sequence become 0.
     num_splits : int
         Shares of each sequence's keys that are computed side by side and merged; 0 leaves it to
         the planner. The CPU backend has no use for it.

@@ -68,7 +68,9 @@ class Call:
     qkv_step
         Bytes between the parts of qkv; None where they are arrays of their own.
     is_cleared
-        Whether there are rows, and no key that they could see.
+        Whether there are rows, and no key that they could see, or none that belongs to a sequence.
+    is_unowned
+        Whether the rows belong to no sequence.
     rotated_at
         Where in the scratch rotated queries begin.
     append
@@ -91,6 +93,7 @@ class Call:
     launches: Launches | None
     qkv_step: int | None
     is_cleared: bool = False
+    is_unowned: bool = False
     rotated_at: int = 0
     append: append.Append | None = None
     most_keys: int = 0
@@ -145,7 +148,7 @@ class Call:
             if lse is not None:
                 sinks = getattr(arguments, "sinks", None)
                 as_cupy(lse).fill(-math.inf)
-                if sinks is not None:
+                if sinks is not None and not self.is_unowned:
                     as_cupy(lse)[...] = as_cupy(sinks)[:, None]
         if ready is not None:
             ready.launched(current)
@@ -196,6 +199,8 @@ def prepare(
         scratch = rotated_at + q.size * q.itemsize
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
+    # The kernels clear such rows, but none is launched where a sequence has no row.
+    is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()
     parts_of_scratch = plan.schedule.parts
@@ -236,7 +241,8 @@ def prepare(
             TensorMaps(maps, names, sources) if maps else None,
         ),
         qkv_step=qkv_step,
-        is_cleared=has_no_keys and not problem.is_empty,
+        is_cleared=is_unowned or (has_no_keys and not problem.is_empty),
+        is_unowned=is_unowned,
         rotated_at=rotated_at,
         append=append.prepare(append_spec(arguments, problem, options), device, names)
         if appends

@@ -20,7 +20,7 @@ from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
 
 # Exponents of two are rounded, and functions approximated, relative to the largest number in them.
 TOLERANCE = 2.0**-16
-# Of the names that captures have in the text.
+# Prefix of the names of captures in the text.
 _PREFIX = "mod"
 
 
@@ -32,7 +32,7 @@ def unit_of(mod: ScoreMod | MaskMod) -> TranslationUnit:
 
 
 def _text_of(mod: ScoreMod | MaskMod) -> tuple[Node, dict[str, CaptureSpec]]:
-    """What text depends on, with the names that captures have in it."""
+    """Return the expression and the specs of the text, with the names of captures in it."""
     expression, specs = prefixed_text(mod.traced, _PREFIX)
     return expression, specs | {SCALE: CaptureSpec("real")}
 

@@ -147,9 +147,7 @@ def _on_gpu(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention on copies of the arrays."""
     cupy = cupy_module()
-    if options.is_equal:
-        # Packed arrays bring `out`, for its rows that belong to no sequence.
-        arguments = arguments._replace(out=None)
+    arguments = arguments._replace(out=None)
     order = upload_order(options)
     uploaded = (None if x is None else _uploaded(x, order) for x in arguments)
     if dtype_name(arguments.q) == FLOAT8:

@@ -28,8 +28,8 @@ from cupy_flash.gpu.environment import cupy_module
 
 SOURCE = "blocks/block_map.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
-# What a band without a bound is bounded by: more than any distance.
-UNBOUNDED = 2**30
+# Bound of a band without one: no distance of positions is larger.
+UNBOUNDED = 2**31 - 1
 
 # As in block_map.cu.
 _THREADS, _WARPS = 256, 8

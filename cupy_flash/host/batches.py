@@ -88,9 +88,9 @@ def varlen_forward(
     v : numpy.ndarray, (total_k, heads_kv, head_dim_v)
         With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (total_q, heads_q, head_dim_v)
-        Written where a row belongs to a sequence; must not overlap the inputs.
+        Overwritten, with 0 in the rows that belong to no sequence; must not overlap the inputs.
     lse : numpy.ndarray, (heads_q, total_q), or None
-        Likewise, with natural logarithms.
+        Overwritten with natural logarithms, -inf in these rows.
     cu_seqlens_q : numpy.ndarray, (batch + 1,)
         First row of each sequence in q, and the last one's end.
     cu_seqlens_k : numpy.ndarray, (batch + 1,), or None
@@ -134,6 +134,10 @@ def varlen_forward(
         steps = Steps.make(block_table, *facts)
     else:
         steps = kept_steps(*facts)
+    for unowned in steps.rows_of_none:
+        out[unowned] = 0
+        if lse is not None:
+            lse[:, unowned] = -np.inf
     runs = steps.runs
     if steps.groups:
         runs = runs + _pad(steps, q, k, v, out, lse, causal, softmax_scale, threads)

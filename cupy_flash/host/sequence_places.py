@@ -9,7 +9,7 @@ The arrays of keys and values are NumPy's or CuPy's; those of lengths and places
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,6 +61,18 @@ def find_queries(cu_seqlens_q: Ints, total_q: int, max_seqlen_q: int) -> Iterato
     ends = [_clamp(end, 0, total_q) for end in cu_seqlens_q.tolist()]
     for first, end in pairwise(ends):
         yield Queries(first, min(max(end - first, 0), max_seqlen_q))
+
+
+def rows_of_none(queries: Iterable[Queries], total_q: int) -> list[slice]:
+    """Return the ranges of rows in packed q and out that belong to no sequence."""
+    ranges, end = [], 0
+    for first, seqlen in sorted(rows for rows in queries if rows.seqlen):
+        if first > end:
+            ranges.append(slice(end, first))
+        end = max(end, first + seqlen)
+    if end < total_q:
+        ranges.append(slice(end, total_q))
+    return ranges
 
 
 def find_packed_keys(

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.host import padding
-from cupy_flash.host.sequence_places import Keys, Queries, find_packed_keys, find_queries
+from cupy_flash.host.sequence_places import (
+    Keys,
+    Queries,
+    find_packed_keys,
+    find_queries,
+    rows_of_none,
+)
 
 
 def equal_runs(
@@ -63,6 +69,7 @@ class Steps(NamedTuple):
     groups: list[padding.Group]
     padded_pairs: int  # query-key pairs of all groups
     runs: list[tuple[Queries, Keys, int]]  # of the other sequences, as by `equal_runs`
+    rows_of_none: list[slice]  # ranges of rows in q that belong to no sequence
 
     @classmethod
     def make(
@@ -120,7 +127,8 @@ class Steps(NamedTuple):
             rest = [
                 pair for pair, padded in zip(sequences, short.tolist(), strict=True) if not padded
             ]
-        return cls(sequences, groups, pairs, list(equal_runs(rest, join)))
+        unowned = rows_of_none((rows for rows, _ in sequences), total_q)
+        return cls(sequences, groups, pairs, list(equal_runs(rest, join)), unowned)
 
 
 # The layers of a model are called with the same lengths, one after the other. Of 8 sequences of 4

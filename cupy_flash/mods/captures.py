@@ -75,8 +75,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     Raises
     ------
     TypeError
-        For a name that no parameter can have, and for what is no number and no array of a known
-        dtype.
+        For a name that no parameter can have, and for a value that is neither a number nor an array
+        of a known dtype.
     ValueError
         For an array of other than 0 to 4 axes, without elements, or that lies at odd addresses;
         for an integer that int32 does not hold.

@@ -61,8 +61,9 @@ def emit(
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
-    ``Mods`` has ``changes_scores``, ``hides_pairs`` and ``calls_functions`` (the unit of special
-    functions for each score), and these functions, of which the first is called for a query row,
+    ``Mods`` has ``changes_scores``, ``hides_pairs``, ``calls_functions`` (the unit of special
+    functions for each score) and ``has_low_scores`` (finite scores may be so low that as exponents
+    they are the lowest number that there is), and these functions, of which the first is called for a query row,
     the second for that row and a run of keys, the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
@@ -148,6 +149,7 @@ class _Emission:
             f"static constexpr bool hides_pairs = {_bool(seen is not TRUE)};",
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
+            f"static constexpr bool has_low_scores = {_bool(_has_low_scores(power))};",
             *constants,
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
@@ -273,6 +275,10 @@ class _Emission:
         if argument.op != "array":
             return C_TYPES[argument.type]
         return f"const {capture_type(self._captures[argument.value], self._real)}&"
+
+
+def _has_low_scores(power: Node) -> bool:
+    return any(node.op in ("finite_sum", "fast_finite_sum") for node in postorder(power))
 
 
 def _of_product(node: Node) -> Node:

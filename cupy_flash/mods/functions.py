@@ -116,6 +116,13 @@ def absolute(x: Node) -> Node:
     return x if x.type in (BOOL, UINT64) else operation("abs", x)
 
 
+def sign(x: Node) -> Node:
+    """Return -1, 0 or 1."""
+    if x.type == UINT64:
+        return cast(cast(x, BOOL), UINT64)
+    return x if x.type == BOOL else operation("sign", x)
+
+
 def invert(x: Node) -> Node:
     """``~x``."""
     _refuse_reals("not", x)
@@ -207,7 +214,7 @@ FUNCTIONS: dict[str, Callable[..., Node]] = {
     "positive": lambda x: x,
     "absolute": absolute,
     "fabs": lambda x: absolute(cast(x, REAL)),
-    "sign": lambda x: x if x.type in (BOOL, UINT64) else operation("sign", x),
+    "sign": sign,
     "square": square,
     "reciprocal": reciprocal,
     "minimum": _arithmetic("min"),

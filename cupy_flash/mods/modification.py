@@ -51,7 +51,7 @@ _SYMBOLS = {"score": SCORE} | POSITIONS
 
 
 class Modification:
-    """What `ScoreMod` and `MaskMod` share. Immutable.
+    """Base class of `ScoreMod` and `MaskMod`. Immutable.
 
     Two are equal if they compute the same of captures that hold the same: numbers of the same bits,
     and arrays that lie in the same place, or NumPy's of the same dtype, shape and bytes.
@@ -98,7 +98,7 @@ class Modification:
     arrays: tuple[Any, ...]
     numbers: tuple[tuple[str, bool | int | str], ...]
     read_alone: Any | None
-    # None beside CUDA text of a function that cannot be traced.
+    # The traced function, or None if there is CUDA text and the function cannot be traced.
     _graph: Node | None
 
     @property
@@ -124,7 +124,7 @@ class Modification:
         try:
             graph = self._traced(around.rebuilt(function), names, specs)
         except Exception:
-            # Of text there may be any function, which is then called with arrays.
+            # With CUDA text any function will do: it is called with arrays.
             if cuda is None:
                 raise
         if graph is not None:
@@ -251,11 +251,11 @@ class Modification:
         return made
 
     def _options(self) -> dict[str, Any]:
-        """What there is of an object besides its function, captures and text."""
+        """Return the attributes of an object other than its function, captures and text."""
         return {}
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        """Set what `_options` gives, and what is of this object alone."""
+        """Set the attributes that `_options` returns, and those that no two objects share."""
         for name, option in options.items():
             object.__setattr__(self, name, option)
 
@@ -282,7 +282,7 @@ class Modification:
         return hash(self._compared()[:-1])
 
     def _compared(self) -> tuple[Any, ...]:
-        """All but what arrays hold; the last part may be of any kind."""
+        """Return all that is compared except arrays; the last part need not be hashable."""
         function = self.function if self._graph is None else None
         options = tuple(self._options().items())
         parts = self.expression, self._graph, self.numbers, self.array_names
@@ -355,11 +355,11 @@ def _hold_the_same(x: Any, y: Any) -> bool:
 class ScoreMod(Modification):
     """A change of every score: ``score`` becomes what a function gives.
 
-    The function is called with symbols when the object is made. What it does to them is printed as
-    CUDA, and evaluated on the host. So it is written with operators and NumPy's functions, without
-    ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around it, and
-    around the functions that it calls, are captured under the names of these variables. Everything
-    else around it is a constant from then on.
+    The function is called with symbols when the object is made. The operations on them are printed
+    as CUDA, and evaluated on the host. So it is written with operators and the functions of NumPy,
+    without ``if``, ``and`` and loops that depend on its parameters. Arrays in the variables around
+    it, and around the functions that it calls, are captured under the names of these variables.
+    Everything else around it is a constant from then on.
 
     Parameters
     ----------
@@ -372,8 +372,8 @@ class ScoreMod(Modification):
     cuda
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
-        compiled as it stands, so it must come from whom you trust. A function beside it that cannot
-        be traced is called with arrays on the host.
+        compiled as it stands, so it must come from whom you trust. If the Python function cannot be
+        traced then, it is called with arrays on the host.
     differentiable
         Names of captured arrays of reals whose gradients a backward pass is to give; of arrays
         around the function as well.

@@ -74,7 +74,7 @@ def referred_to(module: str | None, name: str) -> Callable[..., Any]:
 
 
 def _found(module: str, name: str) -> Any:
-    """What a module has under a dotted name, or None."""
+    """Return the object of a dotted name in a module, or None."""
     try:
         found: Any = importlib.import_module(module)
     except ImportError:

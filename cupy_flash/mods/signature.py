@@ -11,7 +11,7 @@ from cupy_flash.mods.expression import K_START, Q_START, B, H, I, J
 
 # What a function may name, besides the score and captures.
 POSITIONS = {"b": B, "h": H, "i": I, "j": J, "q_start": Q_START, "k_start": K_START}
-# What kernels give besides: no capture may be called so.
+# Names that no capture may have, as kernels give these values.
 RESERVED = frozenset({"score", "row", *POSITIONS})
 # What would reach past the function that the text is the body of.
 _REFUSED_TEXT = re.compile(r"#|%:|\?\?|\\|\b(?:__)?asm(?:__)?\b|\b__shared__\b|\b_Pragma\b")

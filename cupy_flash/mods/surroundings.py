@@ -16,7 +16,7 @@ from cupy_flash.mods.captures import CaptureSpec
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.symbols import Symbol, TracedArray
 
-# What a capture is read as: NumPy's or CuPy's array, and its spec.
+# Array of a capture, NumPy's or CuPy's, and its spec.
 Read = tuple[Any, CaptureSpec]
 
 
@@ -79,7 +79,7 @@ class Surroundings:
         return chosen, self._found[chosen][1]
 
     def _stand_in(self, name: str, value: Any) -> Any:
-        """What takes the place of a variable's value."""
+        """Return the object that takes the place of a variable's value."""
         known = self._made.get(id(value))
         if known is not None:
             return known[1]
@@ -126,7 +126,7 @@ class Surroundings:
         inner: dict[str, Any] = {"__builtins__": outer.get("__builtins__", builtins)}
         cells = tuple(self._made[id(cell)][1] for cell in closure)
         made = FunctionType(code, inner, function.__name__, None, cells)
-        # Before its variables, which may hold the function itself.
+        # The function is known before its variables are read, which may hold the function itself.
         self._kept(function, made)
         # In the order of the code, so that captures are named alike in every process.
         for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
@@ -168,8 +168,8 @@ class ProgramNumber(Symbol):
 class ProgramArray(NDArrayOperatorsMixin, TracedArray):
     """An array of the program in a traced function: a capture from the first index on.
 
-    Whatever is computed from the whole array, by its methods or NumPy's functions, is computed
-    once, when the function is traced, and is a constant of the function.
+    Results of the whole array, from its methods or NumPy's functions, are computed when the
+    function is traced, and are constants of the function.
 
     Parameters
     ----------

@@ -111,9 +111,9 @@ def attention_varlen_reference(
     Returns
     -------
     out : float64 array, (total_q, heads_q, head_dim_v)
-        NaN in the rows of no sequence.
+        0 in the rows that belong to no sequence.
     lse : float64 array, (heads_q, total_q)
-        Natural logarithm; likewise.
+        Natural logarithm; -inf in these rows.
 
     Notes
     -----
@@ -126,8 +126,8 @@ def attention_varlen_reference(
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     xp = array_module(q)
-    out = xp.full((*q.shape[:2], v.shape[-1]), np.nan, np.float64)
-    lse = xp.full((q.shape[1], q.shape[0]), np.nan, np.float64)
+    out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
+    lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
     modified = packed_modifications(
         modifications, q, cu_seqlens_q, max_seqlen_q, max_seqlen_k, causal=causal
     )

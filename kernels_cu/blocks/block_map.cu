@@ -22,7 +22,8 @@ struct BlockMapParams {
   int Bc;
   int row_tiles;
   int parts;  // of a row tile
-  // Only keys from `left` before a row's position to `right` behind it are looked at.
+  // Only keys from `left` before a row's position to `right` after it are looked at. Positions may
+  // be 2^31 apart, so that sums with these take 64 bits.
   int left;
   int right;
   alignas(8) ModArguments mods;
@@ -68,10 +69,10 @@ struct Block {
   // Without the rows and keys that the band leaves nothing of.
   __device__ Block within_band(const BlockMapParams& p) const {
     Block part = *this;
-    part.i_low = max(i_low, j_low - p.right);
-    part.i_high = min(i_high, j_high + p.left);
-    part.j_low = max(j_low, part.i_low - p.left);
-    part.j_high = min(j_high, part.i_high + p.right);
+    part.i_low = int(max(int64(i_low), int64(j_low) - p.right));
+    part.i_high = int(min(int64(i_high), int64(j_high) + p.left));
+    part.j_low = int(max(int64(j_low), int64(part.i_low) - p.left));
+    part.j_high = int(min(int64(j_high), int64(part.i_high) + p.right));
     return part;
   }
 
@@ -191,7 +192,7 @@ __device__ inline Truth seen_by_corners(const BlockMapParams& p, const Head& at,
     const int j = corner / 2 ? block.j_high : block.j_low;
     const auto row = Mods::row(p.mods, at.batch, at.head, i, i - p.q_offset, 0, 0, 0);
     const bool is_seen = Mods::sees(p.mods, row, Mods::keys(p.mods, row, j), 0);
-    const bool is_inside = j >= i - p.left && j <= i + p.right;
+    const bool is_inside = int64(j) >= int64(i) - p.left && int64(j) <= int64(i) + p.right;
     sees.may_be_true |= is_inside & is_seen;
     sees.may_be_false |= is_inside & !is_seen;
   }
@@ -212,7 +213,8 @@ __device__ __forceinline__ void look_at_pairs(const BlockMapParams& p, const Hea
     for (int i = block.i_low + warp; i <= block.i_high; i += warps) {
       const auto row = Mods::row(p.mods, at.batch, at.head, i, i - p.q_offset, 0, 0, 0);
       const auto keys = Mods::keys(p.mods, row, j);
-      const int begin = i - p.left, end = min(block.j_high, i + p.right);
+      const int begin = int(max(int64(block.j_low), int64(i) - p.left));
+      const int end = int(min(int64(block.j_high), int64(i) + p.right));
 #pragma unroll
       for (int n = 0; n < keys_of_lane; ++n) {
         const bool is_inside = j + n * lanes >= begin && j + n * lanes <= end;

@@ -22,6 +22,7 @@
 #include "forward/decode/cluster.cuh"
 #include "forward/decode/merge.cuh"
 #include "forward/decode/warp.cuh"
+#include "grid/unowned_rows.cuh"
 #include "params.cuh"
 
 #if __CUDA_ARCH__ >= 800
@@ -35,6 +36,13 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   DecodeCluster<Config> cluster{block};
   if constexpr (in_cluster) cluster.announce();
   if constexpr (Config::page_size > 0) block.prefetch_table();
+  // Only queries that are shared out in splits may be packed. The last warp has nothing to do while
+  // the first one finds the block's share.
+  if constexpr (Config::sequences && !Config::balanced) {
+    if (block.warp == Config::warps - 1) {
+      UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);
+    }
+  }
   block.take_share();
   while (block.state.has_part) {
     warp.attend([&] {

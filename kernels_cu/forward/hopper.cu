@@ -5,9 +5,9 @@
 // which multiply.
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
-// then finds their query tiles, and a third clears what lies behind their last values. float32
-// comes in pieces that a kernel of its own has made, and the values of float8 transposed by
-// another.
+// then finds their query tiles, a third clears what lies behind their last values, and a fourth
+// the rows of the output that belong to no sequence. float32 comes in pieces that a kernel of its
+// own has made, and the values of float8 transposed by another.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -18,6 +18,7 @@
 #include "forward/hopper/producer.cuh"
 #include "forward/hopper/values.cuh"
 #include "grid/order.cuh"
+#include "grid/unowned_rows.cuh"
 #include "params.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/sm90a.cuh"
@@ -30,6 +31,18 @@ __device__ void hopper_prepare(const Params& params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   HopperCta<Config>::order_of(params).template make<Config::Br, SequenceOrder::WholeBlock>(
       params, reinterpret_cast<int*>(shared_memory));
+}
+
+// One warp of each thread block, where Ranks of these have the columns of a query tile. A spare warp
+// of the producer does it beside all others; but in pairs of blocks, whose consumers then spill,
+// one of the consumers does it at its end.
+template <class Config, int Ranks>
+__device__ void clear_unowned_rows(const Params& params) {
+  using Cta = HopperCta<Config>;
+  if constexpr (Config::sequences && !Config::split_keys && Cta::ranks == Ranks) {
+    UnownedRows<Config>{params}.clear_all(ptx::block_index() * Ranks + Cta::rank(),
+                                          gridDim.x * Ranks);
+  }
 }
 
 template <class Config>
@@ -58,6 +71,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     if constexpr (Config::sequences) {
       if (threadIdx.x / 32 == 1) HopperFinder<Config>{cta}.find_visits();
       if (threadIdx.x / 32 == 2) HopperTailClearer<Config>{cta}.clear_tails();
+      if (threadIdx.x / 32 == 3) clear_unowned_rows<Config, 1>(params);
     } else {
       constexpr bool may_see_nothing = Config::causal || Config::split_keys || Config::modified;
       if (may_see_nothing && threadIdx.x / 32 == 1) {
@@ -70,6 +84,7 @@ __device__ void hopper_forward(const TensorMaps& maps, const Params& params) {
     ptx::setmaxnreg_inc<Config::consumer_registers>();
     HopperConsumer<Config>(cta, warpgroup - 1).consume();
     if (cta.helper_sets_rows()) cta.consumers_have_written();
+    if (threadIdx.x / 32 == 4) clear_unowned_rows<Config, 2>(params);
   }
 }
 

@@ -307,6 +307,7 @@ struct MmaForward : MmaWork<Config> {
       const Params own = again.params();
       finish(own, again.work, &again);
       if (sees_few()) settle(own, again.work, &again);
+      again.clear_unowned_rows();
     } else {
       finish(p, find_work<Br>(p, ptx::block_index()), nullptr);
       if (sees_few()) settle(p, find_work<Br>(p, ptx::block_index()), nullptr);
@@ -432,7 +433,10 @@ __device__ void mma_forward(const Params& params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   if constexpr (Config::sequences) {
     const Place<Config> place(params, blockIdx.x);
-    if (place.work.q_begin >= place.rows()) return;
+    if (place.work.q_begin >= place.rows()) {
+      place.clear_unowned_rows();
+      return;
+    }
     const Params own = place.params();
     MmaForward<Config>(own, place.work, ptx::shared_address(shared_memory), &place).run();
   } else {

@@ -99,8 +99,7 @@ __device__ void softmax(const Params& p) {
   state.update_max(max, scale_log2);
   const T base = state.base(scale_log2);
   for (int key = lane; key < p.seqlen_k; key += 32) {
-    // Not fused: that of the largest score is exactly 1, and a row's only value counts once.
-    row[key] = SoftmaxMath<T>::exp2(SoftmaxMath<T>::multiply(row[key], scale_log2) - base);
+    row[key] = SoftmaxRow<T>::template probability<true>(row[key], scale_log2, base);
     state.sum += row[key];
   }
 #pragma unroll

@@ -217,9 +217,11 @@ __device__ void simt_attention(const Params& p) {
   T* const memory = reinterpret_cast<T*>(shared);
   if constexpr (Config::sequences) {
     const Place<Config> place(p, blockIdx.x);
-    if (place.work.q_begin >= place.rows()) return;
-    const Params own = place.params();
-    simt::Kernel<Config>(own, place.work, memory, &place).run();
+    if (place.work.q_begin < place.rows()) {
+      const Params own = place.params();
+      simt::Kernel<Config>(own, place.work, memory, &place).run();
+    }
+    Place<Config>(p, ptx::block_index()).clear_unowned_rows();
   } else {
     simt::Kernel<Config>(p, find_work<Config::Br>(p, blockIdx.x), memory).run();
   }

@@ -11,6 +11,7 @@
 #include "grid/schedule.cuh"
 #include "grid/sequences.cuh"
 #include "grid/split.cuh"
+#include "grid/unowned_rows.cuh"
 
 template <class Config>
 struct Place {
@@ -43,6 +44,17 @@ struct Place {
     own.seqlen_k = at.seqlen_k;
     own.q_offset = at.template q_offset<Config>(p);
     return own;
+  }
+
+  // By all warps of the thread block, which have the same part of the rows around the sequence as
+  // of its query tiles. Where keys are split, merging does it.
+  __device__ void clear_unowned_rows() const {
+    if constexpr (!Config::split_keys) {
+      const int warps = blockDim.x / 32;
+      const int tiles = ceil_div(p.seqlen_q * group, Config::Br);
+      const int part = work.q_begin / Config::Br * warps + threadIdx.x / 32;
+      UnownedRows<Config>{p}.clear_around(work.batch, part, tiles * warps, work.head, group);
+    }
   }
 
   __device__ Row<Element> query(int row) const {

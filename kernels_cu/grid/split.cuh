@@ -13,6 +13,7 @@
 #include "tile/element.cuh"
 #include "grid/pages.cuh"
 #include "grid/sequences.cuh"
+#include "grid/unowned_rows.cuh"
 
 template <class Config>
 struct Partials {
@@ -117,7 +118,6 @@ __device__ void combine_row(const Params& p, const Partials<Config>& partials, i
   }
 }
 
-// Rows that belong to no sequence are left alone.
 template <class Config>
 __device__ void combine(const Params& p) {
   using Element = typename Config::Element;
@@ -131,6 +131,7 @@ __device__ void combine(const Params& p) {
   const int head_kv = head / (p.heads_q / p.heads_kv);
   if constexpr (Config::sequences) {
     const Sequence at = find_sequence<Config::page_size>(p, batch);
+    UnownedRows<Config>{p}.clear_around(batch, row, p.seqlen_q, head, 1);
     if (row >= at.seqlen_q) return;
     const Mask<Config> mask(at.seqlen_k, at.template q_offset<Config>(p), {p, batch});
     combine_row(p, partials, partials.row_index(p, at, batch, head, row), head,

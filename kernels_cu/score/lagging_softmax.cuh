@@ -12,6 +12,12 @@ __device__ inline bool any_of_lanes(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
 }
 
+// Whether exactly one of them has this.
+__device__ inline bool one_of_lanes(bool x) {
+  const unsigned lanes = __ballot_sync(~0u, x) >> (threadIdx.x & 28) & 15;
+  return lanes != 0 && (lanes & (lanes - 1)) == 0;
+}
+
 template <class Element>
 struct LaggingSoftmaxRow {
   using Math = SoftmaxMath<float>;

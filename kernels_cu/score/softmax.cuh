@@ -94,7 +94,11 @@ struct SoftmaxRow {
     return rescale;
   }
 
+  // With Exact that of the largest score is exactly 1, so that a row's only value counts once; it
+  // takes one more instruction.
+  template <bool Exact = false>
   static __device__ T probability(T score, T scale_log2, T base) {
+    if constexpr (Exact) return Math::exp2(Math::multiply(score, scale_log2) - base);
     return Math::exp2(fma(score, scale_log2, -base));
   }
 

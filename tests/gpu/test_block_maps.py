@@ -26,6 +26,7 @@ from cupy_flash.gpu.block_maps import (
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.modification import MaskMod
+from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.device import device_for_arch
 
 SEED = np.random.default_rng(5)
@@ -94,6 +95,16 @@ def test_a_map_says_of_every_block_what_its_pairs_say(name, hosts, rng) -> None:
         # Shown where they differ.
         print(spec)
         check_map(hosts[name].build(spec), MASKS[name], spec, spec.maps(text))
+
+
+@pytest.mark.parametrize("q_offset", [MAX_SEQLEN, -MAX_SEQLEN])
+@pytest.mark.parametrize("name", MASKS)
+def test_positions_may_be_as_far_apart_as_problems_have_them(name, q_offset, hosts, rng) -> None:
+    for left, right in ((None, None), (2**30, None), (None, 2**30)):
+        spec = random_spec(rng)._replace(q_offset=q_offset, left=left, right=right)
+        print(spec)
+        maps = spec.maps(mask_text(MASKS[name], "float32"))
+        check_map(hosts[name].build(spec), MASKS[name], spec, maps)
 
 
 def test_of_more_than_32_key_blocks_every_word_is_filled_in(hosts) -> None:

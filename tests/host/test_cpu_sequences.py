@@ -126,9 +126,6 @@ def check_varlen(case, **options):
     problem = case.problem()
     out, lse = run_varlen(problem.arguments(), **options)
     problem.check(out, lse)
-    of_none = ~problem.truth.owned
-    assert np.isnan(out[of_none].astype(np.float32)).all(), "a row of no sequence was written"
-    assert np.isnan(lse[:, of_none]).all(), "the lse of a row of no sequence was written"
 
 
 def check_kvcache(case, **options):

@@ -107,7 +107,6 @@ def test_random_packed_queries_are_right(chunk: int) -> None:
             **arguments, out=out, return_lse=True, batch_invariant=bool(rng.integers(2))
         )
         truth.check(out, lse)
-        assert np.isnan(out[~truth.owned].astype(np.float32)).all()
 
 
 def test_numbers_are_rounded_to_nearest_even_and_limited() -> None:

@@ -330,7 +330,6 @@ def test_a_captured_varlen_call_replays_on_other_lengths(
         result, result_lse = out.get(stream=stream), lse.get(stream=stream)
         stream.synchronize()
         problem.check(result, result_lse)
-        assert np.isnan(result[~problem.truth.owned].astype(np.float32)).all()
 
 
 @on_every_family

@@ -119,6 +119,68 @@ def test_any_softmax_scale_is_right(place: Place, case: VarlenCase) -> None:
     check_varlen(place, case)
 
 
+# ---- Rows of no sequence
+
+
+def with_gaps(case: VarlenCase, rng: np.random.Generator, *, cuts: bool) -> dict[str, Any]:
+    """Arguments with rows of no sequence before the first sequence and after the last.
+
+    With `cuts` also those of sequences past max_seqlen_q, which calls on host arrays refuse.
+    """
+    arguments = problem_of(case).arguments()
+    before, after = rng.integers(0, 40, 2)
+    q = arguments["q"]
+    arguments["q"] = np.pad(
+        q, ((before, after), (0, 0), (0, 0)), constant_values=np.array(np.nan, q.dtype)
+    )
+    arguments["cu_seqlens_q"] = arguments["cu_seqlens_q"] + np.int32(before)
+    longest = max(case.seqlens_q)
+    if cuts and longest:
+        arguments["max_seqlen_q"] = int(rng.integers(1, longest + 1))
+    return arguments
+
+
+@everywhere
+@pytest.mark.parametrize("num_splits", [0, 3])
+@of_cases(
+    varlen(
+        dtype=dtype,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        causal=index % 2 == 0,
+        seqused=index % 3 == 0,
+        batch=(1, 5, 70)[index % 3],
+        longest=(300, 120, 40)[index % 3],
+        page_size=(0, 16)[index // 2 % 2],
+    )
+    for index, (dtype, (dim, dim_v)) in enumerate(
+        itertools.product(DTYPES, ((64, 64), (40, 33), (320, 320)))
+    )
+)
+def test_rows_of_no_sequence_become_0_and_their_lse_minus_infinity(
+    place: Place, case: VarlenCase, num_splits: int
+) -> None:
+    rng = np.random.default_rng(case.seed + num_splits)
+    for _ in range(3):
+        arguments = with_gaps(case, rng, cuts=place.is_gpu)
+        out, lse = run_varlen(place, arguments, num_splits=num_splits)
+        check_varlen_result(arguments, out, lse)
+
+
+@everywhere
+@pytest.mark.parametrize("starts", [(0,), (4,), (0, 0, 0)])
+def test_rows_beside_empty_sequences_become_0(place: Place, starts: tuple[int, ...]) -> None:
+    xp = place.xp
+    rows = xp.asarray(np.full((9, 4, 64), np.nan, np.float16))
+    ends = xp.asarray(np.array(starts, np.int32))
+    with place.skipping_what_it_refuses():
+        out, lse = flash_attention_varlen(
+            rows, rows, rows, ends, ends, 0, 0, return_lse=True, out=rows.copy(), **place.options
+        )
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()
+
+
 # ---- Pages
 
 

@@ -313,7 +313,8 @@ def _expected_map(
     left, right = spec.band
     i = np.arange(spec.seqlen_q, dtype=np.int32)[:, None] + np.int32(spec.q_offset)
     j = np.arange(spec.seqlen_k, dtype=np.int32)
-    inside = (j >= i - left) & (j <= i + right)
+    distance = j - i.astype(np.int64)
+    inside = (distance >= -left) & (distance <= right)
     b = np.arange(maps[0], dtype=np.int32)[:, None, None, None]
     h = np.arange(maps[1], dtype=np.int32)[:, None, None]
     seen = np.broadcast_to(mod.evaluate(b, h, i, j), (*maps, *inside.shape))

@@ -286,12 +286,10 @@ def _run(
 def check_varlen(
     place: Place, case: VarlenCase, alignment: int = MAX_ALIGNMENT, **options: Any
 ) -> None:
-    """Fail unless a case is computed right, and nothing is written to rows of no sequence."""
+    """Fail unless a case is computed right."""
     problem: VarlenProblem = problem_of(case)
     out, lse = run_varlen(place, problem.arguments(), alignment, **options)
     problem.check(out, lse)
-    of_none = out[~problem.truth.owned].astype(np.float32)
-    assert np.isnan(of_none).all(), "a row of no sequence was written"
 
 
 def check_kvcache(

@@ -203,6 +203,7 @@ class Truth:
     out: np.ndarray
     lse: np.ndarray
     owned: np.ndarray  # which rows belong to one sequence: (total_q,) or (batch, seqlen_q)
+    unowned: np.ndarray  # which rows belong to none
     parts: tuple[Part, ...]
 
     @classmethod
@@ -246,7 +247,7 @@ class Truth:
         owned = np.zeros(len(q), bool)
         for part in parts:
             owned[part.rows] = True
-        return cls(out, lse, owned, tuple(parts))
+        return cls(out, lse, owned, owners == 0, tuple(parts))
 
     @classmethod
     def of_kvcache(cls, arguments: dict[str, Any]) -> Truth:
@@ -292,15 +293,23 @@ class Truth:
                 )
                 for b, keys in enumerate(places)
             ]
-        return cls(out, lse, np.ones(q.shape[:2], bool), tuple(parts))
+        owned = np.ones(q.shape[:2], bool)
+        return cls(out, lse, owned, ~owned, tuple(parts))
 
     def check(self, out: Any, lse: Any = None) -> None:
-        """Fail unless a result, NumPy's or CuPy's, is right in the rows of all sequences."""
+        """Fail unless a result, NumPy's or CuPy's, is right.
+
+        Rows that belong to no sequence are exactly 0, and their log-sum-exps -inf.
+        """
         out, lse = to_numpy(out), None if lse is None else to_numpy(lse)
         assert out.shape == self.out.shape
         if lse is not None:
             assert lse.shape == self.lse.shape
             assert lse.dtype == (np.float64 if out.dtype == np.float64 else np.float32)
+        of_none = out[self.unowned].astype(np.float64)
+        assert (of_none == 0).all(), "a row that belongs to no sequence is not exactly 0"
+        if lse is not None and self.unowned.any():
+            assert (lse[:, self.unowned] == -np.inf).all(), "the lse of such a row is not -inf"
         for part in self.parts:
             true_lse = self.lse[part.lse_rows]
             assert max_error(out[part.rows], self.out[part.rows]) <= part.out_bound

@@ -32,11 +32,23 @@ struct HopperResults {
     return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
   }
 
-  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp.
+  // Whether rows that see one key are found by what was summed up for them: modifications and
+  // scores of -inf hide keys, so that no mask tells, and p of such a row is any number. A sink takes
+  // part of the row, and float8 has p that are powers of two.
+  static constexpr bool finds_only_keys =
+      Config::modified && !Config::sinks && !Cta::transposes_values;
+
+  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp. Of a row of
+  // which one lane alone has seen keys, minus the sum.
   __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const bool may_be_one_key = one_of_lanes(state[half].sum != 0);
+      if constexpr (Config::Mods::has_low_scores && !Cta::transposes_values) {
+        if (any_of_lanes(state[half].sum < 0)) state[half].base = -0x1.fffffep127f;
+        state[half].sum = fabsf(state[half].sum);
+      }
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
@@ -44,6 +56,7 @@ struct HopperResults {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
       }
+      if (finds_only_keys && may_be_one_key) normalizer[half] = -state[half].sum;
     }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return;
     const Visit& visit = finished_visit();
@@ -58,8 +71,9 @@ struct HopperResults {
     }
   }
 
-  __device__ void write_output(const float (&normalizer)[2]) const {
+  __device__ void write_output(float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
+    if constexpr (finds_only_keys) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if constexpr (Config::modified) {
       // A row without a key holds 0 times the values that others of its tile see.
@@ -72,6 +86,29 @@ struct HopperResults {
       write_partial(visit.work);
     } else {
       write_rows(visit);
+    }
+  }
+
+  // Where a row saw one key, its output is the value times p, rounded to 16 bits. The quotient is
+  // the value exactly if the divisor is rounded, too; with several keys the quotients of its columns
+  // are no numbers of 16 bits.
+  __device__ void normalize_only_keys(float (&normalizer)[2]) const {
+    if (!__any_sync(~0u, normalizer[0] < 0 || normalizer[1] < 0)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!__any_sync(~0u, normalizer[half] < 0)) continue;
+      const float p = widen(narrow<Element>(-normalizer[half]));
+      const float inverse = ptx::rcp_approx(p);
+      bool are_values = true;
+#pragma unroll
+      for (int i = 0; i < columns_v / 4; ++i) {
+        const float x = products.out[i / 2 * 4 + 2 * half + i % 2];
+        are_values &= widen(narrow<Element>(x * inverse)) * p == x;
+      }
+      are_values = !any_of_lanes(!are_values);
+      if (normalizer[half] < 0) {
+        normalizer[half] = ptx::rcp_approx(are_values ? p : -normalizer[half]);
+      }
     }
   }
 

@@ -41,9 +41,15 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
+  // Whether scores may be as low as numbers go, as of a bias of that size. In a row that has seen no
+  // others such a score counts as one number, which no base could be subtracted from: then the base
+  // stays the first one, and the row's sum is kept with a minus until a larger score comes.
+  static constexpr bool may_be_low = Config::Mods::has_low_scores;
+  static constexpr float low_score = -0x1p120f;
+
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet
+  bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low ones
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -97,12 +103,24 @@ struct HopperSoftmax {
       changes =
           __any_sync(~0u, some_are_fresh | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
-      if (changes) changes = change_bases(scores, sums, rescale);
-      if (changes) take_exponentials(scores, probabilities, sums);
+      bool are_low[2] = {};
+      if (changes) changes = change_bases(scores, sums, rescale, are_low);
+      if (changes) {
+        take_exponentials(scores, probabilities, sums);
+        if constexpr (may_be_low) {
+          if (are_low[0]) sums[0] = -sums[0];
+          if (are_low[1]) sums[1] = -sums[1];
+        }
+      }
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
     return changes;
+  }
+
+  // Whether this lane holds a p of the row, of scores that are not low.
+  __device__ bool has_seen(int half) const {
+    return may_be_low ? !(rows[half].sum <= 0) : rows[half].sum != 0;
   }
 
   // Whether any base of the warp must, for all that sums tell. First keys seldom ask for it.
@@ -110,8 +128,9 @@ struct HopperSoftmax {
     bool may_change = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool is_settled =
-          any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || rows[half].sum != 0);
+      bool is_settled =
+          any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || has_seen(half));
+      if constexpr (may_be_low) is_settled = is_settled && !any_of_lanes(rows[half].sum < 0);
       may_change |= !is_settled || Row::is_too_large(sums[half]);
     }
     const bool must_change = __any_sync(~0u, may_change);
@@ -152,16 +171,34 @@ struct HopperSoftmax {
 
   // Of rows whose p are too large, or whose first keys these are and whose p are too small. Returns
   // whether there were any in the warp: none where all keys of a block are hidden.
-  __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
+  __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2],
+                               bool (&are_low)[2]) {
     bool any_remains_fresh = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      const bool is_fresh = rows[half].is_fresh();
+      const bool is_fresh = !any_of_lanes(has_seen(half));
+      if constexpr (may_be_low) {
+        any_remains_fresh |= is_fresh && max <= low_score;
+        are_low[half] = is_fresh && max <= low_score && max > -SoftmaxMath<float>::infinity();
+        if (are_low[half]) {
+          any_changes = true;
+          rescale[half] = 1;
+          make_low_scores_alike(scores, half);
+          continue;
+        }
+      }
       any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
+      if constexpr (may_be_low) {
+        if (is_fresh && max > low_score && any_of_lanes(rows[half].sum < 0)) {
+          any_changes = true;
+          rescale[half] = 0;
+          rows[half].sum = 0;
+        }
+      }
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
@@ -172,6 +209,18 @@ struct HopperSoftmax {
     }
     some_are_fresh = __any_sync(~0u, any_remains_fresh);
     return __any_sync(~0u, any_changes);
+  }
+
+  // Of a row that sees low scores alone.
+  __device__ static void make_low_scores_alike(Scores& scores, int half) {
+#pragma unroll
+    for (int j = 0; j < Bc / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& score = scores[4 * j + 2 * half + c];
+        if (score > -SoftmaxMath<float>::infinity()) score = Row::lowest;
+      }
+    }
   }
 };
 

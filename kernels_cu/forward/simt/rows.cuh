@@ -28,6 +28,9 @@ struct Rows {
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config, Config::group>;
+  // Where scores are changed they are exponents already, and p of the largest is 1. Without
+  // modifications rows of one key are set to its value in the end.
+  static constexpr bool hides_only = Config::modified && !Config::Mods::changes_scores;
 
   T scores[L::rows][L::keys];      // key j is at position + j * row_threads
   T out[L::rows][L::columns];      // vector j is at (position + j * row_threads) * width
@@ -123,7 +126,8 @@ struct Rows {
       for (int j = 0; j < L::keys; ++j) {
         // Of 32 bits and more, a power of two costs no precision where the sum of the exponents
         // would.
-        const T probability = SoftmaxRow<T>::probability(scores[i][j], scale_log2, base) *
+        const T probability = SoftmaxRow<T>::template probability<hides_only>(
+                                  scores[i][j], scale_log2, base) *
                               T(power_of_half(L::headroom));
         softmax[i].sum += probability;
         p[i * L::warp_rows * L::p_stride + j * L::row_threads] = probability;

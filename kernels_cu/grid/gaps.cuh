@@ -1,0 +1,93 @@
+// Rows of packed queries that belong to no sequence: those before the first sequence, those after
+// the last, and those of a sequence past max_seqlen_q. No query tile covers them.
+#pragma once
+
+#include "params.cuh"
+#include "grid/sequences.cuh"
+
+// Gap i lies before sequence i, and gap `batch` after the last sequence. Every row that belongs to
+// no sequence lies in a gap, whatever cu_seqlens_q holds: the gaps and the sequences, one after the
+// other, lead from row 0 to row total_q. Where the numbers decrease, a gap may also hold rows of
+// sequences, which are left out.
+//
+// All lanes of a warp call a function together; visit(row) is called for a part of the rows.
+struct Gaps {
+  const Params& p;
+
+  // The rows of all gaps, shared out among `warps`, of which this is the one with number `warp`.
+  // Gaps between sequences are rare, and have a warp each.
+  template <class Visit>
+  __device__ void visit_all(unsigned warp, unsigned warps, Visit visit) const {
+    if (p.cu_seqlens_q == nullptr) return;
+    // One call in a loop, as registers are few where this runs.
+    const unsigned last = p.batch;
+    unsigned gap = min(warp + 1, last);
+#pragma unroll 1
+    while (true) {
+      const bool is_outer = gap == 0 || gap == last;
+      visit_gap(gap, is_outer ? warp : 0, is_outer ? warps : 1, visit);
+      if (gap == 0) return;
+      gap = gap == last ? 0 : min(gap + warps, last);
+    }
+  }
+
+  // The rows of the gap after a sequence, and of the one before the first, likewise.
+  template <class Visit>
+  __device__ void visit_around(int sequence, unsigned warp, unsigned warps, Visit visit) const {
+    if (p.cu_seqlens_q == nullptr) return;
+#pragma unroll 1
+    for (int gap = sequence == 0 ? 0 : sequence + 1; gap <= sequence + 1; ++gap) {
+      visit_gap(gap, warp, warps, visit);
+    }
+  }
+
+ private:
+  // Rows [first, end) of packed queries.
+  struct Rows {
+    int first;
+    int end;
+  };
+
+  __device__ int start(int sequence) const { return clamp(p.cu_seqlens_q[sequence], 0, p.total_q); }
+  __device__ Rows rows_of(int sequence) const {
+    const int first = start(sequence);
+    return {first, first + clamp(start(sequence + 1) - first, 0, p.seqlen_q)};
+  }
+
+  // Of every `parts` consecutive rows that belong to no sequence, the one with number `part`.
+  template <class Visit>
+  __device__ void visit_gap(int gap, unsigned part, unsigned parts, Visit visit) const {
+    int begin = gap == 0 ? 0 : rows_of(gap - 1).end;
+    const int gap_end = gap == p.batch ? p.total_q : start(gap);
+#pragma unroll 1
+    while (begin < gap_end) {
+      const Rows owned = first_owned_from(begin);
+      const unsigned end = min(gap_end, owned.first);
+#pragma unroll 1
+      for (unsigned row = begin + part; row < end; row += parts) visit(row);
+      begin = owned.end;
+    }
+  }
+
+  // The first rows from `row` on that belong to a sequence.
+  __device__ Rows first_owned_from(int row) const {
+    Rows found = {p.total_q, p.total_q};
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < p.batch; i += 32) {
+      const Rows rows = rows_of(i);
+      if (rows.end > row) found = first_of(found, {max(rows.first, row), rows.end});
+    }
+#pragma unroll 1
+    for (int bit = 1; bit < 32; bit *= 2) {
+      const Rows other = {__shfl_xor_sync(~0u, found.first, bit),
+                          __shfl_xor_sync(~0u, found.end, bit)};
+      found = first_of(found, other);
+    }
+    return found;
+  }
+
+  __device__ static Rows first_of(const Rows& a, const Rows& b) {
+    if (a.first == b.first) return {a.first, max(a.end, b.end)};
+    return a.first < b.first ? a : b;
+  }
+};

@@ -1,0 +1,45 @@
+// The output of rows that belong to no sequence is 0 and their log-sum-exp -inf, so that whoever
+// reads whole arrays never reads uninitialized memory.
+#pragma once
+
+#include "params.cuh"
+#include "grid/gaps.cuh"
+#include "grid/schedule.cuh"
+#include "score/softmax.cuh"
+#include "tile/access.cuh"
+#include "tile/element.cuh"
+
+template <class Config>
+struct UnownedRows {
+  using Element = typename Config::Element;
+  using T = Accumulator<Element>;
+
+  const Params& p;
+
+  // Clears a warp's share of all such rows, see Gaps::visit_all().
+  __device__ void clear_all(unsigned warp, unsigned warps) const {
+    Gaps{p}.visit_all(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
+  }
+
+  // Clears a warp's share of those around a sequence, of some heads.
+  __device__ void clear_around(int sequence, unsigned warp, unsigned warps, int first_head,
+                               int heads) const {
+    Gaps{p}.visit_around(sequence, warp, warps, [&](int row) { clear(row, first_head, heads); });
+  }
+
+ private:
+  __device__ void clear(int row, int first_head, int heads) const {
+    constexpr int elements = 16 / int(sizeof(Element));
+    constexpr int chunks = ceil_div(Config::head_dim_v, elements);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < heads * chunks; i += 32) {
+      const int head = first_head + i / chunks;
+      const int column = i % chunks * elements;
+      Element* target = p.out.template head<Element>(0, head) + row * p.out.row_stride + column;
+      store_chunk<Element, Config::out_alignment>(target, {}, Config::head_dim_v - column);
+      if (column == 0 && p.lse != nullptr) {
+        static_cast<T*>(p.lse)[int64(head) * p.total_q + row] = -SoftmaxMath<T>::infinity();
+      }
+    }
+  }
+};

@@ -1,0 +1,38 @@
+// Prints the rows that each warp visits by `grid/gaps.cuh`. Of each batch, standard input has one
+// line of numbers: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
+// The answers are two lines: the rows by `visit_all`, then those by `visit_around` for all
+// sequences.
+#include "cuda_on_host.h"
+
+#include "grid/gaps.cuh"
+
+#include <cstdio>
+
+#include "read_numbers.h"
+
+int main() {
+  int batch;
+  const auto print = [](int row) {
+    if (threadIdx.x == 0) std::printf("%d ", row);
+  };
+  while (std::scanf("%d", &batch) == 1) {
+    const std::vector<int> sizes = read(3);
+    const std::vector<int> starts = read(batch + 1);
+    Params p = {};
+    p.batch = batch;
+    p.total_q = sizes[0];
+    p.seqlen_q = sizes[1];
+    p.cu_seqlens_q = starts.data();
+    const unsigned warps = sizes[2];
+    run_block(32, [&] {
+      for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.visit_all(warp, warps, print);
+    });
+    std::printf("\n");
+    run_block(32, [&] {
+      for (int i = 0; i < batch; ++i) {
+        for (unsigned warp = 0; warp < warps; ++warp) Gaps{p}.visit_around(i, warp, warps, print);
+      }
+    });
+    std::printf("\n");
+  }
+}

@@ -1,0 +1,90 @@
+"""Which rows of packed queries belong to no sequence: `gaps.cuh` run on the host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.host.sequence_places import find_queries, rows_of_none
+
+FOLDER = Path(__file__).resolve().parent / "host_kernels"
+COMPILER = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernel's code with")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program that prints the rows that each warp visits."""
+    program = tmp_path_factory.mktemp("host") / "gaps"
+    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    options += [f"-I{KERNEL_DIR}", f"-I{FOLDER}"]
+    source = str(FOLDER / "gaps.cpp")
+    subprocess.run([str(COMPILER), *options, source, "-o", str(program)], check=True)
+    return program
+
+
+Batch = tuple[int, int, int, np.ndarray]  # total_q, max_seqlen_q, warps, cu_seqlens_q
+
+
+def ordered_batches() -> list[Batch]:
+    rng = np.random.default_rng(5)
+    batches = []
+    for _ in range(300):
+        lengths = rng.integers(0, rng.choice([2, 30]), rng.integers(1, 70))
+        starts = rng.integers(0, 9) + np.concatenate([[0], np.cumsum(lengths)])
+        total = int(starts[-1] + rng.integers(0, 50))
+        batches.append((total, int(rng.integers(1, 40)), int(rng.integers(1, 9)), starts))
+    return batches
+
+
+def wild_batches() -> list[Batch]:
+    rng = np.random.default_rng(6)
+    batches = []
+    for _ in range(300):
+        starts = rng.integers(-100, 500, rng.integers(2, 40))
+        starts[rng.integers(len(starts))] = rng.choice([-(2**31), 2**31 - 1, 7])
+        batches.append((int(rng.integers(1, 400)), int(rng.choice([20, 10**9])), 3, starts))
+    return batches
+
+
+def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
+    """The rows of no sequence, found by looking at each row."""
+    owned = np.zeros(total, bool)
+    for rows in find_queries(starts, total, longest):
+        owned[rows.rows] = True
+    return [int(row) for row in np.flatnonzero(~owned)]
+
+
+@pytest.mark.parametrize("batches", [ordered_batches(), wild_batches()], ids=["ordered", "wild"])
+def test_all_rows_of_no_sequence_are_visited_and_no_others(
+    program: Path, batches: list[Batch]
+) -> None:
+    lines = "".join(
+        f"{len(starts) - 1} {total} {longest} {warps} {' '.join(map(str, starts))}\n"
+        for total, longest, warps, starts in batches
+    )
+    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
+    found = [[int(row) for row in line.split()] for line in done.stdout.splitlines()]
+    assert len(found) == 2 * len(batches)
+    for (total, longest, _, starts), of_all, around in zip(
+        batches, found[::2], found[1::2], strict=True
+    ):
+        expected = unowned_rows(total, longest, starts)
+        decreases = bool((np.diff(np.clip(starts, 0, total)) < 0).any())
+        for rows in (of_all, around):
+            # Where the numbers decrease, gaps may overlap.
+            assert (sorted(set(rows)) if decreases else sorted(rows)) == expected, starts
+
+
+@pytest.mark.parametrize("batches", [ordered_batches(), wild_batches()], ids=["ordered", "wild"])
+def test_the_host_finds_the_same_rows(batches: list[Batch]) -> None:
+    for total, longest, _, starts in batches:
+        ranges = rows_of_none(find_queries(starts, total, longest), total)
+        rows = [row for found in ranges for row in range(found.start, found.stop)]
+        assert rows == unowned_rows(total, longest, starts), starts

@@ -1,0 +1,40 @@
+"""Faults that device text once had: the random functions find each that is put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.function_faults import FAULTS
+from support.function_runs import Case, modification, wrong_on_host_text
+from support.random_functions import random_function
+
+# Functions to choose from, and how many of those are tried in which a fault may show.
+COUNT, TRIED = 900, 60
+
+
+@pytest.fixture(scope="module")
+def candidates() -> list[Case]:
+    return [Case.of(random_function(number)) for number in range(COUNT)]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_is_put_back_is_found(
+    name: str, candidates: list[Case], tmp_path: Path
+) -> None:
+    fault = FAULTS[name]
+    tried: list[Case] = []
+    for case in candidates:
+        if fault.may_show(case.function, modification(case.function).expression):
+            tried.append(case)
+        if len(tried) == TRIED:
+            break
+    with fault.put_back(tmp_path) as headers:
+        wrong = wrong_on_host_text(tmp_path, tried, kernel_dir=headers, rewrite=fault.rewrite)
+    # Text that does not compile, or is not printed, says nothing of the fault.
+    found = {n: why for n, why in wrong.items() if not why.startswith(("raises", "does not"))}
+    # What finds it is right without the fault.
+    by_number = {case.function.number: case for case in tried}
+    some = [by_number[number] for number in sorted(found)[:8]]
+    wrong_anyway = wrong_on_host_text(tmp_path, some)
+    assert found.keys() - wrong_anyway.keys(), f"none of {len(tried)} functions finds it"

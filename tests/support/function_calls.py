@@ -1,0 +1,233 @@
+"""Random functions in calls of attention: what they make of scores, and what is right.
+
+Queries and keys are small integers and the scale is a power of two, so that every score is exact:
+what a function decides by it is known. Pairs that the evaluator leaves open are hidden by an array
+of bools that the call is given besides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupy_flash import flash_attention, flash_attention_backward
+from cupy_flash.reference.dense import error_bound, max_error
+from support.function_oracle import REAL, Expr, Oracle
+from support.function_runs import modification
+from support.modified_calls import DTYPES
+from support.random_functions import Function, random_function
+
+SCALE = 0.125
+HEAD_DIM = 64
+# Scores that are known to less than this say nothing about a row but that it is finite.
+_VAGUE = 0.1
+_MOST_OPEN = 0.3
+
+
+@dataclass
+class FunctionCall:
+    """A call of attention with a random function.
+
+    Attributes
+    ----------
+    function
+        A mask, or a change of scores.
+    arrays
+        q, k, v and dout of a sequence: (rows, heads, head_dim).
+    q_offset
+        Position of the first query.
+    scores, errors
+        What kernels are to weigh, float64 (heads, seqlen_q, seqlen_k), and how far off that may be.
+    seen
+        Pairs that the function shows and that are not left out.
+    closed
+        Pairs that are not left out.
+    """
+
+    function: Function
+    arrays: dict[str, np.ndarray]
+    q_offset: int
+    scores: np.ndarray
+    errors: np.ndarray
+    seen: np.ndarray
+    closed: np.ndarray
+
+    def __str__(self) -> str:
+        shapes = {name: x.shape for name, x in self.arrays.items()}
+        return f"{self.function}{shapes}, q_offset {self.q_offset}"
+
+    # ---- What is right
+
+    @property
+    def row_errors(self) -> np.ndarray:
+        """How far off the scores of a row may be that weigh something in it."""
+        scores = np.where(self.seen, self.scores, -np.inf)
+        top = scores.max(-1, keepdims=True)
+        weighs = self.seen & (scores + self.errors >= top - 60)
+        return np.where(weighs, self.errors, 0).max(-1, initial=0)
+
+    def formula(self, dtype: Any, real: Any) -> tuple[np.ndarray, ...]:
+        """Probabilities, output (rows, heads, head_dim) and log-sum-exp, in a precision."""
+        scores = np.where(self.seen, self.scores, -np.inf).astype(real)
+        top = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
+        total = weights.sum(-1, keepdims=True)
+        with np.errstate(all="ignore"):
+            p = np.where(total > 0, weights / total, 0).astype(dtype).astype(real)
+            lse = (top + np.log(total))[..., 0]
+        out = np.einsum("hij,jhd->ihd", p, self.arrays["v"].astype(real)).astype(dtype)
+        return p, out, lse
+
+    # ---- Calls
+
+    def options(self, xp: Any) -> dict[str, Any]:
+        mod = modification(self.function)
+        captured = {
+            name: xp.asarray(x) if isinstance(x, np.ndarray) and xp is not np else x
+            for name, x in mod.captures.items()
+        }
+        made = type(mod)(mod.function, **captured)
+        options: dict[str, Any] = {
+            "softmax_scale": SCALE,
+            "q_offset": self.q_offset,
+            "mask_mod" if self.function.kind == "mask" else "score_mod": made,
+        }
+        if not self.closed.all():
+            options["mask"] = xp.asarray(np.ascontiguousarray(self.closed[None]))
+        return options
+
+    def check(self, xp: Any, family: str | None = None, backward: str | None = None) -> None:
+        """Call forward and backward, and compare with what is right."""
+        q, k, v = (xp.asarray(self.arrays[name][None]) for name in "qkv")
+        options = self.options(xp)
+        poisoned = xp.full(q.shape, np.nan, q.dtype)
+        out, lse = flash_attention(q, k, v, **options, return_lse=True, out=poisoned, family=family)
+        self._check_forward(*(np.asarray(_host(x))[0] for x in (out, lse)))
+        dout = self.dout()
+        gradients = flash_attention_backward(
+            xp.asarray(dout[None]), q, k, v, out, lse, **options, family=backward
+        )
+        self._check_dv(np.asarray(_host(gradients[2]))[0], dout)
+
+    def _check_forward(self, out: np.ndarray, lse: np.ndarray) -> None:
+        dtype = DTYPES[self.function.inputs]
+        _, right, right_lse = self.formula(np.float64, np.float64)
+        _, naive, _ = self.formula(dtype, self.function.real)
+        errors = self.row_errors
+        seen = np.isfinite(right_lse)
+        assert np.array_equal(np.isfinite(lse), seen), f"rows that see nothing: {self}"
+        assert (lse[~seen] == -np.inf).all(), f"lse of rows that see nothing: {self}"
+        rows = np.swapaxes(seen, 0, 1)
+        assert not out[~rows].any(), f"output of rows that see nothing: {self}"
+        assert np.isfinite(out.astype(np.float64)).all(), f"output is not finite: {self}"
+        clear = errors <= _VAGUE
+        tolerance = 64 * np.finfo(lse.dtype).eps * np.maximum(30, np.abs(right_lse)) + errors
+        off = np.abs(np.where(seen, lse.astype(np.float64), 0) - np.where(seen, right_lse, 0))
+        wrong = clear & seen & ~(off <= tolerance)
+        assert not wrong.any(), f"lse of {wrong.sum()} rows, by {off[wrong].max():.3g}: {self}"
+        bound = error_bound(naive, right, dtype, lse=np.where(clear & seen, right_lse, 0))
+        size = np.abs(self.arrays["v"].astype(np.float64)).max()
+        allowed = bound + 4 * np.where(clear, errors, np.inf).T[..., None] * size
+        # Whatever the weights of a row are, its output lies among the values.
+        allowed = np.where(np.isnan(allowed), bound, np.minimum(allowed, 2 * size))
+        off = np.abs(out.astype(np.float64) - right)
+        wrong = ~(off <= allowed)
+        assert not wrong.any(), (
+            f"{wrong.any(-1).sum()} rows of out, by {off.max():.3g}, allowed {bound:.3g}: {self}"
+        )
+
+    def dout(self) -> np.ndarray:
+        """Of rows whose scores are known."""
+        vague = (self.row_errors > _VAGUE).T[..., None]
+        return np.where(vague, 0, self.arrays["dout"]).astype(self.arrays["dout"].dtype)
+
+    def _check_dv(self, dv: np.ndarray, dout: np.ndarray) -> None:
+        dtype = DTYPES[self.function.inputs]
+        p, _, lse = self.formula(np.float64, np.float64)
+        rounded, *_ = self.formula(dtype, self.function.real)
+        wide = dout.astype(np.float64)
+        right = np.einsum("hij,ihd->jhd", p, wide)
+        real = self.function.real
+        naive = np.einsum("hij,ihd->jhd", rounded, dout.astype(real)).astype(dtype)
+        errors = np.minimum(self.row_errors, _VAGUE)
+        carried = 4 * np.einsum("hij,hi,ihd->jhd", p, errors, np.abs(wide))
+        clear = np.where(self.row_errors <= _VAGUE, lse, 0)
+        allowed = error_bound(naive, right, dtype, lse=clear) + carried
+        off = np.abs(dv.astype(np.float64) - right)
+        assert (off <= allowed).all(), (
+            f"dv of {(~(off <= allowed)).any(-1).sum()} keys, by {off.max():.3g}, allowed "
+            f"{allowed.min():.3g} (dv itself {max_error(dv, right):.3g}): {self}"
+        )
+        # What nobody sees has no gradient at all.
+        unseen = ~self.seen.any(-2).T
+        assert not dv[unseen].any(), f"dv of keys that no query sees: {self}"
+
+
+def _host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array
+
+
+def function_calls(seed: int, inputs: str | None = None) -> Iterator[FunctionCall]:
+    """Calls with random functions, for ever; those with too many open pairs are left out.
+
+    Parameters
+    ----------
+    seed
+        What they are made of.
+    inputs
+        dtype of queries and keys, or each function's own.
+    """
+    for number in itertools.count(seed * 100_000):
+        call = _call(random_function(number, inputs=inputs))
+        if call is not None:
+            yield call
+
+
+def _call(function: Function) -> FunctionCall | None:
+    rng = np.random.default_rng([47, function.number])
+    dtype = DTYPES[function.inputs]
+    heads = int(rng.integers(1, 3))
+    seqlen_q, seqlen_k = (int(n) for n in rng.integers(70, 201, 2))
+    shapes = {"q": seqlen_q, "k": seqlen_k, "v": seqlen_k, "dout": seqlen_q}
+    arrays = {
+        name: rng.standard_normal((rows, heads, HEAD_DIM)).astype(dtype)
+        for name, rows in shapes.items()
+    }
+    for name in "qk":
+        arrays[name] = rng.integers(-1, 2, arrays[name].shape).astype(dtype)
+    if function.kind == "mask" and rng.integers(2):
+        # Then the log-sum-exp counts the keys that a row sees.
+        arrays["q"] = np.zeros_like(arrays["q"])
+    q_offset = int(rng.choice([0, seqlen_k - seqlen_q, 17, 1000, 2**24 - 50, 2**30 - 1024]))
+    q, k = (arrays[name].astype(np.float64) for name in "qk")
+    plain = SCALE * np.einsum("ihd,jhd->hij", q, k)
+    zero = np.int32(0)
+    symbols = {
+        "b": zero,
+        "h": np.arange(heads, dtype=np.int32)[:, None, None],
+        "i": np.arange(seqlen_q, dtype=np.int32)[:, None] + np.int32(q_offset),
+        "j": np.arange(seqlen_k, dtype=np.int32),
+        "q_start": zero,
+        "k_start": zero,
+        "score": plain.astype(function.real),
+    }
+    root = function.root
+    if function.kind == "score" and root.type != REAL:
+        root = Expr("astype", REAL, (root,))
+    found = Oracle(symbols, function.captures, function.real, function.inputs).value(root)
+    v, e, s = (np.broadcast_to(x, plain.shape) for x in (found.v, found.e, found.s))
+    if function.kind == "mask":
+        closed, seen, scores, errors = e == 0, v, plain, np.zeros_like(plain)
+    else:
+        v = v.astype(np.float64)
+        closed = np.isfinite(s) & (v < np.inf)
+        unit = 4 * np.finfo(function.real).eps
+        scores, seen = np.where(closed, v, 0), v > -np.inf
+        errors = np.where(closed & seen, s + unit * np.abs(scores), 0)
+    if closed.mean() < 1 - _MOST_OPEN:
+        return None
+    return FunctionCall(function, arrays, q_offset, scores, errors, seen & closed, closed)

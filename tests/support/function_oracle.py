@@ -1,0 +1,600 @@
+"""An evaluator of random functions in plain NumPy, with bounds of what backends may differ by.
+
+It is what the meaning of traced functions is judged by, so it imports nothing of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BOOL, INT, UINT64, REAL = "bool", "int32", "uint64", "real"
+_INTEGERS = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64}
+# Distance of an inexact result to the correctly rounded one that a decision leaves out, in units
+# in the last place: rule 3 allows 2 of each backend.
+_UNITS = 4.0
+
+Array = Any
+
+
+@dataclass(eq=False)
+class Expr:
+    """An operation of a random function. Shared subexpressions are one object.
+
+    Attributes
+    ----------
+    op
+        Name of NumPy's function; ``astype``, ``load`` (a capture's element), ``call`` (a helper),
+        and the leaves ``symbol``, ``scalar`` (a captured number), ``literal`` and ``parameter``
+        (of a helper).
+    type
+        Of the result.
+    args
+        Operands; of a load the indices.
+    value
+        Name of a symbol, capture or parameter; value of a literal; `Helper` of a call.
+    form
+        Python text with a place for each operand.
+    """
+
+    op: str
+    type: str
+    args: tuple[Expr, ...] = ()
+    value: Any = None
+    form: str = ""
+
+
+@dataclass(eq=False)
+class Helper:
+    """A function of the program that a traced function calls.
+
+    Attributes
+    ----------
+    name
+        Name in the text.
+    parameters
+        Leaves that stand for the arguments.
+    body
+        What it returns.
+    """
+
+    name: str
+    parameters: tuple[Expr, ...]
+    body: Expr
+
+
+@dataclass
+class Value:
+    """Values of an expression for many pairs, and how far backends may be from them.
+
+    Attributes
+    ----------
+    v
+        Array of the type.
+    e
+        Bound of the distance where a decision reads the value: 0 where every operation is exact,
+        infinite where a decision is open. float64 array, or the number 0.0.
+    s
+        The same where the value reaches the score, and products and sums may be contracted.
+    """
+
+    v: Array
+    e: Array = 0.0
+    s: Array = 0.0
+
+
+class Oracle:
+    """Values of random functions for arrays of pairs.
+
+    Parameters
+    ----------
+    symbols
+        Positions (int32 arrays), and ``score`` (reals).
+    captures
+        Arrays and numbers by name.
+    real
+        np.float32 or np.float64.
+    inputs
+        dtype of queries and keys: functions of 16-bit ones are approximated where they reach the
+        score.
+    score_error
+        Bound of the distance of scores.
+    """
+
+    def __init__(
+        self,
+        symbols: Mapping[str, Array],
+        captures: Mapping[str, Any],
+        real: Any = np.float32,
+        inputs: str = "float32",
+        score_error: Array = 0.0,
+    ) -> None:
+        self._symbols, self._captures, self._real = symbols, captures, real
+        self._inputs, self._score_error = inputs, score_error
+        info = np.finfo(real)
+        # Half a unit of 1, the least positive number, and the largest.
+        self._u = float(info.eps) / 2
+        self._tiny = float(info.smallest_subnormal)
+        self._normal, self._most = float(info.tiny), float(info.max)
+
+    def value(self, root: Expr) -> Value:
+        """The value of an expression."""
+        with np.errstate(all="ignore"):
+            return self._value(root, {}, {})
+
+    def _value(self, root: Expr, known: dict[int, Value], given: Mapping[str, Value]) -> Value:
+        # A stack in place of recursion: shared chains are as long as anyone likes.
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if id(node) in known:
+                stack.pop()
+                continue
+            missing = [x for x in node.args if id(x) not in known]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            known[id(node)] = self._compute(node, [known[id(x)] for x in node.args], given)
+        return known[id(root)]
+
+    def _compute(self, node: Expr, args: list[Value], given: Mapping[str, Value]) -> Value:
+        op = node.op
+        if op == "parameter":
+            return given[node.value]
+        if op == "call":
+            names = (leaf.value for leaf in node.value.parameters)
+            return self._value(node.value.body, {}, dict(zip(names, args, strict=True)))
+        if op == "literal":
+            return Value(self._number(node.value, node.type))
+        if op == "symbol":
+            error = self._score_error if node.value == "score" else 0.0
+            return Value(self._symbols[node.value], error, error)
+        if op == "scalar":
+            return Value(self._number(self._captures[node.value], node.type))
+        if op == "load":
+            return self._load(node, args)
+        types = [x.type for x in node.args]
+        if op == "astype":
+            return self._cast(args[0], types[0], node.type)
+        return self._apply(op, args, types, node)
+
+    def _number(self, value: Any, type: str) -> Array:
+        return self._dtype(type)(value)
+
+    def _dtype(self, type: str) -> Any:
+        return self._real if type == REAL else _INTEGERS[type]
+
+    def _load(self, node: Expr, args: list[Value]) -> Value:
+        array = self._captures[node.value]
+        places = tuple(
+            np.clip(index.v.astype(np.int64), 0, length - 1)
+            for index, length in zip(args, array.shape, strict=True)
+        )
+        element = np.asarray(array[places])
+        if node.type == INT and element.dtype == np.int64:
+            element = element.view(np.uint64).astype(np.uint32).view(np.int32)
+        element = element.astype(self._dtype(node.type))
+        error = _open(*args)
+        return Value(element, error, error)
+
+    # ---- Conversions
+
+    def _cast(self, x: Value, source: str, type: str) -> Value:
+        if source == type:
+            return x
+        if type == BOOL:
+            if source == REAL:
+                return _decided(x.v != 0, _where((np.abs(_f64(x.v)) > x.e), 0.0, x.e))
+            return Value(x.v != 0, x.e, x.e)
+        if source == REAL:
+            low, high = self._ends(x)
+            made, least, most = (_whole(y, type) for y in (x.v, low, high))
+            if _is_exact(x.e):
+                return Value(made)
+            closed = (least == most) & np.isfinite(x.e)
+            return _decided(made, np.where(closed, 0.0, np.inf))
+        if type == REAL:
+            return Value(x.v.astype(self._real), x.e, x.e)
+        if source == UINT64:
+            low_bits = (x.v & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+            return Value(np.asarray(low_bits).view(np.int32)[()], x.e, x.e)
+        if type == UINT64:
+            wide = np.asarray(x.v).astype(np.int64)
+            return Value(wide.view(np.uint64)[()], x.e, x.e)
+        return Value(x.v.astype(np.int32), x.e, x.e)
+
+    def _ends(self, x: Value) -> tuple[Array, Array]:
+        v = _f64(x.v)
+        if _is_exact(x.e):
+            return v, v
+        return v - x.e, v + x.e
+
+    def _promoted(self, args: list[Value], types: list[str]) -> tuple[list[Value], str]:
+        kind = next(t for t in (REAL, UINT64, INT, BOOL) if t in types)
+        return [self._cast(x, t, kind) for x, t in zip(args, types, strict=True)], kind
+
+    # ---- Operations
+
+    def _apply(self, op: str, args: list[Value], types: list[str], node: Expr) -> Value:
+        if op == "where":
+            parts, _ = self._promoted(args[1:], types[1:])
+            return self._where(self._cast(args[0], types[0], BOOL), *parts)
+        if op.startswith("logical_"):
+            bools = [self._cast(x, t, BOOL) for x, t in zip(args, types, strict=True)]
+            return self._logical(op.removeprefix("logical_"), bools)
+        if op in _INEXACT:
+            (x,) = (self._cast(x, t, REAL) for x, t in zip(args, types, strict=True))
+            return self._inexact(op, x, _INEXACT[op])
+        if op in ("power", "float_power"):
+            return self._power(op, args[0], types, node.args[1].value)
+        if op in ("isnan", "isinf", "isfinite"):
+            x = self._cast(args[0], types[0], REAL)
+            return _decided(getattr(np, op)(x.v), np.where(np.isfinite(x.e), 0.0, np.inf))
+        if op in ("divide", "true_divide", "sqrt", "fabs"):
+            args = [self._cast(x, t, REAL) for x, t in zip(args, types, strict=True)]
+            types = [REAL] * len(args)
+        args, kind = self._promoted(args, types)
+        if op == "clip":
+            return self._apply(
+                "minimum", [self._apply("maximum", args[:2], [kind] * 2, node), args[2]],
+                [kind] * 2, node,
+            )  # fmt: skip
+        if op in _COMPARED:
+            return self._compared(_COMPARED[op], args)
+        if kind == BOOL and op in _OF_BOOLS:
+            return self._logical(_OF_BOOLS[op], args)
+        if kind == REAL:
+            return self._of_reals(op, args)
+        if kind == BOOL and op in ("floor_divide", "remainder", "left_shift", "right_shift"):
+            args, kind = [self._cast(x, BOOL, INT) for x in args], INT
+        error = _open(*args)
+        return Value(_of_integers(op, kind, *(x.v for x in args)), error, error)
+
+    def _where(self, condition: Value, x: Value, y: Value) -> Value:
+        chosen = np.where(condition.v, x.v, y.v)
+        e = np.where(condition.e > 0, np.inf, np.where(condition.v, x.e, y.e))
+        s = np.where(condition.e > 0, np.inf, np.where(condition.v, x.s, y.s))
+        return Value(chosen, e, s)
+
+    def _logical(self, op: str, args: list[Value]) -> Value:
+        if op == "not":
+            return Value(~args[0].v, args[0].e, args[0].e)
+        x, y = args
+        error = _open(x, y)
+        if op == "xor":
+            return _decided(x.v ^ y.v, error)
+        # One that is known decides alone.
+        if op == "and":
+            known = ((x.e == 0) & ~x.v) | ((y.e == 0) & ~y.v)
+            return _decided(x.v & y.v, np.where(known, 0.0, error))
+        known = ((x.e == 0) & x.v) | ((y.e == 0) & y.v)
+        return _decided(x.v | y.v, np.where(known, 0.0, error))
+
+    def _compared(self, compare: Callable[[Array, Array], Array], args: list[Value]) -> Value:
+        x, y = args
+        together = x.e + y.e
+        if _is_exact(together):
+            return Value(compare(x.v, y.v))
+        apart = np.abs(_f64(x.v) - _f64(y.v)) > together
+        return _decided(compare(x.v, y.v), np.where((together == 0) | apart, 0.0, np.inf))
+
+    def _of_reals(self, op: str, args: list[Value]) -> Value:
+        x = args[0]
+        if op in ("negative", "positive", "absolute", "fabs"):
+            return Value(getattr(np, op)(x.v), x.e, x.s)
+        if op in ("floor", "ceil", "trunc", "rint", "sign"):
+            function = getattr(np, op)
+            low, high = map(function, self._ends(x))
+            open_ = (low != high) & (np.asarray(x.e) > 0)
+            return _decided(function(x.v), np.where(open_, np.inf, 0.0))
+        if op in ("minimum", "maximum"):
+            return self._extreme(op, *args)
+        if op in ("floor_divide", "remainder"):
+            return self._floored(op, *args)
+        if op == "reciprocal":
+            op, args = "divide", [Value(np.broadcast_to(self._real(1), np.shape(x.v))), x]
+        elif op == "square":
+            op, args = "multiply", [x, x]
+        function = getattr(np, op)
+        v = function(*(y.v for y in args))
+        e = self._spread(op, args, v, [y.e for y in args], contracts=False)
+        s = self._spread(op, args, v, [self._in_score(y) for y in args], contracts=True)
+        return Value(v, e, s)
+
+    def _in_score(self, x: Value) -> Array:
+        """How far an operand may be off where it reaches the score: what is subnormal may be 0."""
+        if self._real is np.float64:
+            return x.s
+        size = np.abs(_f64(x.v))
+        return x.s + np.where(size < self._normal, size, 0.0)
+
+    def _spread(
+        self, op: str, args: list[Value], v: Array, errors: list[Array], *, contracts: bool
+    ) -> Array:
+        """How far a result may be from `v`, as its operands may be from theirs."""
+        if not contracts and all(map(_is_exact, errors)):
+            return 0.0
+        a, da = _f64(args[0].v), np.asarray(errors[0])
+        if op == "sqrt":
+            exact = np.sqrt(a)
+            low, high = np.sqrt(np.maximum(a - da, 0)), np.sqrt(np.maximum(a + da, 0))
+            d = np.maximum(exact - low, high - exact)
+            d = np.where((a - da < 0) & (da > 0), np.inf, d)
+            d = np.where(np.isfinite(a), d, np.where(da > 0, np.inf, 0.0))
+            total = da
+        else:
+            b, db = _f64(args[1].v), np.asarray(errors[1])
+            total = da + db
+            if op in ("add", "subtract"):
+                d = total
+                exact = a + b if op == "add" else a - b
+            elif op == "multiply":
+                d = np.abs(a) * db + np.abs(b) * da + da * db
+                exact = a * b
+            else:
+                exact = a / b
+                room = np.abs(b) - db
+                d = (np.abs(a) * db + np.abs(b) * da) / (np.abs(b) * room)
+                d = np.where((db > 0) & ~(room > 0), np.inf, d)
+            # Infinities and NaN among the operands decide, whatever else is near.
+            is_finite = np.isfinite(a) & np.isfinite(b)
+            settled = (np.isfinite(a) | (da == 0)) & (np.isfinite(b) | (db == 0))
+            settled &= np.isfinite(total)
+            if op != "add" and op != "subtract":
+                settled &= ((da == 0) | (np.abs(a) > da)) & ((db == 0) | (np.abs(b) > db))
+            # A product that is contracted has no limit of its own.
+            limit = (2.1 if op == "multiply" and contracts else 1.001) * self._most
+            overflows = np.where(np.abs(exact) - d > limit, 0.0, np.inf)
+            if self._real is np.float64:
+                overflows = np.full(np.shape(d), np.inf)
+            if not contracts:
+                overflows = np.where(total == 0, 0.0, overflows)
+            settled_d = np.where(settled, 0.0, np.inf)
+            d = np.where(is_finite, np.where(np.isfinite(v), d, overflows), settled_d)
+        least = self._normal if contracts and self._real is np.float32 else self._tiny
+        rounding = 2 * self._u * np.abs(_f64(v)) + least
+        rounding = np.where(np.isfinite(v), rounding, 0.0)
+        if not contracts:
+            rounding = np.where(total == 0, 0.0, rounding)
+        d = np.where(total == 0, np.where(np.isnan(d), 0.0, d), np.where(np.isnan(d), np.inf, d))
+        d = d * (1 + 1e-9) + rounding
+        # What may be beyond the largest number may be infinite.
+        near = np.isfinite(v) & (d > rounding) & (np.abs(_f64(v)) + d >= self._most)
+        return np.where(near, np.inf, d)
+
+    def _extreme(self, op: str, x: Value, y: Value) -> Value:
+        v = getattr(np, op)(x.v, y.v)
+        # Which zero it is is left open.
+        zeros = (x.v == 0) & (y.v == 0) & (np.signbit(x.v) != np.signbit(y.v))
+        e, s = (np.maximum(a, b) for a, b in ((x.e, y.e), (x.s, y.s)))
+        if zeros.any():
+            e, s = (np.where(zeros, np.maximum(d, self._tiny), d) for d in (e, s))
+        # Where both are far apart, the error is that of the one that it is.
+        return Value(v, e, s)
+
+    def _floored(self, op: str, x: Value, y: Value) -> Value:
+        v = getattr(np, op)(x.v, y.v)
+        total = x.e + y.e
+        if _is_exact(total):
+            return Value(v)
+        quotient = Value(_f64(x.v) / _f64(y.v))
+        spread = self._spread("divide", [x, y], quotient.v, [x.e, y.e], contracts=False)
+        spread = spread + 4 * self._u * np.abs(quotient.v)
+        same = np.floor(quotient.v - spread) == np.floor(quotient.v + spread)
+        if op == "floor_divide":
+            d = np.where(same, 0.0, np.inf)
+        else:
+            d = x.e + (np.abs(quotient.v) + 1) * y.e + 4 * self._u * np.abs(_f64(v)) + self._tiny
+            d = np.where(same & np.isfinite(v), d, np.inf)
+        return _decided(v, np.where(total == 0, 0.0, np.where(np.isnan(d), np.inf, d)))
+
+    def _inexact(self, op: str, x: Value, bounded_slope: float | None) -> Value:
+        return self._approximated(op, x, getattr(np, op), bounded_slope)
+
+    def _power(self, op: str, x: Value, types: list[str], n: Any) -> Value:
+        is_real = REAL in types or op == "float_power"
+        if not is_real:
+            type = INT if types[0] == BOOL else types[0]
+            x = self._cast(x, types[0], type)
+            v = np.ones(np.shape(x.v), self._dtype(type))
+            for _ in range(n):
+                v = v * x.v
+            return Value(v, x.e, x.e)
+        x = self._cast(x, types[0], REAL)
+        exponent = np.float64(self._real(n))
+
+        def power(t: Array) -> Array:
+            # Of arrays and one exponent of 0.5, NumPy takes the square root, which differs from the
+            # power that its scalars compute for -0.0 and for -infinity.
+            several = np.append(np.ravel(t), 1.0)
+            return np.power(several, np.full(several.size, exponent))[:-1].reshape(np.shape(t))
+
+        return self._approximated("power", x, power, None)
+
+    def _approximated(
+        self, op: str, x: Value, function: Callable[[Array], Array], bounded_slope: float | None
+    ) -> Value:
+        wide = _f64(x.v)
+        exact = np.asarray(function(wide))
+        v = exact.astype(self._real)
+        unit = np.spacing(np.abs(v)).astype(np.float64)
+        own = _UNITS * np.where(np.isfinite(v), unit, 0.0)
+        margin = 4 * _UNITS * self._u
+        near_end = (np.abs(exact) > self._most * (1 - margin)) & (
+            np.abs(exact) < self._most * (1 + margin)
+        )
+        own = np.where(near_end, np.inf, own)
+        if self._real is np.float64:
+            own = np.where(np.isinf(v) & np.isfinite(wide) & (wide != 0), np.inf, own)
+        own = own + self._flushed(wide, exact, function)
+        e = own + self._carried(x.v, x.e, exact, function, bounded_slope)
+        s = own + self._carried(x.v, self._in_score(x), exact, function, bounded_slope)
+        s = s + self._approximation(op, wide, exact)
+        return Value(v, e, s)
+
+    def _flushed(self, x: Array, exact: Array, function: Callable[[Array], Array]) -> Array:
+        """What it matters that arguments and results below the normal range may count as 0."""
+        below = np.where(np.abs(exact) < self._normal, self._normal, 0.0)
+        small = (x != 0) & (np.abs(x) < self._normal)
+        if not small.any():
+            return below
+        d = np.abs(exact - function(np.where(small, 0.0, x)))
+        return below + np.where(small, np.where(np.isnan(d), np.inf, d), 0.0)
+
+    def _carried(
+        self,
+        v: Array,
+        error: Array,
+        exact: Array,
+        function: Callable[[Array], Array],
+        bounded_slope: float | None,
+    ) -> Array:
+        """What a function makes of the error of its operand."""
+        if _is_exact(error):
+            return 0.0
+        error = np.asarray(error)
+        if bounded_slope is not None:
+            d = bounded_slope * error
+            d = np.where(np.isfinite(v) | (error == 0), d, np.inf)
+        else:
+            low, high = function(_f64(v) - error), function(_f64(v) + error)
+            d = np.maximum(np.abs(exact - low), np.abs(high - exact))
+            # Between the ends there is a pole, or the edge of what it is defined for.
+            d = np.where(_f64(v) * (_f64(v) - error) <= 0, np.inf, d)
+            d = np.where(_f64(v) * (_f64(v) + error) <= 0, np.inf, d)
+            if function in (np.log1p, np.exp, np.exp2, np.expm1):
+                again = np.maximum(np.abs(exact - low), np.abs(high - exact))
+                d = np.where(np.isnan(again), np.inf, again)
+        d = np.where(np.isnan(d), np.inf, d * (1 + 1e-9))
+        # What is beyond the largest number on either side is infinite.
+        beyond = (np.abs(exact) - d > 1.001 * self._most) & np.isfinite(d)
+        d = np.where(beyond, 0.0, np.where(np.abs(exact) + d >= self._most, np.inf, d))
+        return np.where(error == 0, 0.0, d)
+
+    def _approximation(self, op: str, x: Array, exact: Array) -> Array:
+        """Errors of functions where they reach the score."""
+        if self._real is np.float64:
+            return 0.0
+        size = np.where(np.abs(exact) <= self._most, np.abs(exact), 0.0)
+        if op in ("exp", "exp2", "expm1", "power"):
+            # Powers of two flush what is below the least normal number.
+            d = self._normal + 4 * self._u * size
+            if op == "exp" and self._inputs in ("float16", "bfloat16"):
+                d = d + 2.0**-20 * size * np.maximum(1, np.where(np.isfinite(x), np.abs(x), 0))
+            if op == "power":
+                # A product of many factors, or a power of two of a logarithm.
+                d = d + 64 * self._u * size
+                d = d + 2 * self._u * size * np.abs(np.nan_to_num(np.log2(size)))
+            return d
+        if op in ("log", "log10", "log2"):
+            return 4 * self._u * size
+        if op == "tanh" and self._inputs in ("float16", "bfloat16"):
+            return 2.0**-10 if self._inputs == "bfloat16" else 2.0**-20
+        return 0.0
+
+
+# Functions that are approximated, and the largest size of their slope, None if there is none.
+_INEXACT: dict[str, float | None] = {
+    "exp": None,
+    "exp2": None,
+    "expm1": None,
+    "log": None,
+    "log2": None,
+    "log10": None,
+    "log1p": None,
+    "tanh": 1.0,
+    "sin": 1.0,
+    "cos": 1.0,
+}
+_COMPARED: dict[str, Callable[[Array, Array], Array]] = {
+    name: getattr(np, name)
+    for name in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal")
+}
+_OF_BOOLS = {
+    "add": "or",
+    "multiply": "and",
+    "minimum": "and",
+    "maximum": "or",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "invert": "not",
+}
+
+
+def _f64(x: Array) -> Array:
+    return np.asarray(x, np.float64)
+
+
+def _is_exact(error: Array) -> bool:
+    return isinstance(error, float) and error == 0
+
+
+def _open(*args: Value) -> Array:
+    """What integers and bools inherit: 0, or infinite where one of the operands is open."""
+    errors = [x.e for x in args if not _is_exact(x.e)]
+    if not errors:
+        return 0.0
+    total = sum(errors)
+    return np.where(np.asarray(total) > 0, np.inf, 0.0)
+
+
+def _where(condition: Array, x: Array, y: Array) -> Array:
+    return 0.0 if _is_exact(y) else np.where(condition, x, y)
+
+
+def _decided(v: Array, error: Array) -> Value:
+    """A decision: open, or not at all; a score that it reaches is as open."""
+    return Value(v, error, error)
+
+
+def _whole(x: Array, type: str) -> Array:
+    """Reals as integers: what is left out is behind the point; NaN is 0, and ends are kept."""
+    x = np.trunc(_f64(x))
+    if type == INT:
+        return np.nan_to_num(np.clip(x, -(2.0**31), 2.0**31 - 1), nan=0).astype(np.int32)
+    top = x >= 2.0**64
+    inside = np.where((x > 0) & ~top, x, 0.0)
+    return np.where(top, np.uint64(2**64 - 1), inside.astype(np.uint64))
+
+
+def _of_integers(op: str, type: str, *args: Array) -> Array:
+    x, y = args[0], args[-1]
+    if op in ("add", "subtract", "multiply", "minimum", "maximum"):
+        return getattr(np, op)(x, y)
+    if op in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+        return getattr(np, op)(x, y)
+    if op in ("floor", "ceil", "trunc", "rint", "positive"):
+        return x
+    if op == "square":
+        return x * x
+    if op in ("negative", "absolute", "invert"):
+        return getattr(np, op)(x)
+    if op == "sign":
+        return np.sign(x)
+    if op in ("floor_divide", "remainder"):
+        return _divided(op, type, x, y)
+    if op in ("left_shift", "right_shift"):
+        return _shifted(op, type, x, y)
+    raise NotImplementedError(op)
+
+
+def _divided(op: str, type: str, x: Array, y: Array) -> Array:
+    if type == UINT64:
+        found = getattr(np, op)(x, np.where(y == 0, np.uint64(1), y))
+        return np.where(y == 0, np.uint64(0), found)
+    wide_x, wide_y = np.asarray(x).astype(np.int64), np.asarray(y).astype(np.int64)
+    found = getattr(np, op)(wide_x, np.where(wide_y == 0, 1, wide_y))
+    return np.where(wide_y == 0, 0, found).astype(np.int32)
+
+
+def _shifted(op: str, type: str, x: Array, count: Array) -> Array:
+    width = 64 if type == UINT64 else 32
+    inside = (count >= 0) & (count < width)
+    kept = np.where(inside, count, 0).astype(count.dtype)
+    nothing = np.zeros_like(x) if op == "left_shift" or type == UINT64 else np.where(x < 0, -1, 0)
+    return np.where(inside, getattr(np, op)(x, kept), nothing).astype(np.asarray(x).dtype)

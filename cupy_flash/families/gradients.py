@@ -171,6 +171,13 @@ def inspects(problem: Problem) -> bool:
     )
 
 
+def _may_see_one_key(problem: Problem) -> bool:
+    """Whether a row may see one key alone."""
+    is_plain = problem.mask.is_full and problem.layout.is_equal
+    is_plain &= problem.score is None or not problem.score.conceals
+    return not is_plain or problem.seqlen_k == 1
+
+
 def _query_rows(problem: Problem) -> int:
     """Over the whole batch and all heads, as lse has them."""
     return math.prod(problem.lse_shape)
@@ -206,5 +213,6 @@ def config(
         "sums_Br": 0 if sums is None else sums.Br,
         "conceals": problem.score is not None and problem.score.conceals,
         "inspects": inspects(problem),
+        "one_key": _may_see_one_key(problem),
         "clears_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

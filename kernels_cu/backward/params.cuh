@@ -83,7 +83,7 @@ constexpr double p_of_one_key<double> = 1 - 0x1p-44;
 
 // But where lse has a gradient of its own, or a part of it is a sink's.
 template <class Config>
-constexpr bool settles_one_key = !Config::has_dlse && !Config::sinks;
+constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
 
 // The type of a gradient: the input's, or what the caller asks for of all.
 template <class Config, class Input, bool AsInput = Config::as_inputs>

@@ -58,9 +58,10 @@ struct RowTermsOf {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
     }
     // The output of a row that sees no key depends on nothing, whatever its dout holds.
-    T delta = sees_nothing ? T(0) : sum;
+    T delta = Config::inspects && sees_nothing ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
-    row_terms<Config>(p)[index] = {sees_nothing ? SoftmaxMath<T>::infinity() : lse_log2, delta};
+    const T infinity = Config::sinks ? SoftmaxMath<T>::infinity() : -lse;
+    row_terms<Config>(p)[index] = {sees_nothing ? infinity : lse_log2, delta};
   }
 
  private:

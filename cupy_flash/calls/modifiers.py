@@ -238,6 +238,7 @@ def score_spec(
         reads_pairs=text.reads_pairs,
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
         is_bounded=text.score is not None and _is_bounded(text.score, _numbers(modifiers, 1.0)),
+        conceals=text.hides_pairs or modifiers.score_mod is not None or "bias" in specs,
         changes_slope=slopes is not None and slopes.slope is not ONE,
         differentiable=_differentiable(modifiers.derivable),
     )

@@ -152,6 +152,32 @@ class QuerySums:
         return problem.batch * problem.heads_q * ceil_div(problem.seqlen_q, self.Br)
 
 
+def inspects(problem: Problem) -> bool:
+    """Whether a row may see no key, or no row see a key, so that tiles are looked through.
+
+    See `kernels_cu/backward/clean.cuh`. Which they are, row terms and contents of tiles tell.
+    """
+    mask = problem.mask
+    if problem.score is not None and problem.score.conceals:
+        return True
+    if mask.is_full or 0 in (problem.seqlen_q, problem.seqlen_k):
+        return False
+    # The first and the last row see the fewest keys, and these are seen by the fewest rows.
+    rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
+    return (
+        not problem.layout.is_equal
+        or any(mask.begin(row) >= mask.end(row) for row in rows)
+        or any(mask.first_row(key) >= mask.last_row(key) for key in keys)
+    )
+
+
+def _may_see_one_key(problem: Problem) -> bool:
+    """Whether a row may see one key alone."""
+    is_plain = problem.mask.is_full and problem.layout.is_equal
+    is_plain &= problem.score is None or not problem.score.conceals
+    return not is_plain or problem.seqlen_k == 1
+
+
 def _query_rows(problem: Problem) -> int:
     """Over the whole batch and all heads, as lse has them."""
     return math.prod(problem.lse_shape)
@@ -185,5 +211,8 @@ def config(
         "row_lanes": row_lanes(problem),
         "sequences": not problem.layout.is_equal,
         "sums_Br": 0 if sums is None else sums.Br,
+        "conceals": problem.score is not None and problem.score.conceals,
+        "inspects": inspects(problem),
+        "one_key": _may_see_one_key(problem),
         "clears_queries": last_writes or not problem.layout.is_equal,
     } | other_gradients.config(problem)

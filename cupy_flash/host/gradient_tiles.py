@@ -26,6 +26,18 @@ Array = NDArray[Any]
 # Elements of a total, and what is to be added to them.
 Part = tuple[Array, Array]
 
+# A row that sees one key gives that key's value, and its scores have no gradient: the weight is 1,
+# and dp is delta. Both are found in other orders, so their difference would be a small number that
+# is not 0. Where positions do not tell of such rows, one is a row with a weight above this, whose
+# true gradients are below what delta and dp are rounded by: see `p_of_one_key` in
+# kernels_cu/backward/params.cuh.
+_WEIGHT_OF_ONE_KEY = {
+    "float16": 1 - 2.0**-14,
+    "bfloat16": 1 - 2.0**-11,
+    "float32": 1 - 2.0**-18,
+    "float64": 1 - 2.0**-44,
+}
+
 
 def differentiate(
     work: GradientPass, scratch: Scratch, block: Block, turn: Turn, turns: Turns, stop: Stop
@@ -76,9 +88,21 @@ class _Tile:
         self.rows = lse.shape
         # Whatever stands in rows that see no key, nothing comes of it.
         visible, rows = job.mask_of(block), np.arange(block.rows.start, block.rows.stop)
-        dead = (lse == -np.inf) | (visible.begins(rows) >= visible.ends(rows))
-        q[dead], dout[dead] = 0, 0
+        counts = visible.ends(rows) - visible.begins(rows)
+        dead = (lse == -np.inf) | (counts <= 0)
         out = job.out[where].astype(job.compute, copy=False)
+        sinks = job.sinks_of(block)
+        if sinks is not None:
+            dead |= (lse == sinks[..., 0]) & ~out.any(-1)
+        q[dead], dout[dead] = 0, 0
+        # Where lse has a gradient of its own, or a part of it is a sink's, one key has gradients.
+        settles = sinks is None and work.dlse is None
+        self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
+        self.weight_of_one_key: float | None = None
+        scores = modified.scores
+        hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
+        if settles and any(x is not None for x in hiding):
+            self.weight_of_one_key = _WEIGHT_OF_ONE_KEY[job.q.dtype.name]
         delta = np.einsum("...d,...d->...", dout[..., :-1], out)
         if work.dlse is not None:
             delta -= work.dlse[where]
@@ -94,6 +118,10 @@ class _Tile:
         # Weights of exactly 0, whatever becomes of the scores.
         q[dead, -1] = -np.inf
         self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))
+        # What the sums over rows are made of, in which hidden pairs have weights of 0. Of a query
+        # that is not finite all weights are NaN; of such a dout the rest is added to what is seen.
+        self.q_of_keys = _finite(self.q[..., :-1])
+        self.dout_of_keys = _finite(self.dout[..., :-1])
         self.dq: Array | None = None
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Array:
@@ -154,7 +182,8 @@ class _Tile:
         _hide(pairs, hidden)
         parts = []
         if work.dv is not None:
-            parts.append(self._to_keys("dv", work.dv, p, self.dout, start, stop))
+            parts.append(self._to_keys("dv", work.dv, p, self.dout_of_keys, start, stop))
+            self._add_infinite(parts[-1][1], p)
         if not work.needs_scores:
             return parts
         v = self._of_keys("v", job.v, start, stop)
@@ -164,6 +193,10 @@ class _Tile:
         pairs = ds.reshape(pairs.shape)
         # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
         _hide(pairs, hidden)
+        if self.rows_of_one_key.size:
+            pairs[..., self.rows_of_one_key, :] = 0
+        if self.weight_of_one_key is not None:
+            np.copyto(ds, 0, where=p > self.weight_of_one_key)
         if work.bias is not None:
             parts += self._of_bias(pairs, start, stop)
         if scaled is not None and at is not None:
@@ -172,9 +205,11 @@ class _Tile:
             pairs *= slope
             _hide(pairs, hidden)
         if work.dk is not None:
-            parts.append(self._to_keys("dk", work.dk, ds, self.q, start, stop))
+            parts.append(self._to_keys("dk", work.dk, ds, self.q_of_keys, start, stop))
         if work.dq is not None:
-            self._take_dq(ds, k[..., :-1])
+            k = k[..., :-1]
+            # Weights of a key that is not finite are NaN, or 0.
+            self._take_dq(ds, _finite(k) if hidden else k)
         return parts
 
     def _seen_by_mask(self, start: int, stop: int) -> tuple[int, int, Array | None]:
@@ -209,10 +244,20 @@ class _Tile:
     def _to_keys(
         self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
     ) -> Part:
-        """Sums of weighted rows, but for their last column, for each key."""
-        product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3] - 1))
-        np.matmul(weights.swapaxes(-1, -2), rows[..., :-1], out=product)
+        """Sums of weighted rows for each key."""
+        product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3]))
+        np.matmul(weights.swapaxes(-1, -2), rows, out=product)
         return total[self.block.batch, self.block.kv_heads, start:stop], product
+
+    def _add_infinite(self, dv: Array, p: Array) -> None:
+        """Add what `dout_of_keys` leaves out of dout."""
+        dout = self.dout[..., :-1]
+        if np.may_share_memory(self.dout_of_keys, dout):
+            return
+        rest = np.where(np.isfinite(dout), 0, dout)
+        for *of_keys, row in np.argwhere(rest.any(-1)):
+            weights = p[(*of_keys, row)][:, None]
+            dv[tuple(of_keys)] += np.where(weights == 0, 0, weights * rest[(*of_keys, row)])
 
     def _of_bias(self, dt: Array, start: int, stop: int) -> list[Part]:
         """Gradients of scores, summed up where the bias has one element for them."""
@@ -254,6 +299,12 @@ class _Tile:
             return
         self.dq *= self.job.compute.type(self.job.softmax_scale)
         np.copyto(dq, self.dq.reshape(dq.shape), casting="same_kind")
+
+
+def _finite(x: Array) -> Array:
+    """The array itself if all of it is finite, else a copy with 0 for what is not."""
+    is_finite = np.isfinite(x)
+    return x if is_finite.all() else np.where(is_finite, x, 0)
 
 
 def _hide(x: Array, hidden: list[tuple[slice, Array]]) -> None:

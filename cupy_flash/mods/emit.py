@@ -63,8 +63,8 @@ def emit(
 
     ``Mods`` has ``changes_scores``, ``hides_pairs``, ``calls_functions`` (the unit of special
     functions for each score) and ``has_low_scores`` (finite scores may be so low that as exponents
-    they are the lowest number that there is), and these functions, of which the first is called for a query row,
-    the second for that row and a run of keys, the others for each pair:
+    they are the lowest number that there is), and these functions, of which the first is called for
+    a query row, the second for that row and a run of keys, the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
@@ -217,7 +217,7 @@ class _Emission:
         if node.is_constant:
             largest = 2.0**127 if self._real == "float" else 2.0**1023
             return abs(node.value) >= largest
-        return node.op == "cuda" or (node.op == "scalar" and node.value != SCALE)
+        return node.op == "cuda" or (node.op == "scalar" and node.value not in (SCALE, "softcap"))
 
     def _printer(self, kind: type[PrinterT]) -> PrinterT:
         return kind(self._members, self._analysis, self._captures, self._real)

@@ -199,17 +199,21 @@ def exponent(
 
 
 def _chosen(root: Node) -> Iterator[Node]:
-    """Yield the leaves whose values, or sums of them, an expression may have."""
+    """Yield the leaves that may make an expression large.
+
+    Of what the library composes these are the leaves that are summed, as a bias is: factors, such as
+    slopes, are taken to be small. Of a user's function they are all that no bounded function holds.
+    """
     done, stack = set[Node](), [root]
     while stack:
         node = stack.pop()
         if node in done:
             continue
         done.add(node)
-        if node.op == "where":
-            stack += node.args[1:]
-        elif node.op in ("add", "sub", "min", "max", "neg", "abs"):
-            stack += node.args
+        if node.op in ("add", "sub", "min", "max", "neg", "abs", "where") or (
+            node.value in (ORDERED, EXACT) and node.op not in ("tanh", "sin", "cos", "cast")
+        ):
+            stack += [x for x in node.args if x.type == REAL]
         else:
             yield node
 

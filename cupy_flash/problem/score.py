@@ -59,6 +59,8 @@ class ScoreSpec:
         The bias, where each sequence has its own rows and they are contiguous.
     is_bounded
         Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
+    conceals
+        Whether functions or arrays may leave a row no key, or one, of those in its window.
     changes_slope
         Of a backward pass: whether derivatives by the scaled score may be others than 1.
     differentiable
@@ -79,6 +81,7 @@ class ScoreSpec:
     reads_pairs: bool = False
     bias: BiasSpec | None = None
     is_bounded: bool = False
+    conceals: bool = False
     changes_slope: bool = False
     differentiable: tuple[str, ...] = ()
 

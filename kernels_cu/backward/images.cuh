@@ -2,9 +2,11 @@
 // a thread block of the main kernel copies a tile as so many bytes, wherever the rows came from.
 //
 // An image of queries is the tile's rows of q, of dout, its row terms and its scales; one of keys
-// its rows of k, of v and its scales. Rows behind a sequence's last are zeros.
+// its rows of k, of v and its scales. Rows behind a sequence's last are zeros, and so is what
+// clean.cuh takes out of others.
 #pragma once
 
+#include "backward/clean.cuh"
 #include "backward/params.cuh"
 #include "backward/pieces.cuh"
 #include "backward/query_sums.cuh"
@@ -15,6 +17,74 @@
 
 #if __CUDA_ARCH__ >= 800
 
+// Gradients of a query are in proportion to its dout, and may be wanted as exactly as they are small.
+// So rows of dout, and delta, that are far below a tile's largest are brought near it by powers of
+// two, whose inverses these are: 2^-8 to a power of at most 15. Rows within 2^-8 keep all bits that
+// sums of float32 products need; so in most tiles all factors are 1, and nobody multiplies by them.
+//
+// dk and dv are sums over rows, to which such a row adds what it would have added.
+struct RowFactors {
+  static constexpr int rows = 128, log2_step = 8, most = 15;
+  bool differ;  // from 1, any of them
+  unsigned char powers[rows / 2];
+
+  __device__ static constexpr int power_of(float ratio) {
+    int power = 0;
+    for (float size = 0x1p-8f; power < most && ratio < size; size *= 0x1p-8f) ++power;
+    return power;
+  }
+  __device__ static float value(int power) {
+    return __uint_as_float((127 - log2_step * power) << 23);
+  }
+  __device__ static float inverse(int power) {
+    return __uint_as_float((127 + log2_step * power) << 23);
+  }
+  __device__ int power(int row) const { return powers[row / 2] >> row % 2 * 4 & 15; }
+  __device__ float of(int row) const { return value(power(row)); }
+
+  // Of a row that is even and the next one, as float16: 0 from 2^-32 on.
+  __device__ unsigned of_pair(int row) const {
+    const int two = powers[row / 2];
+    return pack<half_t>(value(two & 15), value(two >> 4));
+  }
+
+  // To p of a lane's queries and keys as accumulators have them, of queries from `first` on.
+  template <int row_tiles, int column_tiles>
+  __device__ void apply_to_p(float (&p)[row_tiles][column_tiles][4], int first) const {
+    if (!differ) return;
+#pragma unroll
+    for (int j = 0; j < column_tiles; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float factor = of(first + 8 * j + threadIdx.x % 4 * 2 + c);
+#pragma unroll
+        for (int i = 0; i < row_tiles; ++i) {
+          p[i][j][c] *= factor;
+          p[i][j][2 + c] *= factor;
+        }
+      }
+    }
+  }
+
+  // To sums of dq, of the tiles of 16 rows from `first_tile` on.
+  template <int row_tiles, int column_tiles>
+  __device__ void apply_to_rows(float (&sums)[row_tiles][column_tiles][4], int first_tile) const {
+    if (!differ) return;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = of(16 * (first_tile + i) + 8 * half + threadIdx.x % 32 / 4);
+#pragma unroll
+        for (int j = 0; j < column_tiles; ++j) {
+          sums[i][j][2 * half] *= factor;
+          sums[i][j][2 * half + 1] *= factor;
+        }
+      }
+    }
+  }
+};
+
 // Powers of two that pieces are in units of, and what bounds gradients of scores: a product dp is
 // at most that of the rows' norms.
 struct QueryScales {
@@ -22,11 +92,17 @@ struct QueryScales {
   float dout;
   float dout_norm;
   float delta;  // the largest without its sign
+  RowFactors factors;
 };
 struct KeyScales {
+  static constexpr int keys = 256;
   float k;
   float v;
   float v_norm;
+  bool has_infinite;
+  unsigned infinite[keys / 32];  // a bit for each
+
+  __device__ bool is_infinite(int key) const { return infinite[key / 32] >> key % 32 & 1; }
 };
 
 // How images of tiles lie: Rows x (Dim + DimV) pieces, and so many bytes of terms for each row.
@@ -82,7 +158,12 @@ struct ImageMaker {
   static constexpr int warps = threads / 32;
   struct Shared {
     float of_warps[warps];
+    float tops[RowFactors::rows];  // of each row of dout
+    unsigned char powers[RowFactors::rows];
+    unsigned infinite[KeyScales::keys / 32];
   };
+  static_assert(Config::Br <= RowFactors::rows && Config::Bc <= KeyScales::keys, "room for all");
+  static_assert(sizeof(QueryScales) <= 128 && sizeof(KeyScales) <= 128, "behind an image");
 
   Shared& shared;
 
@@ -99,7 +180,8 @@ struct ImageMaker {
     return x;
   }
 
-  // Rows x Dim numbers, of which rows from `left` on are not there, become pieces at `image`.
+  // Rows x Dim numbers, of which rows from `left` on are not there, become pieces at `image`: what
+  // clean.cuh leaves of them, where infinities in k become 0 and flags.
   template <int Rows, int Dim, int Padded>
   struct Part {
     using Layout = SwizzledRows<half_t, 2 * Padded>;
@@ -115,11 +197,28 @@ struct ImageMaker {
     const float* rows;
     int64 stride;
     int left;
+    const typename Images::Terms* terms;  // null of keys
+    bool is_q = false;
+    bool is_k = false;
+
+    __device__ bool is_there(int row) const {
+      if (row >= min(left, Rows)) return false;
+      if (terms == nullptr) return true;
+      return !(is_q ? clears_q(terms[row]) : clears_dout(terms[row]));
+    }
 
     // Eight columns of a row, and zeros behind the last one.
     __device__ auto read(int row, int chunk) const {
-      const int inside = row < left ? max(0, min(8, Dim - 8 * chunk)) : 0;
+      const int inside = is_there(row) ? max(0, min(8, Dim - 8 * chunk)) : 0;
       return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, inside);
+    }
+
+    // Of k, what pieces are made of in place of x.
+    __device__ static float clean(const ImageMaker& maker, float x, int row) {
+      if (fabsf(x) == SoftmaxMath<float>::infinity()) {
+        atomicOr(&maker.shared.infinite[row / 32], 1u << row % 32);
+      }
+      return fabsf(x) < SoftmaxMath<float>::infinity() ? x : 0;
     }
 
     // All lanes call visit(row, chunk of the row), and behind the last chunk end(row).
@@ -139,9 +238,10 @@ struct ImageMaker {
     // What is no number makes no unit of others' infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
-    // Gives the pieces' unit, and `norm` the largest of a row's.
-    __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
-      float top = 0;
+    // The largest number of the tile, and tell(row, top) those of rows.
+    template <class Tell>
+    __device__ float largest(const ImageMaker& maker, Tell tell) const {
+      float top = 0, of_all = 0;
       for_each(
           [&](int row, int chunk) {
             const auto x = read(row, chunk);
@@ -151,22 +251,47 @@ struct ImageMaker {
               if (size < SoftmaxMath<float>::infinity()) top = fmaxf(top, size);
             }
           },
-          [](int) {});
-      const Unit unit = Unit::of(maker.largest(top));
+          [&](int row) {
+#pragma unroll
+            for (int bit = 1; bit < lanes; bit *= 2) {
+              top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+            }
+            if (row < Rows) tell(row, top);
+            of_all = fmaxf(of_all, top);
+            top = 0;
+          });
+      return maker.largest(of_all);
+    }
+
+    // In units of their largest.
+    __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
+      const Unit unit = Unit::of(largest(maker, [](int, float) {}));
+      norm = write(maker, image, unit, [](int) { return 1.0f; });
+      return unit.size;
+    }
+
+    // In a unit, rows times factor(row); gives the largest norm of those.
+    template <class Factor>
+    __device__ float write(const ImageMaker& maker, char* image, const Unit& unit,
+                           Factor factor) const {
       float squares = 0, most = 0;
       for_each(
           [&](int row, int chunk) {
+            if (row >= Rows) return;
             const auto x = read(row, chunk);
+            const float of_row = factor(row);
+            const auto scaled = [&](float of) {
+              return (is_k ? clean(maker, of, row) : of) * of_row * unit.inverse;
+            };
             Vector<unsigned, 4> big, small;
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const float low = x.at[2 * e] * unit.inverse, high = x.at[2 * e + 1] * unit.inverse;
+              const float low = scaled(x.at[2 * e]), high = scaled(x.at[2 * e + 1]);
               squares = fma(finite(low), finite(low), fma(finite(high), finite(high), squares));
               const SplitPair pair = SplitPair::of(low, high);
               big.at[e] = pair.big;
               small.at[e] = pair.small;
             }
-            if (row >= Rows) return;
             *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunk)) = big;
             *reinterpret_cast<Vector<unsigned, 4>*>(image + Layout::offset(row, chunks + chunk)) =
                 small;
@@ -179,10 +304,22 @@ struct ImageMaker {
             most = fmaxf(most, squares);
             squares = 0;
           });
-      norm = sqrtf(maker.largest(most)) * unit.size;
-      return unit.size;
+      return sqrtf(maker.largest(most)) * unit.size;
     }
   };
+
+  // What the thread's row of dout and its delta are multiplied by, whose largest in the tile are
+  // `top` and `delta`.
+  __device__ float find_factor(int row, float of_row, float top, float delta) const {
+    const float size = fabsf(of_row), of_dout = shared.tops[row];
+    int power = 0;
+    if (size < SoftmaxMath<float>::infinity() && (size > 0 || of_dout > 0)) {
+      power = RowFactors::power_of(
+          fmaxf(top > 0 ? of_dout / top : 0, delta > 0 ? size / delta : 0));
+    }
+    shared.powers[row] = power;
+    return RowFactors::inverse(power);
+  }
 
   __device__ void of_queries(const GradientParams& p, int block) const {
     constexpr int Br = Config::Br;
@@ -196,22 +333,43 @@ struct ImageMaker {
     const auto rows = [&](const Tensor& tensor) {
       return tensor.head<const float>(at.q_batch, work.head) + first_row * tensor.row_stride;
     };
+    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
     QueryScales scales = {};
     float norm;
-    scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left}
+    scales.q = Part<Br, Config::head_dim, Config::padded_dim>{rows(p.q), p.q.row_stride, left, terms, true}
                    .write(*this, image, norm);
-    scales.dout =
-        Part<Br, Config::head_dim_v, Config::padded_dim_v>{rows(p.dout), p.dout.row_stride, left}
-            .write(*this, image + Image::second_at, scales.dout_norm);
-    const auto* terms = row_terms<Config>(p) + first_row_of_head(p, at, work.head) + work.begin;
-    auto* of_image = reinterpret_cast<typename Images::Terms*>(image + Image::terms_at);
-    float delta = 0;
-    for (int row = threadIdx.x; row < Br; row += threads) {
-      of_image[row] = row < left ? terms[row] : typename Images::Terms{};
-      const float size = fabsf(of_image[row].delta);
-      if (size < SoftmaxMath<float>::infinity()) delta = fmaxf(delta, size);
+    const Part<Br, Config::head_dim_v, Config::padded_dim_v> dout = {
+        rows(p.dout), p.dout.row_stride, left, terms};
+    const float top = dout.largest(*this, [&](int row, float of_row) { shared.tops[row] = of_row; });
+    static_assert(Br <= threads, "a thread has a row at most");
+    const int row = threadIdx.x;
+    const bool is_own = row < Br;
+    auto own = is_own && row < left ? terms[row] : typename Images::Terms{};
+    if (clears_dout(own)) own.delta = 0;
+    const auto finite_size = [&] {
+      const float size = fabsf(own.delta);
+      return size < SoftmaxMath<float>::infinity() ? size : 0;
+    };
+    const float delta = largest(finite_size());
+    float most = 0;
+    if (is_own) {
+      const float factor = find_factor(row, own.delta, top, delta);
+      own.delta *= factor;
+      most = shared.tops[row] * factor;
+      reinterpret_cast<typename Images::Terms*>(image + Image::terms_at)[row] = own;
     }
-    scales.delta = largest(delta);
+    const Unit unit = Unit::of(largest(most));
+    scales.dout = unit.size;
+    scales.delta = largest(finite_size());
+    scales.dout_norm = dout.write(*this, image + Image::second_at, unit, [&](int of) {
+      return RowFactors::inverse(shared.powers[of]);
+    });
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < Br; ++i) {
+        scales.factors.powers[i / 2] |= shared.powers[i] << i % 2 * 4;
+        scales.factors.differ |= shared.powers[i] != 0;
+      }
+    }
     if (threadIdx.x == 0) *reinterpret_cast<QueryScales*>(image + Image::scales_at) = scales;
   }
 
@@ -227,12 +385,21 @@ struct ImageMaker {
     const auto rows = [&](const Tensor& tensor) {
       return tensor.head<const float>(at.k_batch, work.head) + first_row * tensor.row_stride;
     };
+    constexpr int words = KeyScales::keys / 32;
+    if (threadIdx.x < words) shared.infinite[threadIdx.x] = 0;
     KeyScales scales = {};
     float norm;
-    scales.k = Part<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left}
-                   .write(*this, image, norm);
-    scales.v = Part<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left}
+    scales.k =
+        Part<Bc, Config::head_dim, Config::padded_dim>{rows(p.k), p.k.row_stride, left, nullptr, false, true}
+            .write(*this, image, norm);
+    scales.v = Part<Bc, Config::head_dim_v, Config::padded_dim_v>{rows(p.v), p.v.row_stride, left,
+                                                                  nullptr}
                    .write(*this, image + Image::second_at, scales.v_norm);
+#pragma unroll
+    for (int i = 0; i < words; ++i) {
+      scales.infinite[i] = shared.infinite[i];
+      scales.has_infinite |= scales.infinite[i] != 0;
+    }
     if (threadIdx.x == 0) *reinterpret_cast<KeyScales*>(image + Image::scales_at) = scales;
   }
 };

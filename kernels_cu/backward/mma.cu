@@ -32,7 +32,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
   using Base::p_at, Base::queries_at, Base::douts_at, Base::terms_at, Base::load_keys, Base::load;
   using Base::group, Base::is_last, Base::step_behind, Base::turn_of, Base::read;
   using Base::multiply_in_pair, Base::units, Base::second_unit, Base::scale, Base::read_ds;
-  using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds;
+  using Base::first_sum_tile, Base::first_of_p, Base::first_of_ds, Base::factors;
+  using Base::clean_keys, Base::clean_queries, Base::apply_to_left;
   using typename Base::Gradient;
   using typename Base::Piece;
   using typename Base::Scores;
@@ -69,10 +70,12 @@ struct MmaGradients : MmaGradientProducts<Config> {
     Step step = {work.head * group(), tiles.end - 1};
     load(0, step);
     int stage = 0;
+    if constexpr (Config::inspects && !in_pieces) clean_keys();
     while (true) {
       ptx::cp_async_wait_group<0>();
       // Nobody reads the tile before any more, whose place the next one takes.
       __syncthreads();
+      if constexpr (Config::inspects && !in_pieces) clean_queries(stage);
       if (stages > 1 && !is_last(step)) load(1 - stage, step_behind(step));
       visit(stage, step.head, step.tile);
       if (is_last(step)) break;
@@ -151,6 +154,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     } else {
       weigh<false>(scores, gradients, stage, head, tile, first);
     }
+    if constexpr (in_pieces && wants_v) factors(stage).apply_to_p(scores, first);
     const float second_of_ds =
         Base::template take_unit<finds_ds>(gradients, first_of_ds, exchanges_ds, first);
     const float second_of_p =
@@ -159,6 +163,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
     Base::template make_left<exchanges_ds>(of_ds, gradients, ds_at(), first);
     Base::template make_left<exchanges_p>(of_p, scores, p_at(), first);
     if constexpr (wants_k) {
+      if constexpr (in_pieces) apply_to_left(of_ds, stage, first);
       Base::template add_product<Columns, Layout>(sums_k, of_ds, query_rows,
                                                   units(stage).of_k * second_of_ds);
     }
@@ -177,11 +182,20 @@ struct MmaGradients : MmaGradientProducts<Config> {
     const Units unit = units(stage);
     constexpr bool of_scaled = in_pieces && !Config::Mods::changes_scores;
     const Weigh<Config, columns / 4, 2 * row_tiles> weigh = {
-        p, mask, at, work.batch, head, of_scaled ? scale_log2 * unit.score : scale_log2};
+        p,
+        mask,
+        at,
+        work.batch,
+        head,
+        of_scaled ? scale_log2 * unit.score : scale_log2,
+        in_pieces ? 1 / Units::unit_of_p : 1};
     const auto element = [](auto& of, int r, int n) -> float& {
       return of[n / 2][r / 2][2 * (n % 2) + r % 2];
     };
-    if constexpr (in_pieces) scale(scores, gradients, unit);
+    if constexpr (in_pieces) {
+      scale(scores, gradients, unit);
+      hide_infinite_keys(scores);
+    }
     weigh.template run<Masked>(
         [&](int r) { return tile * Br + column + r / 2 * 8 + r % 2; },
         work.begin + key_warp() * warp_keys + lane / 4,
@@ -196,6 +210,30 @@ struct MmaGradients : MmaGradientProducts<Config> {
         for (int j = 0; j < columns / 8; ++j) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) seen[i][c / 2] += scores[i][j][c];
+        }
+      }
+    }
+  }
+
+  // Pieces of an infinite key are zeros: its scores, times the scale, are -inf where they make no
+  // lse NaN.
+  __device__ void hide_infinite_keys(Scores& scores) const {
+    const auto& keys =
+        *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_at);
+    if (!keys.has_infinite) return;
+    const float infinity = SoftmaxMath<float>::infinity();
+    const float hidden = !Config::Mods::changes_scores && scale_log2 < 0 ? infinity : -infinity;
+#pragma unroll
+    for (int i = 0; i < row_tiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!keys.is_infinite(key_warp() * warp_keys + 16 * i + 8 * half + lane / 4)) continue;
+#pragma unroll
+        for (int j = 0; j < columns / 8; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            scores[i][j][2 * half + c] = hidden;
+          }
         }
       }
     }
@@ -218,6 +256,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
         }
         if constexpr (wants_k) {
           read(left, ds_at(), first);
+          if constexpr (in_pieces) apply_to_left(left, stage, first);
           float factor = units(stage).of_k;
           if constexpr (finds_ds) factor *= second_unit(first_of_ds, key_warp(), first);
           Base::template add_product<Columns, Layout>(
@@ -246,6 +285,7 @@ struct MmaGradients : MmaGradientProducts<Config> {
           return second_unit(first_of_ds, key / warp_keys, 16 * (first_sum_tile() + i));
         });
       }
+      factors(stage).apply_to_rows(sums, first_sum_tile());
       own.add(sums, units(stage).of_q);
     } else {
       own.begin(sums);

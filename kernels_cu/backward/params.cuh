@@ -41,7 +41,7 @@ struct GradientParams : Params {
 // and ds = p (dp - delta).
 template <class T>
 struct alignas(2 * sizeof(T)) RowTerms {
-  T lse_log2;  // +inf of a row that sees no key, so that its p is 0
+  T lse_log2;  // +inf of a row that sees no key, whatever its sink, so that its p is 0
   T delta;     // rowsum(dout * out) - dlse
 };
 
@@ -64,6 +64,26 @@ __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at,
   if (row >= at.seqlen_q) return {SoftmaxMath<T>::infinity(), 0};
   return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
 }
+
+// A row that sees one key alone gives that key's value, and its scores have no gradient: p is 1, and
+// dp is delta. Both are found in other orders, so their difference would be a small number that is
+// not 0. Where a row's keys are known by their places, so are such rows. Elsewhere one counts as
+// such whose p is above this: the true gradient, (1 - p) (dp - the mean dp of the other keys), is
+// then below what delta is off by, which is made of an output that is rounded to `Element` (in
+// float32 and float64 below what dp is, a sum of dozens of rounded products). That much of p is also
+// what lse and the score, found once more, leave uncertain.
+template <class Element>
+constexpr Accumulator<Element> p_of_one_key = Accumulator<Element>(1) - 0x1p-18f;
+template <>
+constexpr float p_of_one_key<bfloat16_t> = 1 - 0x1p-11f;
+template <>
+constexpr float p_of_one_key<half_t> = 1 - 0x1p-14f;
+template <>
+constexpr double p_of_one_key<double> = 1 - 0x1p-44;
+
+// But where lse has a gradient of its own, or a part of it is a sink's.
+template <class Config>
+constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
 
 // The type of a gradient: the input's, or what the caller asks for of all.
 template <class Config, class Input, bool AsInput = Config::as_inputs>

@@ -5,6 +5,7 @@
 #include "backward/params.cuh"
 #include "backward/query_sums.cuh"
 #include "backward/unseen_rows.cuh"
+#include "score/capture.cuh"
 #include "tile/access.cuh"
 #include "grid/schedule.cuh"
 
@@ -37,19 +38,41 @@ struct RowTermsOf {
     const int row = index % rows_of_head;
     const int batch = is_packed ? 0 : head / p.heads_q;
     const int head_q = is_packed ? head : head % p.heads_q;
+    bool is_zero = true;  // what the lane has of the output
     const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
-                          p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride);
+                          p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride,
+                          is_zero);
+    if constexpr (Config::sinks) {
+#pragma unroll
+      for (int bit = 1; bit < lanes; bit *= 2) {
+        is_zero &= bool(__shfl_xor_sync(~0u, int(is_zero), bit));
+      }
+    }
     if (number >= rows) return;
     if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
-    T delta = sum;
+    const T lse_log2 = lse * SoftmaxMath<T>::log2_e;
+    bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
+    // All that is left of such a row is its sink.
+    if constexpr (Config::sinks) {
+      sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
+    }
+    // The output of a row that sees no key depends on nothing, whatever its dout holds.
+    T delta = Config::inspects && sees_nothing ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
-    const bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
-    row_terms<Config>(p)[index] = {sees_nothing ? -lse : lse * SoftmaxMath<T>::log2_e, delta};
+    const T infinity = Config::sinks ? SoftmaxMath<T>::infinity() : -lse;
+    row_terms<Config>(p)[index] = {sees_nothing ? infinity : lse_log2, delta};
   }
 
  private:
-  __device__ static T product(const Element* out, const Element* dout) {
+  // A template, as only units with modifications have sinks.
+  template <class AnyParams>
+  __device__ static T sink_of(const AnyParams& p, int head) {
+    return p.mods.sinks.at(head);
+  }
+
+  // `is_zero` stays true if all that the lane has of the output is 0.
+  __device__ static T product(const Element* out, const Element* dout, bool& is_zero) {
     T sum = 0;
 #pragma unroll
     for (int first = 0; first < pieces; first += lanes) {
@@ -58,7 +81,10 @@ struct RowTermsOf {
       const auto x = load_elements<width, Config::alignment>(out + column, left);
       const auto y = load_elements<width, Config::alignment>(dout + column, left);
 #pragma unroll
-      for (int e = 0; e < width; ++e) sum = fma(widen(x.at[e]), widen(y.at[e]), sum);
+      for (int e = 0; e < width; ++e) {
+        sum = fma(widen(x.at[e]), widen(y.at[e]), sum);
+        if constexpr (Config::sinks) is_zero &= widen(x.at[e]) == T(0);
+      }
     }
 #pragma unroll
     for (int bit = 1; bit < lanes; bit *= 2) sum += __shfl_xor_sync(~0u, sum, bit);

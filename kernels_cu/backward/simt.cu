@@ -24,6 +24,7 @@ struct SimtGradients {
   static constexpr int own_columns = Products::own_columns;
   static constexpr int own_dims = Products::own_dims;
   static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
+  static constexpr bool hides = Config::causal || Config::modified;  // pairs of whole tiles
   static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
 
   struct Shared {
@@ -124,10 +125,10 @@ struct SimtGradients {
         if constexpr (Config::Mods::hides_pairs) seen[i] += scores[i][j];
       }
     }
-    Products::template add<Config::head_dim>(sums, shared.operands, shared.ds, second, column);
+    Products::template add<Config::head_dim, hides>(sums, shared.operands, shared.ds, second, column);
     if constexpr (OfKeys) {
-      Products::template add<Config::head_dim_v>(sums_v, shared.operands, shared.p, second_v,
-                                                 column);
+      Products::template add<Config::head_dim_v, hides>(sums_v, shared.operands, shared.p,
+                                                        second_v, column);
     }
   }
 

@@ -2,6 +2,7 @@
 // that are `side` apart; arrays come through shared memory a slice of head_dim at a time.
 #pragma once
 
+#include "backward/compensated_sum.cuh"
 #include "backward/params.cuh"
 #include "tile/element.cuh"
 
@@ -47,15 +48,19 @@ struct SimtProducts {
   __device__ static int y() { return threadIdx.x / side; }
 
   // A slice of Dim columns of some rows, zeros where there are none; when all have left the last.
+  // Tells whether what the thread has loaded is finite.
   template <int Dim, int Size>
-  __device__ static void load(T (&target)[Size], const HeadRows<Element>& source, int first,
+  __device__ static bool load(T (&target)[Size], const HeadRows<Element>& source, int first,
                               int begin_dim) {
+    bool is_clean = true;
     for (int i = threadIdx.x; i < Size / stride * slice; i += threads) {
       const int row = first + i / slice, d = begin_dim + i % slice;
       const bool is_there = row < source.count && d < Dim;
-      target[i / slice * stride + i % slice] =
-          is_there ? widen(source.begin[row * source.stride + d]) : T(0);
+      const T x = is_there ? widen(source.begin[row * source.stride + d]) : T(0);
+      is_clean = is_clean && is_finite(x);
+      target[i / slice * stride + i % slice] = x;
     }
+    return is_clean;
   }
 
   // product = rows columns', of Dim columns each.
@@ -90,28 +95,43 @@ struct SimtProducts {
   }
 
   // sums += weights columns, `weights` with `Columns` + 1 between its rows in shared memory. A
-  // tile's share is summed alone: long sums lose less to rounding.
-  template <int Dim, int Slices>
+  // tile's share is summed alone: long sums lose less to rounding. With Selects a weight of 0 stands
+  // for a pair that is hidden, whatever the column holds: 0 times NaN is no part of the sum.
+  template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns,
                              int first_column) {
 #pragma unroll
     for (int s = 0; s < Slices; ++s) {
       __syncthreads();
-      load<Dim>(shared.columns, columns, first_column, s * slice);
-      __syncthreads();
+      const bool is_clean = load<Dim>(shared.columns, columns, first_column, s * slice);
       T share[own_rows][own_dims] = {};
+      const auto sum_up = [&](auto take) {
 #pragma unroll 4
-      for (int c = 0; c < Columns; ++c) {
-        T right[own_dims];
+        for (int c = 0; c < Columns; ++c) {
+          T right[own_dims];
 #pragma unroll
-        for (int d = 0; d < own_dims; ++d) right[d] = shared.columns[c * stride + x() + d * side];
+          for (int d = 0; d < own_dims; ++d) right[d] = shared.columns[c * stride + x() + d * side];
 #pragma unroll
-        for (int i = 0; i < own_rows; ++i) {
-          const T left = weights[(y() + i * side) * (Columns + 1) + c];
+          for (int i = 0; i < own_rows; ++i) {
+            const T left = weights[(y() + i * side) * (Columns + 1) + c];
 #pragma unroll
-          for (int d = 0; d < own_dims; ++d) share[i][d] = fma(left, right[d], share[i][d]);
+            for (int d = 0; d < own_dims; ++d) {
+              share[i][d] = fma(left, take(left, right[d]), share[i][d]);
+            }
+          }
         }
+      };
+      bool selects = false;
+      if constexpr (Selects) {
+        selects = __syncthreads_or(!is_clean);
+      } else {
+        __syncthreads();
+      }
+      if (selects) {
+        sum_up([](T left, T right) { return left == 0 ? T(0) : right; });
+      } else {
+        sum_up([](T, T right) { return right; });
       }
 #pragma unroll
       for (int i = 0; i < own_rows; ++i) {

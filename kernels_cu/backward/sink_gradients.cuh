@@ -38,7 +38,7 @@ struct SinkGradients {
       const int batch = is_packed ? 0 : i / p.seqlen_q;
       const int64 row = is_packed ? i : i % p.seqlen_q;
       const int rows = is_packed ? p.total_q : p.seqlen_q;
-      terms.add(term(p, batch, head, row, (int64(batch) * p.heads_q + head) * rows + row, sink));
+      terms.add(term(p, (int64(batch) * p.heads_q + head) * rows + row, sink));
     }
     T total = terms.total();
 #pragma unroll
@@ -51,26 +51,12 @@ struct SinkGradients {
     return total;
   }
 
-  // Of a row, and of where it stands in lse.
-  __device__ static T term(const GradientParams& p, int batch, int head, int64 row, int64 index,
-                           T sink) {
-    const RowTerms<T> terms = row_terms<Config>(p)[index];
-    const T sink_log2 = sink * Math::log2_e;
-    T delta = terms.delta;
-    // All that is left of a row that sees no key is its sink. Its output is 0, and depends on
-    // nothing: whatever its dout holds has no part in delta.
-    if (!is_finite(delta) && terms.lse_log2 == sink_log2 && is_zero(p, batch, head, row)) {
-      delta = 0;
-      if constexpr (Config::has_dlse) delta = -static_cast<const T*>(p.dlse)[index];
-    }
-    return Math::exp2(sink_log2 - terms.lse_log2) * delta;
-  }
-
-  __device__ static bool is_zero(const GradientParams& p, int batch, int head, int64 row) {
-    const Element* out = p.out.head<const Element>(batch, head) + row * p.out.row_stride;
-    bool found = true;
-    for (int d = 0; d < Config::head_dim_v; ++d) found = found && widen(out[d]) == T(0);
-    return found;
+  // Of a row, where it stands in lse. Of one that sees no key, as of all others, lse contains the
+  // sink, and delta is what it should be.
+  __device__ static T term(const GradientParams& p, int64 index, T sink) {
+    const T lse = static_cast<const T*>(p.lse)[index];
+    if (lse == -Math::infinity()) return 0;
+    return Math::exp2((sink - lse) * Math::log2_e) * row_terms<Config>(p)[index].delta;
   }
 };
 

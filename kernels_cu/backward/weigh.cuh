@@ -31,6 +31,7 @@ struct Weigh {
   int batch;
   int head;
   T scale_log2;
+  T one = 1;  // of what p is in units of, below
 
   // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
   // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
@@ -41,11 +42,14 @@ struct Weigh {
                       Step step) const {
     visit<Masked, OfScaled>(
         row_of, first_key, terms, score, step,
-        [&](int r, int n, bool seen, T exponent, T slope) {
+        [&](int r, int n, bool seen, bool sees_one, T exponent, T slope) {
           const T probability = seen ? Math::exp2(exponent) : T(0);
           const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
           score(r, n) = probability;
-          gradient(r, n) = seen ? of_score : T(0);
+          // Where functions hide, scores of -inf do, too.
+          bool counts = Config::conceals ? probability != 0 : seen;
+          if constexpr (may_see_one) counts = counts && !(probability > one * limit);
+          gradient(r, n) = counts && !sees_one ? of_score : T(0);
         },
         0, Queries);
   }
@@ -56,10 +60,25 @@ struct Weigh {
                         int last) const {
     visit<Masked, true>(
         row_of, first_key, terms, score, step,
-        [&](int r, int n, bool seen, T exponent, T) {
+        [&](int r, int n, bool seen, bool, T exponent, T) {
           score(r, n) = seen ? Math::exp2(exponent) : T(0);
         },
         first, last);
+  }
+
+  // The gradients of rows that see one key by their places become 0. Of rows in their order, few of
+  // which are such: asked of all of them at once first.
+  template <class RowOf, class Gradient>
+  __device__ void settle(RowOf row_of, Gradient gradient) const {
+    if constexpr (settles_one_key<Config>) {
+      if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
+#pragma unroll
+      for (int r = 0; r < Queries; ++r) {
+        if (count(row_of(r)) != 1) continue;
+#pragma unroll
+        for (int n = 0; n < Keys; ++n) gradient(r, n) = 0;
+      }
+    }
   }
 
   // Without modifications: p of pairs that are hidden by their places becomes 0.
@@ -76,6 +95,19 @@ struct Weigh {
   }
 
  private:
+  using Element = typename Config::Element;
+  static constexpr T limit = p_of_one_key<Element>;
+  // Whether functions or arrays may leave a row one key of several.
+  static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
+
+  // Whether rows that see one key by their places are asked for: of 16-bit inputs those are above the
+  // limit as well, unless scores are of thousands, and registers are few.
+  static constexpr bool asks_places =
+      settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);
+
+  // How many keys a row sees by their places. It grows from row to row, and then falls.
+  __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
+
   // Keys that a row sees by their places, from the first on.
   struct Places {
     int begin;
@@ -92,8 +124,9 @@ struct Weigh {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
-  // Tells `put` of each pair whether it is seen, its exponent, and the slope of its score. Hidden
-  // pairs are to be left out by selection: a NaN in what they are made of leaves no trace.
+  // Tells `put` of each pair whether it is seen, whether its row sees one key by its place, its
+  // exponent, and the slope of its score. Hidden pairs are to be left out by selection: a NaN in
+  // what they are made of leaves no trace.
   template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
             class Put>
   __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,
@@ -127,6 +160,7 @@ struct Weigh {
       const T lse_log2 = terms(r).lse_log2;
       Places places = {};
       if constexpr (Masked) places = places_of(row, first_key);
+      const bool sees_one = Masked && asks_places && count(row) == 1;
       if constexpr (is_modified) {
         const auto mod = mod_row(row, lse_log2);
         const auto keys = Mods::keys(p.mods, mod, first_key);
@@ -146,13 +180,13 @@ struct Weigh {
           if constexpr (Mods::hides_pairs) {
             seen = seen && Mods::template sees<Inside>(p.mods, mod, keys, step(n));
           }
-          put(r, n, seen, exponent, slope);
+          put(r, n, seen, sees_one, exponent, slope);
         }
       } else {
 #pragma unroll
         for (int n = 0; n < Keys; ++n) {
           const bool seen = !Masked || places.include(step(n));
-          put(r, n, seen, fma(score(r, n), scale_log2, -lse_log2), T(1));
+          put(r, n, seen, sees_one, fma(score(r, n), scale_log2, -lse_log2), T(1));
         }
       }
     }

@@ -131,6 +131,13 @@ __device__ inline unsigned cvt_rn_f16x2_f32(float low, float high) {
   return result;
 }
 
+// mul.rn.f16x2: denormal numbers stay what they are.
+__device__ inline unsigned mul_f16x2(unsigned x, unsigned y) {
+  unsigned result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
 // cp.async: Bytes (4, 8 or 16) from global to shared memory, of which the first source_bytes are
 // read and the rest is filled with zeros. 16-byte copies go around L1.
 template <int Bytes>

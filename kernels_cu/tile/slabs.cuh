@@ -49,6 +49,18 @@ struct SlabTile {
     }
   }
 
+  // One row likewise, by one thread.
+  __device__ static void clear_row(unsigned tile, int row) {
+    const unsigned zeros[4] = {};
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; ++slab) {
+#pragma unroll 1
+      for (int byte = 0; byte < line_bytes; byte += 16) {
+        ptx::st_shared_v4(tile + slab * slab_bytes + row * line_bytes + byte, zeros);
+      }
+    }
+  }
+
   // Matrix descriptors (PTX ISA, "Matrix-descriptor format for wgmma") of the whole tile at address
   // 0, to which an address in units of 16 bytes is added. With k along the columns:
   static constexpr unsigned long long k_along_columns() { return descriptor(16, 8 * line_bytes); }

@@ -28,8 +28,8 @@ from cupy_flash.gpu.block_maps import (
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_compiler
 from cupy_flash.mods.block_list import BlockList
 from cupy_flash.mods.modification import MaskMod
-from cupy_flash.problem.problem import MAX_SEQLEN
 from cupy_flash.problem.device import device_for_arch
+from cupy_flash.problem.problem import MAX_SEQLEN
 
 SEED = np.random.default_rng(5)
 KERNELS = ("find_ranges", "build_block_map", "order_tiles")

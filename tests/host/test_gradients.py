@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.edge_gradients import NONE, ONE_KEY, confident_call
 from support.gradient_calls import KINDS, random_gradient_call
 from support.gradient_rule import check_gradients
 
@@ -213,6 +214,77 @@ def test_rows_without_keys_leave_no_trace_whatever_they_hold(rng: Any) -> None:
     assert not dq[:, :30].any()
     assert not dk[:, 40:].any()
     assert not dv[:, 40:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ONE_KEY)
+def test_scores_of_a_row_that_sees_one_key_have_no_gradient(way: str, dtype: str, rng: Any) -> None:
+    call = ONE_KEY[way](rng)
+    arrays = call.arrays(dtype, 40, rng)
+    dq, dk, dv = call.backward(arrays, call.forward(arrays, np), np, tile=Tile(32, 48))
+    assert not dq[:, call.rows].any()
+    assert dv.any()
+    if call.rows == slice(None):
+        assert not dk.any()
+    else:
+        assert dq.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_other_keys_with_little_weight_have_gradients(dtype: str, rng: Any) -> None:
+    call = confident_call(dtype, 40, rng)
+    check_gradients(call, call.run(np, backend="cpu"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", NONE)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_nobody_sees_leaves_no_trace(way: str, dtype: str, value: float, rng: Any) -> None:
+    call = NONE[way](rng)
+    arrays = call.poisoned(call.arrays(dtype, 40, rng), 0)
+    results = call.forward(arrays, np)
+    expected = call.backward(arrays, results, np, tile=Tile(32, 48))
+    found = call.backward(call.poisoned(arrays, value), results, np, tile=Tile(32, 48))
+    for one, other in zip(found, expected, strict=True):
+        assert np.isfinite(one.astype(np.float32)).all()
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_some_see_reaches_only_those(name: str, value: float, rng: Any) -> None:
+    q, k, v, dout = random_arrays(rng)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    options: dict[str, Any] = {"causal": True, "q_offset": 0, "tile": Tile(32, 16)}
+
+    def run() -> list[Any]:
+        out, lse = flash_attention(*(arrays[n] for n in "qkv"), return_lse=True, **options)
+        # Of values that are not finite, forward makes outputs of other rows of the same tile.
+        out[:, :40] = clean_out[:, :40]
+        given = (arrays[n] for n in ("dout", *"qkv"))
+        return list(flash_attention_backward(*given, out, lse, **options))
+
+    clean_out = flash_attention(q, k, v, **options)
+    expected = run()
+    arrays[name][:, 40] = value
+    dq, dk, dv = run()
+    # Query 40 sees the keys up to 40, and that key is seen by queries from 40 on.
+    np.testing.assert_array_equal(dq[:, :40], expected[0][:, :40])
+    assert not np.isfinite(dq[:, 40]).any()
+    if name in ("q", "dout"):
+        for got, right in ((dk, expected[1]), (dv, expected[2])):
+            np.testing.assert_array_equal(got[:, 41:], right[:, 41:])
+            assert not np.isfinite(got[:, :41]).any()
+
+
+def test_rows_of_a_small_dout_are_as_exact_as_others(rng: Any) -> None:
+    q, k, v, dout = random_arrays(rng)
+    dout[:, 1::2] *= 1e-12
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    dq = flash_attention_backward(dout, q, k, v, out, lse, wrt=("q",))[0]
+    exact = attention_backward_reference(dout, q, k, v, wrt=("q",))[0]
+    error = np.abs(dq - exact).max(axis=-1) / np.abs(exact).max(axis=-1)
+    assert error.max() < 1e-4
 
 
 def test_tiles_that_a_mask_hides_are_skipped(rng: Any, monkeypatch: Any) -> None:

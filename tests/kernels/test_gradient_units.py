@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupy_flash import ScoreMod, plan_backward
+from cupy_flash import MaskMod, ScoreMod, plan_backward
 from cupy_flash.gpu.compiler import compile_cubin, known_architectures
 from cupy_flash.problem.device import device_for_arch
 
@@ -24,6 +24,7 @@ TABLE = ScoreMod(
     table=np.zeros((HEADS, 129), np.float32),
     differentiable=["table"],
 )
+DOCUMENTS = MaskMod(lambda i, j: i // 64 == j // 64)
 BIAS = np.zeros((1, HEADS, SEQLEN, SEQLEN), np.float16)
 SINKS = np.zeros(HEADS, np.float32)
 LENGTHS = np.array([99], np.int32)
@@ -35,12 +36,13 @@ UNITS: list[tuple[str, str, str, int, int, dict[str, Any]]] = [
     ("hopper", "sm_90", "bfloat16", 64, 56, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 28, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 192, 220, {"seqlens_k": LENGTHS}),
-    ("hopper", "sm_90", "bfloat16", 256, 100, {"seqlens_k": LENGTHS}),
     ("hopper", "sm_90", "bfloat16", 128, 224, PREFIX),
     ("mma", "sm_80", "bfloat16", 64, 56, PREFIX),
     ("simt", "sm_75", "float32", 64, 0, PREFIX),
+    ("hopper", "sm_90", "bfloat16", 256, 120, {"seqlens_k": LENGTHS}),
+    ("hopper", "sm_90", "bfloat16", 128, 232, {"mask_mod": DOCUMENTS}),
     ("mma", "sm_86", "float16", 64, 0, {"wrt": ("q", "bias"), "bias": BIAS}),
-    ("mma", "sm_90", "float32", 64, 160, {"softcap": 30.0}),
+    ("mma", "sm_90", "float32", 64, 172, {"softcap": 30.0}),
     ("mma", "sm_100", "bfloat16", 256, 32, {"score_mod": TABLE}),
     ("mma", "sm_120", "float32", 64, 0, {"wrt": ("k", "v", "sinks"), "sinks": SINKS}),
     ("simt", "sm_100", "float64", 80, 0, {"score_mod": TABLE}),

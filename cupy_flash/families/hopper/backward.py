@@ -153,8 +153,9 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
-        # A slot is full or empty, of sequences it has arrived before.
-        barriers = (2 if problem.layout.is_equal else 3) * slots + _OTHER_BARRIERS
+        # A slot is full or empty; where tiles are looked at first it has arrived before.
+        arrives = not problem.layout.is_equal or gradients.inspects(problem)
+        barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES
 
     def threads(self, tile: HopperBackwardTile) -> int:

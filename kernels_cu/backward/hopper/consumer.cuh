@@ -72,6 +72,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
     ptx::mbarrier_wait(cta.keys_full(), 0);
     ptx::mbarrier_wait(cta.q_full(q_ring.slot), q_ring.parity);
     if (wants_ds) ptx::mbarrier_wait(cta.values_full(), 0);
+    Base::clean_keys();
     if constexpr (keeps_keys) {
       Base::template keep<typename Base::KeyTile>(keys, cta.keys_at());
       if (wants_ds) Base::template keep<typename Base::ValueTile>(values, cta.values_at());
@@ -119,6 +120,7 @@ struct HopperGradientConsumer : HopperGradientProducts<Config> {
       if constexpr (!at_once) {
         Base::template await<wants_v>(gradients);
         Base::finish_gradients(gradients, scores, is_masked);
+        Base::settle(gradients, scores, step, Part, is_masked);
       }
       Base::narrow(left_ds, gradients);
     }

@@ -12,9 +12,11 @@
 //
 // (Of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns.)
 //
-// Of packed sequences and of padded keys, what lies behind the last row belongs to others: there
-// the copies arrive at barriers of their own, where the warp of terms waits for them, clears those
-// rows and then tells the consumers. 0 times NaN would not go away.
+// Of packed sequences and of padded keys, what lies behind the last row belongs to others, and rows
+// of queries may see no key: there the copies arrive at barriers of their own, where the warp of
+// terms waits for them, clears those rows and then tells the consumers. 0 times NaN would not go
+// away. What may be NaN in keys that are not seen consumers take out, before they multiply with
+// them (clean.cuh).
 #pragma once
 
 #include "backward/hopper/turn_order.cuh"
@@ -89,6 +91,8 @@ struct HopperGradientCta {
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
+  // Whether tiles of queries are looked at before consumers see them.
+  static constexpr bool inspects = Config::sequences || Config::inspects;
   // Whether consumers take the last block's turn, and write dq; else a kernel of its own does. Of
   // wide heads they have no registers for others' sums, nor have they for addresses of float32:
   // 236 bytes of a thread were spilled, and took 15% of 65536 tokens of head_dim 128.
@@ -126,7 +130,7 @@ struct HopperGradientCta {
   static_assert(consumers == 2, "as many barriers");
   static constexpr int arrived_barriers = Config::q_stages + Config::dout_stages;
   static constexpr int barriers =
-      ring_barriers + other_barriers + (Config::sequences ? arrived_barriers : 0);
+      ring_barriers + other_barriers + (inspects ? arrived_barriers : 0);
   static constexpr int place_offset = barrier_offset + barriers * 8, place_bytes = 96;
   static_assert(sizeof(HopperGradientPlace<Config>) <= place_bytes, "room for it");
   static_assert(place_offset + place_bytes == Config::shared_memory, "as the host planned");
@@ -240,16 +244,16 @@ struct HopperGradientCta {
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
-    // Of queries, the loader and the warp of terms tell; of sequences that warp alone.
+    // Of queries, the loader and the warp of terms tell; where it inspects them that warp alone.
     for (int slot = 0; slot < Config::q_stages; ++slot) {
-      ptx::mbarrier_init(q_full(slot), Config::sequences ? 1 : 2);
+      ptx::mbarrier_init(q_full(slot), inspects ? 1 : 2);
       ptx::mbarrier_init(q_empty(slot), warps);
-      if (Config::sequences) ptx::mbarrier_init(q_arrived(slot), 1);
+      if (inspects) ptx::mbarrier_init(q_arrived(slot), 1);
     }
     for (int slot = 0; slot < Config::dout_stages; ++slot) {
       ptx::mbarrier_init(dout_full(slot), 1);
       ptx::mbarrier_init(dout_empty(slot), warps);
-      if (Config::sequences) ptx::mbarrier_init(dout_arrived(slot), 1);
+      if (inspects) ptx::mbarrier_init(dout_arrived(slot), 1);
     }
     ptx::mbarrier_init(keys_full(), 1);
     ptx::mbarrier_init(keys_arrived(), 1);

@@ -2,6 +2,7 @@
 // of dq to memory.
 #pragma once
 
+#include "backward/clean.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/turns.cuh"
 #include "ptx/adds.cuh"
@@ -42,7 +43,7 @@ struct HopperGradientLoader {
     ptx::mbarrier_wait(cta.q_empty(slot), q_ring.parity ^ 1);
     load<typename Cta::QueryTile>(cta.queries_at(slot), &cta.maps.q, row_of(step), step.head,
                                   cta.at.q_batch,
-                                  Config::sequences ? cta.q_arrived(slot) : cta.q_full(slot));
+                                  Cta::inspects ? cta.q_arrived(slot) : cta.q_full(slot));
     q_ring.advance();
   }
 
@@ -51,7 +52,7 @@ struct HopperGradientLoader {
     ptx::mbarrier_wait(cta.dout_empty(slot), dout_ring.parity ^ 1);
     load<typename Cta::DoutTile>(cta.douts_at(slot), &cta.maps.dout, row_of(step), step.head,
                                  cta.at.q_batch,
-                                 Config::sequences ? cta.dout_arrived(slot) : cta.dout_full(slot));
+                                 Cta::inspects ? cta.dout_arrived(slot) : cta.dout_full(slot));
     dout_ring.advance();
   }
 
@@ -69,8 +70,8 @@ struct HopperGradientLoader {
   }
 };
 
-// One warp. Brings row terms to the slots of q, and where sequences may end inside of a tile,
-// clears what lies behind.
+// One warp. Brings row terms to the slots of q, and clears rows behind the end of a sequence, where
+// it may lie inside of a tile, and rows that see no key.
 template <class Config>
 struct HopperGradientTerms {
   using Cta = HopperGradientCta<Config>;
@@ -114,17 +115,34 @@ struct HopperGradientTerms {
       terms[row] = found[i].lse_log2;
       terms[Br + row] = -found[i].delta;
     }
-    if constexpr (Config::sequences) {
-      clear_tail<typename Cta::QueryTile>(cta.q_arrived(q_ring.slot), q_ring.parity,
-                                          cta.queries_at(q_ring.slot), left);
+    if constexpr (Cta::inspects) {
+      clear<typename Cta::QueryTile>(cta.q_arrived(q_ring.slot), q_ring.parity,
+                                     cta.queries_at(q_ring.slot), left,
+                                     [&](int i) { return clears_q(found[i]); });
     }
     Cta::tell(cta.q_full(q_ring.slot));
     q_ring.advance();
-    if constexpr (Config::sequences) {
-      clear_tail<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.slot), dout_ring.parity,
-                                         cta.douts_at(dout_ring.slot), left);
+    if constexpr (Cta::inspects) {
+      clear<typename Cta::DoutTile>(cta.dout_arrived(dout_ring.slot), dout_ring.parity,
+                                    cta.douts_at(dout_ring.slot), left,
+                                    [&](int i) { return clears_dout(found[i]); });
       Cta::tell(cta.dout_full(dout_ring.slot));
       dout_ring.advance();
+    }
+  }
+
+  // Of a tile of queries that is on its way.
+  template <class Tile, class Clears>
+  __device__ static void clear(unsigned arrived, int parity, unsigned tile, int rows,
+                               Clears clears) {
+    clear_tail<Tile>(arrived, parity, tile, rows);
+    if constexpr (Config::inspects) {
+#pragma unroll
+      for (int i = 0; i < rows_of_lane; ++i) {
+        const int row = i * 32 + threadIdx.x % 32;
+        if (row < rows && clears(i)) Tile::clear_row(tile, row);
+      }
+      ptx::fence_proxy_async();
     }
   }
 

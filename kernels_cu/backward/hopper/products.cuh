@@ -3,6 +3,7 @@
 // the gradients.
 #pragma once
 
+#include "backward/clean.cuh"
 #include "backward/hopper/cta.cuh"
 #include "backward/weigh.cuh"
 #include "ptx/registers.cuh"
@@ -77,6 +78,23 @@ struct HopperGradientProducts {
 
   // The first of the consumer's keys.
   __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
+
+  // Before a consumer multiplies with its keys, which are there; others read them behind a barrier.
+  __device__ void clean_keys() const {
+    if constexpr (Config::inspects) {
+      constexpr int bytes = 64 * KeyTile::line_bytes;
+#pragma unroll 1
+      for (int slab = 0; slab < KeyTile::slabs; ++slab) {
+        const unsigned rows = own_rows<KeyTile>(cta.keys_at() + slab * KeyTile::slab_bytes);
+#pragma unroll
+        for (int at = threadIdx.x % 128 * 16; at < bytes; at += 128 * 16) {
+          clean_chunk<Element>(rows + at);
+        }
+      }
+      ptx::fence_proxy_async();
+      Cta::await_own(consumer);
+    }
+  }
 
   // ---- Products.
 
@@ -294,9 +312,21 @@ struct HopperGradientProducts {
     }
   }
 
+  // A row's only key has no gradient: 0 in place of its p, or of what that is multiplied with. To go
+  // by places as well takes registers that kernels with functions do not have.
+  __device__ void settle(Scores& of, const Scores& scores, const Step& step, int part,
+                         bool is_masked) const {
+    if constexpr (!Config::conceals) {
+      if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(of));
+    } else if constexpr (settles_one_key<Config>) {
+#pragma unroll
+      for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];
+    }
+  }
+
   // ds = p (dp - delta); a hidden pair has a p of 0, and no gradient.
   __device__ static void finish_gradients(Scores& gradients, const Scores& scores, bool is_masked) {
-    if (is_masked || Mods::hides_pairs) {
+    if (is_masked || Config::conceals) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) {
         const float of_score = scores[i] * gradients[i];

@@ -123,6 +123,7 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
   __device__ void sweep() {
     Step step = cta.first_step();
     ptx::mbarrier_wait(cta.keys_full(), 0);
+    Base::clean_keys();
     Scores first;
     start_next(first);
     await_next(first);
@@ -189,7 +190,17 @@ struct HopperValueConsumer : HopperWideProducts<Config> {
     }
     Base::look_for_seen(scores);
     Base::narrow(left_p, scores);
-    if constexpr (wants_ds) give(Base::at_once ? weights : left_p);
+    if constexpr (wants_ds) {
+      if constexpr (Base::at_once) {
+        give(weights);
+      } else if (settles_one_key<Config> && (is_masked || Config::conceals)) {
+        Base::settle(scores, scores, step, 0, is_masked);
+        Base::narrow(weights, scores);
+        give(weights);
+      } else {
+        give(left_p);
+      }
+    }
   }
 
   __device__ void give(const LeftOperand& weights) const {

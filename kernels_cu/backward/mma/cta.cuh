@@ -2,6 +2,7 @@
 // by, who of its warps has what of them, where they lie in shared memory, and how they come there.
 #pragma once
 
+#include "backward/clean.cuh"
 #include "backward/images.cuh"
 #include "backward/operands.cuh"
 #include "backward/params.cuh"
@@ -207,6 +208,33 @@ struct MmaGradientCta {
         start<Bc, Config::head_dim_v, LayoutV>(values_at(), keys(p.v), p.v, left);
       }
     }
+  }
+
+  // Keys and the first queries are on their way; the next barrier of all is passed before they are
+  // read.
+  __device__ void clean_keys() {
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();
+    for (int at = 16 * int(threadIdx.x); at < Bc * Layout::row_bytes; at += 16 * threads) {
+      clean_chunk<Element>(keys_at() + at);
+    }
+  }
+
+  // Clears rows of a tile as clean.cuh tells.
+  __device__ void clean_queries(int stage) {
+    const auto* terms = reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared));
+    bool found = false;
+    for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(terms[row]);
+    if (!__syncthreads_or(found)) return;
+    // Of q, and behind it of dout.
+    constexpr unsigned zeros[4] = {};
+    for (int at = 16 * int(threadIdx.x); at < Br * row_bytes; at += 16 * threads) {
+      constexpr int of_q = Br * Layout::row_bytes;
+      const bool clears = at < of_q ? clears_q(terms[at / Layout::row_bytes])
+                                    : clears_dout(terms[(at - of_q) / LayoutV::row_bytes]);
+      if (clears) ptx::st_shared_v4(queries_at(stage) + at, zeros);
+    }
+    __syncthreads();
   }
 
   __device__ void load(int stage, const Step& step) {

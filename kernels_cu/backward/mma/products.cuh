@@ -200,6 +200,32 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     return units;
   }
 
+  // What rows of dout were multiplied by, where others are much larger: ds of a row is so too.
+  __device__ const RowFactors& factors(int stage) const {
+    return reinterpret_cast<const QueryScales*>(
+               memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at)
+        ->factors;
+  }
+
+  // ds' of the queries from `first` on as they add to dk.
+  __device__ void apply_to_left(Left& left, int stage, int first) const {
+    const RowFactors& of_rows = factors(stage);
+#pragma unroll
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const unsigned two = of_rows.of_pair(first + 16 * step + r / 2 * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int piece = 0; piece < pieces; ++piece) {
+#pragma unroll
+          for (int i = 0; i < row_tiles; ++i) {
+            left[step][piece][i][r] = ptx::mul_f16x2(left[step][piece][i][r], two);
+          }
+        }
+      }
+    }
+  }
+
   // Second units: of a warp's keys, and of `columns` queries from `first` on. Those of p and those
   // of ds begin at
   static constexpr int first_of_p = 0;

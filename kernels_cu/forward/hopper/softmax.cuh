@@ -130,7 +130,7 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       bool is_settled =
           any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || has_seen(half));
-      if constexpr (may_be_low) is_settled = is_settled && !any_of_lanes(rows[half].sum < 0);
+      if constexpr (may_be_low) is_settled &= !any_of_lanes(rows[half].sum < 0);
       may_change |= !is_settled || Row::is_too_large(sums[half]);
     }
     const bool must_change = __any_sync(~0u, may_change);
@@ -178,26 +178,22 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
       const bool is_fresh = !any_of_lanes(has_seen(half));
-      if constexpr (may_be_low) {
-        any_remains_fresh |= is_fresh && max <= low_score;
-        are_low[half] = is_fresh && max <= low_score && max > -SoftmaxMath<float>::infinity();
-        if (are_low[half]) {
-          any_changes = true;
-          rescale[half] = 1;
-          make_low_scores_alike(scores, half);
-          continue;
-        }
-      }
-      any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
-      const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
-      any_changes |= change != 0;
+      bool leaves_low = false;
       if constexpr (may_be_low) {
-        if (is_fresh && max > low_score && any_of_lanes(rows[half].sum < 0)) {
-          any_changes = true;
-          rescale[half] = 0;
-          rows[half].sum = 0;
-        }
+        const bool was_low = any_of_lanes(rows[half].sum < 0);
+        are_low[half] = is_fresh && max <= low_score && max > -SoftmaxMath<float>::infinity();
+        leaves_low = was_low && max > low_score;
+      }
+      any_remains_fresh |=
+          is_fresh && (max == -SoftmaxMath<float>::infinity() || (may_be_low && max <= low_score));
+      float change = 0;
+      rescale[half] = 1;
+      if (!are_low[half]) change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
+      if (leaves_low) rescale[half] = rows[half].sum = 0;
+      any_changes |= change != 0 || are_low[half] || leaves_low;
+      if constexpr (may_be_low) {
+        if (are_low[half]) make_low_scores_alike(scores, half);
       }
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll

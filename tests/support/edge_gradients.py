@@ -1,0 +1,186 @@
+"""Backward calls at the edges of what is seen: rows with one key or none, keys without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupy_flash
+from cupy_flash import MaskMod
+from support.gradient_calls import GradientCall
+from support.modified_calls import DTYPES, ModifiedCall
+
+BATCH, HEADS, HEADS_KV = 2, 4, 2
+ALL = slice(None)
+
+
+class EdgeCall(NamedTuple):
+    """Sizes and options of a dense call, and what is special in it.
+
+    Attributes
+    ----------
+    rows, keys
+        Queries that see one key or none; keys that none sees.
+    hidden
+        What may be NaN in those that see none and that none sees. A bias hides a score by adding
+        -inf to it, and NaN stays.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    options: Mapping[str, Any]
+    rows: slice = slice(0)
+    keys: slice = slice(0)
+    hidden: tuple[str, ...] = ("q", "k", "v", "dout")
+
+    def arrays(self, dtype: str, head_dim: int, rng: Any) -> dict[str, np.ndarray]:
+        """Random q, k, v and dout in host memory."""
+        shapes = {"q": (self.seqlen_q, HEADS), "k": (self.seqlen_k, HEADS_KV)}
+        shapes |= {"v": shapes["k"], "dout": shapes["q"]}
+        return {
+            name: rng.standard_normal((BATCH, *shape, head_dim)).astype(DTYPES[dtype])
+            for name, shape in shapes.items()
+        }
+
+    def forward(self, arrays: Mapping[str, np.ndarray], xp: Any, **where: Any) -> tuple[Any, ...]:
+        """Output and log-sum-exp."""
+        found: tuple[Any, ...] = cupy_flash.flash_attention(
+            *(xp.asarray(arrays[n]) for n in "qkv"),
+            return_lse=True,
+            **self._options(arrays, xp),
+            **where,
+        )
+        return found
+
+    def backward(
+        self, arrays: Mapping[str, np.ndarray], results: tuple[Any, ...], xp: Any, **where: Any
+    ) -> list[np.ndarray]:
+        """dq, dk and dv of what `forward` gave, in host memory."""
+        found = cupy_flash.flash_attention_backward(
+            *(xp.asarray(arrays[n]) for n in ("dout", *"qkv")),
+            *results,
+            **self._options(arrays, xp),
+            **where,
+        )
+        return [x if xp is np else x.get() for x in found]
+
+    def _options(self, arrays: Mapping[str, np.ndarray], xp: Any) -> dict[str, Any]:
+        """Numbers are float64 where the arrays are."""
+        real = np.float64 if arrays["q"].dtype == np.float64 else np.float32
+        found = dict(self.options)
+        for name, value in self.options.items():
+            if isinstance(value, np.ndarray):
+                found[name] = xp.asarray(value.astype(real) if value.dtype.kind == "f" else value)
+        return found
+
+    def poisoned(self, arrays: Mapping[str, np.ndarray], value: float) -> dict[str, np.ndarray]:
+        """The same with a value in what belongs to `rows` and `keys`."""
+        found = {name: array.copy() for name, array in arrays.items()}
+        for name in self.hidden:
+            found[name][:, self.rows if name in ("q", "dout") else self.keys] = value
+        return found
+
+
+def _one_key_of_each(rng: Any, seqlen_q: int, seqlen_k: int) -> np.ndarray:
+    """A mask that shows each row one key."""
+    shape = (BATCH, HEADS, seqlen_q)
+    keys = rng.integers(0, seqlen_k, shape)
+    seen: np.ndarray = np.arange(seqlen_k) == keys[..., None]
+    return seen
+
+
+def _bias(seen: np.ndarray, rng: Any) -> np.ndarray:
+    found: np.ndarray = np.where(seen, rng.standard_normal(seen.shape), -np.inf)
+    return found.astype(np.float32)
+
+
+def _slopes() -> np.ndarray:
+    return np.linspace(0.1, 1, HEADS).astype(np.float32)
+
+
+def _diagonal() -> MaskMod:
+    return MaskMod(lambda b, h, i, j: i == j)
+
+
+# Ways to leave rows one key.
+ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
+    "causal": lambda rng: EdgeCall(150, 150, {"causal": True}, slice(1)),
+    "key": lambda rng: EdgeCall(150, 1, {}, ALL),
+    "window": lambda rng: EdgeCall(150, 150, {"window_size": (0, 0)}, ALL),
+    "end of a window": lambda rng: EdgeCall(
+        150, 90, {"window_size": (10, 0), "q_offset": -49}, slice(49, 50)
+    ),
+    "window and softcap": lambda rng: EdgeCall(
+        150, 150, {"window_size": (0, 0), "softcap": 20.0, "alibi_slopes": _slopes()}, ALL
+    ),
+    "mask": lambda rng: EdgeCall(150, 200, {"mask": _one_key_of_each(rng, 150, 200)}, ALL),
+    "bias": lambda rng: EdgeCall(
+        150, 200, {"bias": _bias(_one_key_of_each(rng, 150, 200), rng)}, ALL
+    ),
+    "bias and softcap": lambda rng: EdgeCall(
+        150, 200, {"bias": _bias(_one_key_of_each(rng, 150, 200), rng), "softcap": 20.0}, ALL
+    ),
+    "function": lambda rng: EdgeCall(150, 150, {"mask_mod": _diagonal()}, ALL),
+}
+
+
+def _hidden(rng: Any, seqlen_q: int, seqlen_k: int, rows: slice, keys: slice) -> np.ndarray:
+    """A random mask that hides all of some rows and keys, and little of what is left."""
+    seen: np.ndarray = rng.random((BATCH, HEADS, seqlen_q, seqlen_k)) < 0.9
+    seen[:, :, rows], seen[..., keys] = False, False
+    return seen
+
+
+def _masked(rng: Any, **more: Any) -> EdgeCall:
+    rows, keys = slice(70, 100), slice(3, 150, 7)
+    return EdgeCall(150, 200, {"mask": _hidden(rng, 150, 200, rows, keys)} | more, rows, keys)
+
+
+def _biased(rng: Any, **more: Any) -> EdgeCall:
+    call = _masked(rng)
+    options = {"bias": _bias(call.options["mask"], rng)} | more
+    return call._replace(options=options, hidden=("v", "dout"))
+
+
+# Ways to hide rows and keys from all.
+NONE: dict[str, Callable[[Any], EdgeCall]] = {
+    "rows before the first key": lambda rng: EdgeCall(192, 152, {"causal": True}, slice(40)),
+    "keys behind the last row": lambda rng: EdgeCall(
+        150, 200, {"causal": True, "q_offset": 0}, keys=slice(150, None)
+    ),
+    "window": lambda rng: EdgeCall(
+        150, 200, {"window_size": (10, 0), "q_offset": 70}, slice(140, None), slice(60)
+    ),
+    "mask": _masked,
+    "mask and sinks": lambda rng: _masked(rng, sinks=_slopes()),
+    "mask and softcap": lambda rng: _masked(rng, softcap=20.0),
+    "bias": _biased,
+    "bias and softcap": lambda rng: _biased(rng, softcap=20.0),
+    "function": lambda rng: EdgeCall(
+        150,
+        200,
+        {"mask_mod": MaskMod(lambda b, h, i, j: (i >= 90) & (j % 7 != 3))},
+        slice(40),
+        slice(3, None, 7),
+    ),
+}
+
+
+def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
+    """A call whose rows have most of their weight on one key each, up to all but 2^-45.
+
+    A mask that hides nothing lets kernels look for rows that see one key alone.
+    """
+    rows, keys = 300, 130
+    k, v = rng.standard_normal((2, BATCH, keys, HEADS_KV, head_dim))
+    own = np.repeat(k[:, rng.integers(0, keys, rows)], HEADS // HEADS_KV, axis=2)
+    # Scaled scores of the own keys are about so much above those of others.
+    gaps = np.linspace(2, 32, rows)[:, None, None]
+    q = own * gaps * np.sqrt(head_dim) / (own**2).sum(-1, keepdims=True)
+    dout = rng.standard_normal(q.shape)
+    arrays = {"q": q, "k": k, "v": v}
+    arrays = {name: x.astype(DTYPES[dtype]) for name, x in arrays.items()}
+    arrays["mask"] = np.ones((1, 1, rows, keys), bool)
+    return GradientCall(ModifiedCall("equal", dtype, arrays, {}), dout.astype(DTYPES[dtype]))

@@ -177,7 +177,7 @@ def exponent(
     even, others = operation("neg", BASE), list[Node]()
     large: list[tuple[Node, Node]] = []
     for term, sign in _summands(score, 1):
-        if any(map(is_large, _chosen(term))):
+        if _may_be_large(term, is_large):
             large.append((term, constant(sign * _LOG2_E, REAL)))
             continue
         product = _scaled(term, sign * _LOG2_E, analysis)
@@ -198,24 +198,20 @@ def exponent(
     return total
 
 
-def _chosen(root: Node) -> Iterator[Node]:
-    """Yield the leaves that may make an expression large.
+def _may_be_large(term: Node, is_large: Callable[[Node], bool]) -> bool:
+    """Return whether a term may be so large that log2(e) times it is infinite.
 
-    Of what the library composes these are the leaves that are summed, as a bias is: factors, such as
-    slopes, are taken to be small. Of a user's function they are all that no bounded function holds.
+    What the library composes is so large only if a term that it adds is, as a bias may be: factors,
+    such as slopes, are taken to be small. A user's function may compute anything.
     """
-    done, stack = set[Node](), [root]
+    stack = [term]
     while stack:
         node = stack.pop()
-        if node in done:
-            continue
-        done.add(node)
-        if node.op in ("add", "sub", "min", "max", "neg", "abs", "where") or (
-            node.value in (ORDERED, EXACT) and node.op not in ("tanh", "sin", "cos", "cast")
-        ):
+        if node.value in (ORDERED, EXACT) or is_large(node):
+            return True
+        if node.op in ("add", "sub", "min", "max", "neg", "abs", "where"):
             stack += [x for x in node.args if x.type == REAL]
-        else:
-            yield node
+    return False
 
 
 def _summands(node: Node, sign: int) -> Iterator[tuple[Node, int]]:

@@ -51,7 +51,11 @@ struct RowTermsOf {
     if (number >= rows) return;
     if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
-    const T lse_log2 = lse * SoftmaxMath<T>::log2_e;
+    T lse_log2 = lse * SoftmaxMath<T>::log2_e;
+    // Modified scores stay finite, see mod_finite_sum(); so does their sum.
+    if constexpr (Config::Mods::changes_scores) {
+      lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
+    }
     bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
     // All that is left of such a row is its sink.
     if constexpr (Config::sinks) {

@@ -41,15 +41,17 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether scores may be as low as numbers go, as of a bias of that size. In a row that has seen no
-  // others such a score counts as one number, which no base could be subtracted from: then the base
-  // stays the first one, and the row's sum is kept with a minus until a larger score comes.
+  // Whether scores may be as low as numbers go, as a bias of that size makes them. No base could be
+  // subtracted from such scores. A row that has seen no others keeps its first base, counts those
+  // that are as large as its largest, and has minus their number as its sum until a larger score
+  // comes.
   static constexpr bool may_be_low = Config::Mods::has_low_scores;
   static constexpr float low_score = -0x1p120f;
 
   const float scale_log2;
   Row rows[2];
   bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low ones
+  float low_max[may_be_low ? 2 : 1];  // the largest score of a row that has seen low ones alone
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -178,23 +180,18 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
       const bool is_fresh = !any_of_lanes(has_seen(half));
+      any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
-      bool leaves_low = false;
+      float change;
       if constexpr (may_be_low) {
-        const bool was_low = any_of_lanes(rows[half].sum < 0);
+        any_remains_fresh |= is_fresh && max <= low_score;
         are_low[half] = is_fresh && max <= low_score && max > -SoftmaxMath<float>::infinity();
-        leaves_low = was_low && max > low_score;
+        change = change_low(max, outgrown, is_fresh, are_low[half], half, rescale[half]);
+        any_changes |= are_low[half] || rescale[half] == 0;
+      } else {
+        change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
       }
-      any_remains_fresh |=
-          is_fresh && (max == -SoftmaxMath<float>::infinity() || (may_be_low && max <= low_score));
-      float change = 0;
-      rescale[half] = 1;
-      if (!are_low[half]) change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
-      if (leaves_low) rescale[half] = rows[half].sum = 0;
-      any_changes |= change != 0 || are_low[half] || leaves_low;
-      if constexpr (may_be_low) {
-        if (are_low[half]) make_low_scores_alike(scores, half);
-      }
+      any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll
         for (int j = 0; j < Bc / 8; ++j) {
@@ -207,16 +204,23 @@ struct HopperSoftmax {
     return __any_sync(~0u, any_changes);
   }
 
-  // Of a row that sees low scores alone.
-  __device__ static void make_low_scores_alike(Scores& scores, int half) {
-#pragma unroll
-    for (int j = 0; j < Bc / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& score = scores[4 * j + 2 * half + c];
-        if (score > -SoftmaxMath<float>::infinity()) score = Row::lowest;
-      }
+  // Row::change_base() of a row whose scores may be low. What is subtracted from those leaves 0 of
+  // the largest.
+  __device__ float change_low(float max, bool outgrown, bool is_fresh, bool is_low, int half,
+                              float& rescale) {
+    const bool was_low = any_of_lanes(rows[half].sum < 0);
+    float change = 0;
+    if (is_low) {
+      const bool is_larger = !was_low || max > low_max[half];
+      rescale = was_low && is_larger ? 0 : 1;
+      if (is_larger) low_max[half] = max;
+      change = low_max[half];
+    } else {
+      change = rows[half].change_base(max, outgrown, is_fresh, rescale);
+      if (was_low && max > low_score) rescale = 0;
     }
+    rows[half].sum = rescale == 0 ? 0 : rows[half].sum;
+    return change;
   }
 };
 

@@ -1,14 +1,15 @@
-// What masks leave out is selected, but sums over a tile multiply it by 0, and 0 times NaN or
-// infinity is NaN. So such numbers are taken out of what is multiplied where they change nothing:
+// Cleaning of operands that belong to masked pairs. Masking sets P and dS of such a pair to 0 by
+// selection, but products over a tile multiply that 0 by the other operand, and 0 times NaN or
+// infinity is NaN. So NaN and infinity are removed from operands where this changes no result:
 //
-// - rows of q and dout whose query sees no key (row_terms.cuh finds them) become zeros;
-// - so do rows of q whose lse is NaN, as p of all keys that they see is NaN anyhow;
-// - NaN in k becomes 0, and infinities the largest number. Scores with such a key are NaN or
-//   infinite, and stay what they were for queries that see it: where one is not -inf, the row's lse
-//   is no finite number, and all of its p are NaN; where it is, p is 0.
+// - Rows of q and dout whose query attends to no key become zeros (row_terms.cuh finds these rows).
+// - Rows of q whose lse is NaN become zeros, too: P of all keys that they attend to is NaN anyway.
+// - NaN in k becomes 0, and infinity becomes the largest finite number. The true scores of such a
+//   key are NaN or infinite. P does not change for queries that attend to the key: if the score is
+//   -inf, P is 0; otherwise the row's lse is not finite, and all of its P are NaN.
 //
-// A NaN in dout of a row that sees keys reaches dv of those that it does not see, too, where they
-// share a tile, as one in v of a hidden key does the output of forward.
+// A NaN in dout of a row that attends to some keys can still reach dv of masked keys of the same
+// tile, as a NaN in v of a masked key can reach the output of the forward pass.
 #pragma once
 
 #include "backward/params.cuh"
@@ -16,7 +17,7 @@
 #include "score/softmax.cuh"
 #include "tile/element.cuh"
 
-// Which rows of queries are cleared.
+// Whether the rows of q and dout with these terms are cleared.
 __device__ inline bool clears_q(const RowTerms<float>& terms) {
   return !(terms.lse_log2 < SoftmaxMath<float>::infinity());
 }
@@ -24,7 +25,7 @@ __device__ inline bool clears_dout(const RowTerms<float>& terms) {
   return terms.lse_log2 == SoftmaxMath<float>::infinity();
 }
 
-// The bits of an infinity.
+// Bit pattern of +infinity.
 template <class Element>
 constexpr unsigned infinite_bits = 0;
 template <>
@@ -32,7 +33,7 @@ constexpr unsigned infinite_bits<half_t> = 0x7c00;
 template <>
 constexpr unsigned infinite_bits<bfloat16_t> = 0x7f80;
 
-// Two 16-bit elements of k in one register.
+// Cleans two 16-bit elements of k in one register.
 template <class Element>
 __device__ unsigned clean_pair(unsigned pair) {
   constexpr unsigned infinity = infinite_bits<Element>;
@@ -45,7 +46,7 @@ __device__ unsigned clean_pair(unsigned pair) {
   return pair;
 }
 
-// 16 bytes of k in shared memory.
+// Cleans 16 bytes of k in shared memory, and writes them only if they change.
 template <class Element>
 __device__ void clean_chunk(unsigned shared) {
   unsigned found[4], clean[4];

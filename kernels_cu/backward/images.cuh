@@ -2,8 +2,8 @@
 // a thread block of the main kernel copies a tile as so many bytes, wherever the rows came from.
 //
 // An image of queries is the tile's rows of q, of dout, its row terms and its scales; one of keys
-// its rows of k, of v and its scales. Rows behind a sequence's last are zeros, and so is what
-// clean.cuh takes out of others.
+// its rows of k, of v and its scales. Rows past the end of a sequence are zeros, and elements are
+// cleaned as clean.cuh describes.
 #pragma once
 
 #include "backward/clean.cuh"
@@ -17,15 +17,17 @@
 
 #if __CUDA_ARCH__ >= 800
 
-// Gradients of a query are in proportion to its dout, and may be wanted as exactly as they are small.
-// So rows of dout, and delta, that are far below a tile's largest are brought near it by powers of
-// two, whose inverses these are: 2^-8 to a power of at most 15. Rows within 2^-8 keep all bits that
-// sums of float32 products need; so in most tiles all factors are 1, and nobody multiplies by them.
+// Scale factors of the rows of a tile of dout. The gradients of a query are proportional to its
+// dout, and should be accurate relative to their own size. So rows of dout, with their delta, that
+// are far below the largest of the tile are scaled up by 2^(8 n), n at most 15. The factors held
+// here are the inverses, 2^(-8 n). Rows within 2^-8 of the largest are not scaled, as they keep all
+// bits that sums of float32 products need. In most tiles all factors are therefore 1, and the
+// multiplications are skipped.
 //
-// dk and dv are sums over rows, to which such a row adds what it would have added.
+// dk and dv are sums over rows: what a scaled row adds to them is scaled back first.
 struct RowFactors {
   static constexpr int rows = 128, log2_step = 8, most = 15;
-  bool differ;  // from 1, any of them
+  bool differ;  // whether any factor is not 1
   unsigned char powers[rows / 2];
 
   __device__ static constexpr int power_of(float ratio) {
@@ -42,13 +44,15 @@ struct RowFactors {
   __device__ int power(int row) const { return powers[row / 2] >> row % 2 * 4 & 15; }
   __device__ float of(int row) const { return value(power(row)); }
 
-  // Of a row that is even and the next one, as float16: 0 from 2^-32 on.
+  // Returns the factors of an even row and of the next one as float16. Factors of 2^-32 and less
+  // become 0.
   __device__ unsigned of_pair(int row) const {
     const int two = powers[row / 2];
     return pack<half_t>(value(two & 15), value(two >> 4));
   }
 
-  // To p of a lane's queries and keys as accumulators have them, of queries from `first` on.
+  // Multiplies P', a lane's accumulator fragment of keys by queries, by the factors of its queries.
+  // `first` is the first query row of the fragment.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_p(float (&p)[row_tiles][column_tiles][4], int first) const {
     if (!differ) return;
@@ -66,7 +70,7 @@ struct RowFactors {
     }
   }
 
-  // To sums of dq, of the tiles of 16 rows from `first_tile` on.
+  // Multiplies a fragment of dq by the factors of its rows. It begins with row 16 * first_tile.
   template <int row_tiles, int column_tiles>
   __device__ void apply_to_rows(float (&sums)[row_tiles][column_tiles][4], int first_tile) const {
     if (!differ) return;
@@ -100,7 +104,7 @@ struct KeyScales {
   float v;
   float v_norm;
   bool has_infinite;
-  unsigned infinite[keys / 32];  // a bit for each
+  unsigned infinite[keys / 32];  // a bit for each key: whether it holds an infinity
 
   __device__ bool is_infinite(int key) const { return infinite[key / 32] >> key % 32 & 1; }
 };
@@ -158,7 +162,7 @@ struct ImageMaker {
   static constexpr int warps = threads / 32;
   struct Shared {
     float of_warps[warps];
-    float tops[RowFactors::rows];  // of each row of dout
+    float tops[RowFactors::rows];  // largest finite magnitude in each row of dout
     unsigned char powers[RowFactors::rows];
     unsigned infinite[KeyScales::keys / 32];
   };
@@ -180,8 +184,9 @@ struct ImageMaker {
     return x;
   }
 
-  // Rows x Dim numbers, of which rows from `left` on are not there, become pieces at `image`: what
-  // clean.cuh leaves of them, where infinities in k become 0 and flags.
+  // Conversion of Rows x Dim numbers to pieces at `image`. Rows from `left` on do not exist, and
+  // become zeros. Elements are cleaned as clean.cuh describes, except that an infinity in k becomes
+  // 0 and sets the key's bit of `infinite`.
   template <int Rows, int Dim, int Padded>
   struct Part {
     using Layout = SwizzledRows<half_t, 2 * Padded>;
@@ -197,7 +202,7 @@ struct ImageMaker {
     const float* rows;
     int64 stride;
     int left;
-    const typename Images::Terms* terms;  // null of keys
+    const typename Images::Terms* terms;  // null for keys
     bool is_q = false;
     bool is_k = false;
 
@@ -213,7 +218,7 @@ struct ImageMaker {
       return load_elements<8, Config::alignment>(rows + row * stride + 8 * chunk, inside);
     }
 
-    // Of k, what pieces are made of in place of x.
+    // Returns x, or 0 if it is NaN or infinite, and flags a key that holds an infinity.
     __device__ static float clean(const ImageMaker& maker, float x, int row) {
       if (fabsf(x) == SoftmaxMath<float>::infinity()) {
         atomicOr(&maker.shared.infinite[row / 32], 1u << row % 32);
@@ -238,7 +243,8 @@ struct ImageMaker {
     // What is no number makes no unit of others' infinite.
     __device__ static float finite(float x) { return fminf(fabsf(x), 0x1p15f); }
 
-    // The largest number of the tile, and tell(row, top) those of rows.
+    // Returns the largest finite magnitude in the tile, and calls tell(row, top) with that of each
+    // row.
     template <class Tell>
     __device__ float largest(const ImageMaker& maker, Tell tell) const {
       float top = 0, of_all = 0;
@@ -263,14 +269,16 @@ struct ImageMaker {
       return maker.largest(of_all);
     }
 
-    // In units of their largest.
+    // Writes pieces in units of the tile's largest element. Returns the unit, and in `norm` the
+    // largest norm of a row.
     __device__ float write(const ImageMaker& maker, char* image, float& norm) const {
       const Unit unit = Unit::of(largest(maker, [](int, float) {}));
       norm = write(maker, image, unit, [](int) { return 1.0f; });
       return unit.size;
     }
 
-    // In a unit, rows times factor(row); gives the largest norm of those.
+    // Writes pieces in the given unit, each row multiplied by factor(row). Returns the largest norm
+    // of these rows.
     template <class Factor>
     __device__ float write(const ImageMaker& maker, char* image, const Unit& unit,
                            Factor factor) const {
@@ -308,8 +316,8 @@ struct ImageMaker {
     }
   };
 
-  // What the thread's row of dout and its delta are multiplied by, whose largest in the tile are
-  // `top` and `delta`.
+  // Returns the power of two that the thread's row of dout and its delta, `of_row`, are multiplied
+  // by. `top` and `delta` are the largest magnitudes of dout and delta in the tile.
   __device__ float find_factor(int row, float of_row, float top, float delta) const {
     const float size = fabsf(of_row), of_dout = shared.tops[row];
     int power = 0;

@@ -215,8 +215,8 @@ struct MmaGradients : MmaGradientProducts<Config> {
     }
   }
 
-  // Pieces of an infinite key are zeros: its scores, times the scale, are -inf where they make no
-  // lse NaN.
+  // Sets the scores of keys that hold an infinity, as their pieces are zeros. The scaled score
+  // becomes -inf: any other score of such a key has made the row's lse NaN.
   __device__ void hide_infinite_keys(Scores& scores) const {
     const auto& keys =
         *reinterpret_cast<const KeyScales*>(memory + Base::Images::OfKeys::scales_at);

@@ -41,7 +41,7 @@ struct GradientParams : Params {
 // and ds = p (dp - delta).
 template <class T>
 struct alignas(2 * sizeof(T)) RowTerms {
-  T lse_log2;  // +inf of a row that sees no key, whatever its sink, so that its p is 0
+  T lse_log2;  // +inf if the row attends to no key, even with a sink, so that its p is 0
   T delta;     // rowsum(dout * out) - dlse
 };
 
@@ -65,13 +65,15 @@ __device__ RowTerms<T> row_terms_of(const GradientParams& p, const Sequence& at,
   return row_terms<Config>(p)[first_row_of_head(p, at, head) + row];
 }
 
-// A row that sees one key alone gives that key's value, and its scores have no gradient: p is 1, and
-// dp is delta. Both are found in other orders, so their difference would be a small number that is
-// not 0. Where a row's keys are known by their places, so are such rows. Elsewhere one counts as
-// such whose p is above this: the true gradient, (1 - p) (dp - the mean dp of the other keys), is
-// then below what delta is off by, which is made of an output that is rounded to `Element` (in
-// float32 and float64 below what dp is, a sum of dozens of rounded products). That much of p is also
-// what lse and the score, found once more, leave uncertain.
+// Threshold of P above which a row counts as attending to one key only.
+//
+// The output of such a row is that key's value, and its scores have no gradient: P is 1, and dP
+// equals delta. Both are summed in different orders, so their computed difference would be a small
+// number instead of 0. If positions alone hide keys, such rows are known exactly. Otherwise a row
+// counts as such if its P exceeds this threshold. The true gradient, (1 - P) (dP - the mean dP of
+// the other keys), is then below the error of delta, which is computed from an output rounded to
+// `Element`. (For float32 and float64 it is below the error of dP, a sum of dozens of rounded
+// products.) Rounding of lse and of the recomputed score makes P uncertain by as much.
 template <class Element>
 constexpr Accumulator<Element> p_of_one_key = Accumulator<Element>(1) - 0x1p-18f;
 template <>
@@ -81,7 +83,7 @@ constexpr float p_of_one_key<half_t> = 1 - 0x1p-14f;
 template <>
 constexpr double p_of_one_key<double> = 1 - 0x1p-44;
 
-// But where lse has a gradient of its own, or a part of it is a sink's.
+// Whether dS of such rows is set to 0: not if lse has a gradient of its own or includes a sink.
 template <class Config>
 constexpr bool settles_one_key = Config::one_key && !Config::has_dlse && !Config::sinks;
 

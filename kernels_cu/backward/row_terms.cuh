@@ -38,7 +38,7 @@ struct RowTermsOf {
     const int row = index % rows_of_head;
     const int batch = is_packed ? 0 : head / p.heads_q;
     const int head_q = is_packed ? head : head % p.heads_q;
-    bool is_zero = true;  // what the lane has of the output
+    bool is_zero = true;  // whether the lane's part of the output row is 0
     const T sum = product(p.out.head<const Element>(batch, head_q) + row * p.out.row_stride,
                           p.dout.head<const Element>(batch, head_q) + row * p.dout.row_stride,
                           is_zero);
@@ -52,12 +52,12 @@ struct RowTermsOf {
     if (threadIdx.x % lanes != 0) return;
     const T lse = static_cast<const T*>(p.lse)[index];
     T lse_log2 = lse * SoftmaxMath<T>::log2_e;
-    // Modified scores stay finite, see mod_finite_sum(); so does their sum.
+    // Modified scores stay finite, see mod_finite_sum(), and so must their log-sum-exp.
     if constexpr (Config::Mods::changes_scores) {
       lse_log2 = mod_finite_sum(lse, SoftmaxMath<T>::log2_e, T(0));
     }
     bool sees_nothing = lse == -SoftmaxMath<T>::infinity();
-    // All that is left of such a row is its sink.
+    // The log-sum-exp of such a row is its sink alone.
     if constexpr (Config::sinks) {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
     }
@@ -69,13 +69,13 @@ struct RowTermsOf {
   }
 
  private:
-  // A template, as only units with modifications have sinks.
+  // A template, because only the arguments of units with modifications have sinks.
   template <class AnyParams>
   __device__ static T sink_of(const AnyParams& p, int head) {
     return p.mods.sinks.at(head);
   }
 
-  // `is_zero` stays true if all that the lane has of the output is 0.
+  // Sets `is_zero` to false unless the lane's part of the output row is 0.
   __device__ static T product(const Element* out, const Element* dout, bool& is_zero) {
     T sum = 0;
 #pragma unroll

@@ -24,7 +24,7 @@ struct SimtGradients {
   static constexpr int own_columns = Products::own_columns;
   static constexpr int own_dims = Products::own_dims;
   static constexpr int slices = ceil_div(Config::head_dim, Products::slice);
-  static constexpr bool hides = Config::causal || Config::modified;  // pairs of whole tiles
+  static constexpr bool hides = Config::causal || Config::modified;  // pairs inside a tile
   static constexpr int slices_v = ceil_div(Config::head_dim_v, Products::slice);
 
   struct Shared {

@@ -48,7 +48,7 @@ struct SimtProducts {
   __device__ static int y() { return threadIdx.x / side; }
 
   // A slice of Dim columns of some rows, zeros where there are none; when all have left the last.
-  // Tells whether what the thread has loaded is finite.
+  // Returns whether all elements that the thread has loaded are finite.
   template <int Dim, int Size>
   __device__ static bool load(T (&target)[Size], const HeadRows<Element>& source, int first,
                               int begin_dim) {
@@ -95,8 +95,8 @@ struct SimtProducts {
   }
 
   // sums += weights columns, `weights` with `Columns` + 1 between its rows in shared memory. A
-  // tile's share is summed alone: long sums lose less to rounding. With Selects a weight of 0 stands
-  // for a pair that is hidden, whatever the column holds: 0 times NaN is no part of the sum.
+  // tile's share is summed alone: long sums lose less to rounding. With Selects, a weight of 0
+  // means a masked pair, whose column is left out of the sum, because 0 times NaN is NaN.
   template <int Dim, bool Selects, int Slices>
   __device__ static void add(T (&sums)[Slices][own_rows][own_dims], Shared& shared,
                              const T* weights, const HeadRows<Element>& columns,

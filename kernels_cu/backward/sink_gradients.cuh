@@ -51,8 +51,8 @@ struct SinkGradients {
     return total;
   }
 
-  // Of a row, where it stands in lse. Of one that sees no key, as of all others, lse contains the
-  // sink, and delta is what it should be.
+  // Returns what a row adds to the gradient of the sink; `index` is the row's place in lse. The lse
+  // of a row that attends to no key contains the sink, too, so such a row is no special case.
   __device__ static T term(const GradientParams& p, int64 index, T sink) {
     const T lse = static_cast<const T*>(p.lse)[index];
     if (lse == -Math::infinity()) return 0;

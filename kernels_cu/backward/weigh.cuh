@@ -31,7 +31,7 @@ struct Weigh {
   int batch;
   int head;
   T scale_log2;
-  T one = 1;  // of what p is in units of, below
+  T one = 1;  // p = 1 in the unit in which p is computed
 
   // score(r, n) becomes p, gradient(r, n), which is that of p, that of the score. Masked says that
   // some pair is hidden by its place, or lies behind the last row. OfScaled says whether gradients
@@ -46,7 +46,7 @@ struct Weigh {
           const T probability = seen ? Math::exp2(exponent) : T(0);
           const T of_score = probability * (gradient(r, n) - terms(r).delta) * slope;
           score(r, n) = probability;
-          // Where functions hide, scores of -inf do, too.
+          // If functions hide pairs, scores of -inf hide them, too.
           bool counts = Config::conceals ? probability != 0 : seen;
           if constexpr (may_see_one) counts = counts && !(probability > one * limit);
           gradient(r, n) = counts && !sees_one ? of_score : T(0);
@@ -66,8 +66,8 @@ struct Weigh {
         first, last);
   }
 
-  // The gradients of rows that see one key by their places become 0. Of rows in their order, few of
-  // which are such: asked of all of them at once first.
+  // Sets the gradients of rows that attend to one key by position to 0. Few rows are such, so the
+  // first and the last of the rows, which are in order, are checked first.
   template <class RowOf, class Gradient>
   __device__ void settle(RowOf row_of, Gradient gradient) const {
     if constexpr (settles_one_key<Config>) {
@@ -97,15 +97,17 @@ struct Weigh {
  private:
   using Element = typename Config::Element;
   static constexpr T limit = p_of_one_key<Element>;
-  // Whether functions or arrays may leave a row one key of several.
+  // Whether functions or arrays may hide all keys of a row except one.
   static constexpr bool may_see_one = settles_one_key<Config> && Config::conceals;
 
-  // Whether rows that see one key by their places are asked for: of 16-bit inputs those are above the
-  // limit as well, unless scores are of thousands, and registers are few.
+  // Whether rows that attend to one key by position are looked for. With Config::conceals and
+  // 16-bit inputs they are not, as registers are few: their P exceeds `limit` as well, unless
+  // scores are in the thousands.
   static constexpr bool asks_places =
       settles_one_key<Config> && !(Config::conceals && sizeof(Element) == 2);
 
-  // How many keys a row sees by their places. It grows from row to row, and then falls.
+  // Returns the number of keys that a row attends to by position. From row to row it first grows,
+  // then falls.
   __device__ int count(int row) const { return mask.visible_end(row) - mask.visible_begin(row); }
 
   // Keys that a row sees by their places, from the first on.
@@ -124,9 +126,9 @@ struct Weigh {
     return Mods::row(p.mods, batch, head, row + mask.q_offset, row, at.q_first, at.k_first, base);
   }
 
-  // Tells `put` of each pair whether it is seen, whether its row sees one key by its place, its
-  // exponent, and the slope of its score. Hidden pairs are to be left out by selection: a NaN in
-  // what they are made of leaves no trace.
+  // Calls put(r, n, seen, sees_one, exponent, slope) for each pair: whether it is visible, whether
+  // its row attends to one key by position, its exponent, and the slope of its score. `put` must
+  // leave out masked pairs by selection, so that a NaN in their inputs leaves no trace.
   template <bool Masked, bool OfScaled, class RowOf, class Terms, class Score, class Step,
             class Put>
   __device__ void visit(RowOf row_of, int first_key, Terms terms, Score score, Step step, Put put,

@@ -22,8 +22,8 @@ struct BlockMapParams {
   int Bc;
   int row_tiles;
   int parts;  // of a row tile
-  // Only keys from `left` before a row's position to `right` after it are looked at. Positions may
-  // be 2^31 apart, so that sums with these take 64 bits.
+  // Only keys from `left` before a row's position to `right` after it are considered. Positions may
+  // be 2^31 apart, so sums with `left` and `right` need 64 bits.
   int left;
   int right;
   alignas(8) ModArguments mods;

@@ -140,7 +140,7 @@ __device__ Truth range_is_nan(Range x) {
 
 // ---- Integers
 
-// Whether all integers between two ends are ints, which do not wrap.
+// Whether int holds both ends, so that no integer between them wraps.
 __device__ inline bool are_ints(long long low, long long high) {
   return low >= Ints::lowest && high <= Ints::highest;
 }
@@ -276,7 +276,7 @@ __device__ inline Words words_of(Ints x) {
 
 // ---- Reals
 
-// Bounds of a function that is approximated to 2^-20 of a float's result, and of which a larger
+// Bounds of an approximated function. Its relative error is below 2^-20 for float, and a larger
 // argument may give a result that is smaller by as much.
 template <class Real>
 __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_be_nan) {
@@ -291,7 +291,7 @@ __device__ RealRange<Real> range_of_approximated(Real low, Real high, bool may_b
 
 template <class Real>
 __device__ RealRange<Real> range_between(Real low, Real high, bool may_be_nan) {
-  // Of inf - inf and the like nothing is known.
+  // inf - inf and the like can be anything.
   return exact_le(low, high) ? RealRange<Real>{low, high, may_be_nan} : RealRange<Real>::any();
 }
 
@@ -398,7 +398,7 @@ __device__ RealRange<Real> range_sqrt(RealRange<Real> x) {
   return {exact_sqrt(x.low), exact_sqrt(x.high), x.may_be_nan};
 }
 
-// With an error that is no share of the result.
+// The error of tanh is absolute, not relative to the result.
 template <class Real>
 __device__ RealRange<Real> range_tanh(RealRange<Real> x) {
   const Real error = sizeof(Real) == 4 ? Real(1e-6) : Real(1e-15);

@@ -36,8 +36,8 @@ __device__ void decode_forward(const typename CacheOf<Config>::Arguments& params
   DecodeCluster<Config> cluster{block};
   if constexpr (in_cluster) cluster.announce();
   if constexpr (Config::page_size > 0) block.prefetch_table();
-  // Only queries that are shared out in splits may be packed. The last warp has nothing to do while
-  // the first one finds the block's share.
+  // Packed queries have fixed splits. The last warp clears the rows, as it is idle while the first
+  // one finds the work range of the block.
   if constexpr (Config::sequences && !Config::balanced) {
     if (block.warp == Config::warps - 1) {
       UnownedRows<Config>{params}.clear_all(blockIdx.x, gridDim.x);

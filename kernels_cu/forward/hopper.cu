@@ -5,9 +5,9 @@
 // which multiply.
 //
 // Sequences that are packed or in a cache are the same stream. A second warp beside the producer
-// then finds their query tiles, a third clears what lies behind their last values, and a fourth
-// the rows of the output that belong to no sequence. float32 comes in pieces that a kernel of its
-// own has made, and the values of float8 transposed by another.
+// then finds their query tiles, a third clears the rows after their last values, and a fourth
+// clears the rows of the output that belong to no sequence. A kernel of its own splits float32 into
+// pieces, and another transposes the values of float8.
 #pragma once
 
 #include "forward/hopper/consumer.cuh"
@@ -33,9 +33,9 @@ __device__ void hopper_prepare(const Params& params) {
       params, reinterpret_cast<int*>(shared_memory));
 }
 
-// One warp of each thread block, where Ranks of these have the columns of a query tile. A spare warp
-// of the producer does it beside all others; but in pairs of blocks, whose consumers then spill,
-// one of the consumers does it at its end.
+// Called by one warp of each thread block, in kernels where `Ranks` thread blocks split the columns
+// of a query tile. A spare warp of the producer warpgroup runs this next to the consumers. In pairs
+// of thread blocks that makes consumers spill, so a consumer warp runs it at its end.
 template <class Config, int Ranks>
 __device__ void clear_unowned_rows(const Params& params) {
   using Cta = HopperCta<Config>;

@@ -68,7 +68,8 @@ struct MmaForward : MmaWork<Config> {
   using ValueLayout = typename Products::ValueLayout;
   using Softmax = WarpSoftmax<Element, row_tiles, Bc, Products::columns_v>;
 
-  // Whether the products lose bits of a row's only value, and no mask tells which rows have one.
+  // Whether rows that attend to one key are set to its value at the end: the products lose bits of
+  // the value, and modifications hide keys, so that no mask shows which rows these are.
   static constexpr bool settles_only_keys =
       Config::modified && !Config::sinks && !quotient_is_exact<Element>;
 
@@ -337,7 +338,7 @@ struct MmaForward : MmaWork<Config> {
 
   __device__ void finish(const Params& p, const Work& work, const Place<Config>* place) {
     const auto partials = partials_of(p, place);
-    unsigned sees_one = 0;  // bit 2 * i + half, of rows whose sum is that of one key
+    unsigned sees_one = 0;  // bit 2 * i + half: the sum of the row is p of one key
 #pragma unroll
     for (int i = 0; i < row_tiles; ++i) {
 #pragma unroll
@@ -385,7 +386,7 @@ struct MmaForward : MmaWork<Config> {
     const int first_of_warp = first_row_of(work) - lane / 4;
 #pragma unroll 1
     for (int r = 0; r < 2 * row_tiles; ++r) {
-      // Of each four lanes that hold a row, the first.
+      // One bit for each row: that of the first of its four lanes.
       unsigned left = __ballot_sync(~0u, sees_one >> r & 1) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {

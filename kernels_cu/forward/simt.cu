@@ -221,7 +221,7 @@ __device__ void simt_attention(const Params& p) {
       const Params own = place.params();
       simt::Kernel<Config>(own, place.work, memory, &place).run();
     }
-    // Found anew, as what is kept for the end changes the loops.
+    // The place is computed again, as keeping it until here would change the code of the loops.
     if (!Config::split_keys && p.cu_seqlens_q != nullptr) {
       Place<Config>(p, ptx::block_index()).clear_unowned_rows();
     }

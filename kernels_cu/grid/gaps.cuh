@@ -10,16 +10,17 @@
 // other, lead from row 0 to row total_q. Where the numbers decrease, a gap may also hold rows of
 // sequences, which are left out.
 //
-// All lanes of a warp call a function together; visit(row) is called for a part of the rows.
+// All lanes of a warp call a function together; visit(row) is called for this warp's part of the
+// rows.
 struct Gaps {
   const Params& p;
 
-  // The rows of all gaps, shared out among `warps`, of which this is the one with number `warp`.
-  // Gaps between sequences are rare, and have a warp each.
+  // Visits the rows of all gaps, distributed over `warps` warps, of which this is number `warp`.
+  // Gaps between sequences are rare, and one warp visits each of them.
   template <class Visit>
   __device__ void visit_all(unsigned warp, unsigned warps, Visit visit) const {
     if (p.cu_seqlens_q == nullptr) return;
-    // One call in a loop, as registers are few where this runs.
+    // A loop with a single call site saves registers, which are few where this runs.
     const unsigned last = p.batch;
     unsigned gap = min(warp + 1, last);
 #pragma unroll 1
@@ -31,7 +32,7 @@ struct Gaps {
     }
   }
 
-  // The rows of the gap after a sequence, and of the one before the first, likewise.
+  // Visits the rows of the gap after a sequence and, for the first sequence, of the gap before it.
   template <class Visit>
   __device__ void visit_around(int sequence, unsigned warp, unsigned warps, Visit visit) const {
     if (p.cu_seqlens_q == nullptr) return;
@@ -54,7 +55,8 @@ struct Gaps {
     return {first, first + clamp(start(sequence + 1) - first, 0, p.seqlen_q)};
   }
 
-  // Of every `parts` consecutive rows that belong to no sequence, the one with number `part`.
+  // Visits each row with index `part` among `parts` consecutive rows of the gap that belong to no
+  // sequence.
   template <class Visit>
   __device__ void visit_gap(int gap, unsigned part, unsigned parts, Visit visit) const {
     int begin = gap == 0 ? 0 : rows_of(gap - 1).end;
@@ -69,7 +71,7 @@ struct Gaps {
     }
   }
 
-  // The first rows from `row` on that belong to a sequence.
+  // Returns the first range of rows from `row` on that belongs to a sequence.
   __device__ Rows first_owned_from(int row) const {
     Rows found = {p.total_q, p.total_q};
 #pragma unroll 1

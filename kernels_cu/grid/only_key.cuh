@@ -1,5 +1,6 @@
-// Rows of modified scores that see one key, set to its value where products do not hold all bits of
-// float32. What hides the other keys is asked once more, of such rows only.
+// Correction of rows with modified scores that attend to one key: they are set to its value if the
+// products do not hold all bits of float32. The modifications are evaluated again for these rows
+// only.
 #pragma once
 
 #include "params.cuh"
@@ -8,8 +9,9 @@
 #include "score/modify.cuh"
 #include "score/softmax.cuh"
 
-// By a warp: the only one of the keys [begin, end) that a row sees, or -1 if it sees several or
-// none. What a score is makes no difference to the masks and scores of -inf that this finds.
+// Called by a warp. Returns the only key of [begin, end) that a row attends to, or -1 if it attends
+// to several or none. Modifications are evaluated with scores of 0, which finds what masks and
+// biases of -inf hide.
 template <class Config>
 __device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, int end) {
   int found = -1;
@@ -29,8 +31,8 @@ __device__ int find_only_key(const Params& p, const ScoreRow& row, int begin, in
   return found;
 }
 
-// By a warp, which has written the row's result to `out`: the value of the only key in the tiles
-// that were visited.
+// Called by a warp after it has written the result of a row to `out`. If the row attends to only
+// one key of `tiles`, the result becomes the value of that key.
 template <class Config, class Out>
 __device__ void settle_only_key(const Params& p, const Work& work, const Place<Config>* place,
                                 const KeyTiles& tiles, int row, Out* out) {
@@ -47,7 +49,7 @@ __device__ void settle_only_key(const Params& p, const Work& work, const Place<C
 #pragma unroll 1
   for (int column = threadIdx.x % 32; column < Config::head_dim_v; column += 32) {
     const float exact = value.is_there ? widen(value.begin[column]) : 0;
-    // A result that is no number, or infinite, stays.
+    // NaN and infinity stay, as does any result that differs from the value by more than rounding.
     if (fabsf(out[column] - exact) <= 0x1p-20f * fabsf(exact)) out[column] = exact;
   }
 }

@@ -46,8 +46,9 @@ struct Place {
     return own;
   }
 
-  // By all warps of the thread block, which have the same part of the rows around the sequence as
-  // of its query tiles. Where keys are split, merging does it.
+  // Called by all warps of the thread block. The rows around the sequence that belong to none are
+  // distributed over the query tiles of the sequence. If keys are split, the kernel that merges the
+  // parts clears them.
   __device__ void clear_unowned_rows() const {
     if constexpr (!Config::split_keys) {
       const int warps = blockDim.x / 32;

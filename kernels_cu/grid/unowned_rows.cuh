@@ -1,5 +1,5 @@
-// The output of rows that belong to no sequence is 0 and their log-sum-exp -inf, so that whoever
-// reads whole arrays never reads uninitialized memory.
+// Clearing of rows that belong to no sequence: their output becomes 0 and their log-sum-exp -inf,
+// so that code that reads whole arrays never reads uninitialized memory.
 #pragma once
 
 #include "params.cuh"
@@ -16,12 +16,12 @@ struct UnownedRows {
 
   const Params& p;
 
-  // Clears a warp's share of all such rows, see Gaps::visit_all().
+  // Clears this warp's part of all such rows; see Gaps::visit_all().
   __device__ void clear_all(unsigned warp, unsigned warps) const {
     Gaps{p}.visit_all(warp, warps, [&](int row) { clear(row, 0, p.heads_q); });
   }
 
-  // Clears a warp's share of those around a sequence, of some heads.
+  // Clears this warp's part of the rows around a sequence, for `heads` heads from `first_head` on.
   __device__ void clear_around(int sequence, unsigned warp, unsigned warps, int first_head,
                                int heads) const {
     Gaps{p}.visit_around(sequence, warp, warps, [&](int row) { clear(row, first_head, heads); });

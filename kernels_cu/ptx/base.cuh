@@ -131,7 +131,7 @@ __device__ inline unsigned cvt_rn_f16x2_f32(float low, float high) {
   return result;
 }
 
-// mul.rn.f16x2: denormal numbers stay what they are.
+// mul.rn.f16x2: keeps subnormal numbers.
 __device__ inline unsigned mul_f16x2(unsigned x, unsigned y) {
   unsigned result;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));

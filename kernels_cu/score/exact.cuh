@@ -1,6 +1,7 @@
-// Functions of reals that decide: their results are compared, rounded, or index an array. All kernels
-// and all tiles compute the same bits, and but for the approximated functions those of NumPy: numbers
-// below the normal range are kept, and no multiplication is contracted with an addition.
+// Functions of reals for values that decide something: they are compared, rounded, or used as an
+// index. All kernels and all tiles compute the same bits, which are those of NumPy except for the
+// approximated functions. Subnormal numbers are kept, and no multiplication is contracted with an
+// addition.
 //
 // Included by score/functions.cuh.
 #pragma once
@@ -41,13 +42,13 @@ __device__ inline bool exact_ne(T x, T y) {
 
 __device__ inline float exact_narrowed(double x) { return ptx::cvt_rn_f32_f64(x); }
 
-// NaN if either is.
+// The result is NaN if either argument is.
 __device__ inline float exact_min(float x, float y) { return ptx::min_nan(x, y); }
 __device__ inline double exact_min(double x, double y) { return x < y || x != x ? x : y; }
 __device__ inline float exact_max(float x, float y) { return ptx::max_nan(x, y); }
 __device__ inline double exact_max(double x, double y) { return x > y || x != x ? x : y; }
 
-// -1, 0 or 1, and NaN of NaN.
+// Returns -1, 0 or 1, and NaN for NaN.
 template <class T>
 __device__ inline T exact_sign(T x) {
   return exact_lt(T(0), x) ? T(1) : exact_lt(x, T(0)) ? T(-1) : exact_eq(x, T(0)) ? T(0) : x;
@@ -65,7 +66,8 @@ __device__ inline unsigned long long exact_word(T x) {
   return x < T(18446744073709551616.0) ? static_cast<unsigned long long>(x) : ~0ull;
 }
 
-// The remainder of a quotient that is rounded toward zero, which float holds exactly.
+// Returns the remainder of a division whose quotient is rounded toward zero. Float holds it
+// exactly.
 __device__ inline float exact_fmod(float x, float y) {
   return exact_narrowed(::fmod(ptx::cvt_f64_f32(x), ptx::cvt_f64_f32(y)));
 }
@@ -74,8 +76,8 @@ __device__ inline double exact_fmod(double x, double y) { return ::fmod(x, y); }
 __device__ inline float exact_with_sign(float x, float of) { return ::copysignf(x, of); }
 __device__ inline double exact_with_sign(double x, double of) { return ::copysign(x, of); }
 
-// The remainder has the sign of the divisor, and the quotient is rounded down, by the steps that NumPy
-// takes.
+// Remainder with the sign of the divisor, and quotient rounded down, computed in the steps of
+// NumPy.
 template <class T>
 __device__ inline T exact_mod(T x, T y) {
   const T rest = exact_fmod(x, y);
@@ -95,7 +97,7 @@ __device__ inline T exact_floordiv(T x, T y) {
   return exact_lt(T(0.5), exact_sub(quotient, whole)) ? exact_add(whole, T(1)) : whole;
 }
 
-// Approximated to 2 ulp; arguments and results below the normal range may count as 0.
+// Functions approximated to 2 ulp. They may treat subnormal arguments and results as 0.
 #define EXACT_FUNCTION(name)                                              \
   __device__ inline float exact_##name(float x) { return ::name##f(x); }  \
   __device__ inline double exact_##name(double x) { return ::name(x); }

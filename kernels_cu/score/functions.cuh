@@ -1,6 +1,7 @@
-// The functions that the text of a modification calls, of float and of double: those of integers,
-// which are the same wherever they stand, and those of reals in what becomes of a score. What decides
-// (a comparison, a rounding, an index) and all that a mask computes is made of score/exact.cuh.
+// Functions that the generated source of a modification calls, for float and double: those of
+// integers, and those of reals for values that only enter a score. Values that decide something (a
+// comparison, a rounding, an index), and all values of a mask, use the functions of score/exact.cuh
+// instead.
 #pragma once
 
 #include "ptx/base.cuh"
@@ -22,7 +23,7 @@ __device__ inline double mod_infinity<double>() {
 __device__ inline float mod_exp2(float x) { return ptx::ex2_approx(x); }
 __device__ inline double mod_exp2(double x) { return ::exp2(x); }
 
-// The library's functions of C++, of both types.
+// Functions of the CUDA math library, for both types.
 #define MOD_FUNCTION(name)                                              \
   __device__ inline float mod_##name(float x) { return ::name##f(x); }  \
   __device__ inline double mod_##name(double x) { return ::name(x); }
@@ -69,7 +70,8 @@ __device__ inline int mod_max(int x, int y) { return ::max(x, y); }
 __device__ inline float mod_trunc(float x) { return ::truncf(x); }
 __device__ inline double mod_trunc(double x) { return ::trunc(x); }
 
-// A power of a constant that is no small whole number: NaN of numbers below 0 but -infinity.
+// Returns x to the power n, a constant that is not a small integer. Finite negative x give NaN
+// unless n is an integer.
 template <class T>
 __device__ inline T mod_power_approx(T x, T n) {
   const T size = mod_abs(x);
@@ -79,15 +81,16 @@ __device__ inline T mod_power_approx(T x, T n) {
   return is_nan ? T(0) * mod_infinity<T>() : is_negative ? -power : power;
 }
 
-// A power of two that brings divisors as large or small as numbers go to where 1 / y is normal.
+// Returns the power of two by which a very large or very small divisor y is multiplied, so that its
+// inverse is a normal number.
 template <class T>
 __device__ inline T mod_quotient_scale(T y) {
   const T large = T(18446744073709551616.0), size = mod_abs(y);
   return size > large ? 1 / large : size < 1 / large ? large : T(1);
 }
 
-// x / y * scale to 1 ulp, given 1 / y: a quotient is put right by what it leaves (Markstein 1990,
-// IBM J. Res. Dev. 34). Where that is no number, as of infinities, the first one stands.
+// Returns x / y * scale to 1 ulp, given 1 / y. The quotient is corrected by its remainder
+// (Markstein 1990, IBM J. Res. Dev. 34), unless the corrected quotient is NaN or infinite.
 template <class T>
 __device__ inline T mod_quotient(T x, T y, T inverse, T scale) {
   const T quotient = x * inverse;
@@ -95,8 +98,9 @@ __device__ inline T mod_quotient(T x, T y, T inverse, T scale) {
   return (mod_abs(better) < mod_infinity<T>() ? better : quotient) * scale;
 }
 
-// x * factor + sum, of which a finite x makes no infinity: so a bias as low as numbers go hides
-// nothing in a row without others. The fast one rounds toward zero.
+// Returns x * factor + sum, saturated to the largest finite number if x is finite. So a bias of the
+// lowest finite number does not hide a key from a row that sees no other. The fast variant rounds
+// toward zero.
 __device__ inline float mod_fast_finite_sum(float x, float factor, float sum) {
   return ptx::fma_rz(x, factor, sum);
 }
@@ -108,14 +112,14 @@ __device__ inline T mod_finite_sum(T x, T factor, T sum) {
   return result > 0 ? largest : result < 0 ? -largest : result;
 }
 
-// Integers that wrap, as C++ leaves it undefined what an int does not hold.
+// Integer arithmetic that wraps, done in unsigned because overflow of int is undefined in C++.
 __device__ inline int mod_add(int x, int y) { return int(unsigned(x) + unsigned(y)); }
 __device__ inline int mod_sub(int x, int y) { return int(unsigned(x) - unsigned(y)); }
 __device__ inline int mod_mul(int x, int y) { return int(unsigned(x) * unsigned(y)); }
 __device__ inline int mod_neg(int x) { return int(0u - unsigned(x)); }
 __device__ inline int mod_sign(int x) { return (x > 0) - (x < 0); }
 
-// The nearest int.
+// Returns the int nearest to x.
 __device__ inline int mod_saturated(long long x) {
   return int(max(-2147483648LL, min(x, 2147483647LL)));
 }

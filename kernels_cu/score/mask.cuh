@@ -6,10 +6,10 @@
 #include "params.cuh"
 #include "grid/schedule.cuh"
 
-// What bounds the keys of a row beside Config::causal: a window, and a prefix that is seen in spite
-// of causality and the window. A call with a prefix has no left bound here: the keys between the
-// prefix and the window are hidden by the unit's text, so that each row's keys remain one range.
-// Nothing where Config has neither.
+// Bounds on the keys of a row in addition to Config::causal: a window, and a prefix that is visible
+// regardless of causality and the window. With a prefix there is no left bound here: generated
+// source hides the keys between the prefix and the window, so that the keys of each row remain one
+// range. Empty if Config has neither.
 template <class Config,
           bool Bounded = Config::window_left || Config::window_right || Config::prefix>
 struct Band {

@@ -128,7 +128,7 @@ struct WarpSoftmax {
     }
   }
 
-  // p of the row's largest score, where the maximum does not lag behind.
+  // Returns p of the row's largest score; the maximum must include the last tile.
   __device__ static float largest_probability(const SoftmaxRow<float>& row, float scale_log2) {
     return SoftmaxRow<float>::probability(row.max, scale_log2, row.base(scale_log2)) *
            power_of_half(factor);

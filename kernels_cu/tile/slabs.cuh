@@ -49,7 +49,7 @@ struct SlabTile {
     }
   }
 
-  // One row likewise, by one thread.
+  // Clears one row by a single thread.
   __device__ static void clear_row(unsigned tile, int row) {
     const unsigned zeros[4] = {};
 #pragma unroll 1

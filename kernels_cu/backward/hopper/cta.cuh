@@ -12,11 +12,11 @@
 //
 // (Of wide heads see wide.cuh: consumers add dq, and what were the adders keep the turns.)
 //
-// Of packed sequences and of padded keys, what lies behind the last row belongs to others, and rows
-// of queries may see no key: there the copies arrive at barriers of their own, where the warp of
-// terms waits for them, clears those rows and then tells the consumers. 0 times NaN would not go
-// away. What may be NaN in keys that are not seen consumers take out, before they multiply with
-// them (clean.cuh).
+// In packed sequences and with padded keys, rows past the last one belong to other sequences, and
+// query rows may attend to no key. TMA loads of such tiles arrive at separate barriers: the warp of
+// row terms waits for them, clears those rows and then signals the consumers, because 0 times NaN
+// is NaN. Keys that no query attends to may hold NaN, too; consumers clean them before they
+// multiply with them (clean.cuh).
 #pragma once
 
 #include "backward/hopper/turn_order.cuh"
@@ -91,7 +91,7 @@ struct HopperGradientCta {
   static constexpr bool wants_k = Config::wants_k;
   static constexpr bool wants_v = Config::wants_v;
   static constexpr bool wants_ds = wants_q || wants_k;
-  // Whether tiles of queries are looked at before consumers see them.
+  // Whether the warp of row terms inspects tiles of q and dout before consumers read them.
   static constexpr bool inspects = Config::sequences || Config::inspects;
   // Whether consumers take the last block's turn, and write dq; else a kernel of its own does. Of
   // wide heads they have no registers for others' sums, nor have they for addresses of float32:
@@ -244,7 +244,8 @@ struct HopperGradientCta {
 
   __device__ void init_barriers() const {
     constexpr int warps = 4 * consumers;
-    // Of queries, the loader and the warp of terms tell; where it inspects them that warp alone.
+    // The loader and the warp of row terms arrive at q_full; if that warp inspects the tile, it
+    // alone.
     for (int slot = 0; slot < Config::q_stages; ++slot) {
       ptx::mbarrier_init(q_full(slot), inspects ? 1 : 2);
       ptx::mbarrier_init(q_empty(slot), warps);

@@ -70,8 +70,8 @@ struct HopperGradientLoader {
   }
 };
 
-// One warp. Brings row terms to the slots of q, and clears rows behind the end of a sequence, where
-// it may lie inside of a tile, and rows that see no key.
+// Run by one warp. Copies row terms to the stages of q. Clears rows past the end of a sequence,
+// which may lie inside a tile, and rows that attend to no key.
 template <class Config>
 struct HopperGradientTerms {
   using Cta = HopperGradientCta<Config>;
@@ -131,7 +131,8 @@ struct HopperGradientTerms {
     }
   }
 
-  // Of a tile of queries that is on its way.
+  // Waits for a tile of q or dout whose load is in flight, and clears its rows from `rows` on. If
+  // Config::inspects, also clears the lane's rows `i` for which clears(i) is true.
   template <class Tile, class Clears>
   __device__ static void clear(unsigned arrived, int parity, unsigned tile, int rows,
                                Clears clears) {

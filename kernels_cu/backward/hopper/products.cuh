@@ -79,7 +79,8 @@ struct HopperGradientProducts {
   // The first of the consumer's keys.
   __device__ int own_key() const { return Config::wide ? 0 : 64 * consumer; }
 
-  // Before a consumer multiplies with its keys, which are there; others read them behind a barrier.
+  // Cleans this consumer's keys in shared memory. The keys must have arrived. Call before the first
+  // product with them; other consumers read them only after a barrier.
   __device__ void clean_keys() const {
     if constexpr (Config::inspects) {
       constexpr int bytes = 64 * KeyTile::line_bytes;
@@ -312,8 +313,9 @@ struct HopperGradientProducts {
     }
   }
 
-  // A row's only key has no gradient: 0 in place of its p, or of what that is multiplied with. To go
-  // by places as well takes registers that kernels with functions do not have.
+  // Makes dS exactly 0 in rows that attend to one key only. `of` is dS itself, or the P that dS is
+  // computed from. With Config::conceals such rows are recognized by their P alone: checking
+  // positions as well takes registers that kernels with functions do not have.
   __device__ void settle(Scores& of, const Scores& scores, const Step& step, int part,
                          bool is_masked) const {
     if constexpr (!Config::conceals) {

@@ -210,8 +210,8 @@ struct MmaGradientCta {
     }
   }
 
-  // Keys and the first queries are on their way; the next barrier of all is passed before they are
-  // read.
+  // Waits for the keys, and the first queries, whose loads are in flight, and cleans the keys. The
+  // caller passes a barrier of all threads before the keys are read.
   __device__ void clean_keys() {
     ptx::cp_async_wait_group<0>();
     __syncthreads();
@@ -220,13 +220,13 @@ struct MmaGradientCta {
     }
   }
 
-  // Clears rows of a tile as clean.cuh tells.
+  // Clears the rows of q and dout in a stage for which clears_q() and clears_dout() are true.
   __device__ void clean_queries(int stage) {
     const auto* terms = reinterpret_cast<const Terms*>(memory + (terms_at(stage) - shared));
     bool found = false;
     for (int row = threadIdx.x; row < Br; row += threads) found |= clears_q(terms[row]);
     if (!__syncthreads_or(found)) return;
-    // Of q, and behind it of dout.
+    // The rows of dout are stored after those of q.
     constexpr unsigned zeros[4] = {};
     for (int at = 16 * int(threadIdx.x); at < Br * row_bytes; at += 16 * threads) {
       constexpr int of_q = Br * Layout::row_bytes;

@@ -200,14 +200,16 @@ struct MmaGradientProducts : MmaGradientCta<Config> {
     return units;
   }
 
-  // What rows of dout were multiplied by, where others are much larger: ds of a row is so too.
+  // Returns the factors of the query rows in `stage`. Rows of dout, and hence dS, are scaled by the
+  // factors' inverses.
   __device__ const RowFactors& factors(int stage) const {
     return reinterpret_cast<const QueryScales*>(
                memory + (queries_at(ptx::opaque(stage)) - shared) + Images::OfQueries::scales_at)
         ->factors;
   }
 
-  // ds' of the queries from `first` on as they add to dk.
+  // Multiplies dS' of the queries from `first` on by their factors, before it is multiplied by q
+  // for dk.
   __device__ void apply_to_left(Left& left, int stage, int first) const {
     const RowFactors& of_rows = factors(stage);
 #pragma unroll

@@ -32,14 +32,16 @@ struct HopperResults {
     return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
   }
 
-  // Whether rows that see one key are found by what was summed up for them: modifications and
-  // scores of -inf hide keys, so that no mask tells, and p of such a row is any number. A sink takes
-  // part of the row, and float8 has p that are powers of two.
+  // Whether rows that attend to one key are recognized by their sums. Modifications and scores of
+  // -inf hide keys, so no mask shows which rows these are, and P of their key can be any number.
+  // Rows with sinks are left out, as the sink adds to the sum, and so is float8, whose P are powers
+  // of two.
   static constexpr bool finds_only_keys =
       Config::modified && !Config::sinks && !Cta::transposes_values;
 
-  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp. Of a row of
-  // which one lane alone has seen keys, minus the sum.
+  // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
+  // If finds_only_keys, the factor of a row of which just one lane has seen keys is minus the sum,
+  // for normalize_only_keys().
   __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
@@ -89,9 +91,10 @@ struct HopperResults {
     }
   }
 
-  // Where a row saw one key, its output is the value times p, rounded to 16 bits. The quotient is
-  // the value exactly if the divisor is rounded, too; with several keys the quotients of its columns
-  // are no numbers of 16 bits.
+  // Replaces the negative factors that finish_softmax() has set. The output of a row that attends
+  // to one key is the value times P rounded to 16 bits, so the quotient by the rounded sum is
+  // exactly the value. If a row attends to several keys, some of its quotients are not 16-bit
+  // numbers, and the sum is not rounded.
   __device__ void normalize_only_keys(float (&normalizer)[2]) const {
     if (!__any_sync(~0u, normalizer[0] < 0 || normalizer[1] < 0)) return;
 #pragma unroll

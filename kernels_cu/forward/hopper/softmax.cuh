@@ -41,17 +41,17 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether scores may be as low as numbers go, as a bias of that size makes them. No base could be
-  // subtracted from such scores. A row that has seen no others keeps its first base, counts those
-  // that are as large as its largest, and has minus their number as its sum until a larger score
-  // comes.
+  // Whether scores may be near the lowest finite number, as a bias of that size makes them. No base
+  // can be subtracted from such low scores. A row that has seen no other scores keeps its first
+  // base and counts the scores that equal its largest. Its sum is minus this count until a larger
+  // score comes.
   static constexpr bool may_be_low = Config::Mods::has_low_scores;
   static constexpr float low_score = -0x1p120f;
 
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low ones
-  float low_max[may_be_low ? 2 : 1];  // the largest score of a row that has seen low ones alone
+  bool some_are_fresh;  // whether a row of the warp may have seen no key, or only low scores
+  float low_max[may_be_low ? 2 : 1];  // largest score of a row that has seen only low ones
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -120,7 +120,7 @@ struct HopperSoftmax {
     return changes;
   }
 
-  // Whether this lane holds a p of the row, of scores that are not low.
+  // Whether this lane has seen a key of the row whose score is not low.
   __device__ bool has_seen(int half) const {
     return may_be_low ? !(rows[half].sum <= 0) : rows[half].sum != 0;
   }
@@ -204,8 +204,8 @@ struct HopperSoftmax {
     return __any_sync(~0u, any_changes);
   }
 
-  // Row::change_base() of a row whose scores may be low. What is subtracted from those leaves 0 of
-  // the largest.
+  // Row::change_base() for a row whose scores may be low. From low scores the largest of the row is
+  // subtracted, which leaves it 0.
   __device__ float change_low(float max, bool outgrown, bool is_fresh, bool is_low, int half,
                               float& rescale) {
     const bool was_low = any_of_lanes(rows[half].sum < 0);

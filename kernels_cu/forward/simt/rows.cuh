@@ -28,8 +28,9 @@ struct Rows {
   using T = typename L::T;
   using Vec = typename L::Vec;
   using KeyMask = Mask<Config, Config::group>;
-  // Where scores are changed they are exponents already, and p of the largest is 1. Without
-  // modifications rows of one key are set to its value in the end.
+  // Whether modifications only hide keys: then p of the largest score has to be made exactly 1.
+  // Changed scores are exponents already, whose p is 1, and without modifications rows that attend
+  // to one key are set to its value at the end.
   static constexpr bool hides_only = Config::modified && !Config::Mods::changes_scores;
 
   T scores[L::rows][L::keys];      // key j is at position + j * row_threads

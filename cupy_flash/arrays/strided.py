@@ -22,7 +22,7 @@ from cupy_flash.problem.arrays import (
 LAYOUTS = ("bshd", "bhsd")
 
 
-# Types that are remembered: a program may make ever new ones.
+# Largest number of types that are remembered; a program may keep creating new ones.
 _MAX_TYPES = 256
 
 
@@ -206,7 +206,7 @@ def new_spec(shape: tuple[int, ...], layout: str, dtype: str) -> ArraySpec:
 
 
 class _Unallocated(np.ndarray):
-    """An array without elements to show: debuggers and tracebacks would read them."""
+    """Array that does not show its elements, because a debugger or traceback would read them."""
 
     def __repr__(self) -> str:
         return f"unallocated({self.shape}, {self.dtype})"
@@ -215,9 +215,9 @@ class _Unallocated(np.ndarray):
 
 
 class _NoMemory:
-    """What NumPy takes for memory, at an address that nothing is at."""
+    """Array interface of memory that does not exist, at an address that is never mapped."""
 
-    # As aligned as any memory is.
+    # A multiple of every alignment that is asked for.
     _ADDRESS = 1 << 12
 
     def __init__(self, shape: tuple[int, ...], itemsize: int) -> None:
@@ -230,16 +230,16 @@ class _NoMemory:
 
 
 def unallocated(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A C-contiguous array that takes no memory, and whose elements must not be touched.
+    """Return a C-contiguous array that takes no memory. Its elements must not be accessed.
 
-    For what asks an array for its shape, strides, dtype and alignment alone.
+    It serves code that reads only the shape, strides, dtype and alignment of an array.
     """
     dtype = np.dtype(dtype)
     return np.asarray(_NoMemory(shape, dtype.itemsize)).view(dtype).view(_Unallocated)
 
 
 def unallocated_copy(array: Any, order: Literal["K", "C"] = "C") -> np.ndarray:
-    """The same for a copy of an array; in order "K" its axes lie as the array's."""
+    """Return an unallocated copy of an array; order "K" keeps the order of its axes in memory."""
     if order == "C" or array.flags.c_contiguous:
         return unallocated(array.shape, array.dtype)
     outer_first = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))

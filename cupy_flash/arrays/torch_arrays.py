@@ -18,9 +18,9 @@ import numpy as np
 
 
 def is_torch_on_gpu(*arrays: Any) -> bool:
-    """Whether all are tensors of torch in CUDA memory that kernels read as they are, or None.
+    """Return whether each is None or a tensor of torch in CUDA memory that kernels can read as is.
 
-    `resolved` says what is wrong with others, or makes such a tensor of them.
+    `resolved` converts any other tensor to such a tensor, or raises an error that says why not.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -45,21 +45,21 @@ def is_torch_on_gpu(*arrays: Any) -> bool:
 
 
 def is_any_tensor(array: Any) -> bool:
-    """Whether an array is a tensor of torch, of a subclass perhaps."""
+    """Return whether an array is a tensor of torch, possibly of a subclass."""
     torch = sys.modules.get("torch")
     # While another thread imports torch its module is there, but nothing in it yet.
     return torch is not None and isinstance(array, getattr(torch, "Tensor", ()))
 
 
 def may_be_transformed() -> bool:
-    """Whether a tensor may mean more to torch than its memory holds; see `hidden_part`.
+    """Return whether tensors may have more than their memory holds; see `hidden_part`.
 
-    So it is while torch.func transforms, a forward-mode level, dispatch modes or torch.jit.trace
-    are active.
+    This is the case while a torch.func transform, a forward-mode level, a dispatch mode or
+    torch.jit.trace is active.
     """
     torch = sys.modules["torch"]
     private = torch._C
-    # 0.15 us. Of a release without the level's name one is taken for active, and tensors looked at.
+    # Takes 0.15 us. A release without `_current_level` counts as active, and tensors are checked.
     return bool(
         getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
         or private._functorch.peek_interpreter_stack() is not None
@@ -69,12 +69,12 @@ def may_be_transformed() -> bool:
 
 
 def hidden_part(tensor: Any) -> str | None:
-    """What would be lost of a tensor if its memory was all that is read; None if nothing."""
+    """Return what would be lost if only a tensor's memory was read, as a message, or None."""
     import torch
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    # Modes with a key are those of proxies, fake tensors and functionalization. Others, as
-    # counters of operations, leave tensors as they are.
+    # Modes with a key are those of proxies, fake tensors and functionalization. Other modes, such
+    # as counters of operations, do not change tensors.
     has_key = any(getattr(x, "_mode_key", None) for x in _get_current_dispatch_mode_stack())
     if has_key or torch._C._get_tracing_state() is not None:
         return (
@@ -82,7 +82,7 @@ def hidden_part(tensor: Any) -> str | None:
             "result as a constant; call a function of cupy_flash.torch under torch.compile or "
             "torch.export"
         )
-    # There torch makes tensors of the transform of whatever it is given.
+    # Inside of a transform torch wraps every tensor that an operation gets.
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _IN_TRANSFORM
     return NO_FORWARD_MODE if has_tangent(tensor) else None
@@ -100,36 +100,37 @@ NO_FORWARD_MODE = (
 
 
 def has_tangent(tensor: Any) -> bool:
-    """Whether a tensor is dual: has a derivative of forward mode, at the current level."""
+    """Return whether a tensor has a tangent of forward mode at the current level."""
     unpacked = sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor)
     return unpacked.tangent is not None
 
 
 def require_whole(name: str, tensor: Any) -> None:
-    """Raise NotImplementedError for a tensor of which something would be lost."""
+    """Raise NotImplementedError for a tensor that has more than its memory holds."""
     if may_be_transformed() and (part := hidden_part(tensor)) is not None:
         raise NotImplementedError(f"{name} {part}")
 
 
 def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
-    """A plain tensor whose memory holds the values of any; what is no tensor as it is.
+    """Return a tensor as a plain tensor whose memory holds its values; anything else unchanged.
 
     Parameters
     ----------
     name
-        Of the argument, for messages.
+        Name of the argument, for messages.
     array
-        A tensor perhaps: then itself, a view of it, or a copy of one that is lazy.
+        Any object. For a tensor the result is the tensor itself, a view of it, or a copy if it is
+        lazy (a negation, a conjugation or zeros without memory).
     is_written
-        Whether a copy would not do.
+        Whether the array is written to, so that a copy would not do.
 
     Raises
     ------
     NotImplementedError
-        In a transform, for a tensor with a tangent, or while a graph is traced.
+        For a tensor inside of a transform, with a tangent, or while a graph is traced.
     TypeError
-        For one without memory, of a subclass with operations of its own, that is not strided,
-        requires a gradient while autograd records, or is written and lazy.
+        For a tensor that has no memory, is of a subclass with operations of its own, is not
+        strided, requires a gradient while autograd records, or is lazy and written to.
     """
     if not is_any_tensor(array):
         return array
@@ -169,12 +170,12 @@ def resolved(name: str, array: Any, *, is_written: bool = False) -> Any:
             f"{name} is a lazy view, whose negation, conjugation or zeros are not in its memory; "
             f"pass {name}.clone()"
         )
-    # A clone of zeros has memory.
+    # clone() gives zeros memory of their own.
     return tensor.clone().resolve_neg().resolve_conj()
 
 
 def no_memory(tensor: Any) -> NotImplementedError:
-    """The error for a tensor that has elements and no memory."""
+    """Return the error for a tensor that has elements but no memory."""
     return NotImplementedError(
         f"a tensor of shape {tuple(tensor.shape)} has no memory: it is part of a transform, as of "
         "vmap or is_grads_batched, which attention has no rules for, or stands for zeros; pass its "
@@ -183,9 +184,9 @@ def no_memory(tensor: Any) -> NotImplementedError:
 
 
 def count_writes(*arrays: Any) -> None:
-    """Tell autograd which arrays were written, if they are tensors.
+    """Increment the version counters of those arrays that are tensors.
 
-    It compares versions to see whether what it keeps for a backward pass is as it was.
+    Autograd compares versions to detect writes to tensors that it saved for a backward pass.
     """
     written = [array for array in arrays if is_any_tensor(array)]
     if written:
@@ -193,7 +194,7 @@ def count_writes(*arrays: Any) -> None:
 
 
 def version_of(tensor: Any) -> int | None:
-    """How many writes to a tensor were counted; None of one whose writes are not."""
+    """Return the number of writes that autograd counted; None for an inference tensor."""
     return None if tensor.is_inference() else int(tensor._version)
 
 
@@ -227,10 +228,10 @@ def tensor_maker(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[], Any]:
 
 
 def new_bytes(size: int) -> Any:
-    """A tensor of so many bytes on the current device.
+    """Return a tensor of `size` bytes on the current device.
 
-    Of torch's memory alone, where `tensor_maker` allocates a little of CuPy's first, which a
-    capture in torch's default mode forbids.
+    Unlike `tensor_maker` this allocates nothing from CuPy, which a capture in torch's default mode
+    forbids.
     """
     torch = sys.modules["torch"]
     return torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -332,7 +333,7 @@ def _plain_types() -> tuple[Any, ...]:
 
 @functools.cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """NumPy's dtypes by torch's, of what attention is computed in, of caches, lengths and masks."""
+    """NumPy's dtypes by torch's: those of inputs, caches, lengths, masks and captures."""
     import ml_dtypes
     import torch
 
@@ -343,7 +344,7 @@ def _dtypes() -> dict[Any, np.dtype]:
         torch.float64: np.dtype(np.float64),
         torch.int32: np.dtype(np.int32),
     } | {
-        # Of caches, masks and captures; older releases have no float8 and no uint64.
+        # Dtypes of caches, masks and captures. Older releases have no float8 and no uint64.
         getattr(torch, name): np.dtype(dtype)
         for name, dtype in (
             ("int8", np.int8),

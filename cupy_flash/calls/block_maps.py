@@ -46,7 +46,7 @@ def map_of_mask(
     arguments
         With the arrays that it reads; by default those that it captured.
     of_torch
-        Whether the call's workspace is torch's memory, and so that of a map in a graph.
+        Whether the call's workspace is torch's memory. Maps in a graph are then in it, too.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def map_of_mask(
 
 
 def packed_captures(mod: MaskMod, dtype: str, arguments: Arguments | None = None) -> np.ndarray:
-    """``ModArguments`` of the text of a mask; see `map_of_mask`."""
+    """Return the ``ModArguments`` of a mask's text, filled in; see `map_of_mask`."""
     values = {prefixed("mask_mod", name): value for name, value in mod.captures.items()}
     if arguments is not None:
         values |= {name: as_cupy(getattr(arguments, name)) for name in mod.array_names}

@@ -153,16 +153,17 @@ class QuerySums:
 
 
 def inspects(problem: Problem) -> bool:
-    """Whether a row may see no key, or no row see a key, so that tiles are looked through.
+    """Return whether some row may attend to no key, or some key may have no row attend to it.
 
-    See `kernels_cu/backward/clean.cuh`. Which they are, row terms and contents of tiles tell.
+    Kernels then inspect tiles and clean them, see `kernels_cu/backward/clean.cuh`.
     """
     mask = problem.mask
     if problem.score is not None and problem.score.conceals:
         return True
     if mask.is_full or 0 in (problem.seqlen_q, problem.seqlen_k):
         return False
-    # The first and the last row see the fewest keys, and these are seen by the fewest rows.
+    # The first and the last row attend to the fewest keys, and the fewest rows attend to the first
+    # and the last key.
     rows, keys = (0, problem.seqlen_q - 1), (0, problem.seqlen_k - 1)
     return (
         not problem.layout.is_equal
@@ -172,7 +173,7 @@ def inspects(problem: Problem) -> bool:
 
 
 def _may_see_one_key(problem: Problem) -> bool:
-    """Whether a row may see one key alone."""
+    """Return whether some row may attend to one key only."""
     is_plain = problem.mask.is_full and problem.layout.is_equal
     is_plain &= problem.score is None or not problem.score.conceals
     return not is_plain or problem.seqlen_k == 1

@@ -25,7 +25,7 @@ from cupy_flash.problem.tile import Tile
 _TERMS_BYTES = 8
 # Behind an image of a tile of float32, and threads that make one: kernels_cu/backward/images.cuh.
 _SCALES_BYTES = 128
-# Units that there is place for behind the scales of keys, among them a bit for each key.
+# Number of units that fit after the scales of keys, which include a bit for each key.
 _MOST_UNITS = (_SCALES_BYTES - 4 * 4 - 256 // 8) // 4
 _IMAGE_THREADS = 256
 TILE_IMAGES = "tile_images"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 _SKIPPED = r"//[^\\\n]*(?:\\.[^\\\n]*)* | /\*.*?\*/ | \\\n"
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
-# Frequent tokens come first, which halves the time. Names that begin like the prefix of a string
-# come after strings.
+# Frequent tokens come first, which halves the time. Names that begin with a letter of a string's
+# prefix come after strings.
 _TOKEN = rf"""
     [(){{}}\[\];,]
   | [A-KM-QSTV-Z_a-tv-z]\w*
@@ -25,16 +25,16 @@ _TOKEN = rf"""
 """
 # Outside of literals and comments a `#` begins a directive, which ends with its line.
 _DIRECTIVE = rf"\#(?: {_SKIPPED} | {_STRING} | \\. | [^\\\n])*"
-# The group is empty for what is no token.
+# The group is empty for white space, comments and continued lines.
 _TOKENS = re.compile(
     rf"\s*(?: {_SKIPPED} | ({_TOKEN} | {_DIRECTIVE} | \S))", re.DOTALL | re.VERBOSE
 )
-# A macro has arguments if a parenthesis follows its name at once, so `define NAME(` is one token.
+# A macro has arguments if a parenthesis directly follows its name: `define NAME(` is one token.
 _TOKENS_OF_DIRECTIVE = re.compile(
     rf"\s*(?: {_SKIPPED} | (define\s+\w+\(? | {_TOKEN} | \S))", re.DOTALL | re.VERBOSE
 )
 
-# A token ends with a null byte in a stream. An include becomes the file's name between two marks.
+# In a stream each token ends with a null byte, and an include is the file's name between two marks.
 _DIRECTIVE_TOKEN = re.compile("(?<=\0)#([^\0]*)\0")
 _MARK = "\1"
 
@@ -43,13 +43,13 @@ def token_stream(text: str, folder: Path) -> str:
     """Return the tokens of a C++ text, with every include replaced once by the file's tokens.
 
     The stream stays the same if comments, white space or names of files change, or if code moves
-    to a file that is included where the code was. White space inside an argument that a macro
-    turns into text (``#name``) counts to the compiler, but not here.
+    to a file that is included where the code was. White space in an argument that a macro
+    stringizes (``#name``) matters to the compiler, but not here.
 
     Parameters
     ----------
     text
-        C++ whose directives ``#include "name"`` are replaced; those of ``<name>`` stay.
+        C++ whose ``#include "name"`` directives are replaced; ``#include <name>`` stays.
     folder
         Folder of the files that the text and these files include.
     """
@@ -72,7 +72,7 @@ def _parts_of_file(path: Path) -> Sequence[str]:
 
 
 def _parts(text: str) -> Sequence[str]:
-    """Return tokens and names of included files in turns; tokens are first and last."""
+    """Return tokens and names of included files alternately, beginning and ending with tokens."""
     # The look-behind needs a null byte before the first token, too.
     stream = "\0".join(["", *_found(_TOKENS, text), ""])
     return _DIRECTIVE_TOKEN.sub(_directive, stream)[1:].split(_MARK)
@@ -84,7 +84,7 @@ def _directive(match: re.Match[str]) -> str:
         return _MARK + tokens[1].strip('"') + _MARK
     if tokens == ["pragma", "once"]:
         return ""
-    # White space inside `define NAME(` counts no more than elsewhere.
+    # White space inside `define NAME(` does not count either.
     tokens[:1] = [" ".join(token.split()) for token in tokens[:1]]
     return "\0".join(["\n#", *tokens, "\n", ""])
 

@@ -153,7 +153,7 @@ class HopperBackwardFamily(Family[HopperBackwardTile]):
         elif gradient.wants("q"):
             total += _PAIR_STAGES * pairs + tile.Br * dim * 4
         slots = tile.q_stages + tile.dout_stages
-        # A slot is full or empty; where tiles are looked at first it has arrived before.
+        # Barriers for full and empty and, if tiles are inspected before use, for arrived.
         arrives = not problem.layout.is_equal or gradients.inspects(problem)
         barriers = (3 if arrives else 2) * slots + _OTHER_BARRIERS
         return total + barriers * BARRIER_BYTES + _PLACE_BYTES

@@ -28,7 +28,7 @@ from cupy_flash.gpu.environment import cupy_module
 
 SOURCE = "blocks/block_map.cu"
 FIND_RANGES, BUILD, ORDER = "find_ranges", "build_block_map", "order_tiles"
-# Bound of a band without one: no distance of positions is larger.
+# Bound of a band that has none: no two positions are further apart.
 UNBOUNDED = 2**31 - 1
 
 # As in block_map.cu.
@@ -316,7 +316,7 @@ class _Stream:
             runtime.streamWaitEvent(self.stream.ptr, self._event.ptr)
 
 
-# Maps that are kept of a mask. Lengths that grow from call to call have a map each, of many MB.
+# Largest number of maps that are kept for a mask. Each length has a map, which may take many MB.
 _MAX_KEPT = 32
 _streams: dict[int, _Stream] = {}
 _lock = threading.Lock()
@@ -392,7 +392,8 @@ class MapKey:
         )
 
 
-# Gives memory of so many bytes on the current device and stream, and its address.
+# Function that allocates a number of bytes on the current device and stream, and returns the memory
+# and its address.
 Allocator = Callable[[int], tuple[Any, int]]
 # Maps that a mask keeps.
 Kept = MutableMapping[MapKey, ReadyMap]
@@ -431,9 +432,9 @@ def new_map(
 ) -> ReadyMap:
     """A map that is built now, and kept.
 
-    While the current stream is being captured it is built in the graph, from what the captured
-    arrays hold at each launch, and not kept: a later call would read what no launch has built yet.
-    The graph does not read kept maps either, as it may outlive them.
+    While the current stream is being captured, the map is built in the graph from the values that
+    the captured arrays have at each launch. It is not kept, because a later call could read it
+    before any launch has built it. The graph does not read kept maps, because it may outlive them.
 
     Parameters
     ----------
@@ -442,8 +443,8 @@ def new_map(
     mask, mods
         Its text, and its ``ModArguments`` filled in.
     allocate
-        Gives the memory of a map in a graph, if the call's workspace does not come from CuPy's
-        current pool. Kept maps do, on a stream of their own.
+        Function that allocates a map in a graph; by default CuPy's current pool does. Kept maps
+        always come from CuPy's pool, on a stream of their own.
 
     Raises
     ------

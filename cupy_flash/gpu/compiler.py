@@ -56,7 +56,7 @@ def _module_options(unit: TranslationUnit, device: Device) -> tuple[str, ...]:
 
 
 def unit_digest(unit: TranslationUnit, device: Device) -> str:
-    """Return the key of a unit's machine code: all that the compiler sees, target and options."""
+    """Return the key of a unit's machine code: a hash of its tokens, target and options."""
     text = "\0".join([token_stream(unit.text, KERNEL_DIR), unit.target(device), *_OPTIONS])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -158,7 +158,7 @@ def _warn_of_cache(folder: Path, reason: str) -> None:
 class KernelCache:
     """Loaded kernels, by device and unit.
 
-    Never let go of, as captured graphs go on running them: as many as were compiled.
+    Kernels are never unloaded, because captured graphs may still launch them.
     """
 
     def __init__(self) -> None:

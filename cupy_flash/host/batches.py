@@ -88,9 +88,9 @@ def varlen_forward(
     v : numpy.ndarray, (total_k, heads_kv, head_dim_v)
         With ``block_table`` (pages, page_size, heads_kv, head_dim_v).
     out : numpy.ndarray, (total_q, heads_q, head_dim_v)
-        Overwritten, with 0 in the rows that belong to no sequence; must not overlap the inputs.
+        Output; 0 in the rows that belong to no sequence. Must not overlap the inputs.
     lse : numpy.ndarray, (heads_q, total_q), or None
-        Overwritten with natural logarithms, -inf in these rows.
+        Output, in natural logarithms; -inf in the rows that belong to no sequence.
     cu_seqlens_q : numpy.ndarray, (batch + 1,)
         First row of each sequence in q, and the last one's end.
     cu_seqlens_k : numpy.ndarray, (batch + 1,), or None

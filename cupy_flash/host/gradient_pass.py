@@ -12,7 +12,7 @@ from cupy_flash.host.passes import SCRATCH_LIMIT, Cut, Pass
 Array = NDArray[Any]
 
 SCORES_AT_ONCE = 1 << 17
-# Workers whose scratch fits into `SCRATCH_LIMIT` together, unless one head alone takes more.
+# Number of workers whose scratch together fits into `SCRATCH_LIMIT`, unless one head takes more.
 _WORKERS = 4
 
 
@@ -108,7 +108,7 @@ class GradientPass(NamedTuple):
 
 
 def smaller(cut: Cut, head_dim: int, head_dim_v: int, itemsize: int) -> Cut:
-    """As many heads and sequences of a block as have `SCORES_AT_ONCE`, and fit into scratch."""
+    """Return the cut with no more heads and sequences than `SCORES_AT_ONCE` and scratch allow."""
     m = cut.Br * cut.heads_per_tile
     one = scratch_elements(m, cut.Bc, head_dim, head_dim_v) * itemsize
     fitting = SCRATCH_LIMIT // (_WORKERS * one)
@@ -118,7 +118,7 @@ def smaller(cut: Cut, head_dim: int, head_dim_v: int, itemsize: int) -> Cut:
 
 
 def scratch_elements(m: int, Bc: int, head_dim: int, head_dim_v: int) -> int:
-    """Elements of all buffers for m rows and Bc keys of one kv head."""
+    """Return the number of elements of all buffers for m rows and Bc keys of one KV head."""
     p_and_ds = 2 * m * Bc
     of_rows = m * (3 * head_dim + head_dim_v + 2)  # q, dq, a product, dout; lse, delta
     of_keys = 2 * Bc * (head_dim + head_dim_v)  # copies of k and v, and products

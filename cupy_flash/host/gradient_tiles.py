@@ -26,10 +26,11 @@ Array = NDArray[Any]
 # Elements of a total, and what is to be added to them.
 Part = tuple[Array, Array]
 
-# A row that sees one key gives that key's value, and its scores have no gradient: the weight is 1,
-# and dp is delta. Both are found in other orders, so their difference would be a small number that
-# is not 0. Where positions do not tell of such rows, one is a row with a weight above this, whose
-# true gradients are below what delta and dp are rounded by: see `p_of_one_key` in
+# Weight above which a row counts as attending to one key only. The output of such a row is that
+# key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
+# summed in different orders, so their computed difference would be a small number instead of 0.
+# Rows with one key by position are known exactly. For other rows above this weight, the true
+# gradients are below the rounding errors of delta and dp: see `p_of_one_key` in
 # kernels_cu/backward/params.cuh.
 _WEIGHT_OF_ONE_KEY = {
     "float16": 1 - 2.0**-14,
@@ -95,7 +96,7 @@ class _Tile:
         if sinks is not None:
             dead |= (lse == sinks[..., 0]) & ~out.any(-1)
         q[dead], dout[dead] = 0, 0
-        # Where lse has a gradient of its own, or a part of it is a sink's, one key has gradients.
+        # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
         self.weight_of_one_key: float | None = None
@@ -118,8 +119,9 @@ class _Tile:
         # Weights of exactly 0, whatever becomes of the scores.
         q[dead, -1] = -np.inf
         self.q, self.dout = (x.reshape(*self.rows[:2], -1, x.shape[4]) for x in (q, dout))
-        # What the sums over rows are made of, in which hidden pairs have weights of 0. Of a query
-        # that is not finite all weights are NaN; of such a dout the rest is added to what is seen.
+        # Factors of the sums over rows, in which masked pairs have weights of 0, and 0 times inf is
+        # NaN. Nothing is lost: all weights of a query that is not finite are NaN, and elements of
+        # dout that are not finite are added by `_add_infinite`.
         self.q_of_keys = _finite(self.q[..., :-1])
         self.dout_of_keys = _finite(self.dout[..., :-1])
         self.dq: Array | None = None
@@ -208,7 +210,7 @@ class _Tile:
             parts.append(self._to_keys("dk", work.dk, ds, self.q_of_keys, start, stop))
         if work.dq is not None:
             k = k[..., :-1]
-            # Weights of a key that is not finite are NaN, or 0.
+            # Nothing is lost: weights of a key that is not finite are NaN or 0.
             self._take_dq(ds, _finite(k) if hidden else k)
         return parts
 
@@ -244,13 +246,13 @@ class _Tile:
     def _to_keys(
         self, name: str, total: Array, weights: Array, rows: Array, start: int, stop: int
     ) -> Part:
-        """Sums of weighted rows for each key."""
+        """Return the sums of weighted rows for each key, and the total that they are added to."""
         product = self._cut(name, (*rows.shape[:2], stop - start, rows.shape[3]))
         np.matmul(weights.swapaxes(-1, -2), rows, out=product)
         return total[self.block.batch, self.block.kv_heads, start:stop], product
 
     def _add_infinite(self, dv: Array, p: Array) -> None:
-        """Add what `dout_of_keys` leaves out of dout."""
+        """Add to dv the elements of dout that are not finite, which `dout_of_keys` leaves out."""
         dout = self.dout[..., :-1]
         if np.may_share_memory(self.dout_of_keys, dout):
             return
@@ -302,7 +304,7 @@ class _Tile:
 
 
 def _finite(x: Array) -> Array:
-    """The array itself if all of it is finite, else a copy with 0 for what is not."""
+    """Return the array itself if it is finite, otherwise a copy with 0 for NaN and infinity."""
     is_finite = np.isfinite(x)
     return x if is_finite.all() else np.where(is_finite, x, 0)
 

@@ -66,11 +66,11 @@ def default_tile(problem: Problem) -> Tile:
 
 
 def scratch_bytes(problem: Problem, tile: Tile) -> int:
-    """Bytes of scratch that one worker needs, of sequences of up to the problem's lengths."""
+    """Return the bytes of scratch of one worker for sequences of at most the problem's lengths."""
     dims = problem.head_dim, problem.head_dim_v
     itemsize = 8 if problem.dtype == "float64" else 4
     rows = problem.seqlen_q * problem.heads_q // problem.heads_kv
-    # A shorter sequence may fill a tile with the rows of more heads.
+    # For a shorter sequence, a tile may hold the rows of more heads.
     one = max(min(tile.Br, rows), 1), min(tile.Bc, max(problem.seqlen_k, 1)), *dims
     cut = Cut.make(
         problem.batch,

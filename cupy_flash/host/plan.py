@@ -18,7 +18,7 @@ def choose_cpu_tile(problem: Problem, request: FrozenTile) -> Tile:
     default = cpu.default_tile(problem)
     if request is not None:
         return dataclasses.replace(default, **tile_fields(type(default), request))
-    # The digest takes 20 ms, once in a process: a call without tuned tiles does not wait for it.
+    # Computing the digest takes 20 ms once per process, and is skipped if there are no tuned tiles.
     is_tuned = "cpu" in tuning.families()
     entry = tuning.lookup(None, "cpu", sources.digest(), problem) if is_tuned else None
     tile = tuned_tile(Tile, entry.tile) if entry else None

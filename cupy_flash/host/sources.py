@@ -1,4 +1,4 @@
-"""Sources of the CPU backend, and their digest: what tuned tiles and records were measured on."""
+"""Sources of the CPU backend, and their digest, by which tuned tiles and records are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORWARD = (
     "mods/scores.py",
     "problem/mask.py",
 )
-#: Files of the package that say what the CPU backend computes and how fast, by direction.
+#: Files of the package that determine results and speed of the CPU backend, by direction.
 SOURCES = {
     "forward": _FORWARD,
     "backward": (
@@ -43,8 +43,8 @@ SOURCES = {
 def digest(direction: str = "forward") -> str:
     """Return sixteen hex digits over the syntax of `SOURCES`, in their order.
 
-    Comments, docstrings, formatting and the files' names do not change them, and all versions of
-    Python give the same.
+    Comments, docstrings, formatting and the names of files do not change the digest, and all
+    versions of Python give the same.
     """
     package = Path(__file__).parents[1]
     text = "".join(_syntax(package / name) for name in SOURCES[direction])
@@ -59,9 +59,9 @@ def _syntax(path: Path) -> str:
 
 
 def _write(node: Any, write: Callable[[str], None]) -> None:
-    """Write a syntax tree as text, but for strings that are statements, as docstrings are.
+    """Write a syntax tree as text, without docstrings and other strings that are statements.
 
-    Unlike `ast.dump` it leaves out all that is empty, as versions of Python differ in that.
+    Unlike `ast.dump` this leaves out empty fields, in which versions of Python differ.
     """
     if isinstance(node, list):
         write("[")

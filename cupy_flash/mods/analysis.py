@@ -23,8 +23,8 @@ _MOST_TERMS = 8
 # Steps from the first key of a run are smaller.
 STEPS = 2**10
 
-# What `Node.value` says of an operation on reals in lowered expressions: the order is the user's,
-# or besides, no multiplication and addition may be contracted.
+# `Node.value` of an operation on reals in a lowered expression. ORDERED: the order of operations is
+# the user's. EXACT: in addition, no multiplication may be contracted with an addition.
 ORDERED, EXACT = "ordered", "exact"
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Linear:
-    """An integer as ``key * j + offset`` plus multiples of values that a row has.
+    """An integer as ``key * j + offset`` plus multiples of values that are constant along a row.
 
     Attributes
     ----------
@@ -99,16 +99,16 @@ class Analysis:
         return not is_leaf and all(self._of_row[x] for x in node.args)
 
     def range(self, node: Node) -> Range:
-        """Return ends between which a value lies; of integers after it has wrapped."""
+        """Return bounds of a value; those of an integer hold after it has wrapped."""
         low, high = _answer(self._exact_ranges, node, self._find_exact_range)
         return (low, high) if _fits(node.type, (low, high)) else _type_range(node.type)
 
     def may_wrap(self, node: Node) -> bool:
-        """Return whether an integer may be computed that its type does not hold."""
+        """Return whether the exact result of an integer operation may be outside of its type."""
         return not _fits(node.type, _answer(self._exact_ranges, node, self._find_exact_range))
 
     def is_not_negative(self, node: Node) -> bool:
-        """Return whether an integer is known to be 0 at least."""
+        """Return whether an integer is known to be at least 0."""
         return self.range(node)[0] >= 0
 
     def _find_exact_range(self, node: Node) -> Range:
@@ -155,9 +155,10 @@ class Analysis:
         return True
 
     def slope(self, node: Node) -> Node | None:
-        """Return the growth from key to key of a real that the library composed.
+        """Return the difference of a real between neighbouring keys, if the library composed it.
 
-        None if it is not the same along the row, or if the order of operations is the user's.
+        The result is None if the difference varies along the row, or if the order of operations is
+        the user's.
         """
         return _answer(self._slopes, node, self._find_slope)
 
@@ -188,7 +189,7 @@ class Analysis:
 
 
 def _answer(known: dict[Node, T], node: Node, find: Callable[[Node], T]) -> T:
-    """Return what is known of a node, found for its arguments first, without recursion."""
+    """Return `find(node)` from `known`, after computing it for the arguments; not recursive."""
     if node in known:
         return known[node]
     stack = [node]
@@ -221,14 +222,14 @@ def _times(ends: Range, factor: int) -> Range:
 def exact_range(
     node: Node, args: Iterable[Range], numbers: Mapping[str, bool | int | float]
 ) -> Range:
-    """Return the ends of an operation's results, of integers before they wrap.
+    """Return bounds of an operation's results; those of integers hold before they wrap.
 
     Parameters
     ----------
     node
         The operation.
     args
-        Ends of its arguments.
+        Bounds of its arguments.
     numbers
         Values of captured numbers that are known.
     """
@@ -266,7 +267,7 @@ def _range_of_cast(node: Node, ends: Range) -> Range:
 
 
 def value_range(root: Node, numbers: Mapping[str, bool | int | float]) -> Range:
-    """Return ends of a range that a number does not leave unless it is NaN, whatever scores are.
+    """Return bounds of a number for all scores; NaN is the only value outside of them.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class _Emission:
         self._keys: dict[Node, str] = {}
 
     def bounds(self, seen: Node) -> Bounds:
-        # As kernels have it: what decides is lowered alike for all dtypes.
+        # Lowered as in kernels: all values of a mask are exact, whatever the dtype is.
         root = lower(seen, self._analysis, fast=False, fast_tanh=False, exact=True)
         for node in postorder(root):
             self._facts[node] = self._find_facts(node)
@@ -183,7 +183,7 @@ class _Emission:
         return self._known[node]
 
     def _operands(self, node: Node) -> Iterable[Node]:
-        """Nodes whose text that of a value is made of."""
+        """Return the nodes whose text is part of the text of a value."""
         if node.is_constant or (self._facts[node].is_plain and not self._is_operation(node)):
             return ()
         if node.type == INT and node.op not in ("cast", "where", "load"):
@@ -193,7 +193,7 @@ class _Emission:
         return [x for x in node.args if x.type != ARRAY]
 
     def _is_operation(self, node: Node) -> bool:
-        """Whether a value that can be printed has its range from those of its arguments."""
+        """Return whether the range of a value is computed from the ranges of its arguments."""
         facts = self._facts[node]
         is_looked_up = not facts.positions or (facts.reads and len(facts.positions) == 1)
         return not is_looked_up and node.op != "symbol"

@@ -75,8 +75,8 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
     Raises
     ------
     TypeError
-        For a name that no parameter can have, and for a value that is neither a number nor an array
-        of a known dtype.
+        For a name that is not an identifier, and for a value that is neither a number nor an array
+        of a supported dtype.
     ValueError
         For an array of other than 0 to 4 axes, without elements, or that lies at odd addresses;
         for an integer that int32 does not hold.
@@ -94,7 +94,7 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
         return float(value), CaptureSpec("real")
     if isinstance(value, (list, tuple)):
         raise TypeError(f"{name} is {kind_of(value)}; expected an array: pass np.array({name})")
-    # It may be written later: calls read what it holds then.
+    # Read in place: calls read what the array holds at that time, so a copy would not do.
     array = read(name, value, is_written=True)
     dtype = dtype_name(array)
     if dtype not in ELEMENT_TYPES or not array.dtype.isnative:
@@ -120,15 +120,15 @@ def read_capture(name: str, value: Any) -> tuple[Any, CaptureSpec]:
 
 
 def number_key(value: bool | int | float) -> bool | int | str:
-    """Return a captured number as a part of a key, which is equal for the same bits only.
+    """Return a hashable form of a captured number that is equal only for the same bits.
 
-    A real is the text of its bits: 0.0 equals -0.0, and NaN does not equal itself.
+    A real becomes hexadecimal text: as numbers 0.0 equals -0.0, and NaN does not equal itself.
     """
     return value.hex() if isinstance(value, float) else value
 
 
 def number_of(key: bool | int | str) -> bool | int | float:
-    """Return the number that `number_key` was given."""
+    """Return the number of a key that `number_key` has made."""
     return float.fromhex(key) if isinstance(key, str) else key
 
 

@@ -41,8 +41,8 @@ def compose(
     Parameters
     ----------
     specs
-        Of softcap, alibi_slopes, bias, mask, tree_mask, prefix_lens and window_left, as far as they
-        are there.
+        Specs of those of softcap, alibi_slopes, bias, mask, tree_mask, prefix_lens and window_left
+        that the call has.
     score_mod, mask_mod
         The user's.
     sees_no_later_key
@@ -64,7 +64,7 @@ def compose(
     if "alibi_slopes" in specs:
         slopes: Any = specs["alibi_slopes"].parameter("alibi_slopes")
         slope = slopes[h] if specs["alibi_slopes"].rank == 1 else slopes[b, h]
-        # Pairs of later keys are hidden, and a distance without bars grows evenly.
+        # Without abs() the distance is linear in j. The pairs that it is wrong for are hidden.
         x = x - slope * (position - j if sees_no_later_key else np.abs(position - j))
     pairs: dict[int | None, Any] = {3: (h, q_start + row, j), 4: (b, h, row, j)}
     if "bias" in specs:
@@ -82,8 +82,8 @@ def compose(
         in_tree = (place < 0) | ((place < 64) & in_tree)
         seen = in_tree if seen is None else seen & in_tree
     if "prefix_lens" in specs and "window_left" in specs:
-        # Next to a prefix the window's left bound leaves two ranges of keys, and kernels' bounds of
-        # rows are one.
+        # A prefix and the window's left bound leave two ranges of keys, and kernels bound the keys
+        # of a row by one range. So the left bound is a mask.
         prefixes: Any = specs["prefix_lens"].parameter("prefix_lens")
         left: Any = specs["window_left"].parameter("window_left")
         in_either = (j < prefixes[b]) | (j >= position - left)
@@ -98,9 +98,9 @@ def compose(
 
 
 def prefixed_text(mod: Traced, kind: str) -> tuple[Node, dict[str, CaptureSpec]]:
-    """The expression and the specs, with the names that captures have among all arrays of a call.
+    """Return the expression and the specs, with captures renamed by `prefixed`.
 
-    Those are names in C++, whatever the parameters of the Python function are called.
+    The new names are valid in C++, whatever the parameters of the Python function are called.
     """
     replacements, specs = {}, {}
     for name, spec in mod.specs.items():

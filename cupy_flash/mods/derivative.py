@@ -15,7 +15,8 @@ from cupy_flash.mods.captures import array_node
 from cupy_flash.mods.expression import REAL, SCORE, Node, postorder
 from cupy_flash.mods.operations import MINUS_ONE, ONE, OPERATIONS, ZERO, is_zero, operation
 
-# A factor joins each value that a tangent may choose; of more than this, their choice.
+# A factor is multiplied into each of the values that a tangent chooses from, up to this many of
+# them, and otherwise into the chosen value.
 _MOST_CHOICES = 8
 
 
@@ -121,7 +122,7 @@ class _Tangents:
         self.of: dict[Node, Node] = {}
         for node in postorder(root):
             self.of[node] = ONE if node is of else self._tangent(node)
-            # Counted from the leaves on, so that no recursion is as deep as the expression.
+            # Counting from the leaves on keeps the recursion shallow.
             self._zero_choices(self.of[node])
 
     def _tangent(self, node: Node) -> Node:
@@ -135,9 +136,9 @@ class _Tangents:
         return rule(self, node, *tangents)
 
     def times(self, factor: Node, tangent: Node) -> Node:
-        """Return the product, in which 0 stays 0, also as what a `where` may choose.
+        """Return the product, in which a 0 stays 0, even one that only a `where` chooses.
 
-        So a factor that is infinite where the tangent is 0 leaves no NaN.
+        So a factor that is infinite at a tangent of 0 gives no NaN.
         """
         key = factor, tangent
         if key not in self._products:
@@ -172,7 +173,7 @@ class _Tangents:
         return operation("mul", factor, tangent)
 
     def _zero_choices(self, node: Node) -> int:
-        """Return among how many values `where` chooses, if it may choose 0 alone; otherwise 0."""
+        """Return how many values `where` chooses from, or 0 if it cannot choose a literal 0."""
         if node not in self._choices:
             self._choices[node] = self._count_choices(node)
         return self._choices[node]

@@ -61,10 +61,10 @@ def emit(
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
-    ``Mods`` has ``changes_scores``, ``hides_pairs``, ``calls_functions`` (the unit of special
-    functions for each score) and ``has_low_scores`` (finite scores may be so low that as exponents
-    they are the lowest number that there is), and these functions, of which the first is called for
-    a query row, the second for that row and a run of keys, the others for each pair:
+    ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
+    takes the unit of special functions) and ``has_low_scores`` (a finite score may become the
+    lowest finite exponent of two). It also has these functions, of which the first is called for a
+    query row, the second for that row and a run of keys, and the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
@@ -208,9 +208,9 @@ class _Emission:
         return lower(node, self._analysis, fast=self._is_fast, fast_tanh=fast_tanh, exact=exact)
 
     def _is_large(self, node: Node) -> bool:
-        """Return whether log2(e) times a value may be infinite although the value is finite.
+        """Return whether log2(e) times a finite leaf may be infinite.
 
-        Products of queries and keys are taken to be smaller.
+        Products of queries and keys are assumed to be smaller.
         """
         if node.op == "load":
             return node.type == REAL and self._captures[node.args[0].value].dtype != "float16"

@@ -30,8 +30,8 @@ class Node:
     args
         What it is computed from.
     value
-        Value of a constant; name of another leaf; text and parameter names of ``cuda``; and
-        ``"exact"`` of an operation on reals that a kernel may not contract, see `lower`.
+        Value of a constant; name of another leaf; text and parameter names of ``cuda``. In lowered
+        expressions ``"ordered"`` or ``"exact"`` marks an operation on reals, see `lower`.
     """
 
     __slots__ = ("__weakref__", "args", "op", "type", "value")

@@ -9,7 +9,7 @@ from cupy_flash.mods import operations
 from cupy_flash.mods.expression import BOOL, INT, REAL, UINT64, Node, constant
 from cupy_flash.mods.operations import OPERATIONS, cast, logical_not, operation
 
-# Integers to a larger power would be long text, and wrap.
+# An integer to a larger power would need long text, and would wrap.
 _LARGEST_POWER = 64
 
 

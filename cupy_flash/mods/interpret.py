@@ -13,7 +13,8 @@ from cupy_flash.mods.captures import host_parameter
 from cupy_flash.mods.expression import REAL, Node
 from cupy_flash.mods.operations import OPERATIONS, evaluated, numpy_types
 
-# A value, and whether it decides: is compared, rounded, converted to an integer, or an index.
+# A node, and whether its value decides: is compared, rounded, converted to an integer, or used as
+# an index.
 _Place = tuple[Node, bool]
 
 
@@ -23,7 +24,7 @@ class Interpreter:
     Parameters
     ----------
     score
-        Scaled scores, float32 or float64, in whose dtype reals are computed that do not decide.
+        Scaled scores, float32 or float64. Reals that do not decide are computed in their dtype.
     positions
         Integers or arrays of them by name, taken as int32.
     captures
@@ -31,8 +32,8 @@ class Interpreter:
     xp
         NumPy or CuPy.
     real
-        Dtype of the problem's reals, in which numbers are read and what decides is computed: so a
-        reference in float64 sees the same pairs as a kernel. By default that of the scores.
+        Dtype of the problem's reals. Captures are read and deciding values are computed in it, so
+        that a reference in float64 sees the same pairs as a kernel. Default: that of the scores.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Interpreter:
         self._xp, self._score = xp, score
         self._positions = {name: xp.asarray(value, np.int32) for name, value in positions.items()}
         deciding = np.dtype(score.dtype if real is None else real)
-        # Values of one dtype are computed once.
+        # With a single dtype a node has one value, whether or not it decides.
         self._is_split = deciding != score.dtype
         self._deciding, self._types = numpy_types(deciding), numpy_types(score.dtype)
         self._captures = {
@@ -61,7 +62,7 @@ class Interpreter:
         root
             The expression.
         decides
-            Whether the result is computed as what decides, as a mask is.
+            Whether the result itself decides, as a mask does.
         """
         steps = _steps(root, decides and self._is_split, self._is_split)
         uses = Counter(argument for step in steps for argument in step.arguments)
@@ -93,7 +94,7 @@ class Interpreter:
             return args[0][tuple(args[1:])] if args[1:] else args[0]
         types = self._deciding if decides or step.rounds else self._types
         if self._is_split and node.type == REAL:
-            # Numbers and what is rounded are reals of the other dtype.
+            # Captured numbers, and results of rounding, are reals of the deciding dtype.
             args = [
                 x.astype(types[REAL]) if argument.type == REAL else x
                 for x, argument in zip(args, node.args, strict=True)
@@ -119,7 +120,7 @@ class _Step(NamedTuple):
     rounds: bool
 
 
-# A call on the host asks for the same steps for each of its blocks.
+# A call on the host needs the same steps for each of its blocks.
 @functools.lru_cache(maxsize=256)
 def _steps(root: Node, decides: bool, is_split: bool) -> tuple[_Step, ...]:
     """Return the values that an expression is computed from, each after its arguments."""

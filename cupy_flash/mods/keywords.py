@@ -38,8 +38,8 @@ class Modifications(TypedDict, total=False):
     mask : bool array
         Of the shapes of bias. True keeps.
     prefix_lens : int32 array, (batch,)
-        First keys of each sequence that all of its queries see, whatever `causal` and `window_size`
-        hide.
+        Number of first keys of each sequence that all of its queries see, even those that `causal`
+        and `window_size` hide.
     tree_mask : uint64 array, (batch, seqlen_q)
         Bit k of query i: whether it sees the key at the position of query k: unless q_offset says
         otherwise, the k-th of the last seqlen_q keys. It sees all keys before those. For at most 64

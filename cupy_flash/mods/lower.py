@@ -1,17 +1,18 @@
-"""Lowering: an expression in the operations that cost least on a GPU, before it is printed.
+"""Lowering: rewrites an expression into the operations that cost least on a GPU.
 
-How far an operation on reals may be rewritten depends on where it stands:
+How far an operation on reals may be rewritten depends on the use of its result:
 
-- What decides is *exact*: what is compared, rounded, converted to an integer or used as an index,
-  and all that a mask computes. It is computed in the order of the expression, without contraction,
-  by functions that keep subnormal numbers, so that all kernels and all tiles see the same pairs.
-- What a user's function adds to a score or makes of it is *ordered*: the order is the user's, and
-  there is no reciprocal in place of a division, but multiplications and additions may be
-  contracted, and functions may be those of the hardware.
-- What the library composes (softcap, ALiBi, bias, the scale) is *free* to be reordered.
+- A value that decides is *exact*: one that is compared, rounded, converted to an integer or used as
+  an index, and every value of a mask. It is computed in the order of the expression, without
+  contraction, by functions that keep subnormal numbers, so that all kernels and all tiles see the
+  same pairs.
+- Any other value of a user's function is *ordered*: the order of operations is the user's, and no
+  reciprocal replaces a division. But multiplications and additions may be contracted, and functions
+  may be those of the hardware.
+- A value that the library composes (softcap, ALiBi, bias, the scale) is *free* to be reordered.
 
-The nodes ``strict`` and ``free`` mark where a user's text begins, and where in it stands what the
-library puts in place of the score.
+The node ``strict`` is the root of a user's expression. The node ``free`` inside it holds the
+expression that the library substitutes for the score.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from cupy_flash.mods.operations import OPERATIONS, cast, operation, rebuilt
 _TANH_FACTOR = 2 * math.log2(math.e)
 _LOG2_E = math.log2(math.e)
 _FREE = "free"
-# Larger powers are made of a logarithm, which is as good and takes as long for any.
+# Larger powers are computed by a logarithm, which takes the same time for any exponent.
 _LONGEST_PRODUCT = 16
 
-# A node in one of the three ways in which it may be computed.
+# A node, and how it may be computed: exact, ordered or free.
 _Place = tuple[Node, str]
 
 
 def lower(
     root: Node, analysis: Analysis, *, fast: bool, fast_tanh: bool, exact: bool = False
 ) -> Node:
-    """Return the same value in other operations.
+    """Return an expression of the same value in other operations.
 
-    Besides the rows of the table there are then ``reciprocal``; ``logistic``, which is
-    1 / (1 + 2^x); ``tanh_approx``, to 2^-11; ``power_approx``; and ``quotient``, of a number, a
-    divisor that does not change along the row, the reciprocal of that, and the power of two
-    (``quotient_scale``) by which both are kept within the range of normal numbers.
+    The result has further operations in addition to those of `OPERATIONS`: ``reciprocal``;
+    ``logistic``, which is 1 / (1 + 2^x); ``tanh_approx``, to 2^-11; ``power_approx``; and
+    ``quotient``. Arguments of ``quotient`` are the dividend, a divisor that is constant along the
+    row, the divisor's reciprocal, and a power of two (``quotient_scale``) that keeps both within
+    the range of normal numbers.
 
     Parameters
     ----------
@@ -51,8 +53,8 @@ def lower(
     analysis
         Analysis that keeps its answers.
     fast
-        Whether exponentials and tanh that do not decide may be made of the hardware's powers of 2:
-        absolute errors of 2^-23, more than a float32 call may have.
+        Whether exponentials and tanh that do not decide may use the hardware's powers of 2. Their
+        absolute errors are 2^-23, more than a float32 call may have.
     fast_tanh
         Whether such a tanh may be the hardware's.
     exact
@@ -122,7 +124,7 @@ class _Lowering:
         return self._function(node, args) or rebuilt(node, args)
 
     def _function(self, node: Node, args: tuple[Node, ...]) -> Node | None:
-        """Return a function that does not decide as the hardware has it; None if it is as it is."""
+        """Return the hardware's form of a function that does not decide; None if there is none."""
         if node.op == "power":
             return _power(args[0], args[1].value)
         if node.op == "log":
@@ -135,7 +137,7 @@ class _Lowering:
 
 
 def _decides(node: Node) -> bool:
-    """Return whether what real arguments are compared with or rounded to may be anything."""
+    """Return whether an operation compares or rounds real arguments, so that these decide."""
     if node.op == "cast":
         return node.type != REAL
     row = OPERATIONS.get(node.op)
@@ -156,7 +158,7 @@ def _arguments(place: _Place) -> tuple[_Place, ...]:
 def exponent(
     score: Node, analysis: Analysis, is_large: Callable[[Node], bool], *, fast: bool
 ) -> Node:
-    """Return ``log2(e) * score - base`` of a score that was lowered: an exponent of 2.
+    """Return the exponent of 2, ``log2(e) * score - base``, of a lowered score.
 
     Factors of the score join those that it has, and what is added to it the base, so that neither
     costs more.
@@ -168,8 +170,8 @@ def exponent(
     analysis
         Analysis that keeps its answers.
     is_large
-        Whether a leaf may be so large that the factor makes it infinite. A sum with such a leaf
-        stays finite, so that a row of finite scores is never empty.
+        Function that returns whether log2(e) times a finite leaf may be infinite. A sum with such a
+        leaf is kept finite, so that a row of finite scores is never empty.
     fast
         Whether such sums may be rounded toward zero, which costs no instruction.
     """
@@ -201,8 +203,8 @@ def exponent(
 def _may_be_large(term: Node, is_large: Callable[[Node], bool]) -> bool:
     """Return whether a term may be so large that log2(e) times it is infinite.
 
-    What the library composes is so large only if a term that it adds is, as a bias may be: factors,
-    such as slopes, are taken to be small. A user's function may compute anything.
+    A value that the library composes is so large only if one of its summands is, such as a bias;
+    factors, such as slopes, are assumed to be small. A user's function may compute any number.
     """
     stack = [term]
     while stack:
@@ -227,10 +229,10 @@ def _summands(node: Node, sign: int) -> Iterator[tuple[Node, int]]:
 
 
 def _real_of_int(node: Node, analysis: Analysis) -> Node:
-    """Return an integer as a real, converted where that costs least: linear ones once a row.
+    """Return an integer as a real, converted where that costs least.
 
-    Sums and the like of integers that are no linear functions of the key are computed as reals,
-    which hold them to 2^24.
+    Linear functions of the key are converted once for each row. For other sums and the like the
+    operands are converted, and the sum is computed in reals, which hold integers up to 2^24.
     """
     if analysis.is_of_row(node) or analysis.linear(node) is not None:
         return cast(node, REAL)
@@ -247,14 +249,14 @@ def _quotient(x: Node, y: Node, analysis: Analysis) -> Node:
         # One that float has no normal number for would be lost.
         if 2.0**-126 <= abs(inverse) < 2.0**126:
             return _product(x, constant(inverse, REAL), analysis)
-    # The inverse of what a row has is computed once.
+    # The inverse of a value that is constant along the row is computed once.
     if analysis.is_of_row(y) and analysis.is_of_row(x):
         return operation("div", x, y)
     return _product(x, Node("reciprocal", REAL, (y,)), analysis)
 
 
 def _corrected_quotient(x: Node, y: Node) -> Node:
-    """Return X / y, of a divisor whose reciprocal a row has, rounded as a division is."""
+    """Return x / y, to 1 ulp, for a divisor that is constant along the row."""
     scale: Node = Node("quotient_scale", REAL, (y,), ORDERED)
     if y.is_constant and 2.0**-64 <= abs(y.value) <= 2.0**64:
         scale = constant(1, REAL)
@@ -264,7 +266,7 @@ def _corrected_quotient(x: Node, y: Node) -> Node:
 
 
 def _product(x: Node, y: Node, analysis: Analysis) -> Node:
-    """Return X * y; of a sigmoid and a factor of the row one multiply-add."""
+    """Return x * y; a tanh times a factor of the row takes one multiply-add."""
     for value, factor in ((x, y), (y, x)):
         if _is_tanh(value) and analysis.is_of_row(factor):
             one, twice = value.args[0], value.args[1]
@@ -284,7 +286,7 @@ def _product(x: Node, y: Node, analysis: Analysis) -> Node:
 
 
 def _scaled(x: Node, factor: float, analysis: Analysis) -> Node:
-    """Return X times a literal, which joins a factor that the library gave it already."""
+    """Return x times a literal, merged with a factor that the library has given to x."""
     if _is_free(x) and x.args[1].is_constant:
         together = x.args[1].value * factor
         if 2.0**-126 <= abs(together) < 2.0**126:
@@ -313,7 +315,7 @@ def _is_tanh(node: Node) -> bool:
 
 
 def _power(x: Node, n: float) -> Node:
-    """Return a power that does not decide."""
+    """Return x to the power of n, for a result that does not decide."""
     if n != int(n) or abs(n) > _LONGEST_PRODUCT:
         return Node("power_approx", REAL, (x, constant(n, REAL)), ORDERED)
     product: Node | None = None
@@ -333,7 +335,7 @@ def _ordered_product(x: Node, y: Node) -> Node:
 
 
 def _by_power_of_2(op: str, x: Node, divisor: Node) -> Node | None:
-    """Return floored quotient and remainder of a literal power of 2, by bits; otherwise None."""
+    """Return a floored quotient or remainder by a literal power of 2 as bit operations, or None."""
     n = divisor.value if divisor.is_constant else 0
     if n < 1 or n & (n - 1):
         return None

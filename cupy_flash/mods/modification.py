@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 def prefixed(kind: str, name: str) -> str:
     """Return the name of a capture of a modification among all arrays of a call.
 
-    It is a name in C++ as well: letters outside of ASCII are written as numbers, behind a prefix
-    of their own, so that no two captures have one name.
+    The name is valid in C++. Letters outside of ASCII are written as their code points after a
+    separate prefix, so that no two captures have the same name.
     """
     if name.isascii():
         return f"{kind}_{name}"
@@ -54,13 +54,14 @@ _SYMBOLS = {"score": SCORE} | POSITIONS
 class Modification:
     """Base class of `ScoreMod` and `MaskMod`. Immutable.
 
-    Two are equal if they compute the same of captures that hold the same: numbers of the same bits,
-    and arrays that lie in the same place, or NumPy's of the same dtype, shape and bytes.
+    Two objects are equal if they compute the same function and their captures hold the same values:
+    numbers with the same bits, and arrays at the same address, or NumPy arrays with the same dtype,
+    shape and bytes.
 
     Attributes
     ----------
     function
-        The Python function; of an unpickled one a stand-in, unless it is found by its name.
+        The Python function. After unpickling, a stand-in if the function is not found by its name.
     captures
         Arrays (NumPy's or CuPy's) and numbers by name, which are read when a call is made.
     cuda
@@ -68,13 +69,13 @@ class Modification:
     traced
         What device text depends on.
     array_names, arrays
-        Captured arrays as calls read them, tensors on a GPU as they were given, and what they are
-        called among all arrays of a call.
+        Names of captured arrays among all arrays of a call, and the arrays as calls read them;
+        tensors on a GPU stay as they were given.
     tensors
-        Captured arrays that were given as tensors of torch, by name: calls on tensors alone run on
-        torch's stream, and autograd compares versions.
+        Captured arrays that were given as tensors of torch, by name. Calls whose arrays are all
+        tensors run on torch's stream, and autograd compares the tensors' versions.
     numbers
-        Captured numbers with such names, as `number_key` gives them.
+        Captured numbers by their names among all arrays of a call, in the form of `number_key`.
     read_alone
         What calls keep that have no other modification, None before the first.
     """
@@ -131,7 +132,7 @@ class Modification:
         try:
             graph = self._traced(around.rebuilt(function), names, specs)
         except Exception:
-            # With CUDA text any function will do: it is called with arrays.
+            # With CUDA text the function need not be traceable: it is called with arrays.
             if cuda is None:
                 raise
         given = dict(captures)
@@ -219,12 +220,12 @@ class Modification:
 
     @property
     def graph(self) -> Node:
-        """What the Python function computes, whether or not there is CUDA text beside it.
+        """Expression of the Python function, whether or not there is CUDA text as well.
 
         Raises
         ------
         TypeError
-            For a function beside CUDA text that cannot be traced.
+            If there is CUDA text and the Python function cannot be traced.
         """
         if self._graph is None:
             try:
@@ -260,7 +261,7 @@ class Modification:
         return self._of_captures({n: copy.deepcopy(x, memo) for n, x in captures.items()})
 
     def kept(self) -> Self:
-        """Return the same with copies of captured arrays, but for tensors, which have versions."""
+        """Return the same with copies of captured arrays, except tensors, which have versions."""
         copies = {
             name: self.captures[name].copy()
             for name, spec in self.specs.items()
@@ -281,7 +282,7 @@ class Modification:
         return {}
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        """Set the attributes that `_options` returns, and those that no two objects share."""
+        """Set the attributes that `_options` returns, and those that each object has for itself."""
         for name, option in options.items():
             object.__setattr__(self, name, option)
 
@@ -310,7 +311,7 @@ class Modification:
         return hash(self._compared()[:-1])
 
     def _compared(self) -> tuple[Any, ...]:
-        """Return all that is compared except arrays; the last part need not be hashable."""
+        """Return all parts that are compared, except arrays; the last one may not be hashable."""
         function = self.function if self._graph is None else None
         options = tuple(self._options().items())
         parts = self.expression, self._graph, self.numbers, self.array_names
@@ -400,25 +401,25 @@ class ScoreMod(Modification):
     cuda
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is
-        compiled as it stands, so it must come from whom you trust. If the Python function cannot be
-        traced then, it is called with arrays on the host.
+        compiled as it stands, so it must come from whom you trust. With CUDA text the Python
+        function need not be traceable: if it is not, it is called with arrays on the host.
     differentiable
-        Names of captured arrays of reals whose gradients a backward pass is to give; of arrays
-        around the function as well.
+        Names of captured arrays of reals whose gradients a backward pass returns. They may be
+        captured from the variables around the function.
     **captures
         What the function reads besides, by name: numbers; and arrays of bool, uint8, int32, int64,
         uint64 or a floating-point dtype, NumPy's, CuPy's or what speaks DLPack, with 0 to 4 axes
         and at least one element. An array is indexed with as many integers as it has axes. An index
-        outside reads the nearest element, and a negative constant is refused. Of int64 the lower 32
-        bits are read: of a NumPy array it is checked that int32 holds its values when the object is
-        made, of others, and of what is written to it later, it is not.
+        outside of the array reads the nearest element; a negative constant index is an error. Only
+        the lower 32 bits of int64 are read. Values of a NumPy array are checked to fit int32 when
+        the object is made; other arrays, and values that are written later, are not checked.
 
     Raises
     ------
     TypeError
-        For a function whose parameters are others, that does what cannot be traced, that computes
-        something else each time, or that does not give a number; for captures and text that cannot
-        be used; for `differentiable` names of what is no captured array of reals.
+        For a function with other parameters, or that cannot be traced, computes something else
+        each time, or does not return a number; for captures and text that cannot be used; for names
+        in `differentiable` that are not those of captured arrays of reals.
     ValueError
         For captured arrays of a wrong shape, for integers that int32 does not hold, for a negative
         constant as an index, and for a name that is twice in `differentiable`.
@@ -484,9 +485,9 @@ class ScoreMod(Modification):
         xp
             The module of the arrays, NumPy or CuPy.
         real
-            Dtype in which a problem computes reals: float32, or float64 for float64 inputs. What is
-            compared, rounded or an index is computed in it, also for scores in float64. None is
-            that of the scores.
+            Dtype in which the problem computes reals: float32, or float64 for float64 inputs.
+            Values that are compared, rounded or used as an index are computed in it, even if scores
+            are float64. Default: the dtype of the scores.
 
         Returns
         -------

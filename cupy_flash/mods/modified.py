@@ -19,8 +19,8 @@ class Modified(NamedTuple):
     window
         Of positions.
     prefix_lens, seqlens_k : arrays in host memory, (batch,), or None
-        Keys of each sequence that are seen in spite of causality and the window, and keys that
-        there are.
+        Number of first keys of each sequence that are visible in spite of causality and the window,
+        and number of keys of each sequence.
     sinks : array, (heads_q,), or None
     """
 
@@ -33,7 +33,7 @@ class Modified(NamedTuple):
     def of_mask(self, mask: Mask, b: int) -> Mask:
         """The mask of a sequence's positions with the window and the prefix.
 
-        Next to a prefix, `Scores.apply` hides what the window's left bound does.
+        With a prefix the mask has no left bound: `Scores.apply` hides the keys that it would hide.
         """
         seqlen_k = mask.seqlen_k
         if self.seqlens_k is not None:

@@ -5,8 +5,8 @@ have, what its derivative is, and whether its result is the same bits on every b
 operation takes a row here and, if it needs one, a function in ``kernels_cu/score/functions.cuh``.
 
 Arithmetic is IEEE float32 (float64 in float64 problems) and two's-complement int32, in the order
-in which the user wrote it. What NumPy leaves to the platform is defined here: a real that is
-converted to an integer saturates and NaN becomes 0; an integer quotient or remainder by 0 is 0; a
+in which the user wrote it. Cases that NumPy leaves to the platform are defined here. Conversion of
+a real to an integer saturates, and NaN becomes 0. An integer quotient or remainder by 0 is 0. A
 shift by the width or more, or by a negative count, gives 0, or -1 for a negative value that is
 shifted right.
 """
@@ -41,7 +41,7 @@ _ALL = _NUMBERS | _BITS
 
 
 class Tangents(Protocol):
-    """What a derivative rule is given besides the node and the derivatives of its arguments."""
+    """Argument of derivative rules: builds products of tangents."""
 
     def times(self, factor: Node, tangent: Node) -> Node:
         """Return the product, in which a tangent of 0 stays 0 whatever the factor is."""
@@ -59,27 +59,27 @@ class Operation:
     types
         Types of the arguments that the operation takes; of ``where``, of its last two.
     numpy
-        Name of the function of NumPy and CuPy that computes it, or a function of that module, of
-        the types by name, and of the arguments.
+        Name of the function of NumPy and CuPy that computes it, or a function of the module (NumPy
+        or CuPy), the scalar types by name, and the arguments.
     sign
-        Infix or prefix operator of C++; empty if CUDA text calls ``mod_NAME`` instead.
+        Infix or prefix operator of C++; empty if the CUDA text calls ``mod_NAME`` instead.
     commutes
         Whether the order of the arguments does not matter. A constant then stands second.
     compares
-        Whether the result is a bool, true or false of two numbers.
+        Whether the operation compares two numbers, so that the result is a bool.
     decides
         Whether real arguments are compared or rounded, so that one unit in the last place may
         change the result by any amount.
     exact
-        Whether the result is bit-identical on all backends. The others agree within 2 units in the
-        last place; arguments and results below the normal range may count as 0.
+        Whether the result is bit-identical on all backends. Results of other operations agree to 2
+        units in the last place, and subnormal arguments and results may be treated as 0.
     value_range
-        Ends of the results, of the ends of the arguments; None if nothing is known.
+        Function from bounds of the arguments to bounds of the result; None if nothing is known.
     bounded
         Types for which ``kernels_cu/blocks/bounds.cuh`` has ``range_NAME``.
     derivative
-        Rule that returns the derivative, of `Tangents`, the node, and the derivatives of its
-        arguments; None if reals have none.
+        Function of `Tangents`, the node, and the derivatives of its arguments that returns the
+        derivative; None if the operation has none.
     """
 
     types: frozenset[str]
@@ -130,7 +130,7 @@ def _divided(t: Tangents, tangent: Node, divisor: Node) -> Node:
 
 
 def _of_div(t: Tangents, node: Node, dx: Node, dy: Node) -> Node:
-    # In terms of the quotient, which is there already.
+    # The quotient, which is computed already, is used again.
     return _divided(t, _of_sub(t, node, dx, t.times(node, dy)), node.args[1])
 
 
@@ -160,7 +160,7 @@ def _of_power(t: Tangents, node: Node, dx: Node, dn: Node) -> Node:
 
 
 def _by(factor: Callable[[Node, Node], Node]) -> Derivative:
-    """Return the rule of a function of one argument, by the factor of its argument and value."""
+    """Return the rule of a function whose derivative is `factor(argument, value)`."""
     return lambda t, node, dx: t.times(factor(node.args[0], node), dx)
 
 
@@ -185,15 +185,15 @@ def _floor_quotient(name: str) -> Callable[..., Any]:
 
 
 def _power_of(xp: Any, types: Mapping[str, Any], x: Any, n: Any) -> Any:
-    """Return powers of one exponent, as NumPy computes those of its scalars."""
+    """Return x to the power of one exponent, as NumPy computes it for scalars."""
     if n != 0.5:
         return xp.power(x, n)
-    # For arrays NumPy takes the square root, which differs for -0.0 and for -infinity.
+    # For arrays NumPy computes the square root, which differs at -0.0 and -infinity.
     return xp.where(x == -np.inf, -x, xp.sqrt(x) + types[REAL](0))
 
 
 def _converted(xp: Any, x: Any, types: Mapping[str, Any], type: str) -> Any:
-    """Return values of another type; see `convert`."""
+    """Return values converted to another type, as the module's docstring defines it."""
     target = types[type]
     if type not in (INT, UINT64) or x.dtype.kind != "f":
         return x.astype(target)
@@ -205,7 +205,7 @@ def _converted(xp: Any, x: Any, types: Mapping[str, Any], type: str) -> Any:
     return xp.where(wide >= 2.0**64, target(2**64 - 1), whole)
 
 
-# ---- Ranges of values, of numbers that are computed without rounding or wrapping
+# ---- Ranges of values, before rounding and wrapping
 
 
 def _ends(compute: Callable[[float, float], float]) -> Callable[..., Range]:
@@ -391,8 +391,8 @@ OPERATIONS: dict[str, Operation] = {
         _REALS, "cos", exact=False, value_range=_within_one,
         derivative=_by(lambda x, y: operation("neg", operation("sin", x))),
     ),
-    # The user's text, and within it what the library puts in place of the score: `lower` keeps to
-    # the order of the one, and is free to choose in the other.
+    # Markers that change no value. `lower` keeps the order of operations inside `strict`, a user's
+    # expression, and is free to reorder inside `free`, which the library substitutes for the score.
     "strict": Operation(_REALS, "positive", value_range=lambda x: x, derivative=_kept),
     "free": Operation(_REALS, "positive", value_range=lambda x: x, derivative=_kept),
 }  # fmt: skip
@@ -401,12 +401,12 @@ COMPARISONS = frozenset(name for name, row in OPERATIONS.items() if row.compares
 
 
 def numpy_types(real: Any) -> dict[str, Any]:
-    """Return the scalar types of NumPy that values have, by their type.
+    """Return NumPy's scalar types by the type of a node.
 
     Parameters
     ----------
     real
-        That of reals, ``np.float32`` or ``np.float64``.
+        Scalar type of reals, ``np.float32`` or ``np.float64``.
     """
     return {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: np.dtype(real).type}
 
@@ -434,7 +434,7 @@ def evaluated(node: Node, args: tuple[Any, ...], types: Mapping[str, Any], xp: A
 
 
 def operation(op: str, *args: Node) -> Node:
-    """Return a value computed from others, simplified where that changes no bit of any result.
+    """Return an operation as a node, simplified if that changes no bit of the result.
 
     Parameters
     ----------
@@ -454,14 +454,14 @@ def operation(op: str, *args: Node) -> Node:
     if node is not None:
         return node
     node = Node(op, result, args)
-    # What reals give depends on whether a problem has float32 or float64.
+    # The result for reals depends on whether a problem computes in float32 or float64.
     if all(argument.is_constant and argument.type != REAL for argument in args):
         return _folded(node)
     return _folded_reals(node)
 
 
 def cast(x: Node, type: str) -> Node:
-    """Return a value converted; a real becomes an integer by rounding toward zero."""
+    """Return a conversion as a node; reals become integers by rounding toward zero."""
     if x.type == type:
         return x
     if type == BOOL:
@@ -483,7 +483,7 @@ def logical_not(x: Node) -> Node:
 
 
 def power(x: Node, n: Node) -> Node:
-    """Return a real to the power of a constant, which is exact for 0, 1, 2 and -1."""
+    """Return a real to the power of a constant; exponents 0, 1, 2 and -1 are exact operations."""
     exact = {0: lambda: ONE, 1: lambda: x, 2: lambda: operation("mul", x, x)}
     if n.value in exact:
         return exact[n.value]()
@@ -508,7 +508,7 @@ def substitute(root: Node, replacements: Mapping[Node, Node]) -> Node:
 
 def _folded(node: Node) -> Node:
     """Return the constant that an operation on constants gives, computed as the table says."""
-    # A real among the arguments is one that is converted: float64 has what Python gave.
+    # The only real argument is one of a cast: float64 holds the number that Python has.
     types = numpy_types(np.float64)
     args = tuple(np.asarray(types[x.type](x.value)) for x in node.args)
     with np.errstate(all="ignore"):
@@ -516,7 +516,7 @@ def _folded(node: Node) -> Node:
 
 
 def _folded_reals(node: Node) -> Node:
-    """Return the constant that small whole numbers give, which float32 holds as float64 does."""
+    """Return the constant if all numbers are whole and small enough for float32, else the node."""
     if node.op not in ("add", "sub", "mul", "neg") or not all(x.is_constant for x in node.args):
         return node
     result = _folded(node)
@@ -526,7 +526,7 @@ def _folded_reals(node: Node) -> Node:
 
 
 def _simplified(op: str, args: tuple[Node, ...]) -> Node | None:
-    """Return an operation that is one of its arguments, or a constant; otherwise None."""
+    """Return the argument or the constant that an operation is equal to; None if there is none."""
     x, y = args[0], args[-1]
     if op == "where":
         if x.is_constant:
@@ -551,6 +551,6 @@ def _simplified(op: str, args: tuple[Node, ...]) -> Node | None:
         if op in ("add", "sub") and value == 0:
             return x
         return y if op == "mul" and value == 0 else None
-    # Of reals x + 0 is not x if that is -0.
+    # x + 0.0 is not x if x is -0.0; x + -0.0 and x - 0.0 are x.
     is_nothing = value == 0 and (math.copysign(1, value) < 0) == (op == "add")
     return x if op in ("add", "sub") and is_nothing else None

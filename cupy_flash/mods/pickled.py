@@ -1,4 +1,4 @@
-"""Modifications as pickles hold them: graphs as flat lists, and functions by their names."""
+"""Pickled form of modifications: expressions as flat lists, and functions as names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FlatNode = tuple[str, str, Any, tuple[int, ...]]
 def flattened(root: Node) -> tuple[FlatNode, ...]:
     """Return the nodes of a graph, each after its arguments, the root last.
 
-    A pickle of the root itself would recurse as deep as the graph is.
+    Pickling the root itself would recurse to the depth of the graph.
     """
     places: dict[Node, int] = {}
     for node in postorder(root):
@@ -59,7 +59,7 @@ class AbsentFunction:
 
 
 def reference_to(function: Callable[..., Any]) -> tuple[str | None, str]:
-    """Return the module of a function and its name there; None for one that is not found there."""
+    """Return a function's module and name; the module is None if it does not have the function."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if module and name and _found(module, name) is function:
@@ -68,7 +68,7 @@ def reference_to(function: Callable[..., Any]) -> tuple[str | None, str]:
 
 
 def referred_to(module: str | None, name: str) -> Callable[..., Any]:
-    """Return the function of a reference, or a stand-in with its name."""
+    """Return the function that a reference names, or a stand-in with that name."""
     found = None if module is None else _found(module, name)
     return found if callable(found) else AbsentFunction(name)
 

@@ -19,8 +19,8 @@ C_TYPES = {BOOL: "bool", INT: "int", UINT64: "unsigned long long", REAL: "Real"}
 
 # Text that it costs nothing to use again.
 _PLAIN = re.compile(r"[\w.]+|a\.\w+ != 0")
-# Longer text becomes a local even if it is used once: text that is nested deeply takes a compiler
-# more than linear time.
+# Longer text becomes a local variable even if it is used once, because compilers take more than
+# linear time for deeply nested text.
 _LONGEST = 500
 # The same comparison with both sides negated.
 _FLIPPED = {"<": ">", "<=": ">="}
@@ -64,7 +64,7 @@ class Printer:
 
     def text(self, node: Node) -> str:
         """A value as C++ that can stand in any expression."""
-        # Arguments first, as a chain of operations may be longer than a stack is deep.
+        # Not recursive, as a chain of operations may be longer than Python's stack is deep.
         stack = [node]
         while stack:
             top = stack[-1]
@@ -92,7 +92,7 @@ class Printer:
         return name
 
     def _operands(self, node: Node) -> Iterable[Node]:
-        """Return the nodes whose text the text of a value is made of."""
+        """Return the nodes whose text is part of the text of a value."""
         return node.args
 
     def _print(self, node: Node) -> str:
@@ -126,7 +126,7 @@ class Printer:
             name = _EXACT_CASTS[node.type] if op == "cast" else f"exact_{op}"
             return _call(name, args)
         sign = OPERATIONS[op].sign if op in OPERATIONS else ""
-        # C++ leaves undefined what an int does not hold.
+        # Overflow of int is undefined in C++; the functions wrap.
         if not sign or (of_ints and self.analysis.may_wrap(node)):
             return _call(f"mod_{op}", args)
         if len(args) == 1:
@@ -195,7 +195,7 @@ class KeysPrinter(Printer):
         return self._print_operation(node)
 
     def position(self, linear: Linear) -> str:
-        """A position at the first key, without offset; the nearest int if none holds it."""
+        """Return a position at the first key, without offset, saturated to the range of int."""
         if not self.analysis.fits(linear.without_offset()):
             sizes = [f"{count}ll * {self.text(node)}" for node, count in linear.ordered_terms]
             return f"mod_saturated({' + '.join([*sizes, f'{linear.key}ll * first_key'])})"
@@ -291,7 +291,7 @@ class PairPrinter(Printer):
         return f"+ {self.text(slope)} * Real(step)"
 
     def _compared(self, node: Node) -> Linear | None:
-        """The difference of integers that are compared, if it grows evenly from key to key."""
+        """Return the difference of compared integers if it is linear in the key, otherwise None."""
         if node.op not in COMPARISONS or node.args[0].type != INT:
             return None
         left, right = (self.analysis.linear(x) for x in node.args)
@@ -302,7 +302,7 @@ class PairPrinter(Printer):
         return difference if is_small else None
 
     def _print_comparison(self, node: Node, difference: Linear) -> str:
-        """A comparison that is linear in the key: the step with what the row allows."""
+        """Return a comparison that is linear in the key: the step against a limit of the row."""
         sign = OPERATIONS[node.op].sign
         if difference.key < 0:
             difference, sign = difference.times(-1), _FLIPPED.get(sign, sign)

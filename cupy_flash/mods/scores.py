@@ -57,10 +57,10 @@ class Scores(NamedTuple):
     tree_mask : uint64 array, (batch, seqlen_q)
         Bit k of a row: whether it sees the key at the position of query k.
     left, prefix_lens : int and int32 array (batch,), or both None
-        Left bound of a window, which does not hide the first `prefix_lens[b]` keys.
+        Left bound of a window next to a prefix: it does not hide the first `prefix_lens[b]` keys.
     real
-        Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None if it is
-        that of the scores.
+        Dtype of the problem's reals, see `cupy_flash.mods.interpret.Interpreter`; None for the
+        dtype of the scores.
     """
 
     softcap: float | None = None
@@ -80,7 +80,7 @@ class Scores(NamedTuple):
         return all(field is None for field in self._replace(real=None))
 
     def beside_prefix(self, left: int | None, prefix_lens: Any) -> Scores:
-        """Return the same with the left bound of a window, if there is one and a prefix."""
+        """Return the same with the left bound of a window, if there are both this and a prefix."""
         if left is None or prefix_lens is None:
             return self
         return self._replace(left=left, prefix_lens=prefix_lens)

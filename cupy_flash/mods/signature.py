@@ -16,7 +16,7 @@ RESERVED = frozenset({"score", "row", *POSITIONS})
 # What would reach past the function that the text is the body of.
 _REFUSED_TEXT = re.compile(r"#|%:|\?\?|\\|\b(?:__)?asm(?:__)?\b|\b__shared__\b|\b_Pragma\b")
 _PARAMETER = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*_?")
-# Keywords, macros, and types that the text of a function has.
+# Keywords of C++, and macros and types that are defined where the text is compiled.
 _CPP_TEXT = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t
 char32_t class co_await co_return co_yield compl concept const const_cast consteval constexpr
@@ -72,7 +72,7 @@ def parameters_of(
 
 
 def check_text(cuda: str, parameters: tuple[str, ...]) -> None:
-    """Raise TypeError for text that is no body of a function of these parameters."""
+    """Raise TypeError unless the text can be the body of a function with these parameters."""
     if not isinstance(cuda, str):
         raise TypeError(f"cuda is {cuda!r}; expected the text of a function's body")
     if found := _REFUSED_TEXT.search(cuda):

@@ -1,4 +1,4 @@
-"""Arrays in the variables around a function, which become captures by themselves."""
+"""Automatic capture of the arrays in the variables around a function."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Read = tuple[Any, CaptureSpec]
 
 
 class Surroundings:
-    """Functions rebuilt with stand-ins for the arrays that their variables hold.
+    """Rebuilds functions with stand-ins for the arrays that their variables hold.
 
     Arrays are found in closure cells, globals, default arguments and attributes of functions, alone
-    or as elements of a list, a tuple or a dictionary; in Python functions that are called from
-    there as well. All other variables keep the values that they have when the function is rebuilt.
+    or as elements of a list, a tuple or a dictionary. Python functions in such variables are
+    rebuilt in the same way. All other variables keep the values that they have at that time.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Surroundings:
         self._read = read
         self._found: dict[str, Any] = {}
         self._names = {*reserved, *specs}
-        # By identity. The first of each pair keeps the identity from being given to another.
+        # Keyed by id(). The pair holds the object itself, so that no other object gets its id.
         self._made: dict[int, tuple[Any, Any]] = {}
         for name, spec in specs.items():
             array = given[name]
@@ -116,7 +116,7 @@ class Surroundings:
         except (TypeError, ValueError):
             if getattr(array, "requires_grad", False):
                 raise
-            # A constant of a type that is not captured.
+            # Its dtype cannot be captured, so it stays a constant.
             return array
         return ProgramNumber(spec.parameter(chosen).node, array)
 
@@ -129,9 +129,9 @@ class Surroundings:
         inner: dict[str, Any] = {"__builtins__": outer.get("__builtins__", builtins)}
         cells = tuple(self._made[id(cell)][1] for cell in closure)
         made = FunctionType(code, inner, function.__name__, None, cells)
-        # The function is known before its variables are read, which may hold the function itself.
+        # Registered before its variables are read, as one of them may hold the function itself.
         self._kept(function, made)
-        # In the order of the code, so that captures are named alike in every process.
+        # In the order of the code, so that captures have the same names in every process.
         for name in dict.fromkeys([*names_in(code), *_names_of_modules(outer)]):
             if name in outer:
                 inner[name] = self._stand_in(name, outer[name])
@@ -153,7 +153,7 @@ class Surroundings:
 
 
 class ProgramNumber(Symbol):
-    """An array of the program without axes, in a traced function: its one element as a symbol."""
+    """Stand-in for an array without axes in a traced function: its element as a symbol."""
 
     __slots__ = ("_array",)
 
@@ -163,27 +163,27 @@ class ProgramNumber(Symbol):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            # The protocols by which libraries read an array are those of a symbol.
+            # A library that reads arrays by a protocol gets the answer of a symbol.
             super().__getattr__(name)
         return getattr(self._array, name)
 
 
 class ProgramArray(NDArrayOperatorsMixin, TracedArray):
-    """An array of the program in a traced function: a capture from the first index on.
+    """Stand-in for an array in a traced function. It becomes a capture when it is first indexed.
 
-    Results of the whole array, from its methods or NumPy's functions, are computed when the
-    function is traced, and are constants of the function.
+    Methods and NumPy functions of the whole array are evaluated when the function is traced. Their
+    results are constants of the function.
 
     Parameters
     ----------
     name
         Name of the variable that holds the array.
     array
-        The array as the program has it.
+        The array that the variable holds.
     surroundings
-        Record of all captures.
+        Object that adds the capture.
     spec
-        Spec of the capture that was given by this name, or None for an array that was not.
+        Spec of the capture if it was given by keyword, otherwise None.
     """
 
     __slots__ = ("_array", "_spec", "_surroundings")
@@ -227,12 +227,12 @@ class ProgramArray(NDArrayOperatorsMixin, TracedArray):
         return function(*self._whole(args), **whole)
 
     def _whole(self, values: Iterable[Any]) -> list[Any]:
-        """Values of a function of whole arrays.
+        """Return arguments of a function of whole arrays, with arrays for their stand-ins.
 
         Raises
         ------
         TypeError
-            For a traced value, which is one number.
+            For a traced value, which is a single number.
         """
         found = []
         for value in values:
@@ -248,7 +248,7 @@ def is_array(value: Any) -> bool:
 
 
 def _names_of_modules(outer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names that statements like ``import`` look up."""
+    """Yield names such as ``__name__``, which statements like ``import`` look up."""
     return (name for name in outer if name.startswith("__"))
 
 

@@ -15,7 +15,7 @@ from cupy_flash.mods.operations import cast
 
 _INT_MAX = np.iinfo(np.int32).max
 _SHIFTS = ("left_shift", "right_shift")
-# Which of these it was, NumPy does not tell.
+# NumPy does not tell which of these cases it was, so the message names all of them.
 _NO_ELEMENT = (
     "a traced value cannot be an element or an index of an array that the program holds in "
     "another object or computes inside of the function. For np.max([x, y]) write "
@@ -245,7 +245,7 @@ def require_indices(name: str, rank: int, indices: tuple[Any, ...]) -> None:
             "element"
         )
     for index in indices:
-        # Python's own is a literal; what is computed of positions has a type of NumPy.
+        # A Python int is a literal; an index computed from positions is of a NumPy type.
         if isinstance(index, int):
             _require_not_negative(name, index)
 
@@ -339,7 +339,7 @@ def apply(name: str, *values: Any) -> Symbol:
 
 
 def _require_operands(name: str, nodes: list[Node]) -> None:
-    """Raise TypeError, with what to write instead, for a power or a literal of no fitting type."""
+    """Raise TypeError, with advice, for a traced exponent or a uint64 literal next to an int32."""
     base, exponent = nodes[0], nodes[-1]
     is_power = name in ("power", "float_power") and base.is_constant and not exponent.is_constant
     if is_power and base.value > 0:

@@ -29,8 +29,8 @@ class Mask(NamedTuple):
     left, right
         Of a window: query i sees only the keys p - left <= j <= p + right; None has no bound.
     prefix
-        Number of first keys that all queries see in spite of `causal` and `right`. With `left` they
-        would make two ranges: a mask with a prefix has no `left`.
+        Number of first keys that all queries see in spite of `causal` and `right`. A mask with a
+        prefix has no `left`, as that would leave two ranges of keys.
     """
 
     seqlen_q: int

@@ -60,7 +60,7 @@ class ScoreSpec:
     is_bounded
         Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
     conceals
-        Whether functions or arrays may leave a row no key, or one, of those in its window.
+        Whether functions or arrays may hide all keys, or all but one, that positions let a row see.
     changes_slope
         Of a backward pass: whether derivatives by the scaled score may be others than 1.
     differentiable

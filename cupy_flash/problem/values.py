@@ -44,7 +44,7 @@ def finite(name: str, value: float) -> float:
         raise TypeError(f"{name} is {value!r}; expected a number")
     if not is_finite:
         raise ValueError(f"{name} is {value}; expected a finite number")
-    # -0.0 becomes 0.0, which equals it: what is kept under a key serves both.
+    # -0.0 becomes 0.0: they are equal as keys, so what is kept for one is used for both.
     return float(value) + 0.0
 
 

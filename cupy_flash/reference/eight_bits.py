@@ -1,4 +1,4 @@
-"""Numbers of 8 bits with scales, float8 (e4m3) and int8: read in float64, and written."""
+"""Conversion of float8 (e4m3) and int8 with scales to float64, and back."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def dequantized(stored: Any, scale: Any, dtype: Any = np.float64) -> Any:
 def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
     """Return rows (..., dim) divided by their scales (...), in 8 bits.
 
-    The quotient is that of float32, clamped to the range of the dtype and rounded to nearest even.
-    It is 0 if the scale is 0. NaN stays NaN in float8 and becomes 0 in int8.
+    The quotient is computed in float32, clamped to the range of the dtype and rounded to nearest
+    even. It is 0 if the scale is 0. NaN stays NaN in float8 and becomes 0 in int8.
     """
     xp = array_module(rows)
     largest = LARGEST_QUANTIZED[dtype.name]
@@ -49,7 +49,7 @@ def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:
-    """Return for each row (..., dim) the scale with which it fills the range of `dtype`.
+    """Return the scale with which each row (..., dim) fills the range of `dtype`.
 
     The result is float32 of shape (...).
     """
@@ -58,9 +58,9 @@ def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def rounded_to_float8(x: Any, xp: Any) -> Any:
-    """Return numbers of at most 448 in magnitude as e4m3 has them: 4 bits, from 2^-9 on.
+    """Return numbers of at most 448 in magnitude rounded to values of e4m3.
 
-    CuPy has no such conversion.
+    These have 4 significant bits and are multiples of 2^-9. CuPy has no such conversion.
     """
     _, exponent = xp.frexp(x)
     # frexp's mantissa is in [0.5, 1).

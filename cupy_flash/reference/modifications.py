@@ -65,7 +65,7 @@ def fitting_modifications(
     Raises
     ------
     TypeError, ValueError
-        Also for shapes of other calls, and for prefix_lens of calls that hide nothing else.
+        Also for arrays of wrong shapes, and for prefix_lens without a causal mask or a window.
     """
     modified = read_modifications(modifications, packed=sizes.total_q is not None)
     scores, fields = modified.scores, {**modified.scores._asdict(), **modified._asdict()}
@@ -74,13 +74,14 @@ def fitting_modifications(
         require_fit(scores.mask_mod.captures["blocks"], sizes.batch, sizes.heads_q)
     if modified.prefix_lens is not None:
         require_limit(modified.window, causal=causal)
-    # The reference computes in float64 and sees the pairs that a kernel of the call's dtype sees.
+    # The reference computes in float64, but decides in the reals of the call's dtype, so that it
+    # sees the same pairs as a kernel.
     real = np.float64 if sizes.dtype == "float64" else np.float32
     return modified._replace(scores=scores._replace(real=real))
 
 
 def read_scale(name: str, scale: Any) -> Any:
-    """A scale, which is a number, None, or an array of any library."""
+    """Return a scale (a number, None or any array), with an array as one of NumPy or CuPy."""
     return read(name, scale) if hasattr(scale, "__dlpack__") else scale
 
 

@@ -174,9 +174,9 @@ def packed_sequences(
     seqused_k: Any,
     block_table: Any = None,
 ) -> Iterator[tuple[slice, slice, Pairs]]:
-    """Yield the rows and the keys of each sequence, and its number and beginning.
+    """Yield the query rows and the keys of each sequence, and its number and first row as `Pairs`.
 
-    The keys are rows of k, or of the sequence's own pages.
+    Keys are numbered by their rows in k, or within the pages of the sequence.
     """
     starts, counts = integers(cu_seqlens_q), integers(seqused_k)
     batch = len(starts) - 1
@@ -323,7 +323,7 @@ def attention_with_kvcache_reference(
 
 
 def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
-    """Return rows of keys or values; those of 8 bits times their scales, which may be None."""
+    """Return rows of keys or values. Rows of 8 bits are multiplied by their scales, None for 1."""
     own = take(flat(blocks), rows)
     if dtype_name(blocks) not in LARGEST_QUANTIZED:
         return own
@@ -331,7 +331,7 @@ def _standing_for(blocks: Any, scale: Any, rows: Ints) -> Any:
 
 
 def _append(cache: Any, scale: Any, rows: Ints, new: Any, compute_scales: bool) -> None:
-    """Write new rows to a cache, and their scales if these are computed."""
+    """Write new rows to a cache and, with compute_scales, their scales."""
     if dtype_name(cache) in LARGEST_QUANTIZED and len(new):
         if compute_scales:
             scales = largest_scales(new, cache.dtype)
@@ -343,7 +343,7 @@ def _append(cache: Any, scale: Any, rows: Ints, new: Any, compute_scales: bool) 
 
 
 def _flat_scales(scale: Any, blocks: Any) -> Any:
-    """Return a scale for each row and head of a cache: (blocks * rows, heads)."""
+    """Return the scales of a cache, one for each row and head: (blocks * rows, heads)."""
     return flat(_scales(scale, blocks, of_rows=True))
 
 

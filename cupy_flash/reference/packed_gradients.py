@@ -170,8 +170,8 @@ def packed_gradients(
 
 
 def _of_sequence(name: str, x: Any, rows: slice, keys: slice) -> Any:
-    """Return a view of a sequence's part of q, or what is like it, of k or of v.
+    """Return a sequence's rows of `x`, an array like q, k or v as `name` says.
 
-    Its shape is (1, heads, seqlen, dim).
+    The result is a view of shape (1, heads, seqlen, dim).
     """
     return x[rows if name == "q" else keys][None].swapaxes(1, 2)

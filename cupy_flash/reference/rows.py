@@ -125,7 +125,7 @@ def resolve(
 
 
 def precision_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that the naive formulas compute in: float64 for float64, else float32."""
+    """Return the dtype in which the naive formulas compute: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Rows that the sequences of a packed, cached or paged call occupy, as plain indices.
+"""Row indices of the sequences of a packed, cached or paged call.
 
 A row index counts the rows of an array (rows, heads, dim): a packed array, or a cache whose blocks
 or pages follow each other. The contents of the integer arrays are clamped, see the notes of
@@ -44,12 +44,12 @@ def packed_spans(
 
 
 def paged_rows(block_table: Ints, pages: int, page_size: int) -> Ints:
-    """Return the row index of each place in the pages of one sequence.
+    """Return the row index of each position in the pages of one sequence.
 
     Parameters
     ----------
     block_table : integer array, (max_pages,)
-        Page numbers of the sequence, in the order of its keys.
+        Page numbers of the sequence, ordered by position.
     pages, page_size
         Number of pages of the cache, and of rows in a page.
     """
@@ -59,12 +59,12 @@ def paged_rows(block_table: Ints, pages: int, page_size: int) -> Ints:
 
 
 def cached_rows(caches: Ints, blocks: int, capacity: int) -> list[Ints]:
-    """Return the row index of each place in the cache of each sequence.
+    """Return, for each sequence, the row index of each position in its cache.
 
     Parameters
     ----------
     caches : integer array, (batch,)
-        Cache of each sequence. A sequence whose number is no cache has no places.
+        Index of each sequence's cache. A sequence with an index out of range has no rows.
     blocks, capacity
         Number of caches, and of rows in a cache.
     """

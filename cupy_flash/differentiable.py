@@ -42,7 +42,8 @@ class DifferentiableCall(NamedTuple):
     modifications
         But for those among the inputs.
     constants
-        Arrays of lengths and modifications, by name: what is read again for gradients and has none.
+        Arrays of lengths and modifications, by name. They are read again for gradients, but have no
+        gradient themselves.
     without_lse
         Options of the call that gives out alone.
     arrays_behind
@@ -78,12 +79,12 @@ class DifferentiableCall(NamedTuple):
 
     @property
     def functions(self) -> tuple[Modification, ...]:
-        """The user's among the modifications."""
+        """Modifications that are functions of the user."""
         found = (self.modifications.get(name) for name in MODS)
         return tuple(mod for mod in found if isinstance(mod, Modification))
 
     def with_constants(self, constants: Mapping[str, Any]) -> DifferentiableCall:
-        """The same call of other arrays than those of these names."""
+        """Return the same call with the arrays of these names replaced."""
         if not constants:
             return self
         lengths = dict(zip(_LENGTHS, self.lengths, strict=True))
@@ -98,7 +99,7 @@ class DifferentiableCall(NamedTuple):
         )
 
     def with_functions_kept(self) -> DifferentiableCall:
-        """The same call, whose functions read what they read now; see `Modification.kept`."""
+        """Return the same call with copies of its functions' captures; see `Modification.kept`."""
         functions = {n: mod for n in MODS if (mod := self.modifications.get(n)) is not None}
         kept = {name: mod.kept() for name, mod in functions.items()}
         if all(kept[name] is mod for name, mod in functions.items()):
@@ -106,7 +107,7 @@ class DifferentiableCall(NamedTuple):
         return self._replace(modifications={**self.modifications, **kept})
 
     def with_numbers(self) -> DifferentiableCall:
-        """The same call with numbers that cannot change in place of arrays of them and lists."""
+        """Return the same call with window_size and softcap as numbers, which cannot change."""
         numbers = {
             name: read(self.modifications[name])
             for name, read in _NUMBERS.items()
@@ -197,6 +198,6 @@ def _call(
 
 
 def _behind(options: Options, lengths: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of `DifferentiableCall.arrays_behind`."""
+    """Return the value of `DifferentiableCall.arrays_behind`."""
     arrays = Arguments(**lengths)
     return arrays.of_kind(options.kind)[_ROWS:]

@@ -4,7 +4,7 @@
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
 v, bias and sinks, and come from out and, with return_lse, from lse. Without gradients they cost
-what the plain functions do. What has no derivative here, as a second one, is an error.
+what the plain functions do. Unsupported derivatives, such as second ones, raise an error.
 
 In a graph of `torch.compile` a call is the operator `cupy_flash::attention`, unless score_mod or
 mask_mod is among its arguments: those break the graph in two.
@@ -236,9 +236,9 @@ def _require_constants(call: DifferentiableCall) -> None:
 
 
 def _as_it_is_now(call: DifferentiableCall) -> DifferentiableCall:
-    """The call, without what could change unnoticed before gradients are computed.
+    """Return the call with copies of arguments that could change before the backward pass.
 
-    Writes to tensors are noticed; lists, and arrays of other libraries, are copied.
+    Autograd notices writes to tensors. Lists, and arrays of other libraries, are copied.
     """
     # Most calls have neither.
     if not call.constants and not call.modifications:
@@ -277,7 +277,7 @@ class _Attention(_Function):  # type: ignore[misc]
         saved = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return None, *_gradients(ctx, dout, dlse, saved)
-        # Part of a graph, perhaps by what was saved alone: dout may need no gradient.
+        # Part of a graph even if dout requires no gradient, as saved tensors may require one.
         return None, *_Gradients.apply(ctx, dout, dlse, *saved)
 
 
@@ -296,7 +296,7 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
     behind = call.arrays_behind
     if behind is None or not (made := recorded.run(inputs + behind, call.options)):
         results = call.run(inputs)
-        # Forward by the functions themselves, which keep block maps.
+        # The forward pass used the original functions, which keep block maps.
         ctx.call_and_record = call.with_functions_kept() if call.modifications else call, None
     else:
         results, found = made
@@ -307,7 +307,8 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
         tensors = [x for x in call.constants.values() if isinstance(x, Tensor)]
         ctx.save_for_backward(*inputs, *results, *tensors)
     if call.modifications:
-        # Functions read what they captured where it lies, whatever hooks make of saved tensors.
+        # Functions read captured tensors in place, so hooks of saved tensors do not apply to them:
+        # their versions are compared here.
         captured = [x for mod in call.functions for x in mod.tensors.items()]
         ctx.versions = [(name, tensor, version_of(tensor)) for name, tensor in captured]
     return results
@@ -316,7 +317,7 @@ def _saved(ctx: Any, call: DifferentiableCall, inputs: tuple[Tensor, ...]) -> An
 def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> Sequence[Tensor | None]:
-    """Those of a call's inputs, of which torch has checked that nobody wrote to what was saved."""
+    """Return gradients of a call's inputs; torch has checked the versions of `saved`."""
     call, record = ctx.call_and_record
     needed = ctx.needs_input_grad[1:]
     if record is not None:
@@ -338,7 +339,7 @@ def _gradients(
 
 
 class _Gradients(_Function):  # type: ignore[misc]
-    """Gradients in a graph, whose own derivative is an error instead of a constant's."""
+    """Gradients as a node of autograd's graph. Their own derivative raises an error."""
 
     @staticmethod
     def forward(
@@ -473,7 +474,7 @@ class _Operator(NamedTuple):
         made.register_autograd(self.backward, setup_context=_save)
         recording = make_autograd_impl(made._opoverload, made)
 
-        # Of tensors that require no gradient an operator would drop the tangents.
+        # Without this check an operator drops the tangents of tensors that require no gradient.
         def without_tangents(keyset: Any, *values: Any) -> Any:
             for name, tensor in zip(_WITH_TANGENTS, (*values[:5], *values[5]), strict=True):
                 if tensor is not None and has_tangent(tensor):
@@ -544,7 +545,7 @@ class _Operator(NamedTuple):
         return *of_first, *[None] * (len(values) - len(first))
 
 
-# Stands for a tensor that is saved apart.
+# Placeholder for a tensor that is among the saved ones.
 _SAVED = object()
 
 

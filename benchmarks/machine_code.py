@@ -13,9 +13,9 @@
 The table holds a set of kernels over all families, dtypes, masks, layouts and some architectures,
 which the tests compile too, and every kernel of a record or a shipped tile; an entry is all that is
 compiled together, as the kernels of a call for gradients are. The rows of a record or a tuned table
-that name one family are stamped anew only if they were measured on the sources that the table was
+that name one family get a new digest only if they were measured on the sources that the table was
 written for, and all of their kernels are the same today, instruction by instruction. Comments and
-names of files change no digest. No GPU is needed.
+names of files do not change a digest. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -540,9 +540,9 @@ def moved(
 
 
 def restamp(head: Row, before: Mapping[Kernel, Code], now: Mapping[Kernel, Code | str]) -> int:
-    """Put the present digests where all kernels of a family are as they were.
+    """Write the present digest to the rows of a file and a family whose kernels are all unchanged.
 
-    Return how many families of files are left with an earlier digest.
+    Return for how many pairs of a file and a family the earlier digest stays.
     """
     left = 0
     for name, rows in recorded().items():

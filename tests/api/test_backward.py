@@ -44,13 +44,13 @@ def good() -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", [{"arch": "sm_90"}, {"backend": "cpu"}])
 def test_a_plan_allocates_nothing(where: dict[str, Any]) -> None:
-    # Seen as 64 GiB, and as no array that kernels read in place, whose copy is planned for.
+    # Views with the shape of 64 GiB. Kernels cannot read them in place, so the plan is for a copy.
     shape, row = (8, 4096, 64, 64), np.zeros(128, np.float16)
     q = np.lib.stride_tricks.as_strided(row, (*shape[:1], 64 * 4096, *shape[2:]), (0, 0, 0, 2))
     strided = np.lib.stride_tricks.as_strided(row, q.shape, (0, 0, 0, 4))
     for array in (q, strided):
         for function in (plan, plan_backward):
-            # What stays is imported and remembered first.
+            # The first round imports modules and fills caches, which stay allocated.
             for _ in range(2):
                 tracemalloc.start()
                 function(array, array, array, **where)

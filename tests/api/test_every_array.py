@@ -1,6 +1,6 @@
-"""Every public function with every argument that is an array, of every library on the CPU.
+"""Every public function, with every array argument from every library, on the CPU.
 
-`tests/on_gpu/test_every_array.py` is the same on a GPU.
+`tests/on_gpu/test_every_array.py` runs the same calls on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from support.libraries import (
 import cupy_flash
 
 FUNCTIONS = functions_of(cupy_flash)
-# float16, as kernels that plans are made of do not read all else in float32.
+# float16, because kernels support some arguments only with 16-bit queries, and plans need a kernel.
 CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float16)]
 LIBRARIES = {
     "torch": lambda: torch_library("cpu"),
@@ -68,16 +68,16 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, np.ndarray):
             host = _host(one, library)
-            # JAX holds no float64.
+            # JAX has no float64 by default, so the expected numbers are rounded.
             np.testing.assert_array_equal(host, other.astype(host.dtype))
-            # Of the library of the first array.
+            # Results are arrays of the same library as the first argument.
             if call.function.__name__.startswith(("flash", "combine", "attention")):
                 assert type(one) is type(given[0])
         elif isinstance(other, cupy_flash.Plan):
             assert (one.family, one.tile) == (other.family, other.tile)
     for name, array in written.items():
         np.testing.assert_array_equal(_host(array, library), expected_written[name])
-        # What is returned is what was given.
+        # Except for caches and their scales, the result is the very array that was passed to write.
         assert name.endswith(("cache", "scale")) or any(array is one for one in found)
 
 
@@ -90,7 +90,7 @@ def test_every_argument_has_a_case_or_is_known_to_be_no_array() -> None:
         for argument, required in arguments_of(function).items():
             if not required and (kind_of(function), argument) not in REFUSED:
                 call_of(function, argument, np.float16)
-    # Nothing is named that no function has.
+    # The lists name no argument and no kind that does not exist.
     names = {n for f in FUNCTIONS for n in arguments_of(f)}
     assert names.isdisjoint(PLAIN)
     kinds = {kind_of(f) for f in FUNCTIONS} | {f.__name__ for f in FUNCTIONS}
@@ -102,6 +102,6 @@ def test_what_the_matrix_leaves_out_is_refused(kind: str, argument: str) -> None
     for function in FUNCTIONS:
         if kind_of(function) != kind:
             continue
-        # A backward call's results are those of a forward call, which refuses it first.
+        # For a backward call, `call_of` first runs a forward call, which refuses the argument.
         with pytest.raises(ValueError, match=argument):
             call_of(function, argument, np.float16).run(lambda array: array)

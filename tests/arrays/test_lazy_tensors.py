@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def imaginary(x: Any) -> Any:
-    """The same values, negated lazily."""
+    """Return a tensor with the same values that is a lazy negation."""
     lazy = torch.complex(torch.zeros_like(x), -x).conj().imag
     assert lazy.is_neg()
     return lazy
@@ -52,7 +52,7 @@ def slopes(x: Any) -> Any:
     return torch.tensor([0.5, 0.25], device=x.device)
 
 
-# Calls of one tensor, that may be lazy, beside others that are not.
+# Calls with one argument that may be lazy, and the others not.
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "q": lambda x, lazy: cupy_flash.flash_attention(lazy, x, x),
     "k": lambda x, lazy: cupy_flash.flash_attention(x, lazy, x),
@@ -151,7 +151,7 @@ def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lazy_captures_are_refused(device: str) -> None:
-    """Calls read what they hold then, which a copy would not show."""
+    """Calls read captures in place, so a copy would not show later writes."""
     gain = negative(slopes(numbers(device)))
     with pytest.raises(TypeError, match=r"gain is a lazy view, .*; pass gain\.clone\(\)"):
         cupy_flash.ScoreMod(lambda score, h, gain: score * gain[h], gain=gain)
@@ -166,11 +166,11 @@ def test_conjugation_is_resolved_before_the_dtype_is_refused(device: str) -> Non
 
 
 class Named(torch.Tensor):
-    """A subclass whose memory is what it seems."""
+    """Subclass that does not change operations, so its memory holds its values."""
 
 
 class Wrapped(torch.Tensor):
-    """One with operations of its own."""
+    """Subclass with operations of its own."""
 
     @staticmethod
     def __new__(cls, inner: Any) -> Any:
@@ -187,7 +187,7 @@ class Wrapped(torch.Tensor):
 ATTENTION = [cupy_flash.flash_attention, ct.flash_attention]
 
 
-# Torch says that nested tensors may change.
+# Torch warns that the interface of nested tensors may change.
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(

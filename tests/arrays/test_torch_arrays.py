@@ -395,7 +395,7 @@ def test_parts_that_are_tensors_are_merged_where_they_lie(gpu, strides):
     assert entry == "combine_partials"
     assert params["out_partial"]["data"] == parts.data_ptr()
     assert params["sinks"] == sinks.data_ptr()
-    # One that the kernel cannot read as it lies is copied.
+    # The kernel cannot read an array with these strides in place, so it gets a copy.
     assert (params["lse_partial"] == lse.data_ptr()) == (strides is None)
 
 

@@ -1,4 +1,4 @@
-"""Every function with gradients by torch or JAX, with every argument that is an array."""
+"""Every function with gradients by torch or JAX, with every array argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def calls(module: str) -> list[Any]:
-    """The calls of a module that may be missing."""
+    """Return the calls of a module, which may not be installed."""
     try:
         found = importlib.import_module(f"cupy_flash.{module}")
     except ImportError:
@@ -41,7 +41,7 @@ def assert_alike(found: dict[str, np.ndarray], call: Call) -> None:
 
 
 def reference(call: Call) -> dict[str, np.ndarray]:
-    """Output, lse, and gradients of the output's sum, of NumPy arrays."""
+    """Return the output, lse, and gradients of the output's sum, computed on NumPy arrays."""
     name = call.function.__name__
     forward = Call(getattr(cupy_flash, name), None, call.values)
     (out, lse), _ = forward.run(lambda array: array, backend="cpu")
@@ -52,7 +52,7 @@ def reference(call: Call) -> dict[str, np.ndarray]:
     if "qkv" not in values:
         values["wrt"] = tuple(wanted)
     gradients, _ = Call(backward, None, values).run(lambda array: array, backend="cpu")
-    # That of qkv comes alone, whatever else has one.
+    # The backward function of qkv returns only the gradient of qkv.
     named = zip(wanted if "qkv" not in values else ["qkv"], gradients, strict=True)
     return {"out": out, "lse": lse} | {f"d{n}": x for n, x in named}
 
@@ -78,7 +78,7 @@ def test_jax_arrays(call: Call, of_numpy: bool, device: str) -> None:
     library = jax_library(device)
     given = call.converted((lambda array: array) if of_numpy else library.convert)
     inputs = {n: given.pop(n) for n in INPUTS if n in given}
-    # Where all are NumPy's, JAX's default device computes.
+    # If all inputs are NumPy arrays, JAX's default device computes.
     jax = importlib.import_module("jax")
 
     def total(inputs: dict[str, Any]) -> tuple[Any, Any]:

@@ -70,7 +70,7 @@ def test_packed_sequences_are_differentiable(device: Any) -> None:
         )
 
 
-# Whatever of its arguments lie in NumPy's memory.
+# Arguments that are NumPy arrays in a call; the others are JAX arrays.
 INPUTS = ("q", "k", "v", "bias", "sinks")
 MIXTURES = [(name,) for name in INPUTS] + [("q", "k"), ("k", "v", "bias"), INPUTS]
 
@@ -106,7 +106,7 @@ def test_any_arguments_may_be_numpys(packed: bool, of_numpy: tuple[str, ...], de
     out = of(mixed, list)
     assert isinstance(out, jax.Array)
     assert out.devices() == of(ours, list).devices()
-    # A gradient of one input, whatever the others are.
+    # Gradients of one input, with the other inputs in either library.
     for name in INPUTS:
         alone = jax.grad(lambda x, n=name: (of(mixed | {n: x}, list) ** 2).sum())(mixed[name])
         np.testing.assert_array_equal(np.asarray(alone), np.asarray(expected[name]))

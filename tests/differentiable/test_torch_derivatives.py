@@ -1,4 +1,4 @@
-"""Derivatives that torch knows and attention does not have: errors, and never zeros."""
+"""Derivatives that torch has and attention does not support raise errors and are never zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Torch's own compiler and tracer use what torch has given up.
+# Torch's own compiler and tracer use deprecated functions of torch.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::torch.jit.TracerWarning"
 )
@@ -109,7 +109,7 @@ def test_second_derivatives_are_errors(derivative: Any, attention: Any, device: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("attention", FUNCTIONS)
 def test_gradients_in_a_graph_are_those_outside(attention: Any, device: str) -> None:
-    """A graph of gradients is made, as some optimizers ask for one, and not used."""
+    """Some optimizers request a graph of gradients without using it."""
     x = numbers(device).requires_grad_()
     expected = torch.autograd.grad(attention(x).square().sum(), x)
     found = torch.autograd.grad(attention(x).square().sum(), x, create_graph=True)
@@ -229,7 +229,7 @@ def test_what_memory_does_not_hold_is_refused(
 ) -> None:
     x, t = numbers(device), numbers(device)
     if attention is plain_varlen or attention is varlen:
-        # Indexing makes a tensor of its own under the transform, and lengths are traced too.
+        # Under the transform, indexing makes another tensor, and lengths are traced, too.
         message = f"{message}|{TRANSFORM}|{TRACED}"
     with pytest.raises((NotImplementedError, TypeError), match=message):
         transform(attention, x, t)
@@ -276,7 +276,7 @@ def test_the_tangent_of_a_modification_is_not_dropped(device: str) -> None:
         for name in ("softmax_scale", "softcap"):
             with pytest.raises(NotImplementedError, match=f"{name} {TANGENT}"):
                 dense(x, **{name: scale})
-        # Others stay what they are.
+        # Calls without tangents still work.
         assert torch.equal(dense(x), plain(x))
 
 

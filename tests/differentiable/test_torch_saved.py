@@ -1,4 +1,4 @@
-"""What a call saves for its gradients: every tensor, whose writes are noticed."""
+"""Tensors that a call saves for its gradients: later writes to any of them are noticed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ torch = pytest.importorskip("torch")
 ct = pytest.importorskip("cupy_flash.torch")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Torch's own words for a saved tensor that was overwritten.
+# Part of torch's message about a saved tensor that was overwritten.
 OVERWRITTEN = "modified by an inplace operation"
 
 
 class Case(NamedTuple):
-    """A call with one tensor besides q, k and v.
+    """A call with one tensor in addition to q, k and v.
 
     Attributes
     ----------
     attention
-        Of three arrays of rows, and the tensor.
+        Function of q, k, v and the tensor.
     values
-        Of the tensor.
+        Elements of the tensor.
     dtype
-        Likewise, by torch's name.
+        Name of the tensor's dtype in torch.
     """
 
     attention: Callable[..., Any]
@@ -132,7 +132,7 @@ def array_of(case: Case, device: str) -> Any:
 def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None:
     case = CASES[name]
     inputs, array = rows(device), array_of(case, device)
-    # The second time a GPU goes the way of calls that were made before.
+    # On a GPU the second call takes the path of recorded calls.
     for _ in range(2):
         out = case.attention(*inputs, array)
         array.copy_(array_of(case, device))
@@ -144,7 +144,7 @@ def test_a_tensor_that_is_overwritten_is_noticed(name: str, device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_hooks_of_saved_tensors_keep_what_was_given(name: str, device: str) -> None:
-    """Then what was given may change, or is noticed."""
+    """A hook that saves copies allows writes to the arguments, unless the write is noticed."""
     case = CASES[name]
     inputs, array = rows(device), array_of(case, device)
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_results_that_are_overwritten_are_noticed(device: str) -> None:
         out.sum().backward()
 
 
-# Not version-checked, and so copied.
+# Arguments without versions, which are copied.
 OTHERS: dict[str, tuple[Callable[..., Any], Any]] = {
     "list": (lambda x: x.tolist(), "seqlens_k"),
     "NumPy": (lambda x: x.numpy(), "seqlens_k"),
@@ -299,7 +299,7 @@ def test_an_append_is_seen_by_autograd(device: str) -> None:
     q, k, v, k_cache, v_cache = fresh(device, *[(1, 1, 2, 8)] * 3, *[(1, 9, 2, 8)] * 2)
     weight = torch.randn(8, device=device, requires_grad=True)
     y = (k_cache * weight).sum()
-    # Of another view of the same memory.
+    # The append writes through another view of the same memory.
     views = [x.view(x.shape) for x in (k_cache, v_cache)]
     cupy_flash.flash_attention_with_kvcache(q, *views, k, v, cache_seqlens=3)
     with pytest.raises(RuntimeError, match=OVERWRITTEN):

@@ -1,4 +1,4 @@
-"""Digests of kernel sources: they tell of what the compiler sees, and of nothing else."""
+"""Digests of kernel sources depend on all that the compiler sees, and on nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 def source_digest(folder: Path, *sources: str) -> str:
-    """The digest of files of a folder as they are now."""
+    """Return the digest of the present contents of files in a folder."""
     _parts_of_file.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contract, "KERNEL_DIR", folder)
@@ -28,14 +28,14 @@ def source_digest(folder: Path, *sources: str) -> str:
 
 
 def digest_of(folder: Path, files: dict[str, str]) -> str:
-    """The digest of files with these texts, of which the first includes the others."""
+    """Return the digest of files with these texts; the first file includes the others."""
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return source_digest(folder, next(iter(files)))
 
 
 def reached(source: str) -> set[str]:
-    """The file and all that it includes."""
+    """Return the names of a file and of all files that it includes."""
     found, pending = set[str](), [source]
     while pending:
         if (name := pending.pop()) not in found:
@@ -56,7 +56,7 @@ def test_comments_and_white_space_of_a_kernel_do_not_change_its_digest(
 ) -> None:
     for path in copied.rglob("*.cu*"):
         text = path.read_text(encoding="utf-8")
-        # A line that ends with a backslash goes on in the next.
+        # A line that ends with a backslash continues on the next line, so it gets no comment.
         text = re.sub(r"(?<!\\)\n", "  // another comment, isn't it?\n\n", text)
         path.write_text("/* a\n#include <header>\n*/\n" + text, encoding="utf-8")
     assert source_digest(copied, source) == source_digest(KERNEL_DIR, source)
@@ -84,7 +84,7 @@ def test_a_token_of_any_file_that_is_reached_changes_the_digest(source: str, cop
 
 
 def test_every_header_is_read_once() -> None:
-    # A digest replaces the first include alone.
+    # `token_stream` expands only the first include of a file.
     for path in KERNEL_DIR.rglob("*.cuh"):
         assert re.search("^#pragma once$", path.read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -144,6 +144,6 @@ def test_a_header_counts_where_it_is_included_first(tmp_path: Path) -> None:
     header = {"b.cuh": "#pragma once\nint b;"}
     assert digest_of(tmp_path, files | header) == whole
     assert digest_of(tmp_path, {"a.cu": 'int a; int c;\n#include "b.cuh"\n'} | header) != whole
-    # Where headers include each other, the second include is of a file that has begun.
+    # If headers include each other, the second include names a file that is already being expanded.
     circle = {"b.cuh": 'int b;\n#include "c.cuh"\n', "c.cuh": '#include "b.cuh"\n'}
     assert digest_of(tmp_path, files | circle) == whole

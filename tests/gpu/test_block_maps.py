@@ -445,7 +445,7 @@ def test_a_captured_call_builds_its_map_in_the_graph_and_keeps_nothing(cuda: Fak
 def test_the_map_of_a_graph_of_torch_lies_in_torchs_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph goes on writing it, and torch keeps the memory of its graphs apart."""
+    """A graph keeps writing to its map, and torch reserves the memory of its graphs."""
     made: list[int] = []
 
     def new_torch_memory(size: int) -> tuple[object, int]:

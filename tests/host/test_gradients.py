@@ -60,8 +60,8 @@ def test_short_queries_of_many_sequences_fit_into_scratch(
 
 
 def random_sizes(rng: Any) -> tuple[int, ...]:
-    """batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; 32 MiB at most."""
-    # Most are many short sequences of queries over many keys, whose blocks are of many heads.
+    """Return batch, heads_kv, group, seqlen_q, seqlen_k, head_dim, head_dim_v; at most 32 MiB."""
+    # Most calls have many short query sequences over many keys, so that blocks hold many heads.
     choices = [(1, 17, 128, 256), (1, 12, 16), (1, 1, 8), (1, 1, 5, 300), (17, 197, 513)]
     choices += [(1, 64, 64, 576), (64, 64, 576)]
     while True:
@@ -91,7 +91,7 @@ def test_what_a_plan_accepts_is_computed_and_the_default_tile_is_accepted(rng: A
         flash_attention_backward(out, q, k, v, out, lse, **options)
         if number % 4:
             continue
-        # The longest sequence, and others of fewer rows than it has.
+        # The first sequence is the longest; the others have at most as many rows.
         lengths = rng.integers(0, seqlen_q + 1, batch)
         lengths[0] = seqlen_q
         cu_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -259,7 +259,7 @@ def test_what_some_see_reaches_only_those(name: str, value: float, rng: Any) -> 
 
     def run() -> list[Any]:
         out, lse = flash_attention(*(arrays[n] for n in "qkv"), return_lse=True, **options)
-        # Of values that are not finite, forward makes outputs of other rows of the same tile.
+        # Values that are not finite also reach outputs of other rows of the same tile in forward.
         out[:, :40] = clean_out[:, :40]
         given = (arrays[n] for n in ("dout", *"qkv"))
         return list(flash_attention_backward(*given, out, lse, **options))
@@ -268,7 +268,7 @@ def test_what_some_see_reaches_only_those(name: str, value: float, rng: Any) -> 
     expected = run()
     arrays[name][:, 40] = value
     dq, dk, dv = run()
-    # Query 40 sees the keys up to 40, and that key is seen by queries from 40 on.
+    # Query 40 sees the keys up to 40, and key 40 is seen by the queries from 40 on.
     np.testing.assert_array_equal(dq[:, :40], expected[0][:, :40])
     assert not np.isfinite(dq[:, 40]).any()
     if name in ("q", "dout"):

@@ -323,7 +323,7 @@ def drawn_call(kind, dtype, names, rng):
     )
     call.modifications = {name: DRAW[name](call, rng) for name in names}
     if "prefix_lens" in names and {None, -1}.issuperset(call.modifications.get("window_size", ())):
-        # Nothing else would hide the keys of a prefix.
+        # prefix_lens are refused unless causality or a window hides keys.
         call.causal = True
     if "seqlens_k" in names:
         for b, length in enumerate(call.modifications["seqlens_k"]):

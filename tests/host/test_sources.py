@@ -1,4 +1,4 @@
-"""The digest of the CPU backend: it tells of what its files compute, and of nothing else."""
+"""The digest of the CPU backend depends on what its files compute, and on nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKWARD = SOURCES["backward"]
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, which digests are of."""
+    """Return a copy of the sources, from which digests are computed."""
     for name in BACKWARD:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(PACKAGE / name, tmp_path / name)
@@ -26,7 +26,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def digest(direction: str) -> str:
-    """The digest of the files as they are now."""
+    """Return the digest of the present contents of the files."""
     sources._syntax.cache_clear()
     return sources.digest.__wrapped__(direction)
 
@@ -48,7 +48,7 @@ def test_comments_docstrings_and_formatting_do_not_change_the_digest(
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
                 node.body.insert(0, ast.Expr(ast.Constant("Another docstring.")))
-        # `unparse` keeps no comment, and its format is another than that of the sources.
+        # `unparse` drops comments and formats the code differently.
         (copied / name).write_text(f"# A comment.\n\n{ast.unparse(tree)}\n", encoding="utf-8")
     assert digest(direction) == before
 
@@ -106,7 +106,7 @@ def test_other_syntax_has_another_digest(
 def test_all_versions_of_python_give_one_digest(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 3.12 gave functions type parameters, and 3.13 left empty fields out of `ast.dump`.
+    # Python 3.12 added type parameters to functions; 3.13 omits empty fields in `ast.dump`.
     text = '''
 class A(B, metaclass=C):
     """A docstring."""

@@ -1,4 +1,4 @@
-"""Which rows of packed queries belong to no sequence: `gaps.cuh` run on the host."""
+"""Rows of packed queries that belong to no sequence: `gaps.cuh`, compiled for the host."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wild_batches() -> list[Batch]:
 
 
 def unowned_rows(total: int, longest: int, starts: np.ndarray) -> list[int]:
-    """The rows of no sequence, found by looking at each row."""
+    """Return the rows that belong to no sequence, by marking the rows of each sequence."""
     owned = np.zeros(total, bool)
     for rows in find_queries(starts, total, longest):
         owned[rows.rows] = True

@@ -1,7 +1,7 @@
-// Prints the rows that each warp visits by `grid/gaps.cuh`. Of each batch, standard input has one
-// line of numbers: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
-// The answers are two lines: the rows by `visit_all`, then those by `visit_around` for all
-// sequences.
+// Prints the rows that each warp visits by `grid/gaps.cuh`. Standard input has one line of numbers
+// for each batch: batch, total_q, max_seqlen_q, warps, and the batch + 1 elements of cu_seqlens_q.
+// The output has two lines for each batch: the rows by `visit_all`, then those by `visit_around`
+// for all sequences.
 #include "cuda_on_host.h"
 
 #include "grid/gaps.cuh"

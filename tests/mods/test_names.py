@@ -1,4 +1,4 @@
-"""Names of captures: any that Python takes, whatever C++ makes of them."""
+"""Names of captures may be any identifiers of Python, even if C++ reserves them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cupy_flash.gpu.compiler import compile_cubin, known_architectures, why_no_c
 from cupy_flash.mods.modification import prefixed
 from cupy_flash.problem.device import device_for_arch
 
-# Keywords, alternative tokens, words of a context, macros, members of the generated structs, names
-# of functions and types in the headers, and letters outside of ASCII.
+# Keywords of C++, alternative tokens, contextual keywords, macros, members of the generated
+# structs, names of functions and types in the headers, and letters outside of ASCII.
 _WORDS = """
 xor true typeid static_assert bitand compl not_eq concept co_await requires final override module
 NULL INT_MAX INFINITY linux _x __x x__y
@@ -26,7 +26,7 @@ bias mask tanhf floordiv Ints int4 blockIdx this template
 größe α 变量
 """
 WORDS = [word for word in _WORDS.split() if not keyword.iskeyword(word)]
-# Few are arrays, of which each takes the compiler long.
+# Few are arrays, because each array adds to the compile time.
 ARRAYS = ("xor", "NULL", "变量")
 CAPTURES = {name: np.zeros(40, np.int32) if name in ARRAYS else 0 for name in WORDS}
 

@@ -1,4 +1,4 @@
-"""Modifications that are pickled, and what makes two of them equal."""
+"""Pickling and equality of modifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that a function closes over, and what is frozen when it is traced."""
+"""Arrays that a function closes over, and values that are fixed when it is traced."""
 
 from __future__ import annotations
 
@@ -284,6 +284,6 @@ def test_functions_of_torch_and_jax_are_refused_with_those_of_numpy() -> None:
     ):
         with pytest.raises(TypeError) as caught:
             ScoreMod(function)
-        # JAX raises an error of its own on top of ours.
+        # JAX raises an error of its own, whose context is ours.
         told = f"{caught.value} {caught.value.__context__}"
         assert "functions of NumPy, as np.where" in told

@@ -1,4 +1,4 @@
-"""Captures of functions on a GPU: of any name, from the variables around, of either zero."""
+"""Captures on a GPU: any name, arrays of the variables around a function, and signed zeros."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Gradients of rows that see one key or none, and of keys that none sees, in every family.
+"""Gradients at the edges of masks in every family: rows with one key or none, keys without rows.
 
-And of float32 rows of sizes far apart.
+Also gradients of float32 rows of dout whose sizes are far apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ of_kernels = pytest.mark.parametrize(("family", "dtype", "head_dim"), KERNELS)
 
 
 def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family: str) -> Any:
-    """Gradients by a family; skips the test where it does not serve the call."""
+    """Return gradients by a family; skip the test if the family does not support the call."""
     import cupy
 
     try:
@@ -49,7 +49,7 @@ def backward(call: EdgeCall, arrays: dict[str, np.ndarray], results: Any, family
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
-    """Equal numbers; in float32, whose units depend on a tile's largest, to rounding."""
+    """Fail unless numbers are equal; float32 may round, in units of a tile's largest number."""
     one, other = (x.astype(np.float64) for x in (found, expected))
     tolerance = 1e-5 * np.abs(other).max() if dtype == "float32" else 0
     np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
@@ -110,7 +110,7 @@ def test_what_some_see_reaches_only_those(
 ) -> None:
     import cupy
 
-    # Where every row and key of a plain call has a pair, tiles are not looked through.
+    # In a plain call in which each row and key has a visible pair, tiles are not inspected.
     call = EdgeCall(150, 150, {"mask": np.tri(150, dtype=bool)[None, None]})
     arrays = call.arrays(dtype, head_dim, rng)
     out, lse = call.forward(arrays, cupy)
@@ -133,7 +133,7 @@ def test_packed_rows_without_keys_leave_no_trace(
 ) -> None:
     import cupy
 
-    # The first 20 queries of the first sequence see nothing, nor do those of the second.
+    # The first 20 queries of the first sequence see no key, nor do those of the second.
     lengths = tuple(map(cupy.asarray, np.array([[0, 70, 90, 160], [0, 50, 50, 150]], np.int32)))
     options: dict[str, Any] = {"causal": True}
     given = (*lengths, 70, 100)
@@ -183,7 +183,7 @@ def test_float32_rows_of_a_small_dout_are_as_exact_as_others(
     )
     exact = attention_backward_reference(dout, q, k, v, **options)
     error = np.abs(found[0].get() - exact[0]).max(-1)
-    # Of a causal mask the first rows' gradients cancel, all of the very first.
+    # With a causal mask the gradients of the first rows cancel; that of row 0 is 0.
     rows = slice(8, None) if "causal" in options else slice(None)
     assert (error[:, rows] < 1e-3 * np.abs(exact[0]).max(-1)[:, rows]).all()
     for gradient, right in zip(found[1:], exact[1:], strict=True):

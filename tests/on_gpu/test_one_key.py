@@ -18,13 +18,13 @@ from cupy_flash import MaskMod, ScoreMod, flash_attention, flash_attention_varle
 __all__ = ["cubins", "use_cubins"]  # fixtures
 
 HEADS_Q, HEADS_KV = 4, 2
-# Rows and keys: tiles that are full and ragged, and few rows over many keys.
+# Numbers of rows and keys: full and ragged tiles, and few rows over many keys.
 LENGTHS = ((200, 330), (3, 500))
 HEAD_DIMS = ((64, 64), (128, 128), (40, 33), (320, 320))
 
 
 def only_keys(rows: int, keys: int) -> np.ndarray:
-    """The key of each row: far apart from row to row."""
+    """Return the key of each row; keys of neighbouring rows are far apart."""
     return (np.arange(rows) * 77 + 5) % keys
 
 
@@ -59,7 +59,7 @@ HIDERS: dict[str, Hider] = {
     "mask": by_mask,
     "bias": by_bias,
 }
-# What is done to scores besides.
+# Further modifications of the scores.
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 20.0},
@@ -79,7 +79,7 @@ def arrays_of(
 
 
 def on(place: Place, options: dict[str, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """The options with their arrays on the place; numbers beside float64 queries are float64."""
+    """Return options with arrays moved to the place, reals in float64 if queries are float64."""
 
     def array(x: np.ndarray) -> Any:
         return place.xp.asarray(x.astype(dtype) if (x.dtype, dtype) == ("f4", "f8") else x)

@@ -365,7 +365,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
             for n, x in arguments.items()
         }
     cupy_used = cupy.get_default_memory_pool().used_bytes
-    # The first call prepares what later ones share.
+    # The first call allocates memory that later calls share.
     flash_attention_with_kvcache(**given | {"k_scale": 0.5}).sum().item()
     before = used(), cupy_used()
     outs = {}

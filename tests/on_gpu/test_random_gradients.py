@@ -1,7 +1,7 @@
-"""Gradients on a GPU, of 3,000 random calls, against an oracle without any code of the library.
+"""Gradients of 3,000 random calls on a GPU, against an oracle without any code of the library.
 
-A test has the calls of one class, whose kernels are compiled once. The workers share the classes
-with ``--dist load``.
+Each test runs the calls of one class, whose kernels are compiled once. ``--dist load`` distributes
+the classes over the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs of torch that capture calls with masks: whose memory they write, and what they read."""
+"""Graphs of torch that capture calls with masks: memory that they write, and values they read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blocks() -> Any:
     return torch.eye(KEYS // 256, dtype=torch.bool, device="cuda")[None, None]
 
 
-# What makes the modifications of a call, and the pairs that it sees.
+# By name: a function that makes the modifications of a call, and one that gives the visible pairs.
 MASKS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any, Any], Any]]] = {
     "positions": (
         lambda: {"mask_mod": MaskMod(lambda i, j: i // 300 == j // 300)},
@@ -83,12 +83,12 @@ def pairs(rule: Callable[[Any, Any], Any]) -> Any:
 
 
 def check(out: Any, expected: Any) -> None:
-    # Numbers of order 1 in float16, as a mean of values; probabilities are rounded to 11 bits.
+    # Results are means of values of order 1 in float16, with probabilities rounded to 11 bits.
     assert (out.double() - expected).abs().max().item() < 0.01
 
 
 def captured(call: Callable[[], Any], mode: str) -> tuple[Any, Any, Any]:
-    """A graph, its stream and its result; made twice before on that stream."""
+    """Capture a call after two calls on the same stream; return the graph, stream and result."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -102,7 +102,7 @@ def captured(call: Callable[[], Any], mode: str) -> tuple[Any, Any, Any]:
 
 
 def foreign_arrays(stream: Any) -> list[Any]:
-    """Others' arrays of CuPy's pool, of that stream and of any, which a graph must not write."""
+    """Return arrays of CuPy's pool on that stream and the null stream, which no graph may write."""
     import cupy
 
     found = []
@@ -122,7 +122,7 @@ def test_a_graph_writes_its_own_memory_alone(name: str, mode: str) -> None:
     (q, k, v), options = inputs(), make()
     graph, stream, out = captured(lambda: cupy_flash.flash_attention(q, k, v, **options), mode)
     if "mask_mod" in options:
-        # What the calls before the capture have kept; the graph's map is its own.
+        # Drops the maps that calls before the capture have kept; the graph has a map of its own.
         options["mask_mod"].refresh()
     cupy.get_default_memory_pool().free_all_blocks()
     others = foreign_arrays(stream)
@@ -189,13 +189,13 @@ def test_a_graph_holds_gradients_of_masked_calls(name: str, mode: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     for x, y in zip(found, expected, strict=True):
-        # As forward; gradients of keys are sums over many queries, of order 1 still.
+        # As in `check`; gradients of keys are sums over many queries, but still of order 1.
         assert (x.double() - y).abs().max().item() < 0.01 * max(1, y.abs().max().item())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_graph_appends_and_counts(mode: str) -> None:
-    """Versions are counted when a call is captured: replays write again without a count."""
+    """Capturing a call counts its writes; replays write again without counting."""
     q, k, v = (torch.randn(2, 1, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(3))
     caches = [torch.zeros(2, 64, HEADS, DIM, device="cuda", dtype=torch.float16) for _ in range(2)]
     lengths = torch.tensor([3, 9], dtype=torch.int32, device="cuda")

@@ -123,9 +123,9 @@ def test_any_softmax_scale_is_right(place: Place, case: VarlenCase) -> None:
 
 
 def with_gaps(case: VarlenCase, rng: np.random.Generator, *, cuts: bool) -> dict[str, Any]:
-    """Arguments with rows of no sequence before the first sequence and after the last.
+    """Return arguments with rows before the first sequence and after the last one.
 
-    With `cuts` also those of sequences past max_seqlen_q, which calls on host arrays refuse.
+    With `cuts` sequences also have rows past max_seqlen_q, which calls on host arrays refuse.
     """
     arguments = problem_of(case).arguments()
     before, after = rng.integers(0, 40, 2)

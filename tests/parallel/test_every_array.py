@@ -1,7 +1,7 @@
-"""Every function of `cupy_flash.parallel` with every argument that is an array, of any library.
+"""Every function of `cupy_flash.parallel`, with every array argument from every library.
 
-A communicator of MPI carries arrays of NumPy: another's are refused by a message, never by what
-they lack.
+MPI carries only NumPy arrays: other arrays are refused by a message of the library, not by an
+error of an attribute that they lack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.libraries import Library, dlpack_library, jax_library, numpy_librar
 
 from cupy_flash import attention_reference, flash_attention, flash_attention_backward, parallel
 
-# Arguments of these functions that are no arrays.
+# Arguments of these functions that are not arrays.
 OF_RANKS = frozenset(
     {"axis", "cu_seqlens", "head_ranks", "order", "rank", "ranks", "seqlen", "stripe"}
 )
@@ -35,7 +35,7 @@ def group() -> parallel.Group:
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """All arrays by their names, of one rank that has everything."""
+    """Return all arrays by name, for a single rank that holds all of them."""
     rng = np.random.default_rng(0)
 
     def values(*shape: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def given_to(function: Callable[..., Any], group: Any, argument: str | None) -> dict[str, Any]:
-    """The required arguments of a function, and perhaps one more."""
+    """Return the required arguments of a function and, if it is not None, `argument`."""
     every: dict[str, Any] = arrays() | {"group": group, "ranks": 1, "rank": 0, "seqlen": 9}
     found = {
         name: every.get(name)
@@ -68,7 +68,7 @@ def given_to(function: Callable[..., Any], group: Any, argument: str | None) -> 
 
 
 def arguments() -> list[tuple[Callable[..., Any], str | None]]:
-    """Each function with each of its optional arrays."""
+    """Return pairs of a function and one of its optional arrays, or None."""
     found: list[tuple[Callable[..., Any], str | None]] = []
     for function in functions_of(parallel):
         parameters = inspect.signature(function).parameters.values()
@@ -92,7 +92,7 @@ def test_arrays_of_other_libraries_give_the_same_or_a_message(
         others[name] = to.convert(others[name])
         found, refusal = answer_of(function, others)
         if refusal:
-            # Its name, and what is right.
+            # The message names the argument and what is expected.
             assert refusal.startswith(name), refusal
             assert "expected" in refusal or "carries arrays of NumPy" in refusal
             continue
@@ -102,7 +102,7 @@ def test_arrays_of_other_libraries_give_the_same_or_a_message(
 
 
 def answer_of(function: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, str]:
-    """What a function returns, or the message of its TypeError."""
+    """Return the result of a function, or the message of its TypeError."""
     try:
         return function(**given), ""
     except TypeError as error:

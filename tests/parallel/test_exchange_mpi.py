@@ -68,7 +68,7 @@ def test_no_message_has_a_count_beyond_an_int(comm: Any) -> None:
 
     exchange = MpiExchange(comm, 60)
     exchange._comm = NoMpi()
-    # No memory is read, and none is there.
+    # The array has no memory, and none is read.
     exchange.start([Message(unallocated((5 << 30,), np.uint8), 0)], [])
     assert sum(counts) == 5 << 30
     assert max(counts) < 2**31

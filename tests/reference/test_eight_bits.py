@@ -1,4 +1,4 @@
-"""Numbers of 8 bits of the reference, against a list of all numbers that there are."""
+"""The reference's conversions of 8-bit numbers, against the list of all such numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_numbers(dtype: np.dtype) -> np.ndarray:
 @pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 def test_a_quantized_number_is_the_nearest_that_there_is(rng, dtype):
     numbers = all_numbers(dtype)
-    # Numbers, the middles between neighbours, and what lies beside both.
+    # Numbers, the midpoints of neighbours, and the float32 numbers next to either.
     middles = (numbers[1:] + numbers[:-1]) / 2
     exact = np.concatenate([numbers, middles, [-1e30, 1e30, -np.inf, np.inf, 0.0]])
     exact = exact.astype(np.float32)
@@ -36,7 +36,7 @@ def test_a_quantized_number_is_the_nearest_that_there_is(rng, dtype):
         nearest = numbers[distance == distance.min()]
         assert stored in nearest
         if len(nearest) == 2:
-            # Two neighbours are as near: the one whose last bit is 0.
+            # A tie goes to the neighbour whose last bit is 0.
             last_bit = np.array([stored]).astype(dtype).view(np.uint8)[0] & 1
             assert last_bit == 0
 
@@ -62,6 +62,6 @@ def test_computed_scales_and_products_are_exact(rng, dtype):
     assert (largest == (448 if dtype.kind != "i" else 127)).all()
     back = dequantized(stored, scales)
     for index in np.ndindex(*rows.shape):
-        # A fraction has no rounding.
+        # Exact: the numerator is small, and the denominator is a power of two.
         product = float(stored[index]).as_integer_ratio(), float(scales[index[:2]])
         assert back[index] == product[0][0] * product[1] / product[0][1]

@@ -67,7 +67,7 @@ def test_an_error_of_a_tenth_is_found_in_every_result(
     found |= {name: plain[name].astype(case.dtype_of(name)) for name in case.wrt}
     monkeypatch.setattr(gradient_cases, "_run", lambda *_: found)
     assert all(x.error <= x.allowed for x in compare(case, np))
-    # Gradients first: what they are allowed is computed from out and lse.
+    # Gradients are changed first, because their allowed errors are computed from out and lse.
     for names in (case.wrt, ("out", "lse")):
         changed = []
         for name in names:
@@ -82,7 +82,7 @@ def test_an_error_of_a_tenth_is_found_in_every_result(
 
 
 def in_float64(call: OracleCall) -> OracleCall:
-    """The same call, of numbers of float64."""
+    """Return the same call with reals in float64."""
 
     def wide(x: Any) -> Any:
         is_real = isinstance(x, np.ndarray) and x.dtype.kind not in "iub"
@@ -99,7 +99,7 @@ def test_the_oracle_has_the_slopes_of_its_outputs(number: int) -> None:
     call = in_float64(case.oracle)
     gradients = attention(call, FLOAT64).gradients
     if case.of.is_padding_bias:
-        # A step of 1e-5 is nothing beside 1e308.
+        # A step of 1e-5 is lost in a bias of 1e308.
         gradients.pop("bias", None)
 
     def loss(changed: OracleCall) -> Any:
@@ -119,7 +119,7 @@ def test_the_oracle_has_the_slopes_of_its_outputs(number: int) -> None:
 
 
 def moved(call: OracleCall, directions: dict[str, np.ndarray], step: float) -> OracleCall:
-    """The call a step away, in directions by the names of the inputs."""
+    """Return the call with `step` times a direction added to each named input."""
     captures, changed = dict(call.captures), {}
     for name, direction in directions.items():
         if name.startswith("score_mod."):
@@ -133,7 +133,7 @@ def moved(call: OracleCall, directions: dict[str, np.ndarray], step: float) -> O
 @pytest.mark.parametrize("number", range(CLASSES))
 def test_the_reference_agrees_with_the_oracle(number: int) -> None:
     case = draw(number)
-    # Functions of a narrower call may compute in float32.
+    # The call is float64, as functions of narrower calls may compute in float32.
     call = in_float64(case.oracle)
     of = dataclasses.replace(case.of, dtype="float64", grad_dtype=None, array_dtype="float64")
     wide = Case(number, of, call, case.max_seqlens, case.wrt)

@@ -1,4 +1,4 @@
-"""Rows that sequences occupy, against loops in plain Python."""
+"""Row indices of sequences, against loops in plain Python."""
 
 from __future__ import annotations
 

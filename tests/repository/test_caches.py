@@ -1,4 +1,4 @@
-"""What is remembered for good: nothing whose number grows with what a program passes in."""
+"""Caches without a bound hold nothing whose number grows with the arguments of a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cupy_flash
 
 PACKAGE = Path(cupy_flash.__file__).parent
 
-# Functions that remember every answer, and what there are few of.
+# Functions that cache every result, and the few things that their arguments can be.
 FEW = {
     "_nearest_first": "processors, families and digests",
     "_ones": "powers of two and dtypes of scratch",
@@ -26,7 +26,7 @@ FEW = {
 
 
 def remembering() -> dict[str, str]:
-    """Functions of arguments that remember without a bound, and their files."""
+    """Return functions with arguments and an unbounded cache, and the files that define them."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""Backward calls at the edges of what is seen: rows with one key or none, keys without rows."""
+"""Backward calls at the edges of masks: rows with one key or none, and keys without rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ALL = slice(None)
 
 
 class EdgeCall(NamedTuple):
-    """Sizes and options of a dense call, and what is special in it.
+    """Sizes and options of a dense call, and its special rows and keys.
 
     Attributes
     ----------
     rows, keys
-        Queries that see one key or none; keys that none sees.
+        Queries that see one key or none, and keys that no query sees.
     hidden
-        What may be NaN in those that see none and that none sees. A bias hides a score by adding
-        -inf to it, and NaN stays.
+        Names of the arrays that may hold NaN in rows without a key and keys without a row. A bias
+        hides a score by adding -inf to it, and NaN plus -inf is NaN.
     """
 
     seqlen_q: int
@@ -57,7 +57,7 @@ class EdgeCall(NamedTuple):
     def backward(
         self, arrays: Mapping[str, np.ndarray], results: tuple[Any, ...], xp: Any, **where: Any
     ) -> list[np.ndarray]:
-        """dq, dk and dv of what `forward` gave, in host memory."""
+        """Return dq, dk and dv for the results of `forward`, in host memory."""
         found = cupy_flash.flash_attention_backward(
             *(xp.asarray(arrays[n]) for n in ("dout", *"qkv")),
             *results,
@@ -67,7 +67,7 @@ class EdgeCall(NamedTuple):
         return [x if xp is np else x.get() for x in found]
 
     def _options(self, arrays: Mapping[str, np.ndarray], xp: Any) -> dict[str, Any]:
-        """Numbers are float64 where the arrays are."""
+        """Return the options, with reals in float64 if the arrays are."""
         real = np.float64 if arrays["q"].dtype == np.float64 else np.float32
         found = dict(self.options)
         for name, value in self.options.items():
@@ -76,7 +76,7 @@ class EdgeCall(NamedTuple):
         return found
 
     def poisoned(self, arrays: Mapping[str, np.ndarray], value: float) -> dict[str, np.ndarray]:
-        """The same with a value in what belongs to `rows` and `keys`."""
+        """Return copies of the arrays with a value in the elements of `rows` and `keys`."""
         found = {name: array.copy() for name, array in arrays.items()}
         for name in self.hidden:
             found[name][:, self.rows if name in ("q", "dout") else self.keys] = value
@@ -104,7 +104,7 @@ def _diagonal() -> MaskMod:
     return MaskMod(lambda b, h, i, j: i == j)
 
 
-# Ways to leave rows one key.
+# Calls in which rows see one key, by the way in which the others are hidden.
 ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
     "causal": lambda rng: EdgeCall(150, 150, {"causal": True}, slice(1)),
     "key": lambda rng: EdgeCall(150, 1, {}, ALL),
@@ -127,7 +127,7 @@ ONE_KEY: dict[str, Callable[[Any], EdgeCall]] = {
 
 
 def _hidden(rng: Any, seqlen_q: int, seqlen_k: int, rows: slice, keys: slice) -> np.ndarray:
-    """A random mask that hides all of some rows and keys, and little of what is left."""
+    """Return a random mask that hides some rows and keys entirely, and a tenth of other pairs."""
     seen: np.ndarray = rng.random((BATCH, HEADS, seqlen_q, seqlen_k)) < 0.9
     seen[:, :, rows], seen[..., keys] = False, False
     return seen
@@ -144,7 +144,7 @@ def _biased(rng: Any, **more: Any) -> EdgeCall:
     return call._replace(options=options, hidden=("v", "dout"))
 
 
-# Ways to hide rows and keys from all.
+# Calls in which rows see no key, or no row sees a key.
 NONE: dict[str, Callable[[Any], EdgeCall]] = {
     "rows before the first key": lambda rng: EdgeCall(192, 152, {"causal": True}, slice(40)),
     "keys behind the last row": lambda rng: EdgeCall(
@@ -169,14 +169,14 @@ NONE: dict[str, Callable[[Any], EdgeCall]] = {
 
 
 def confident_call(dtype: str, head_dim: int, rng: Any) -> GradientCall:
-    """A call whose rows have most of their weight on one key each, up to all but 2^-45.
+    """Return a call whose rows have most of their weight on one key each, up to all but 2^-45.
 
-    A mask that hides nothing lets kernels look for rows that see one key alone.
+    Its mask hides nothing, but makes kernels look for rows that see one key only.
     """
     rows, keys = 300, 130
     k, v = rng.standard_normal((2, BATCH, keys, HEADS_KV, head_dim))
     own = np.repeat(k[:, rng.integers(0, keys, rows)], HEADS // HEADS_KV, axis=2)
-    # Scaled scores of the own keys are about so much above those of others.
+    # The scaled score of a row's own key exceeds the others by about this gap.
     gaps = np.linspace(2, 32, rows)[:, None, None]
     q = own * gaps * np.sqrt(head_dim) / (own**2).sum(-1, keepdims=True)
     dout = rng.standard_normal(q.shape)

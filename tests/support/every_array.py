@@ -1,7 +1,7 @@
-"""Every public function with every argument that is an array, in arrays of any library.
+"""Calls of every public function with every array argument, convertible to any library.
 
-The matrix is made from the functions' signatures: an argument that has no case here, and is not
-named among those that are no arrays, fails the tests.
+The matrix of calls is made from the functions' signatures. The tests fail for an argument that has
+no case here and is not listed as not being an array.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH, HEADS, HEADS_KV, DIM, CAPACITY, PAGE = 2, 4, 2, 16, 32, 16
 ROWS, KEYS = 7, 9
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-# Arguments that are no arrays and carry none.
+# Arguments that neither are arrays nor contain any.
 PLAIN = frozenset(
     {
         "arch",
@@ -56,9 +56,9 @@ PLAIN = frozenset(
         "wrt",
     }
 )
-# Arrays that a call writes, which those of JAX cannot be.
+# Arrays that a call writes; arrays of JAX are immutable.
 WRITTEN = frozenset({"out", "dq", "dk", "dv", "dqkv"})
-# Of functions whose arguments are sizes, or a function of the user's.
+# Required arguments of functions that take sizes, or a function of the user, instead of arrays.
 WITHOUT_INPUTS = {
     "check_mod": {"mod"},
     "plot_mask": set(),
@@ -68,12 +68,12 @@ WITHOUT_INPUTS = {
 
 @dataclass
 class Captured:
-    """A modification, made of arrays in the library that is tested.
+    """A modification that captures arrays of the tested library.
 
     Attributes
     ----------
     make
-        From what turns an array of NumPy into one of that library.
+        Function that makes the modification, given one that converts NumPy arrays to that library.
     """
 
     make: Callable[[Callable[[Any], Any]], Any]
@@ -81,16 +81,16 @@ class Captured:
 
 @dataclass
 class Call:
-    """One call, in NumPy's arrays.
+    """One call on NumPy arrays.
 
     Attributes
     ----------
     function
         The function.
     argument
-        The optional argument that the call is there for; None for the required ones.
+        Optional argument that the call tests; None if it has the required arguments only.
     values
-        All arguments by their names: arrays, numbers, and `Captured`.
+        All arguments by name: arrays, numbers, and `Captured`.
     """
 
     function: Callable[..., Any]
@@ -105,7 +105,7 @@ class Call:
         """Arguments that the call writes."""
         found = WRITTEN & self.values.keys()
         if "lse" in self.values:
-            # Of the forward call, and read.
+            # In a backward call `out` is the output of the forward call, which is read.
             found -= {"out"}
         appends = self.values.get("k") is not None and "k_cache" in self.values
         if appends and self.function.__name__.startswith("flash"):
@@ -115,13 +115,13 @@ class Call:
         return found
 
     def converted(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
-        """All arguments by their names, of arrays that `convert` makes."""
+        """Return all arguments by name, with arrays converted."""
         return {name: _converted(value, convert) for name, value in self.values.items()}
 
     def run(
         self, convert: Callable[[Any], Any], **options: Any
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Results, and the arrays that were written, of arguments that `convert` makes."""
+        """Call the function on converted arguments; return results and arrays that it wrote."""
         given = self.converted(convert)
         parameters = inspect.signature(self.function).parameters.values()
         positional = [given.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
@@ -144,13 +144,13 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def functions_of(module: ModuleType) -> list[Callable[..., Any]]:
-    """Its public functions."""
+    """Return the public functions of a module."""
     public = (getattr(module, name) for name in module.__all__)
     return [f for f in public if inspect.isfunction(f)]
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """Arguments that may be arrays or carry some, and whether each is required."""
+    """Return arguments that may be or contain arrays, and whether each is required."""
     found = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -161,7 +161,7 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def calls_of(function: Callable[..., Any], dtype: Any, seed: int = 0) -> Iterator[Call]:
-    """A call with the required arguments alone, and one with each of the others."""
+    """Yield a call with the required arguments alone, and one with each optional argument."""
     arguments = arguments_of(function)
     for argument in (None, *(n for n, required in arguments.items() if not required)):
         if (function.__name__, argument) in REFUSED or (kind_of(function), argument) in REFUSED:
@@ -170,7 +170,7 @@ def calls_of(function: Callable[..., Any], dtype: Any, seed: int = 0) -> Iterato
 
 
 def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed: int = 0) -> Call:
-    """The call with this argument besides the required ones."""
+    """Return the call with the required arguments and this one."""
     world = _World(function, np.dtype(dtype), np.random.default_rng(seed))
     values = world.required()
     if argument is not None:
@@ -183,7 +183,7 @@ def call_of(function: Callable[..., Any], argument: str | None, dtype: Any, seed
 
 
 def kind_of(function: Callable[..., Any]) -> str:
-    """What the function's arrays are."""
+    """Return the kind of a function's arrays, such as "packed"."""
     names = inspect.signature(function).parameters
     if function.__name__ in WITHOUT_INPUTS:
         return function.__name__
@@ -198,7 +198,7 @@ def kind_of(function: Callable[..., Any]) -> str:
     return "equal"
 
 
-# Arguments that calls of a kind, or a function, refuse: nobody could give them.
+# Arguments that calls of a kind, or of a function, refuse, and the reason.
 REFUSED = {
     ("packed", "seqlens_k"): "cu_seqlens_k says how long sequences are",
     ("cached", "seqlens_k"): "cache_seqlens says how long sequences are",
@@ -219,7 +219,7 @@ class _World:
         return self.rng.standard_normal(shape).astype(self.dtype if dtype is None else dtype)
 
     def required(self) -> dict[str, Any]:
-        """Those that must be there."""
+        """Return the required arguments."""
         rows, keys = (HEADS, DIM), (HEADS_KV, DIM)
         ints = np.int32
         every: dict[str, dict[str, Any]] = {
@@ -261,7 +261,7 @@ class _World:
         return found
 
     def optional(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
-        """One that need not be there, with what it takes besides."""
+        """Return an optional argument, with others that it needs."""
         makers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "alibi_slopes": lambda _: {name: self.rng.random(HEADS).astype(np.float32)},
             "sinks": lambda _: {name: self._values(HEADS, dtype=np.float32)},
@@ -345,7 +345,7 @@ class _World:
         return self._new_rows(values) | tables
 
     def _scales(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of keys and values of 8 bits; of float8, of queries as well."""
+        """Return 8-bit keys and values with their scales; for float8 also queries."""
         if self.kind == "equal":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {
@@ -361,7 +361,7 @@ class _World:
         }
 
     def results(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Output and log-sum-exp of the forward call, which a backward call takes."""
+        """Return the output and log-sum-exp that a backward call takes."""
         names = {
             "equal": "flash_attention",
             "qkvpacked": "flash_attention_qkvpacked",

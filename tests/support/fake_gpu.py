@@ -25,7 +25,7 @@ from cupy_flash.gpu.by_value import MAX_BYTES
 from cupy_flash.gpu.counters import Shared
 from cupy_flash.problem.device import device_for_arch
 
-# Of launches that take no params of attention.
+# Argument structs of launches that do not take the params of attention.
 _STRUCTS = {append.ENTRY: append.APPEND_DTYPE, combine.ENTRY: combine.COMBINE_DTYPE}
 # Where the first array lies, and how far apart they are: nothing that a test makes is as large.
 _FIRST, _APART = 1 << 40, 1 << 30
@@ -79,7 +79,7 @@ class FakeArray:
         return self.shape[0]
 
     def __getitem__(self, index: int | tuple[Any, ...]) -> FakeArray:
-        """The first of a kind, a part along the third axis, or the first columns: no other cuts."""
+        """Return the first element, a part along the third axis, or the first columns only."""
         if isinstance(index, int):
             assert index == 0
             return FakeArray(self.shape[1:], self.dtype, self.data, self.strides[1:])

@@ -1,8 +1,8 @@
-"""Random functions in calls of attention: what they make of scores, and what is right.
+"""Calls of attention with random functions, and their right results.
 
-Queries and keys are small integers and the scale is a power of two, so that every score is exact:
-what a function decides by it is known. Pairs that the evaluator leaves open are hidden by an array
-of bools that the call is given besides.
+Queries and keys are small integers and the scale is a power of two, so that every score is exact,
+and with it every decision of a function. Pairs that the evaluator leaves open are hidden by an
+additional mask array.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.random_functions import Function, random_function
 
 SCALE = 0.125
 HEAD_DIM = 64
-# Scores that are known to less than this say nothing about a row but that it is finite.
+# If the score errors of a row exceed this, only finiteness of the row is checked.
 _VAGUE = 0.1
 _MOST_OPEN = 0.3
 
@@ -41,9 +41,9 @@ class FunctionCall:
     q_offset
         Position of the first query.
     scores, errors
-        What kernels are to weigh, float64 (heads, seqlen_q, seqlen_k), and how far off that may be.
+        Right scores, float64 (heads, seqlen_q, seqlen_k), and bounds of the errors of a kernel.
     seen
-        Pairs that the function shows and that are not left out.
+        Pairs that are visible and not left out.
     closed
         Pairs that are not left out.
     """
@@ -64,14 +64,14 @@ class FunctionCall:
 
     @property
     def row_errors(self) -> np.ndarray:
-        """How far off the scores of a row may be that weigh something in it."""
+        """Largest error bound among the scores of a row that contribute to it."""
         scores = np.where(self.seen, self.scores, -np.inf)
         top = scores.max(-1, keepdims=True)
         weighs = self.seen & (scores + self.errors >= top - 60)
         return np.where(weighs, self.errors, 0).max(-1, initial=0)
 
     def formula(self, dtype: Any, real: Any) -> tuple[np.ndarray, ...]:
-        """Probabilities, output (rows, heads, head_dim) and log-sum-exp, in a precision."""
+        """Return probabilities, output (rows, heads, head_dim) and log-sum-exp in a precision."""
         scores = np.where(self.seen, self.scores, -np.inf).astype(real)
         top = scores.max(-1, keepdims=True)
         weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
@@ -101,7 +101,7 @@ class FunctionCall:
         return options
 
     def check(self, xp: Any, family: str | None = None, backward: str | None = None) -> None:
-        """Call forward and backward, and compare with what is right."""
+        """Call forward and backward, and compare with the right results."""
         q, k, v = (xp.asarray(self.arrays[name][None]) for name in "qkv")
         options = self.options(xp)
         poisoned = xp.full(q.shape, np.nan, q.dtype)
@@ -132,7 +132,7 @@ class FunctionCall:
         bound = error_bound(naive, right, dtype, lse=np.where(clear & seen, right_lse, 0))
         size = np.abs(self.arrays["v"].astype(np.float64)).max()
         allowed = bound + 4 * np.where(clear, errors, np.inf).T[..., None] * size
-        # Whatever the weights of a row are, its output lies among the values.
+        # For any weights, the output of a row is within the range of the values.
         allowed = np.where(np.isnan(allowed), bound, np.minimum(allowed, 2 * size))
         off = np.abs(out.astype(np.float64) - right)
         wrong = ~(off <= allowed)
@@ -141,7 +141,7 @@ class FunctionCall:
         )
 
     def dout(self) -> np.ndarray:
-        """Of rows whose scores are known."""
+        """The gradient of the output; 0 in rows whose scores are not known well enough."""
         vague = (self.row_errors > _VAGUE).T[..., None]
         return np.where(vague, 0, self.arrays["dout"]).astype(self.arrays["dout"].dtype)
 
@@ -162,7 +162,7 @@ class FunctionCall:
             f"dv of {(~(off <= allowed)).any(-1).sum()} keys, by {off.max():.3g}, allowed "
             f"{allowed.min():.3g} (dv itself {max_error(dv, right):.3g}): {self}"
         )
-        # What nobody sees has no gradient at all.
+        # Keys that no query sees have gradients of exactly 0.
         unseen = ~self.seen.any(-2).T
         assert not dv[unseen].any(), f"dv of keys that no query sees: {self}"
 
@@ -172,14 +172,14 @@ def _host(array: Any) -> Any:
 
 
 def function_calls(seed: int, inputs: str | None = None) -> Iterator[FunctionCall]:
-    """Calls with random functions, for ever; those with too many open pairs are left out.
+    """Yield calls with random functions endlessly, except those with too many open pairs.
 
     Parameters
     ----------
     seed
-        What they are made of.
+        Seed of the calls.
     inputs
-        dtype of queries and keys, or each function's own.
+        Dtype of queries and keys; by default each function's own.
     """
     for number in itertools.count(seed * 100_000):
         call = _call(random_function(number, inputs=inputs))
@@ -200,7 +200,7 @@ def _call(function: Function) -> FunctionCall | None:
     for name in "qk":
         arrays[name] = rng.integers(-1, 2, arrays[name].shape).astype(dtype)
     if function.kind == "mask" and rng.integers(2):
-        # Then the log-sum-exp counts the keys that a row sees.
+        # With queries of 0 the log-sum-exp is the logarithm of the number of visible keys.
         arrays["q"] = np.zeros_like(arrays["q"])
     q_offset = int(rng.choice([0, seqlen_k - seqlen_q, 17, 1000, 2**24 - 50, 2**30 - 1024]))
     q, k = (arrays[name].astype(np.float64) for name in "qk")

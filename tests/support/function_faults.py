@@ -1,7 +1,7 @@
-"""Faults that device text once had, each put back: what the random functions have to find.
+"""Faults that generated CUDA code once had, to be put back: the random functions must find each.
 
-Most are rewrites of what was traced, which say what the text computed then; the others change a
-line of a header.
+Most are rewrites of the traced expression, which compute what the code computed then; the others
+change a line of a header or a part of the library.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Fault:
     Attributes
     ----------
     rule
-        The node in place of one with these arguments, None where it stays.
+        Function of a node and its new arguments that returns a faulty node, or None to keep it.
     patches
-        Parts of the library: an object, the name of its attribute, and what makes of the
-        attribute the faulty one.
+        Parts of the library: an object, the name of an attribute, and a function from the attribute
+        to the faulty one.
     header, old, new
-        A file below the kernels, and the text that is replaced in it.
+        A file in the folder of kernels, text in it, and the text that replaces this.
     concerns
-        What the Python text of a function has to hold for the fault to show.
+        Regular expression for the Python text of functions in which the fault may show.
     """
 
     rule: Rule | None = None
@@ -62,7 +62,7 @@ class Fault:
     concerns: str = ""
 
     def rewrite(self, expression: Node) -> Node:
-        """What is printed with the fault."""
+        """Return the expression with the fault."""
         rule = self.rule
         if rule is None:
             return expression
@@ -70,7 +70,7 @@ class Fault:
 
     @contextlib.contextmanager
     def put_back(self, folder: Path) -> Iterator[Path]:
-        """Where headers are, while parts of the library are the faulty ones."""
+        """Patch the library while the context lasts, and yield the folder of the headers."""
         headers = KERNEL_DIR
         if self.header:
             headers = folder / "kernels"
@@ -85,7 +85,7 @@ class Fault:
             yield headers
 
     def may_show(self, function: Function, expression: Node) -> bool:
-        """Whether a function is worth trying."""
+        """Return whether the fault may show in a function."""
         if re.search(self.concerns, function.text) is None:
             return False
         return self.rule is None or self.rewrite(expression) is not expression
@@ -169,7 +169,7 @@ def _scaled(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _floor_of_quotient(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """As it was: infinite divisors gave NaN for what is left."""
+    """The former formula, which gave NaN for infinite divisors."""
     if node.op != "floordiv" or node.type != REAL:
         return None
     x, y = args
@@ -178,7 +178,7 @@ def _floor_of_quotient(node: Node, args: tuple[Node, ...]) -> Node | None:
 
 
 def _inverse_flushed(node: Node, args: tuple[Node, ...]) -> Node | None:
-    """An inverse that no normal number holds is 0."""
+    """An inverse that is subnormal becomes 0."""
     if node.op != "div":
         return None
     x, y = args
@@ -228,7 +228,7 @@ def _never_wrapping(range_of: Any) -> Any:
 
 
 def _without_manner(find: Any) -> Any:
-    """Growth along keys of what the user wrote, as of what the library composed."""
+    """Slopes along the keys also for expressions of the user, in which the order must be kept."""
 
     def find_slope(self: Analysis, node: Node) -> Node | None:
         is_users = node.type == REAL and node.value in (ORDERED, EXACT)
@@ -256,7 +256,7 @@ def _no_large_leaves(exponent: Any) -> Any:
 
 _LARGE = r"e\+38"
 
-# By the point of the list that each belongs to.
+# Faults by a description, which begins with a number by the kind of fault.
 FAULTS: dict[str, Fault] = {
     "1: a quotient is a product with the inverse": Fault(
         _quotient_as_product, concerns=r"(floor|trunc|rint|ceil)\((np.divide\(|\()[ij][, ]"

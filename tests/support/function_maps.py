@@ -11,7 +11,7 @@ from support.random_functions import Function
 
 
 def random_map_spec(function: Function) -> MapSpec:
-    """Few blocks, ragged ones among them, near the first key or far from it."""
+    """Return a map of few blocks, some of them ragged, near the first key or far from it."""
     rng = np.random.default_rng([48, function.number])
 
     def maybe(bound: int) -> int | None:
@@ -35,7 +35,7 @@ def random_map_spec(function: Function) -> MapSpec:
 
 
 def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Which pairs are seen, (batch, heads, seqlen_q, seqlen_k), and which are known."""
+    """Return which pairs are seen, (batch, heads, seqlen_q, seqlen_k), and which are decided."""
     zero = np.int32(0)
     shape = (spec.batch, spec.heads_q, spec.seqlen_q, spec.seqlen_k)
     symbols = {
@@ -53,9 +53,9 @@ def pairs_of(function: Function, spec: MapSpec) -> tuple[np.ndarray, np.ndarray]
 def wrong_map(
     found: FoundMap, function: Function, spec: MapSpec, maps: tuple[int, int]
 ) -> str | None:
-    """Whether a map hides a seen pair, or shows a hidden one; None if it does not."""
+    """Return how a map differs from the function on decided pairs, or None if it does not."""
     seen, known = pairs_of(function, spec)
-    # Sequences and heads that a mask does not name have one map.
+    # If a mask does not depend on the sequence or the head, all of them share one map.
     seen, known = (x[: maps[0], : maps[1]] for x in (seen, known))
     left, right = spec.band
     i = np.arange(spec.seqlen_q)[:, None] + spec.q_offset
@@ -71,7 +71,7 @@ def wrong_map(
 
 
 def _wrong_kept(found: FoundMap, seen: np.ndarray, known: np.ndarray, spec: MapSpec) -> str | None:
-    """Pairs of the last blocks of each part, which are kept."""
+    """Check the pairs that a map keeps, those of the last blocks of each part."""
     slots = found.shown.shape[3]
     threads, halves, keys = np.ogrid[:128, :2, : spec.Bc // 4]
     rows = threads // 32 * 16 + threads % 32 // 4 + 8 * halves

@@ -1,6 +1,6 @@
-"""An evaluator of random functions in plain NumPy, with bounds of what backends may differ by.
+"""An evaluator of random functions in plain NumPy, with bounds of the errors of backends.
 
-It is what the meaning of traced functions is judged by, so it imports nothing of the library.
+It defines the right values of traced functions, so it imports nothing of the library.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 BOOL, INT, UINT64, REAL = "bool", "int32", "uint64", "real"
 _INTEGERS = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64}
-# Distance of an inexact result to the correctly rounded one that a decision leaves out, in units
-# in the last place: rule 3 allows 2 of each backend.
+# Bound of the error of an inexact operation before a decision, in units in the last place: each of
+# two backends may be off by 2.
 _UNITS = 4.0
 
 Array = Any
@@ -31,7 +31,7 @@ class Expr:
         and the leaves ``symbol``, ``scalar`` (a captured number), ``literal`` and ``parameter``
         (of a helper).
     type
-        Of the result.
+        Type of the result.
     args
         Operands; of a load the indices.
     value
@@ -58,7 +58,7 @@ class Helper:
     parameters
         Leaves that stand for the arguments.
     body
-        What it returns.
+        Expression that it returns.
     """
 
     name: str
@@ -68,17 +68,18 @@ class Helper:
 
 @dataclass
 class Value:
-    """Values of an expression for many pairs, and how far backends may be from them.
+    """Values of an expression for many pairs, and bounds of the errors of backends.
 
     Attributes
     ----------
     v
-        Array of the type.
+        Array of values, in the dtype of the type.
     e
-        Bound of the distance where a decision reads the value: 0 where every operation is exact,
-        infinite where a decision is open. float64 array, or the number 0.0.
+        Bound of the error if a decision reads the value: 0 if every operation is exact, infinite if
+        a decision is open. A float64 array, or the number 0.0.
     s
-        The same where the value reaches the score, and products and sums may be contracted.
+        Bound of the error if the value only enters the score. Products and sums may be contracted
+        then.
     """
 
     v: Array
@@ -98,10 +99,10 @@ class Oracle:
     real
         np.float32 or np.float64.
     inputs
-        dtype of queries and keys: functions of 16-bit ones are approximated where they reach the
-        score.
+        Dtype of queries and keys. With 16-bit dtypes, functions that only enter the score may be
+        approximations.
     score_error
-        Bound of the distance of scores.
+        Bound of the error of scores.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Oracle:
             return self._value(root, {}, {})
 
     def _value(self, root: Expr, known: dict[int, Value], given: Mapping[str, Value]) -> Value:
-        # A stack in place of recursion: shared chains are as long as anyone likes.
+        # A stack instead of recursion, because chains of operations may be of any length.
         stack = [root]
         while stack:
             node = stack[-1]
@@ -267,7 +268,7 @@ class Oracle:
         error = _open(x, y)
         if op == "xor":
             return _decided(x.v ^ y.v, error)
-        # One that is known decides alone.
+        # One known operand may decide alone.
         if op == "and":
             known = ((x.e == 0) & ~x.v) | ((y.e == 0) & ~y.v)
             return _decided(x.v & y.v, np.where(known, 0.0, error))
@@ -306,7 +307,7 @@ class Oracle:
         return Value(v, e, s)
 
     def _in_score(self, x: Value) -> Array:
-        """How far an operand may be off where it reaches the score: what is subnormal may be 0."""
+        """Return the error bound of an operand that enters the score; subnormal values may be 0."""
         if self._real is np.float64:
             return x.s
         size = np.abs(_f64(x.v))
@@ -315,7 +316,7 @@ class Oracle:
     def _spread(
         self, op: str, args: list[Value], v: Array, errors: list[Array], *, contracts: bool
     ) -> Array:
-        """How far a result may be from `v`, as its operands may be from theirs."""
+        """Return the error bound of a result `v`, given those of its operands."""
         if not contracts and all(map(_is_exact, errors)):
             return 0.0
         a, da = _f64(args[0].v), np.asarray(errors[0])
@@ -340,13 +341,13 @@ class Oracle:
                 room = np.abs(b) - db
                 d = (np.abs(a) * db + np.abs(b) * da) / (np.abs(b) * room)
                 d = np.where((db > 0) & ~(room > 0), np.inf, d)
-            # Infinities and NaN among the operands decide, whatever else is near.
+            # An operand that is certainly infinite or NaN determines the result.
             is_finite = np.isfinite(a) & np.isfinite(b)
             settled = (np.isfinite(a) | (da == 0)) & (np.isfinite(b) | (db == 0))
             settled &= np.isfinite(total)
             if op != "add" and op != "subtract":
                 settled &= ((da == 0) | (np.abs(a) > da)) & ((db == 0) | (np.abs(b) > db))
-            # A product that is contracted has no limit of its own.
+            # A contracted product may exceed the largest number.
             limit = (2.1 if op == "multiply" and contracts else 1.001) * self._most
             overflows = np.where(np.abs(exact) - d > limit, 0.0, np.inf)
             if self._real is np.float64:
@@ -362,18 +363,18 @@ class Oracle:
             rounding = np.where(total == 0, 0.0, rounding)
         d = np.where(total == 0, np.where(np.isnan(d), 0.0, d), np.where(np.isnan(d), np.inf, d))
         d = d * (1 + 1e-9) + rounding
-        # What may be beyond the largest number may be infinite.
+        # A result that may exceed the largest number may be infinite.
         near = np.isfinite(v) & (d > rounding) & (np.abs(_f64(v)) + d >= self._most)
         return np.where(near, np.inf, d)
 
     def _extreme(self, op: str, x: Value, y: Value) -> Value:
         v = getattr(np, op)(x.v, y.v)
-        # Which zero it is is left open.
+        # The sign of a zero is left open.
         zeros = (x.v == 0) & (y.v == 0) & (np.signbit(x.v) != np.signbit(y.v))
         e, s = (np.maximum(a, b) for a, b in ((x.e, y.e), (x.s, y.s)))
         if zeros.any():
             e, s = (np.where(zeros, np.maximum(d, self._tiny), d) for d in (e, s))
-        # Where both are far apart, the error is that of the one that it is.
+        # If the operands are far apart, the error is that of the one that is the result.
         return Value(v, e, s)
 
     def _floored(self, op: str, x: Value, y: Value) -> Value:
@@ -408,8 +409,8 @@ class Oracle:
         exponent = np.float64(self._real(n))
 
         def power(t: Array) -> Array:
-            # Of arrays and one exponent of 0.5, NumPy takes the square root, which differs from the
-            # power that its scalars compute for -0.0 and for -infinity.
+            # For arrays and a single exponent of 0.5 NumPy computes the square root, which differs
+            # from the power of its scalars at -0.0 and -infinity.
             several = np.append(np.ravel(t), 1.0)
             return np.power(several, np.full(several.size, exponent))[:-1].reshape(np.shape(t))
 
@@ -437,7 +438,7 @@ class Oracle:
         return Value(v, e, s)
 
     def _flushed(self, x: Array, exact: Array, function: Callable[[Array], Array]) -> Array:
-        """What it matters that arguments and results below the normal range may count as 0."""
+        """Return the error if subnormal arguments and results are taken for 0."""
         below = np.where(np.abs(exact) < self._normal, self._normal, 0.0)
         small = (x != 0) & (np.abs(x) < self._normal)
         if not small.any():
@@ -453,7 +454,7 @@ class Oracle:
         function: Callable[[Array], Array],
         bounded_slope: float | None,
     ) -> Array:
-        """What a function makes of the error of its operand."""
+        """Return the error of a function that comes from the error of its operand."""
         if _is_exact(error):
             return 0.0
         error = np.asarray(error)
@@ -463,20 +464,20 @@ class Oracle:
         else:
             low, high = function(_f64(v) - error), function(_f64(v) + error)
             d = np.maximum(np.abs(exact - low), np.abs(high - exact))
-            # Between the ends there is a pole, or the edge of what it is defined for.
+            # Between the ends there is a pole, or the boundary of the domain.
             d = np.where(_f64(v) * (_f64(v) - error) <= 0, np.inf, d)
             d = np.where(_f64(v) * (_f64(v) + error) <= 0, np.inf, d)
             if function in (np.log1p, np.exp, np.exp2, np.expm1):
                 again = np.maximum(np.abs(exact - low), np.abs(high - exact))
                 d = np.where(np.isnan(again), np.inf, again)
         d = np.where(np.isnan(d), np.inf, d * (1 + 1e-9))
-        # What is beyond the largest number on either side is infinite.
+        # A result that certainly exceeds the largest number is infinite.
         beyond = (np.abs(exact) - d > 1.001 * self._most) & np.isfinite(d)
         d = np.where(beyond, 0.0, np.where(np.abs(exact) + d >= self._most, np.inf, d))
         return np.where(error == 0, 0.0, d)
 
     def _approximation(self, op: str, x: Array, exact: Array) -> Array:
-        """Errors of functions where they reach the score."""
+        """Return the approximation error of a function that enters the score."""
         if self._real is np.float64:
             return 0.0
         size = np.where(np.abs(exact) <= self._most, np.abs(exact), 0.0)
@@ -497,7 +498,7 @@ class Oracle:
         return 0.0
 
 
-# Functions that are approximated, and the largest size of their slope, None if there is none.
+# Approximated functions, and bounds of their slopes; None if a slope is unbounded.
 _INEXACT: dict[str, float | None] = {
     "exp": None,
     "exp2": None,
@@ -535,7 +536,7 @@ def _is_exact(error: Array) -> bool:
 
 
 def _open(*args: Value) -> Array:
-    """What integers and bools inherit: 0, or infinite where one of the operands is open."""
+    """Return the error of an integer or bool: 0, or infinity if one of the operands is open."""
     errors = [x.e for x in args if not _is_exact(x.e)]
     if not errors:
         return 0.0
@@ -548,12 +549,12 @@ def _where(condition: Array, x: Array, y: Array) -> Array:
 
 
 def _decided(v: Array, error: Array) -> Value:
-    """A decision: open, or not at all; a score that it reaches is as open."""
+    """Return a decision as a value; if it is open, so is a score that it enters."""
     return Value(v, error, error)
 
 
 def _whole(x: Array, type: str) -> Array:
-    """Reals as integers: what is left out is behind the point; NaN is 0, and ends are kept."""
+    """Return reals as integers: rounded toward zero and saturated, with 0 for NaN."""
     x = np.trunc(_f64(x))
     if type == INT:
         return np.nan_to_num(np.clip(x, -(2.0**31), 2.0**31 - 1), nan=0).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Random functions through the CPU backend and through device text compiled for the host."""
+"""Random functions by the CPU backend and by generated CUDA code that is compiled for the host."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from support.function_oracle import REAL, Expr, Value
 from support.random_functions import Function, Pairs, random_pairs
 
 Batch = Sequence[Function]
-# In this order in the table that a compiled function is called with.
+# Order of the columns in the table of arguments of a compiled function.
 COLUMNS = ("b", "h", "i", "row", "q_start", "k_start", "first_key", "step", "last")
 LN_2 = 0.6931471805599453
 
 
 def modification(function: Function) -> ScoreMod | MaskMod:
-    """The library's object of a function."""
+    """Return the library's object for a function."""
     kind = ScoreMod if function.kind == "score" else MaskMod
     return kind(function.function(), **function.captures)
 
@@ -41,7 +41,7 @@ Rewrite = Callable[[Node], Node]
 
 
 def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
-    """The device text of a function, whose captures have the names that calls give them.
+    """Return the generated code of a function, with captures named as in calls.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
 
 @dataclass
 class Case:
-    """A function with its pairs and what is right."""
+    """A function with its pairs and their right values."""
 
     function: Function
     pairs: Pairs
@@ -85,19 +85,19 @@ class Case:
 
     @property
     def share_known(self) -> float:
-        """Of all pairs, how many are compared."""
+        """Return the fraction of pairs that are compared."""
         error = self.right.e if self.function.kind == "mask" else self.right.s
         return float(np.mean(np.isfinite(error) if self.function.kind == "score" else error == 0))
 
-    # ---- Comparisons: None, or what is wrong
+    # ---- Comparisons, which return None or a description of the difference
 
     def wrong_mask(self, seen: Any) -> str | None:
-        """Bit for bit, where decisions are not left out."""
+        """Compare a mask bit for bit on decided pairs."""
         seen = np.broadcast_to(seen, self.right.v.shape)
         return self._first((self.right.e == 0) & (seen != self.right.v), seen)
 
     def wrong_on_host(self, new: Any) -> str | None:
-        """New scores of the CPU backend: bit for bit where all operations are exact."""
+        """Compare new scores of the CPU backend: bit for bit where all operations are exact."""
         new = np.broadcast_to(new, self.right.v.shape)
         v, e = self.right.v, self.right.e
         if new.dtype != v.dtype:
@@ -108,7 +108,7 @@ class Case:
         return self._first(~(alike | (e > 0) & (near | np.isinf(e))), new)
 
     def wrong_score(self, new: Any) -> str | None:
-        """New scores of a kernel, which are exponents of two times ln(2)."""
+        """Compare new scores of a kernel, which are its exponents of two times ln(2)."""
         v, s = self.right.v.astype(np.float64), self.right.s
         info = np.finfo(self.function.real)
         new = new.astype(np.float64)
@@ -133,7 +133,7 @@ class Case:
 
 
 def wrong_on_cpu(case: Case) -> str | None:
-    """What the CPU backend makes otherwise of a function; None if nothing."""
+    """Return how the CPU backend differs from the right values of a function, or None."""
     function, columns = case.function, case.pairs.columns
     places = {name: columns[name] for name in ("b", "h", "i", "j", "q_start", "k_start")}
     try:
@@ -145,7 +145,7 @@ def wrong_on_cpu(case: Case) -> str | None:
         return f"raises {type(error).__name__}: {error}"
 
 
-# ---- Device text
+# ---- Generated code
 
 _PRELUDE = """
 #include <setjmp.h>
@@ -234,26 +234,26 @@ def wrong_on_host_text(
     kernel_dir: Path = KERNEL_DIR,
     rewrite: Rewrite | None = None,
 ) -> dict[int, str]:
-    """What device text, compiled for the host, makes otherwise of functions, by their numbers.
+    """Return how generated code, compiled for the host, differs, by the numbers of functions.
 
     Parameters
     ----------
     folder
-        For sources and libraries.
+        Folder for sources and libraries.
     cases
         The functions.
     batch
-        How many are compiled together.
+        Number of functions that are compiled together.
     workers
-        How many compilers run at a time.
+        Number of compilers that run at a time.
     kernel_dir
-        Headers.
+        Folder of the headers.
     rewrite
         Changes what was traced before it is printed.
     """
     if COMPILER is None:
         pytest.skip("no g++ to compile device text with")
-    # A library that is loaded once is not loaded again from the same path.
+    # A new folder each time: a library is not loaded again from a path that was loaded before.
     folder = Path(tempfile.mkdtemp(dir=folder))
     wrong: dict[int, str] = {}
     texts: dict[int, Text] = {}
@@ -294,7 +294,7 @@ def wrong_on_host_text(
 def _compiled(
     folder: Path, name: str, sources: dict[int, str], kernel_dir: Path
 ) -> tuple[ctypes.CDLL | None, dict[int, str]]:
-    """A library of functions, and those that do not compile."""
+    """Return a library of functions, and the errors of those that do not compile."""
     includes = "".join(f'#include "{header}"\n' for header in HEADERS)
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     failed: dict[int, str] = {}
@@ -332,14 +332,14 @@ def _wrong(case: Case, text: Text, function: Any) -> str | None:
 
 
 def bytes_of(array: np.ndarray) -> tuple[int, int]:
-    """Where the elements of an array lie."""
+    """Return the first address of an array's elements, and the end of the last element."""
     ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     low, high = sum(e for e in ends if e < 0), sum(e for e in ends if e > 0)
     return array.ctypes.data + low, array.ctypes.data + high + array.itemsize
 
 
 def report(wrong: dict[int, str], functions: Iterable[Function], most: int = 5) -> str:
-    """What is wrong with the first functions of those that are wrong."""
+    """Return a message with the first functions that are wrong, and how."""
     by_number = {function.number: function for function in functions}
     parts = [f"{by_number[n]}{wrong[n]}\n" for n in sorted(wrong)[:most]]
     return f"{len(wrong)} of {len(by_number)} functions: {sorted(wrong)[:50]}\n" + "\n".join(parts)

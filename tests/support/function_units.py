@@ -1,4 +1,4 @@
-"""Random functions on a GPU: many to a unit, each called as kernels call it."""
+"""Random functions on a GPU: many in a translation unit, each called as kernels call it."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ run{number}(const __grid_constant__ mod{number}::Params p) {{
 }}
 """
 
-# NVRTC names the file and the line in parentheses.
+# NVRTC prints the line in parentheses after the name of the file.
 _FAILED = re.compile(r"function(\d+)\.cpp\(\d+\): (?:catastrophic )?error: (.*)")
 
 
 class Unit:
-    """Device text of many functions in one translation unit.
+    """Generated code of many functions in one translation unit.
 
     Attributes
     ----------
     wrong
-        What cannot be traced or compiled, by number.
+        Errors of functions that cannot be traced or compiled, by number.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -105,7 +105,7 @@ class Unit:
         return TranslationUnit(text, entries, f"{len(left)} random functions")
 
     def compiled(self, device: Device) -> bytes:
-        """Machine code of all that compile."""
+        """Return machine code of all functions that compile."""
         while True:
             try:
                 return compile_cubin(self._unit(), device).image
@@ -118,7 +118,7 @@ class Unit:
                 self.wrong |= found
 
     def run(self, image: bytes) -> dict[int, str]:
-        """What is wrong with each, computed on the current device."""
+        """Return how results on the current device differ, by number."""
         import cupy
 
         module = cupy.cuda.function.Module()
@@ -159,7 +159,7 @@ def _results(case: Case, text: Text, kernel: Any) -> np.ndarray:
 
 
 def on_device(array: np.ndarray) -> tuple[Any, int]:
-    """A copy with the same strides, amid other bytes, and where its first element lies."""
+    """Return a copy with the same strides amid other bytes, and its first element's address."""
     import cupy
 
     low, high = bytes_of(array)

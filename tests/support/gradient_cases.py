@@ -1,11 +1,11 @@
 """Random gradient calls by number, run by the library and compared with `gradient_oracle`.
 
-A number says everything about a call. Calls of one *class* differ in values and lengths alone, so
-that kernels are compiled once for all of them; consecutive numbers are of different classes.
+A number determines a call. Calls of one *class* differ only in values and lengths, so that kernels
+are compiled once for all of them. Consecutive numbers are of different classes.
 
-One call that failed is run again by ``python -m support.gradient_cases NUMBER [cpu|gpu]`` in the
-folder `tests`. The environment variable `FIRST_VARIABLE` shifts the numbers that tests run: there
-are other calls, and other classes, from 3,000 on.
+``python -m support.gradient_cases NUMBER [cpu|gpu]`` in the folder `tests` runs one call, such as
+one that failed, again. The environment variable `FIRST_VARIABLE` shifts the numbers that tests run:
+numbers from 3,000 on are other calls of other classes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.gradient_oracle import (
 FIRST_VARIABLE = "CUPY_FLASH_FIRST_GRADIENT_CASE"
 FIRST = int(os.environ.get(FIRST_VARIABLE, "0"))
 CLASSES, CALLS = 60, 50
-# Scores beyond this are those of padding.
+# Scores of larger magnitude are those of padding.
 PADDING = 1e4
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -61,10 +61,10 @@ MODIFICATIONS = (
 HEADS = ((1, 1), (3, 3), (4, 2), (6, 2), (4, 1), (5, 1), (6, 3))
 HEAD_DIMS = (5, 16, 33, 40, 64, 64, 80, 96, 128, 128, 192)
 LONGEST = ((20, 90), (70, 130), (130, 250), (180, 70))
-# Which axes of a bias or a mask are as long as those of the scores.
+# Which axes of a bias or a mask have the length of the scores' axes (1); the others have length 1.
 AXES = ((1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1), (1, 0, 0, 1), (1, 1, 1, 0))
 
-# What `gradient_oracle` has by hand, as a user writes it.
+# The functions that `gradient_oracle` has by hand, as a user writes them.
 SCORE_MODS: dict[str, Any] = {
     "softer": lambda score: 20 * np.tanh(score / 20),
     "square": lambda score: score + score * score / 16,
@@ -90,7 +90,7 @@ MASK_MODS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Class:
-    """What kernels are compiled for."""
+    """Properties of a call that kernels are compiled for."""
 
     dtype: str
     is_packed: bool
@@ -106,9 +106,9 @@ class Class:
     slopes_of_batch: bool
     bias_axes: tuple[int, ...]
     mask_axes: tuple[int, ...]
-    array_dtype: str  # of biases, sinks and captures
+    array_dtype: str  # dtype of biases, sinks and captures
     is_padding_bias: bool
-    has_lengths: bool  # seqlens_k or seqused_k
+    has_lengths: bool  # whether it has seqlens_k or seqused_k
     has_offset: bool
     has_dlse: bool
     has_all_gradients: bool
@@ -116,8 +116,8 @@ class Class:
 
 
 def draw_class(number: int) -> Class:
-    """A class of calls: all pairs of dtype and modification are among 44 of them."""
-    # A seed whose first classes have every function.
+    """Return a class of calls. The first 44 classes have all pairs of dtype and modification."""
+    # With this seed the first classes have every function.
     rng = np.random.default_rng((2001, number))
 
     def chance(probability: float) -> bool:
@@ -189,7 +189,7 @@ class Case:
 
 
 def draw(number: int) -> Case:
-    """The call of a number."""
+    """Return the call of a number."""
     of = draw_class(number % CLASSES + number // (CLASSES * CALLS) * CLASSES)
     return _Drawing(number, of).case()
 
@@ -201,7 +201,7 @@ class _Drawing:
         self.dtype = DTYPES[of.dtype]
         self.wide = np.dtype(np.float64 if of.dtype == "float64" else np.float32)
         self.array_dtype = DTYPES[of.array_dtype]
-        # Lengths of each sequence, and rows of packed arrays that belong to none.
+        # Lengths of the sequences, and numbers of rows of packed arrays that belong to no sequence.
         rng = self.rng
         self.batch = int(rng.integers(1, 5 if of.is_packed else 4))
         longest_q, longest_k = of.longest
@@ -262,14 +262,14 @@ class _Drawing:
         names += [name for name in ("bias", "sinks") if getattr(call, name) is not None]
         names += [f"score_mod.{n}" for n, x in call.captures.items() if x.dtype.kind != "i"]
         if not of.has_all_gradients:
-            # Which ones is for the class to say: kernels are compiled for them.
+            # The class determines which ones, because kernels are compiled for them.
             chosen = np.random.default_rng((3, self.number % CLASSES)).permutation(names)
             names = [str(name) for name in chosen[: max(1, len(names) // 2)]]
         longest = tuple(int(n.max(initial=0)) for n in (self.seqlens_q, self.seqlens_k))
         return Case(self.number, of, call, longest, tuple(names))
 
     def poison(self, call: OracleCall) -> None:
-        """NaN where nothing may be read: padding, rows of no sequence, and perhaps hidden rows."""
+        """Write NaN where nothing may be read: padding, rows of no sequence, some hidden rows."""
         nan = float("nan")
         if call.seqlens_k is not None:
             for b, n in enumerate(call.seqlens_k):
@@ -291,9 +291,9 @@ class _Drawing:
                 call.dlse[blind] = nan
 
     def ignore_padded_rows(self, call: OracleCall) -> None:
-        """Let no loss depend on rows that see padding alone.
+        """Set the gradients of rows that see only padding to 0.
 
-        Their log-sum-exp, -1e38 or so, has no digits left that tell how many keys they see.
+        Their log-sum-exp, about -1e38, has no digits left for the number of keys.
         """
         ignored = attention(call, exact(self.dtype)).lse < -PADDING
         call.dout[ignored.swapaxes(1, 2)] = 0
@@ -326,7 +326,7 @@ class _Drawing:
     def add_bias(self, call: OracleCall) -> None:
         call.bias = self.normal(*self.shape_of_pairs(self.of.bias_axes))
         if self.of.is_padding_bias:
-            # As models with padding masks have it.
+            # As in models with padding masks.
             least = ml_dtypes.finfo(self.array_dtype).min
             shape = (self.batch, 1, 1, int(self.seqlens_k[0]))
             hidden = self.rng.random(shape) < self.rng.choice([0.1, 0.5, 1.0])
@@ -373,7 +373,7 @@ class _Drawing:
             call.mask_captures["start"] = start.astype(np.int32)
         elif name == "times":
             steps = self.rng.integers(0, 9, (self.batch, longest + 1))
-            # Float32 tells no two neighbours apart there.
+            # Float32 cannot tell neighbouring numbers of this size apart.
             call.mask_captures["time"] = (1_700_000_000 + steps.cumsum(axis=1)).astype(np.int32)
 
     def documents(self) -> np.ndarray:
@@ -382,7 +382,7 @@ class _Drawing:
 
 
 class Difference(NamedTuple):
-    """How far off a result is, and how far it may be."""
+    """Largest error of a result, and the largest that is allowed."""
 
     name: str
     error: float
@@ -390,28 +390,28 @@ class Difference(NamedTuple):
     where: str
 
 
-#: Units in the last place, at the largest true value, that a result may be off besides.
+#: Additional error that is allowed, in units in the last place of the largest true value.
 ULPS = 4
 
 
 def compare(case: Case, xp: Any) -> list[Difference]:
-    """All results of a call by the library on arrays of NumPy or CuPy, against the oracle.
+    """Compare all results of a call on arrays of NumPy or CuPy with the oracle.
 
     A result may be off by the sum of
 
-    - twice the error of the naive formula in the same precision, which computes gradients from the
-      output and the log-sum-exp under test: what their rounding does is no error of gradients;
-    - `ULPS` units of its dtype, or that of a 16-bit call: products of 16-bit numbers are what they
-      are, also when they are summed up in float32;
-    - in float32 and float64, ``ULPS + 2 |lse|`` units at what it would be if nothing cancelled. A
-      score of size s is known to s units at best, and of few numbers the naive error may be lucky.
-      (In 16 bits the rounding of P and dS, which all have, is larger.)
+    - twice the error of the naive formula in the same precision. It computes gradients from the
+      output and the log-sum-exp under test, as their rounding is not an error of the gradients;
+    - `ULPS` units of its dtype, or of the call's dtype if this has 16 bits, as float32 gradients of
+      such a call are sums of products of 16-bit numbers;
+    - in float32 and float64, ``ULPS + 2 |lse|`` units of the result without cancellation. A score
+      of size s is known to s units at best, and the naive error of few numbers may happen to be
+      small. (In 16 bits the rounding of P and dS is larger, and the naive formula has it, too.)
     """
     call, dtype = case.oracle, case.oracle.q.dtype
     found = _run(case, xp)
     truth = attention(call, exact(dtype)).by_name()
     with np.errstate(all="ignore"):
-        # Of results that are wrong it may make anything.
+        # If the results under test are wrong, this may give any numbers.
         plain = attention(call, naive(dtype), (found["out"], found["lse"])).by_name()
     sizes = attention(call, SIZES).by_name()
     lse = abs(truth["lse"][abs(truth["lse"]) < PADDING]).max(initial=0)
@@ -448,7 +448,7 @@ def _ulp(dtype: np.dtype[Any], x: np.ndarray) -> float:
 
 
 def _errors(result: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Absolute differences: 0 where both are the same infinity, infinity where one is NaN."""
+    """Return absolute differences: 0 for equal infinities, infinity if either number is NaN."""
     with np.errstate(all="ignore"):
         wide = result.astype(true.dtype)
         difference = np.where(wide == true, 0, np.abs(wide - true))
@@ -456,10 +456,10 @@ def _errors(result: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def arguments(case: Case, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a backward call is given but for the results of its forward call, arrays of `xp`.
+    """Return the arguments of a backward call, except out and lse, as arrays of `xp`.
 
-    The first positional argument is dout. Of the keyword arguments, dlse and wrt are those of the
-    backward call alone.
+    The first positional argument is dout. The keyword arguments dlse and wrt are for the backward
+    call only.
     """
     call, of = case.oracle, case.of
 
@@ -493,7 +493,7 @@ def arguments(case: Case, xp: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _run(case: Case, xp: Any) -> dict[str, np.ndarray]:
-    """out, lse and the gradients of a call by the library; what it writes to is NaN before."""
+    """Return out, lse and gradients by the library, from arrays that hold NaN before the call."""
     of = case.of
     forward: Any = cupy_flash.flash_attention
     backward: Any = cupy_flash.flash_attention_backward
@@ -518,7 +518,7 @@ def _run(case: Case, xp: Any) -> dict[str, np.ndarray]:
 
 
 def check(number: int, xp: Any) -> None:
-    """Fail unless all results of a call are as near to the oracle as the rule asks for."""
+    """Fail unless all errors of a call are within the bounds of `compare`."""
     case = draw(number)
     try:
         wrong = [x for x in compare(case, xp) if not x.error <= x.allowed]

@@ -1,7 +1,7 @@
 """Attention and its gradients by the plain formula, in NumPy, without any code of the library.
 
-With x = scale * q k', t what softcap, a score function, ALiBi and a bias make of x, s the sink of a
-head and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the keys that a row sees:
+Let x = scale * q k', t the score after softcap, score function, ALiBi and bias, s the sink of a
+head, and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the keys that a row sees. Then
 
     out = P v                       dv = P' dout
     dP = dout v'                    D = rowsum(dout * out) - dlse
@@ -9,7 +9,7 @@ head and P = exp(t - lse), where lse = log(exp(s) + sum exp(t)) over the keys th
     dq = scale * dX k               dk = scale * dX' q
     dbias = sums of dT              dsink = -sum exp(s - lse) * D
 
-What a row does not see is left out of its sums. A row that sees no key has out = 0, and lse = -inf
+Hidden pairs are left out of the sums. A row that sees no key has out = 0, and lse = -inf
 or the sink; rows that belong to no sequence have out = 0 and lse = -inf.
 """
 
@@ -43,12 +43,12 @@ class ScoreFunction(NamedTuple):
     Attributes
     ----------
     value
-        New score of a score, its place and captures.
+        Function of a score, its pair and captures that returns the new score.
     slope
         Derivative with respect to the score.
     by_captures
-        For each captured array that has a gradient: the derivative with respect to the element
-        that a pair reads, and the index of that element.
+        For each captured array that has a gradient, a function that returns the derivative with
+        respect to the element that a pair reads, and the index of that element.
     """
 
     value: Callable[[Array, At, Captures], Array]
@@ -57,7 +57,7 @@ class ScoreFunction(NamedTuple):
 
 
 def nearest(array: Array, *index: Any) -> tuple[Any, ...]:
-    """The index of the nearest element that there is."""
+    """Return an index clamped to the bounds of an array."""
     return tuple(np.clip(i, 0, n - 1) for i, n in zip(index, array.shape, strict=True))
 
 
@@ -135,7 +135,7 @@ def _same_document(at: At, c: Captures) -> Array:
 
 
 def _near_in_time(at: At, c: Captures) -> Array:
-    # Differences of timestamps need more than 32 bits in general; these do not.
+    # In general a difference of timestamps needs more than 32 bits, but not for these.
     return abs(element(c["time"], at.b, at.i) - element(c["time"], at.b, at.j)) <= 40
 
 
@@ -161,14 +161,14 @@ class OracleCall:
     Attributes
     ----------
     window
-        Bounds on the left and on the right, None where there is none.
+        Left and right bound; None for no bound.
     bias, mask
         Four axes, each as long as that of the scores or 1; of packed sequences three axes, (1 or
         heads_q, total_q, max_seqlen_k).
     score_function, mask_function
         Keys of `SCORE_FUNCTIONS` and `MASK_FUNCTIONS`.
     captures, mask_captures
-        Their arrays.
+        Arrays that these functions read, by name.
     """
 
     q: Array
@@ -207,8 +207,8 @@ class Arithmetic(NamedTuple):
     stored
         Dtype that P, dX and out are rounded to before they are multiplied.
     of_sizes
-        Whether results are what they would be if nothing cancelled: sums of absolute values, which
-        rounding errors are in proportion to. That of a log-sum-exp is the largest score's.
+        Whether results are sums of absolute values, to which rounding errors are proportional. For
+        a log-sum-exp it is the largest absolute score.
     """
 
     compute: np.dtype[Any]
@@ -220,13 +220,13 @@ class Arithmetic(NamedTuple):
 
 
 def exact(dtype: Any) -> Arithmetic:
-    """Arithmetic of the oracle: float64, and more for float64 calls, which it could not judge."""
+    """Return the oracle's arithmetic: float64, and long double to judge float64 calls."""
     compute = np.dtype(np.longdouble if dtype == np.float64 else np.float64)
     return Arithmetic(compute, compute)
 
 
 def naive(dtype: Any) -> Arithmetic:
-    """Arithmetic of the formula in a dtype: float32, with 16-bit operands of products."""
+    """Return the naive formula's arithmetic: float32 or float64, with arrays stored in `dtype`."""
     compute = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     return Arithmetic(compute, np.dtype(dtype))
 
@@ -235,7 +235,7 @@ SIZES = Arithmetic(np.dtype(np.float64), np.dtype(np.float64), of_sizes=True)
 
 
 class Sequence(NamedTuple):
-    """Where one sequence lies: indices of its rows, of its keys, and where its queries begin."""
+    """Place of one sequence: indices of its rows and keys, and the position of its first query."""
 
     b: int
     rows: tuple[Any, ...]  # into q, out and dout
@@ -277,7 +277,7 @@ def sequences(call: OracleCall) -> Iterator[Sequence]:
 
 
 class Results(NamedTuple):
-    """What a call gives: output, log-sum-exp, and gradients by the names of the inputs."""
+    """Results of a call: output, log-sum-exp, and gradients by the names of the inputs."""
 
     out: Array
     lse: Array
@@ -295,8 +295,8 @@ def attention(
     Parameters
     ----------
     given
-        Output and log-sum-exp that gradients are computed from, as the functions under test take
-        them: both were rounded before.
+        Rounded output and log-sum-exp from which gradients are computed, as in the functions under
+        test. By default those of this function are used.
     """
     compute = arithmetic.compute
     heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
@@ -342,7 +342,7 @@ def lse_shape(call: OracleCall) -> tuple[int, ...]:
 
 
 def unseen(call: OracleCall) -> tuple[Array, Array]:
-    """Which rows see no key, as `lse_shape` says, and which keys no row sees, (..., heads_kv)."""
+    """Return which rows see no key, of `lse_shape`, and which keys no row sees, (..., heads_kv)."""
     blind, hidden = np.ones(lse_shape(call), bool), np.ones(call.k.shape[:-1], bool)
     heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
     for sequence in sequences(call):
@@ -354,7 +354,7 @@ def unseen(call: OracleCall) -> tuple[Array, Array]:
 
 
 def _summed(weights: Array, index: tuple[Any, ...]) -> Array:
-    """Weights with the axes of an index, which `np.add.at` takes: summed along the others."""
+    """Return weights summed to the shape of an index, for `np.add.at`."""
     shape = np.broadcast_shapes(*(np.shape(i) for i in index))
     of_all = (1,) * (weights.ndim - len(shape)) + shape
     axes = tuple(axis for axis in range(weights.ndim) if of_all[axis] == 1)
@@ -388,7 +388,7 @@ class _Head:
         return At(self.sequence.b, self.h, i[:, None], keys[None])
 
     def of_pairs(self, array: Array) -> Array:
-        """A view of the elements of a bias or a mask that pairs have: each axis theirs or 1."""
+        """Return the part of a bias or a mask for these pairs; each axis has their length or 1."""
         b, seqlen_q, seqlen_k = self.sequence.b, self.sequence.seqlen_q, self.sequence.seqlen_k
         part = array if array.ndim == 3 else array[b if array.shape[0] > 1 else 0]
         part = part[self.h if part.shape[0] > 1 else 0]
@@ -402,7 +402,7 @@ class _Head:
         part += dt.sum(axis=axes, keepdims=True)
 
     def seen(self) -> Array:
-        """Which row sees which key: (rows, keys)."""
+        """Return which row sees which key: (rows, keys)."""
         call, at, b = self.call, self.at, self.sequence.b
         left, right = call.window
         seen = np.ones((self.sequence.seqlen_q, self.sequence.seqlen_k), bool)
@@ -426,7 +426,7 @@ class _Head:
         return seen
 
     def changed(self, x: Array) -> tuple[Array, Array, dict[str, tuple[Any, tuple[Any, ...]]]]:
-        """New scores, their derivatives by the old ones, and derivatives by captures."""
+        """Return new scores, and their derivatives with respect to the old scores and captures."""
         call, at, real = self.call, self.at, x.dtype.type
         t, slope, by_captures = x, np.ones_like(x), {}
         if call.softcap is not None:
@@ -464,7 +464,7 @@ class _Head:
         sink = compute.type(-np.inf if self.call.sinks is None else self.call.sinks[self.h])
         seen = self.seen()
         sees, is_seen = seen.any(axis=1), seen.any(axis=0)
-        # Select: what these rows hold may be NaN.
+        # Selected, not multiplied by 0, because these rows may hold NaN.
         q, dout = (np.where(sees[:, None], a, 0) for a in (q, dout))
         k, v = (np.where(is_seen[:, None], a, 0) for a in (k, v))
         x = scale * (q @ k.T)
@@ -493,7 +493,7 @@ class _Head:
         if sink != -np.inf:
             dsink = size(-(np.exp(sink - (lse if given is None else given[1])) * d).sum())
         if self.arithmetic.of_sizes:
-            # The errors of a log-sum-exp are those of the scores; q and k are absolute values here.
+            # Errors of a log-sum-exp are those of the scores. Here q and k are absolute values.
             scores = scale * (q @ k.T) + abs(t)
             out, lse = p @ v, np.where(seen, scores, 0).max(axis=1, initial=0)
         return _OfHead(

@@ -1,4 +1,4 @@
-"""Array libraries as tests give arrays to the package and read what comes back."""
+"""Array libraries: conversion of NumPy arrays to their arrays and back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from cupy_flash.gpu.environment import gpu_unavailable
 
-# Dtypes that NumPy's and CuPy's DLPack, and JAX's, do not know.
+# Dtype that DLPack of NumPy, CuPy and JAX does not support.
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 class OnlyDlpack:
-    """An array of a library that speaks DLPack, and offers nothing else to read it by."""
+    """An array that can be read by DLPack only."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -35,11 +35,11 @@ class OnlyDlpack:
 
 
 class OnlyDlpackNamespace:
-    """What the standard has as the library's module."""
+    """Namespace of `OnlyDlpack` arrays, as the array API standard defines it."""
 
     @staticmethod
     def from_dlpack(array: Any) -> OnlyDlpack:
-        """An array over the memory of another library's."""
+        """Return an array over the memory of another library's array."""
         return OnlyDlpack(array)
 
 
@@ -50,15 +50,15 @@ class Library:
     Attributes
     ----------
     name
-        For the tests' names.
+        Name of the library in the names of tests.
     convert
-        From an array of NumPy, which stays what it is where the library has no such dtype.
+        Function that converts a NumPy array, or returns it if the library does not have its dtype.
     to_numpy
-        And back.
+        Function that converts an array back.
     type
-        Of its arrays.
+        Type of the library's arrays.
     is_immutable
-        Whether nothing may write to them.
+        Whether its arrays cannot be written to.
     """
 
     name: str
@@ -105,7 +105,7 @@ def jax_library(platform: str) -> Library:
         if array.dtype == _FLOAT8:
             return fallback.convert(array)
         with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-            # A copy: on the CPU JAX may go on reading the memory that it is given.
+            # A copy, because on the CPU JAX may keep reading the memory that it is given.
             return jax.device_put(array.copy(), device)
 
     return Library(f"jax {platform}", convert, np.asarray, jax.Array, is_immutable=True)
@@ -126,7 +126,7 @@ def cupy_library() -> Library:
 
 
 def dlpack_library(base: Library) -> Library:
-    """A library that nothing is known of, over arrays of NumPy or CuPy."""
+    """Return an unknown library, whose arrays wrap those of NumPy or CuPy."""
 
     def convert(array: np.ndarray) -> Any:
         converted = base.convert(array)

@@ -291,7 +291,7 @@ def _add_modifications(
         names.append("tree")
     chosen = set(rng.choice(names, int(rng.integers(1, 5)), replace=False).tolist())
     arrays, options = call.arrays, call.options
-    # A prefix needs something that hides its keys.
+    # prefix_lens are refused unless causality or a window hides keys.
     needs_window = "prefix" in chosen and not options["causal"]
     if needs_window:
         chosen.add("window")

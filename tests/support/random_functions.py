@@ -1,6 +1,6 @@
-"""Random functions of pairs: their text, what they capture, and the pairs they are tried with.
+"""Random functions of pairs: their text, their captures, and pairs to evaluate them for.
 
-A function is made of its number alone, so that a failure is repeated by naming it.
+A function depends on its number only, so that the number is enough to repeat a failure.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from support.function_oracle import BOOL, INT, REAL, UINT64, Expr, Helper, Oracl
 BATCH, HEADS = 3, 4
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 _MOST_NODES = 60
-# A mask that says the same of all pairs is drawn again, so often at most.
+# Largest number of times that a mask with the same result for all pairs is drawn again.
 _ATTEMPTS = 5
 _MAX = float(np.finfo(np.float32).max)
 _POSITIONS = ("b", "h", "i", "j", "q_start", "k_start")
-# Captures are called by these as well, which mean something in C++, or may.
+# Names of captures that have, or may have, a meaning in C++.
 _HOSTILE_NAMES = (
     "xor",
     "bitand",
@@ -37,7 +37,7 @@ _HOSTILE_NAMES = (
     "r",
 )
 
-# Text of operations, by NumPy's name.
+# Operators of operations, by NumPy's names.
 _SIGNS = {
     "add": "+",
     "subtract": "-",
@@ -72,13 +72,13 @@ class Function:
     Attributes
     ----------
     number
-        What it is made of.
+        Seed that determines the function.
     kind
         ``"score"`` or ``"mask"``.
     inputs
-        dtype of queries and keys.
+        Dtype of queries and keys.
     root
-        What it computes.
+        Expression that the function computes.
     text
         Python text that defines ``function``.
     captures
@@ -111,14 +111,14 @@ class Function:
 
 
 def random_function(number: int, kind: str | None = None, inputs: str | None = None) -> Function:
-    """The function of a number; even ones are scores, odd ones are masks.
+    """Return the function of a number; even numbers are scores, odd ones are masks.
 
     Parameters
     ----------
     number
-        Everything about it follows from this.
+        Seed that determines everything else.
     kind, inputs
-        Other than the number's own.
+        Kind and dtype to use instead of those of the number.
     """
     rng = np.random.default_rng([45, number])
     kind = kind or ("mask" if number % 2 else "score")
@@ -135,7 +135,7 @@ def random_function(number: int, kind: str | None = None, inputs: str | None = N
 
 
 def _varies(function: Function) -> bool:
-    """Whether a mask is of interest: some pairs are seen, some hidden, and most are decided."""
+    """Return whether a mask has visible and hidden pairs, and most pairs are decided."""
     if function.kind == "score":
         return True
     pairs = random_pairs(function)
@@ -148,7 +148,7 @@ def _varies(function: Function) -> bool:
 
 @dataclass
 class Pairs:
-    """Pairs in runs of keys, as kernels visit them.
+    """Pairs in runs of consecutive keys, as kernels process them.
 
     Attributes
     ----------
@@ -167,12 +167,12 @@ class Pairs:
         self.symbols = {name: self.columns[name] for name in _POSITIONS} | {"score": self.scores}
 
     def oracle(self, function: Function) -> Oracle:
-        """What computes a function of these pairs."""
+        """Return the evaluator of a function for these pairs."""
         return Oracle(self.symbols, function.captures, function.real, function.inputs)
 
 
 def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
-    """Pairs for a function: near to one another, apart, and far from the first."""
+    """Return pairs for a function: close together, apart, and far from the first key."""
     rng = np.random.default_rng([46, function.number])
     columns: dict[str, list[np.ndarray]] = {}
     base, divisors = _position(rng), _divisors_of(function)
@@ -187,7 +187,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
             first_key = max(0, place + row - int(rng.integers(0, length)))
         offset = place - int(rng.integers(0, 40)) if rng.integers(3) == 0 else place
         if divisors and rng.integers(2):
-            # A quotient by a number of the function is most easily wrong where it is whole.
+            # Errors in quotients by a number of the function are most likely where they are whole.
             n = int(rng.choice(divisors))
             first_key -= first_key % n
             row -= min(row, (row + offset) % n)
@@ -217,7 +217,7 @@ def random_pairs(function: Function, runs: int = 20, length: int = 16) -> Pairs:
 
 
 def _divisors_of(function: Function) -> list[int]:
-    """Whole numbers of a function that may stand in a quotient."""
+    """Return whole numbers of a function that may be divisors."""
     numbers = [x for x in function.captures.values() if not isinstance(x, np.ndarray)]
     stack, done = [function.root], set()
     while stack:
@@ -236,7 +236,7 @@ def _position(rng: np.random.Generator) -> int:
 
 
 class _Maker:
-    """Makes expressions, and what they capture."""
+    """Generator of random expressions and their captures."""
 
     def __init__(self, rng: np.random.Generator, kind: str) -> None:
         self.rng, self.kind = rng, kind
@@ -268,7 +268,7 @@ class _Maker:
         return options[int(self.rng.integers(len(options)))]
 
     def of(self, type: str, depth: int, *, fresh: bool = False) -> Expr:
-        """An expression of a type, at most so deep unless it shares what was made before."""
+        """Return an expression of at most this depth, or a deeper one that was made before."""
         self._nodes += 1
         pool = self._made[type]
         reuses = self._parameters is None and not fresh and pool
@@ -288,7 +288,7 @@ class _Maker:
         return made
 
     def args(self, types: Sequence[str], depth: int) -> list[Expr]:
-        """Operands, of which one is as deep as may be."""
+        """Return operands, one of which may have the full depth."""
         deep = int(self.rng.integers(len(types)))
         return [
             self.of(type, depth if n == deep else min(depth, int(self.rng.integers(0, 4))))
@@ -326,7 +326,7 @@ class _Maker:
         return self._scalar(BOOL) if choice == "scalar" else self._load(BOOL, 0)
 
     def _parameter(self, type: str) -> Expr:
-        """A parameter of the helper that is being made, which has one of int32 at least."""
+        """Return a parameter of the helper under construction, which has at least one int32."""
         assert self._parameters is not None
         options, ints = self._parameters[type], self._parameters[INT]
         if options:
@@ -336,7 +336,7 @@ class _Maker:
         return self._astype(self._one(ints), type)
 
     def symbol(self, name: str) -> Expr:
-        # One object for each position: a name in the text is no local.
+        # A new object each time, as positions need no local variable in the text.
         if self._parameters is not None:
             return self._parameter(INT)
         return Expr("symbol", INT, (), name, name)
@@ -347,7 +347,7 @@ class _Maker:
         return Expr("symbol", REAL, (), "score", "score")
 
     def literal(self, value: Any, type: str) -> Expr:
-        """A number of the text."""
+        """Return a number that is a literal of the text."""
         return Expr("literal", type, (), value, self._literal_text(value, type))
 
     def _literal_text(self, value: Any, type: str) -> str:
@@ -424,7 +424,7 @@ class _Maker:
         return Expr("scalar", type, (), name, name)
 
     def array(self, type: str, rank: int | None = None, kind: str | None = None) -> tuple[str, int]:
-        """A captured array: its name and rank."""
+        """Add a captured array; return its name and rank."""
         rng = self.rng
         rank = int(self._pick({0: 1, 1: 6, 2: 3, 3: 1, 4: 1})) if rank is None else rank
         shape = tuple(int(n) for n in rng.integers(1, [400, 30, 12, 8][rank - 1] + 1, rank))
@@ -440,7 +440,7 @@ class _Maker:
         return name, rank
 
     def _strided(self, shape: tuple[int, ...], dtype: str, kind: str | None) -> np.ndarray:
-        """Elements that lie one behind the other, or not."""
+        """Return an array in a random memory layout."""
         rng = self.rng
         layout = self._pick({"plain": 4, "step": 1, "reversed": 1, "transposed": 1, "shared": 1})
         if not shape or layout == "plain":
@@ -550,7 +550,7 @@ class _Maker:
         return Expr("astype", type, (x,), None, f"{{0}}.astype({self._one(names)})")
 
     def with_literal(self, type: str, depth: int) -> tuple[Expr, Expr]:
-        """Two operands, one of them often a number of the text."""
+        """Return two operands, one of which is often a literal."""
         literal = {INT: self._int, REAL: self._real, UINT64: self._uint64}[type]
         if type == REAL:
             choice = self._pick({"both": 5, "literal": 4, "int": 2, "mixed": 2, "float": 2})
@@ -649,7 +649,7 @@ def _clip_of(type: str) -> Rule:
         low, high = (literal() if m.rng.integers(3) else m.of(type, min(depth, 1)) for _ in "lh")
         form = m._pick({"np.clip({0}, {1}, {2})": 3, "{0}.clip({1}, {2})": 1})
         if m.rng.integers(4) == 0:
-            # One bound: the extreme of two, which is what its evaluation is.
+            # With one bound, np.clip is np.minimum or np.maximum.
             op, keyword = m._one([("minimum", "None, {1}"), ("maximum", "{1}, None")])
             return Expr(op, type, (x, low), None, f"np.clip({{0}}, {keyword})")
         return Expr("clip", type, (x, low, high), None, form)
@@ -695,7 +695,7 @@ def _power_of(type: str) -> Rule:
 
 
 def _helper_of(type: str) -> Rule:
-    """A call of a function of the program."""
+    """A call of a helper function."""
 
     def rule(m: _Maker, depth: int) -> Expr:
         if m._parameters is not None or len(m.helpers) >= 3:
@@ -737,7 +737,7 @@ def _quotient(op: str) -> Rule:
 
 
 def _numbers_table(type: str) -> list[Rule]:
-    """What integers and reals have alike."""
+    """Return the rules that integers and reals share."""
     return [
         *(_two(op, type) for op in ("add", "subtract", "multiply", "floor_divide", "remainder",
                                     "minimum", "maximum")),
@@ -790,11 +790,11 @@ _TABLE: dict[str, list[Rule]] = {
 }
 
 
-# ---- What has been wrong once
+# ---- Patterns of former faults
 
 
 def _divisor(m: _Maker) -> Expr:
-    """1 to 200, as a number of the text, a captured one, or an element of an array."""
+    """Return a number from 1 to 200 as a literal, a captured number, or an element of an array."""
     n = int(m.rng.integers(1, 201))
     choice = m._pick({"int": 3, "real": 3, "captured": 2, "captured real": 2})
     if choice == "int":
@@ -852,7 +852,7 @@ def _power_of_infinity(m: _Maker) -> Expr:
 
 
 def _scaled_compare(m: _Maker) -> Expr:
-    """A distance against a slope, at positions that floats only just hold."""
+    """Compare a scaled distance near the limits of the precision of float32."""
     c = m.literal(m._one([0.5, 1.5, 0.25, 3.0, 0.1]), REAL)
     left = m.make("multiply", REAL, m.make("subtract", INT, m.symbol("i"), m.symbol("j")), c)
     right = m.make("subtract", REAL, m.make("multiply", REAL, m.symbol("i"), c), m._real())
@@ -897,7 +897,7 @@ def _wide_bits(m: _Maker) -> Expr:
 
 
 def _reassociated(m: _Maker) -> Expr:
-    """Near differences of far numbers, added to the score."""
+    """Add small differences of large numbers to the score."""
     if m.rng.integers(2):
         name, _ = m.array(INT, 1, "times")
         t = [m.load_of(name, INT, [m.symbol(x)]) for x in "ji"]
@@ -914,7 +914,7 @@ def _least_bias(m: _Maker) -> Expr:
     if m.rng.integers(2):
         least = m._captured_number(least.value, REAL)
     if m.rng.integers(3) == 0:
-        # As models write it that have a mask of zeros and ones.
+        # As in models with a mask of zeros and ones.
         ones = m._astype(m.of(BOOL, 1), REAL)
         difference = m.make("subtract", REAL, m.literal(1.0, REAL), ones)
         return m.make("add", REAL, m._score(), m.make("multiply", REAL, difference, least))
@@ -967,7 +967,7 @@ _OF_SCORES = (_reassociated, _least_bias)
 
 
 def _text(root: Expr, kind: str, maker: _Maker) -> str:
-    """Python text; what is used more than once has a name."""
+    """Return Python text, in which an expression that is used more than once has a name."""
     first = ("score",) if kind == "score" else ()
     names = [*first, *_POSITIONS, *maker.captures]
     parts = [

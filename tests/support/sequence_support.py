@@ -203,7 +203,7 @@ class Truth:
     out: np.ndarray
     lse: np.ndarray
     owned: np.ndarray  # which rows belong to one sequence: (total_q,) or (batch, seqlen_q)
-    unowned: np.ndarray  # which rows belong to none
+    unowned: np.ndarray  # which rows belong to no sequence
     parts: tuple[Part, ...]
 
     @classmethod

@@ -170,7 +170,9 @@ struct HopperSoftmax {
       float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
       const bool is_fresh = rows[half].is_fresh();
       // No base could be subtracted from low scores.
-      if (may_be_low && max <= LowScores::limit) max = -SoftmaxMath<float>::infinity();
+      if constexpr (may_be_low) {
+        if (max <= LowScores::limit) max = -SoftmaxMath<float>::infinity();
+      }
       any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);

@@ -1,8 +1,8 @@
 """Where each sequence of a batch lies, found on the host; and its keys, read and written.
 
-The counterpart of `kernels_cu/grid/sequences.cuh` for the CPU backend: the same numbers give the
-same sequences, so that whatever stands in cu_seqlens, cache_seqlens, block_table or
-cache_batch_idx, no element outside of the arrays is touched, and the result is the kernels'.
+The counterpart of `kernels_cu/grid/sequences.cuh` for the CPU backend. It gives the same meaning to
+any contents of cu_seqlens, cache_seqlens, block_table and cache_batch_idx, so that no element
+outside of the arrays is accessed, and results agree with the kernels'.
 
 The arrays of keys and values are NumPy's or CuPy's; those of lengths and places are brought here.
 """

@@ -18,9 +18,9 @@ _POSITION_RANGES: dict[str, Range] = {
     "row": (0, 2**30 - 1),
     **dict.fromkeys(("b", "h", "q_start", "k_start"), (0, INT_RANGE[1])),
 }
-# Sums of more terms are not taken apart.
+# Largest number of terms of a sum that is taken apart.
 _MOST_TERMS = 8
-# Steps from the first key of a run are smaller.
+# Steps from the first key of a run are smaller than this.
 STEPS = 2**10
 
 # `Node.value` of an operation on reals in a lowered expression. ORDERED: the order of operations is
@@ -66,7 +66,7 @@ class Linear:
 
     @property
     def ordered_terms(self) -> list[tuple[Node, int]]:
-        """Terms in the order in which they are summed: what is added stands first."""
+        """Terms in the order in which they are summed: those with positive factors first."""
         return sorted(self.terms, key=lambda term: term[1] < 0)
 
     def of_row(self) -> Node:

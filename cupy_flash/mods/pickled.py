@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from cupy_flash.mods.expression import Node, postorder
 
-# Op, type, and value of a node, and the places of its arguments among the nodes before it.
+# Op, type and value of a node, and the indices of its arguments in the list of nodes.
 FlatNode = tuple[str, str, Any, tuple[int, ...]]
 
 

@@ -5,10 +5,10 @@
 #include "params.cuh"
 #include "grid/sequences.cuh"
 
-// Gap i lies before sequence i, and gap `batch` after the last sequence. Every row that belongs to
-// no sequence lies in a gap, whatever cu_seqlens_q holds: the gaps and the sequences, one after the
-// other, lead from row 0 to row total_q. Where the numbers decrease, a gap may also hold rows of
-// sequences, which are left out.
+// Gap i is before sequence i, and gap `batch` after the last sequence. Every row that belongs to no
+// sequence is in a gap, whatever cu_seqlens_q holds, because gaps and sequences together lead from
+// row 0 to row total_q. If cu_seqlens_q decreases, a gap may contain rows of sequences; these are
+// left out.
 //
 // All lanes of a warp call a function together; visit(row) is called for this warp's part of the
 // rows.

@@ -149,7 +149,8 @@ __device__ inline int cvt_rzi_s32(float x) {
   return result;
 }
 
-// fma.rz.f32: a result too large for float becomes the largest finite number
+// fma.rz.ftz.f32: a result too large for float becomes the largest finite number. Unlike the
+// functions above it flushes subnormal numbers to zero.
 __device__ inline float fma_rz(float x, float y, float z) {
   float result;
   asm("fma.rz.ftz.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));

@@ -76,30 +76,3 @@ struct LaggingSoftmaxRow {
     return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }
 };
-
-// State of a row that has seen only scores so low that no base can be subtracted from them. Each
-// lane counts its scores that equal the largest of the row. Empty if scores are never so low.
-template <bool MayBeLow>
-struct LowScoreRow {
-  __device__ void reset() {}
-};
-template <>
-struct LowScoreRow<true> {
-  static constexpr float limit = -0x1p120f;
-
-  // Volatile keeps these in local memory. That is free if no row has low scores; registers are not.
-  volatile float count;
-  volatile float largest;
-
-  __device__ void reset() {
-    count = 0;
-    largest = -SoftmaxMath<float>::infinity();
-  }
-  // Whether the row has seen a low score: `largest` is the same in its four lanes.
-  __device__ bool has_seen() const { return largest > -SoftmaxMath<float>::infinity(); }
-  __device__ bool is_below(float score) const { return largest < score; }
-  __device__ bool is_largest(float score) const { return largest == score; }
-  __device__ void see(float max) {
-    if (max > largest) largest = max;
-  }
-};

@@ -61,11 +61,11 @@ def emit(
 ) -> str:
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
-    ``Mods`` has ``changes_scores``, ``hides_pairs``, ``calls_functions`` (the unit of special
-    functions for each score), ``has_low_scores`` (finite scores may be so low that as exponents they
-    are the lowest number that there is), ``may_hide_scores`` (a score may become -infinity), and
+    ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
+    takes the unit of special functions), ``has_low_scores`` (a finite score may become the lowest
+    finite exponent of two) and ``may_hide_scores`` (a score may become -infinity). It also has
     these functions, of which the first is called for a query row, the second for that row and a run
-    of keys, the others for each pair:
+    of keys, and the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
@@ -280,7 +280,7 @@ class _Emission:
 
 
 def _may_hide_scores(power: Node) -> bool:
-    """Return whether a changed score may be -infinity: a user's, or one with a bias."""
+    """Return whether a changed score may be -infinity, by a user's function or a bias."""
     return any(node.op in ("load", "cuda") or node.value == ORDERED for node in postorder(power))
 
 

@@ -1,7 +1,8 @@
-// Rows whose every score is about as low as numbers go, as those of padding are under a bias of the
-// lowest number. The softmax of the Hopper kernel counts such scores as none, so that a row that sees
-// no others comes out empty. A warp computes such rows once more here, key by key: their largest score
-// first, then the values of the keys that have it. Other rows take one vote.
+// Epilogue for rows whose scores are all near the lowest finite number, like rows of padding under
+// a bias of that size. The softmax of the Hopper kernel treats such scores as masked, so that a row
+// without other scores comes out empty. Here a warp computes these rows again, key by key: first
+// the largest score, then the values of the keys that have it. All other rows cost one vote of the
+// warp.
 #pragma once
 
 #include "forward/hopper/cta.cuh"
@@ -22,7 +23,7 @@ struct HopperLowRows {
   const Visit& visit;
   int row;
 
-  // By a warp, which has written zeros to the row.
+  // Called by a warp after it has written zeros to the row.
   __device__ void settle() const {
     const Mask<Config> mask = visit.template mask<Config>(cta.p);
     const int begin = max(mask.visible_begin(row), visit.keys.begin * Config::Bc);
@@ -50,7 +51,8 @@ struct HopperLowRows {
   }
 
  private:
-  // The exponent of two of this lane's key, -infinity where it is hidden or past the end.
+  // Returns the exponent of two of this lane's key, or -infinity if the key is masked or past the
+  // end.
   __device__ float exponent(int first, int end) const {
     const int key = min(first + int(threadIdx.x % 32), end - 1);
     const auto& sequence = visit.sequence(cta.p);

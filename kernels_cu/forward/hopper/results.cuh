@@ -40,8 +40,8 @@ struct HopperResults {
   static constexpr bool finds_only_keys =
       Config::modified && !Config::sinks && !Cta::transposes_values;
 
-  // Whether a row of this consumer may see one key. Where nothing but places hides keys, the first or
-  // the last of its rows sees the fewest.
+  // Whether some row of this consumer may attend to exactly one key. If only positions hide keys,
+  // the first or the last row attends to the fewest.
   __device__ bool rows_may_see_one_key() const {
     using Mods = typename Config::Mods;
     if constexpr (Mods::hides_pairs || Mods::may_hide_scores) {
@@ -56,8 +56,9 @@ struct HopperResults {
     }
   }
 
-  // The factors that the output's rows are to be multiplied by; writes the log-sum-exp. Of a row of
-  // which one lane alone has seen keys, minus the sum.
+  // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
+  // If finds_only_keys, the factor of a row of which just one lane has seen keys is minus the sum,
+  // for normalize_only_keys().
   __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
     const bool may_see_one_key = finds_only_keys && rows_may_see_one_key();
@@ -107,7 +108,7 @@ struct HopperResults {
     }
   }
 
-  // Rows that came out empty may have seen scores that count as none.
+  // Computes rows that came out empty again, as their scores may all be low; see low_rows.cuh.
   __device__ void settle_low_rows(const Visit& visit, const float (&normalizer)[2]) const {
     if (!__any_sync(~0u, normalizer[0] == 0 || normalizer[1] == 0)) return;
 #pragma unroll 1
@@ -115,7 +116,7 @@ struct HopperResults {
       const float of_half = half ? normalizer[1] : normalizer[0];
       const int row = row_of(visit.work, half);
       const bool is_empty = of_half == 0 && row < visit.sequence(cta.p).seqlen_q;
-      // Of each four lanes that hold a row, the first.
+      // One bit for each row: that of the first of its four lanes.
       unsigned left = __ballot_sync(~0u, is_empty) & 0x11111111;
 #pragma unroll 1
       for (; left != 0; left &= left - 1) {

@@ -41,9 +41,9 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether a score counts as none. No base could be subtracted from scores that are as low as numbers
-  // go, as a bias of that size makes them: a row that sees no others is settled at its end
-  // (low_rows.cuh).
+  // Whether a score is treated as masked. No base can be subtracted from scores near the lowest
+  // finite number, as a bias of that size makes them. A row that sees no other scores is computed
+  // again at its end (low_rows.cuh).
   __device__ static bool is_nothing(float score) {
     if constexpr (Config::Mods::has_low_scores) return score <= -0x1p60f;
     return score == -SoftmaxMath<float>::infinity();

@@ -5,7 +5,7 @@
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
 v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet. As
-everywhere in JAX, an argument may be a NumPy array, which is copied to the device of the others.
+everywhere in JAX, an argument may be an array of NumPy, which goes to where the others lie.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
 
 
 def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-    """Return the call with `change(name, array)` for each length and array of a modification."""
+    """The call with other lengths and arrays of modifications, each of `change(name, array)`."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     lengths = tuple(map(change, names, call.lengths))
     modifications = {
@@ -137,19 +137,19 @@ def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) ->
 def _placed(
     call: DifferentiableCall, inputs: tuple[Any, ...]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """Return a call and its inputs with NumPy arrays moved to the device of the JAX arrays."""
+    """A call and its inputs with the arrays of NumPy where those of JAX lie."""
     places = (array.devices() for array in inputs if isinstance(array, jax.Array))
-    # None, if all are NumPy arrays, means the default device.
+    # The default device, where all are NumPy's.
     (device, *_) = next(places, (None,))
     inputs = tuple(
-        # A copy, as JAX may go on reading the memory that it is given.
+        # JAX may go on reading the memory that it is given.
         jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
         for array in inputs
     )
     (device, *_) = inputs[0].devices()
     if device.platform != "gpu":
         return call, inputs
-    # CuPy arrays, because JAX has uint64 only with jax_enable_x64.
+    # CuPy's arrays: JAX has no uint64 unless it is told to.
     return _with_arrays(call, host_array_on_gpu), inputs
 
 
@@ -166,7 +166,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    # Copies, because the caller may write to arrays and lists before gradients are computed.
+    # What can be written to may be, before the gradients are asked for.
     call = _with_arrays(call, lambda _, array: unshared(array))
     attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
 

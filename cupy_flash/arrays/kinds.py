@@ -38,8 +38,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     array
         NumPy, CuPy, or any array with ``__dlpack__``.
     is_written
-        Whether the array has to be the caller's memory. A tensor that is a lazy negation, which
-        would be copied, is then refused.
+        Whether a copy would not do, as of a tensor whose negation is not in its memory.
 
     Returns
     -------
@@ -53,7 +52,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     TypeError
         For anything else.
     NotImplementedError
-        For a tensor of torch that has more than its memory holds, such as a tangent.
+        For a tensor of torch of which something would be lost, as a tangent.
     """
     array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
@@ -138,7 +137,7 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
         For a number that float32 does not hold.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
-        # An append may compute the scales and write them to the array.
+        # An append may compute and write them.
         return normalize(name, scale, is_written=True)
     if not on_host:
         return number_on_gpu(name, scale)
@@ -146,17 +145,15 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
 
 
 def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
-    """Return a new array of a number, filled on the current stream; see `normalize_scale`.
+    """A new array of a number, filled on the current stream; see `normalize_scale`.
 
     Parameters
     ----------
-    name
-        Name of the argument, for messages.
-    number
-        Its value.
+    name, number
+        Of the argument, for messages, and its value.
     like
-        If this is a tensor of torch on a GPU, the result is a tensor on its device, filled on
-        torch's current stream. Otherwise the result is an array of CuPy on the current device.
+        A tensor of torch on a GPU, for a tensor on its device, filled on torch's current stream;
+        else it is an array of CuPy on the current device.
 
     Raises
     ------
@@ -217,7 +214,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
 
 
 def host_array_on_gpu(name: str, array: Any) -> Any:
-    """Return a NumPy array, or a list of int32, as a CuPy array; anything else unchanged."""
+    """A CuPy array of what a NumPy array or a list of int32 holds; anything else as it is."""
     if isinstance(array, (list, tuple)):
         array = _int32_of_list(name, array)
     if not isinstance(array, np.ndarray):
@@ -228,7 +225,7 @@ def host_array_on_gpu(name: str, array: Any) -> Any:
 
 
 def unshared(array: Any) -> Any:
-    """Return a copy of a list or of a NumPy or CuPy array; anything else unchanged."""
+    """A copy of an array of NumPy or CuPy, or of a list; anything else as it is."""
     return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
 
 

@@ -127,7 +127,7 @@ def modified(
     return arguments, modifiers, functions
 
 
-# Bounded, because users choose the names of captures.
+# Users name what their functions capture.
 @functools.lru_cache(maxsize=1024)
 def _record_with(record: Any, names: tuple[str, ...]) -> Any:
     fields = (*record._fields, *names)

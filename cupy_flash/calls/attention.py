@@ -68,9 +68,9 @@ class Call:
     qkv_step
         Bytes between the parts of qkv; None where they are arrays of their own.
     is_cleared
-        Whether no kernel computes the rows: there is no key, or no row belongs to a sequence.
+        Whether there are rows, and no key that they could see, or none that belongs to a sequence.
     is_unowned
-        Whether no row belongs to a sequence.
+        Whether the rows belong to no sequence.
     rotated_at
         Where in the scratch rotated queries begin.
     append
@@ -204,7 +204,7 @@ def prepare(
         scratch = rotated_at + q.size * q.itemsize
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
-    # Kernels clear such rows, but no kernel is launched if no sequence has a row.
+    # The kernels clear such rows, but none is launched where a sequence has no row.
     is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()

@@ -46,7 +46,7 @@ def map_of_mask(
     arguments
         With the arrays that it reads; by default those that it captured.
     of_torch
-        Whether the call's workspace is torch's memory. Maps in a graph are then in it, too.
+        Whether the call's workspace is torch's memory, and so that of a map in a graph.
 
     Raises
     ------

@@ -60,7 +60,7 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
 
 
 def new_torch_memory(size: int) -> tuple[Any, int]:
-    """Return `size` bytes of torch's memory, and their address; made for single allocations."""
+    """Memory of torch of so many bytes, and its address; for what is made once."""
     tensor = new_bytes(size)
     return tensor, tensor.data_ptr()
 

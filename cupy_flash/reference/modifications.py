@@ -81,7 +81,7 @@ def fitting_modifications(
 
 
 def read_scale(name: str, scale: Any) -> Any:
-    """Return a scale (a number, None or any array), with an array as one of NumPy or CuPy."""
+    """A scale, which is a number, None, or an array of any library."""
     return read(name, scale) if hasattr(scale, "__dlpack__") else scale
 
 

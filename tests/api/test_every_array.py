@@ -68,7 +68,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, np.ndarray):
             host = _host(one, library)
-            # JAX has no float64 by default, so the expected numbers are rounded.
+            # JAX holds no float64.
             np.testing.assert_array_equal(host, other.astype(host.dtype))
             # Results are arrays of the same library as the first argument.
             if call.function.__name__.startswith(("flash", "combine", "attention")):
@@ -77,7 +77,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
             assert (one.family, one.tile) == (other.family, other.tile)
     for name, array in written.items():
         np.testing.assert_array_equal(_host(array, library), expected_written[name])
-        # Except for caches and their scales, the result is the very array that was passed to write.
+        # What is returned is what was given.
         assert name.endswith(("cache", "scale")) or any(array is one for one in found)
 
 

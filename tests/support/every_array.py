@@ -345,7 +345,7 @@ class _World:
         return self._new_rows(values) | tables
 
     def _scales(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return 8-bit keys and values with their scales; for float8 also queries."""
+        """Those of keys and values of 8 bits; of float8, of queries as well."""
         if self.kind == "equal":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {

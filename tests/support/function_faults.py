@@ -51,7 +51,7 @@ class Fault:
     header, old, new
         A file in the folder of kernels, text in it, and the text that replaces this.
     concerns
-        Regular expression for the Python text of functions in which the fault may show.
+        What the Python text of a function has to hold for the fault to show.
     """
 
     rule: Rule | None = None

@@ -78,8 +78,7 @@ class Value:
         Bound of the error if a decision reads the value: 0 if every operation is exact, infinite if
         a decision is open. A float64 array, or the number 0.0.
     s
-        Bound of the error if the value only enters the score. Products and sums may be contracted
-        then.
+        The same where the value reaches the score, and products and sums may be contracted.
     """
 
     v: Array
@@ -374,7 +373,7 @@ class Oracle:
         e, s = (np.maximum(a, b) for a, b in ((x.e, y.e), (x.s, y.s)))
         if zeros.any():
             e, s = (np.where(zeros, np.maximum(d, self._tiny), d) for d in (e, s))
-        # If the operands are far apart, the error is that of the one that is the result.
+        # Where both are far apart, the error is that of the one that it is.
         return Value(v, e, s)
 
     def _floored(self, op: str, x: Value, y: Value) -> Value:

@@ -32,7 +32,7 @@ LN_2 = 0.6931471805599453
 
 
 def modification(function: Function) -> ScoreMod | MaskMod:
-    """Return the library's object for a function."""
+    """The library's object of a function."""
     kind = ScoreMod if function.kind == "score" else MaskMod
     return kind(function.function(), **function.captures)
 

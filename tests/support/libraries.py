@@ -52,9 +52,9 @@ class Library:
     name
         Name of the library in the names of tests.
     convert
-        Function that converts a NumPy array, or returns it if the library does not have its dtype.
+        From an array of NumPy, which stays what it is where the library has no such dtype.
     to_numpy
-        Function that converts an array back.
+        And back.
     type
         Type of the library's arrays.
     is_immutable

@@ -967,7 +967,7 @@ _OF_SCORES = (_reassociated, _least_bias)
 
 
 def _text(root: Expr, kind: str, maker: _Maker) -> str:
-    """Return Python text, in which an expression that is used more than once has a name."""
+    """Python text; what is used more than once has a name."""
     first = ("score",) if kind == "score" else ()
     names = [*first, *_POSITIONS, *maker.captures]
     parts = [

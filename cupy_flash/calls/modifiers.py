@@ -16,7 +16,7 @@ from cupy_flash.mods.block_list import BLOCKS, require_fit
 from cupy_flash.mods.captures import CaptureSpec, number_of, read_capture
 from cupy_flash.mods.compose import compose
 from cupy_flash.mods.derivative import Slopes, slopes_of
-from cupy_flash.mods.emit import SCALE, emit
+from cupy_flash.mods.emit import LOW_SCORES, SCALE, emit
 from cupy_flash.mods.expression import Node, postorder
 from cupy_flash.mods.keywords import (
     ARRAYS,
@@ -239,6 +239,7 @@ def score_spec(
         bias=_bias_spec(arrays["bias"], specs["bias"]) if "bias" in specs else None,
         is_bounded=text.score is not None and _is_bounded(text.score, _numbers(modifiers, 1.0)),
         conceals=text.hides_pairs or modifiers.score_mod is not None or "bias" in specs,
+        has_low_scores=LOW_SCORES in text.text,
         changes_slope=slopes is not None and slopes.slope is not ONE,
         differentiable=_differentiable(modifiers.derivable),
     )

@@ -38,6 +38,9 @@ _FUNCTIONS = frozenset(
     | {"power", "power_approx"}
 )
 
+# Line of a text whose scores may be as low as numbers go.
+LOW_SCORES = "static constexpr bool has_low_scores = true;"
+
 # The capture that scores are scaled by.
 SCALE = "softmax_scale"
 

@@ -61,6 +61,8 @@ class ScoreSpec:
         Whether no score is beyond +-`LARGEST_BOUNDED`, whatever queries and keys are.
     conceals
         Whether functions or arrays may hide all keys, or all but one, that positions let a row see.
+    has_low_scores
+        Whether finite scores may be so low that, as exponents of two, they are the lowest number.
     changes_slope
         Of a backward pass: whether derivatives by the scaled score may be others than 1.
     differentiable
@@ -81,6 +83,7 @@ class ScoreSpec:
     reads_pairs: bool = False
     bias: BiasSpec | None = None
     is_bounded: bool = False
+    has_low_scores: bool = False
     conceals: bool = False
     changes_slope: bool = False
     differentiable: tuple[str, ...] = ()

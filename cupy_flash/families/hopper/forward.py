@@ -217,7 +217,11 @@ class HopperFamily(Family[HopperTile]):
             if ranks(problem) > 1:
                 launches, order = (main,), order * math.prod(main.grid)
             return Schedule(
-                launches + split.combine_launches(problem, cut),
+                (
+                    *launches,
+                    *split.combine_launches(problem, cut),
+                    *scores.low_row_launches(problem, device),
+                ),
                 cut,
                 workspace=split.workspace(problem, cut) + order,
                 # At least; the kernel takes more for a short causal sequence.
@@ -251,7 +255,11 @@ class HopperFamily(Family[HopperTile]):
         )
         main = self._main(problem, device, tile, cut)
         return Schedule(
-            (main, *split.combine_launches(problem, cut)),
+            (
+                main,
+                *split.combine_launches(problem, cut),
+                *scores.low_row_launches(problem, device),
+            ),
             cut,
             workspace=split.workspace(problem, cut),
             section_heads=self._section_heads(problem, device, tile),

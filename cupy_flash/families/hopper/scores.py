@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from cupy_flash.families.contract import may_have_block_map
+from cupy_flash.families.contract import ceil_div, may_have_block_map
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
-from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT
+from cupy_flash.families.schedule import MAX_STRIDE, STRIDE_UNIT, Launch
+from cupy_flash.problem.device import Device
 from cupy_flash.problem.problem import Problem
 
 # Tiles of a bias in shared memory.
 BIAS_STAGES = 2
+# Warps of a thread block that looks for rows of low scores.
+_LOW_ROW_WARPS = 8
 
 
 def streams_bias(problem: Problem) -> bool:
@@ -54,6 +57,19 @@ def is_bounded(problem: Problem) -> bool:
     if problem.dtype != "bfloat16" or max(problem.head_dim, problem.head_dim_v) > 128:
         return False
     return problem.score is not None and problem.score.is_bounded
+
+
+def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
+    """Return the launch that computes rows of low scores, see ``kernels_cu/grid/low_rows.cuh``.
+
+    There is none if no score is so low, and none beside sinks, which such a row leaves nothing to.
+    """
+    score = problem.score
+    if score is None or not score.has_low_scores or score.sinks or problem.is_float8:
+        return ()
+    warps = ceil_div(problem.seqlen_q, 32) * problem.batch * problem.heads_q
+    blocks = max(1, min(ceil_div(warps, _LOW_ROW_WARPS), 4 * device.sm_count))
+    return (Launch("low_rows", "settle_low_rows", (blocks, 1, 1), 32 * _LOW_ROW_WARPS),)
 
 
 def _has_edges(problem: Problem) -> bool:

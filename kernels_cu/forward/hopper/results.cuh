@@ -3,7 +3,6 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
-#include "forward/hopper/low_rows.cuh"
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
@@ -92,38 +91,18 @@ struct HopperResults {
     if constexpr (finds_only_keys) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if constexpr (Config::modified) {
+      // The sign marks rows that grid/low_rows.cuh has to compute again if they have seen low scores.
+      constexpr float empty = Config::Mods::has_low_scores && !Config::sinks ? -0.f : 0.f;
       // A row without a key holds 0 times the values that others of its tile see.
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (normalizer[half] == 0) fill_row_from<columns_v / 8>(products.out + 2 * half, 0, 0);
+        if (normalizer[half] == 0) fill_row_from<columns_v / 8>(products.out + 2 * half, 0, empty);
       }
     }
     if constexpr (Config::split_keys) {
       write_partial(visit.work);
     } else {
       write_rows(visit);
-    }
-    if constexpr (Config::Mods::has_low_scores && !Cta::transposes_values) {
-      settle_low_rows(visit, normalizer);
-    }
-  }
-
-  // Computes rows that came out empty again, as their scores may all be low; see low_rows.cuh.
-  __device__ void settle_low_rows(const Visit& visit, const float (&normalizer)[2]) const {
-    if (!__any_sync(~0u, normalizer[0] == 0 || normalizer[1] == 0)) return;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const float of_half = half ? normalizer[1] : normalizer[0];
-      const int row = row_of(visit.work, half);
-      const bool is_empty = of_half == 0 && row < visit.sequence(cta.p).seqlen_q;
-      // One bit for each row: that of the first of its four lanes.
-      unsigned left = __ballot_sync(~0u, is_empty) & 0x11111111;
-#pragma unroll 1
-      for (; left != 0; left &= left - 1) {
-        // Each row was written by several lanes.
-        __syncwarp();
-        HopperLowRows<Config>{cta, visit, __shfl_sync(~0u, row, __ffs(left) - 1)}.settle();
-      }
     }
   }
 

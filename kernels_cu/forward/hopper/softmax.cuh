@@ -43,7 +43,7 @@ struct HopperSoftmax {
 
   // Whether a score is treated as masked. No base can be subtracted from scores near the lowest
   // finite number, as a bias of that size makes them. A row that sees no other scores is computed
-  // again at its end (low_rows.cuh).
+  // again at its end (grid/low_rows.cuh).
   __device__ static bool is_nothing(float score) {
     if constexpr (Config::Mods::has_low_scores) return score <= -0x1p60f;
     return score == -SoftmaxMath<float>::infinity();

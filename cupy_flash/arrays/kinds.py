@@ -21,6 +21,7 @@ from cupy_flash.arrays.torch_arrays import (
     two_streams,
 )
 from cupy_flash.errors import needs_cupy
+from cupy_flash.problem.arrays import FLOAT8
 from cupy_flash.problem.values import finite
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -315,8 +316,11 @@ def to_torch(result: Any) -> Any:
             order(*reversed(streams))
         return result
     torch = _torch()
-    if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
-        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    name = dtype_name(result)
+    if name == FLOAT8 or (name == "bfloat16" and isinstance(result, np.ndarray)):
+        # DLPack of NumPy and CuPy knows no float8, and that of NumPy no bfloat16.
+        bits = torch.from_dlpack(result.view(f"int{8 * result.itemsize}"))
+        return bits.view(getattr(torch, name))
     return torch.from_dlpack(result)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from support.libraries import cupy_library, host_array
 
 from cupy_flash import (
     attention_backward_reference,
@@ -16,6 +17,7 @@ from cupy_flash import (
     attention_with_kvcache_reference,
     seen_pairs,
 )
+from cupy_flash.cli.measure.check import why_no_matmul
 from cupy_flash.reference.dense import attention_naive
 from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
 
@@ -183,3 +185,27 @@ def test_float8_is_read_and_written_by_its_codes(name: str, rng: np.random.Gener
     call = CALLS[name](rng)
     results = call(lambda array: array.view(LikeCupy))
     np.testing.assert_equal(results, call(lambda array: array))
+
+
+# The naive formula rounds to float8, where the last bit of an exponential may decide.
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"naive"}))
+def test_float8_of_cupy(name: str, rng: np.random.Generator) -> None:
+    if reason := why_no_matmul():
+        pytest.skip(reason)
+    call = CALLS[name](rng)
+    results, expected = call(cupy_library().convert), call(lambda array: array)
+    if not isinstance(expected, tuple):
+        results, expected = (results,), (expected,)
+    for one, other in zip(results, expected, strict=True):
+        if other is None:
+            assert one is None
+        elif other.dtype == np.uint8:
+            # NaN has a code of either sign.
+            codes = host_array(one), other
+            np.testing.assert_array_equal(*(x.view(FLOAT8).astype(np.float32) for x in codes))
+        else:
+            # Scores of up to 2^12, sums of 8 products, are off by 2^-37, and move results by twice
+            # as much of the largest value.
+            largest = np.abs(other[np.isfinite(other)]).max(initial=1)
+            np.testing.assert_allclose(host_array(one), other, rtol=0, atol=2.0**-36 * largest)

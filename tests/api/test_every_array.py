@@ -34,7 +34,7 @@ import cupy_flash
 FUNCTIONS = functions_of(cupy_flash)
 # float16, as kernels that plans are made of do not read all else in float32.
 CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float16)]
-# What float64 has of the functions' results.
+# The float64 references of the functions.
 EXACT = {
     "flash_attention": cupy_flash.attention_reference,
     "flash_attention_varlen": cupy_flash.attention_varlen_reference,

@@ -345,7 +345,7 @@ class _World:
         return self._new_rows(values) | tables
 
     def _scales(self, values: dict[str, Any], dtype: Any = np.int8) -> dict[str, Any]:
-        """Those of keys and values of 8 bits; of equal lengths float8, and of queries as well."""
+        """Keys and values of 8 bits with scales; for equal lengths, float8 and queries as well."""
         if self.kind == "equal":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {

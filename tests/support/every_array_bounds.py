@@ -28,7 +28,7 @@ from support.every_array import BATCH, DIM, HEADS, HEADS_KV, KEYS, ROWS, Call, C
 from support.float8_support import Float8Case, truth_of
 from support.gpu_support import lse_bound
 
-# What is rounded before a product of packed or cached sequences.
+# Arguments of packed and cached calls with which keys are rounded before the product.
 _ROUNDED_KEYS = {"k_scale", "v_scale", "rotary_cos", "rotary_sin"}
 _GRADIENTS = {
     False: (cupy_flash.attention_backward_reference, backward_naive, gradient_sizes),
@@ -48,7 +48,7 @@ def check_results(call: Call, found: Sequence[np.ndarray], expected: Sequence[np
     found
         Results, in host memory.
     expected
-        Those of the CPU backend.
+        Results of the CPU backend.
     """
     name = call.function.__name__
     if "backward" in name:

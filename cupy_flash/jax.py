@@ -5,7 +5,7 @@
 
 The functions have the arguments of those of the same names in `cupy_flash`. Gradients reach q, k,
 v, bias and sinks. A call runs when it is made: within `jax.jit` there is no array yet. As
-everywhere in JAX, an argument may be an array of NumPy, which goes to where the others lie.
+everywhere in JAX, an argument may be a NumPy array, which is copied to the device of the others.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _require_constants(values: Mapping[str, Any], modifications: Mapping[str, An
 
 
 def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) -> DifferentiableCall:
-    """The call with other lengths and arrays of modifications, each of `change(name, array)`."""
+    """Return the call with each array of lengths and modifications as `change(name, array)`."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
     lengths = tuple(map(change, names, call.lengths))
     modifications = {
@@ -137,19 +137,19 @@ def _with_arrays(call: DifferentiableCall, change: Callable[[str, Any], Any]) ->
 def _placed(
     call: DifferentiableCall, inputs: tuple[Any, ...]
 ) -> tuple[DifferentiableCall, tuple[Any, ...]]:
-    """A call and its inputs with the arrays of NumPy where those of JAX lie."""
+    """Return a call and its inputs with the NumPy arrays copied to the device of JAX's arrays."""
     places = (array.devices() for array in inputs if isinstance(array, jax.Array))
-    # The default device, where all are NumPy's.
+    # None is JAX's default device, for inputs that are all NumPy arrays.
     (device, *_) = next(places, (None,))
     inputs = tuple(
-        # JAX may go on reading the memory that it is given.
+        # A copy, as JAX may read the memory after `device_put` has returned.
         jax.device_put(array.copy(), device) if isinstance(array, np.ndarray) else array
         for array in inputs
     )
     (device, *_) = inputs[0].devices()
     if device.platform != "gpu":
         return call, inputs
-    # CuPy's arrays: JAX has no uint64 unless it is told to.
+    # They become CuPy arrays, as JAX would narrow the uint64 of a tree_mask to uint32.
     return _with_arrays(call, host_array_on_gpu), inputs
 
 
@@ -166,7 +166,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    # What can be written to may be, before the gradients are asked for.
+    # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
     call = _with_arrays(call, lambda _, array: unshared(array))
     attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
 
@@ -177,7 +177,7 @@ def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[
 
     def backward(saved: Any, gradients: tuple[Any, Any]) -> tuple[Any, ...]:
         inputs, results = saved
-        # Zeros that JAX makes of what nothing depends on lie on its default device.
+        # The gradient of an unused result is zeros that JAX makes on its default device.
         (device,) = results[0].devices()
         gradients = jax.device_put(gradients, device)
         placed, inputs = _placed(call, inputs)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from cupy_flash.arrays.strided import array_module
+from cupy_flash.reference.eight_bits import widened
 
 # A power of two, so that 16 bits hold what a number stands for exactly: four of the standard normal
 # numbers that caches are drawn from are the largest of int8.
@@ -42,13 +43,7 @@ def quantized(cache: Any, dtype: str) -> Any:
 
 def restored(stored: Any, dtype: np.dtype[Any]) -> Any:
     """What some of such a cache stands for, which `dtype` holds exactly."""
-    xp = array_module(stored)
-    if stored.dtype == _FLOAT8:
-        values = xp.asarray(np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32))
-        numbers = values[stored.view(np.uint8)]
-    else:
-        numbers = stored.astype(np.float32)
-    return (numbers * np.float32(SCALE)).astype(dtype)
+    return (widened(stored).astype(np.float32) * np.float32(SCALE)).astype(dtype)
 
 
 def _parts(stored: Any, cache: Any) -> Iterator[tuple[Any, Any]]:

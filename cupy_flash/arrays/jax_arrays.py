@@ -12,7 +12,7 @@ from typing import Any
 
 from cupy_flash.arrays.torch_arrays import order
 from cupy_flash.errors import needs_cupy
-from cupy_flash.problem.arrays import MAX_ALIGNMENT
+from cupy_flash.problem.arrays import FLOAT8, MAX_ALIGNMENT
 
 # What DLPack calls CUDA memory.
 _DLPACK_CUDA = 2
@@ -102,6 +102,12 @@ def to_jax(result: Any, device: Any | None) -> Any:
     device
         JAX's, that the result lies on; None where it is not known.
     """
+    if result.dtype.name == FLOAT8:
+        import jax
+
+        # CuPy's DLPack knows no float8.
+        bits = to_jax(result.view("uint8"), device)
+        return jax.lax.bitcast_convert_type(bits, result.dtype)
     adopt = _adopt()
     # JAX's own function also turns 64-bit numbers into 32-bit ones where it is told to.
     if adopt is None or device is None or result.dtype.itemsize > 4:

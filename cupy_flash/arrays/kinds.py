@@ -21,6 +21,7 @@ from cupy_flash.arrays.torch_arrays import (
     two_streams,
 )
 from cupy_flash.errors import needs_cupy
+from cupy_flash.problem.arrays import FLOAT8
 from cupy_flash.problem.values import finite
 
 # DLPack device types (dlpack.h): host memory, and CUDA device, pinned and managed memory.
@@ -38,7 +39,8 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     array
         NumPy, CuPy, or any array with ``__dlpack__``.
     is_written
-        Whether a copy would not do, as of a tensor whose negation is not in its memory.
+        Whether the memory itself is needed, as the array is written, or is read again later. A
+        tensor whose memory does not hold its values, such as a lazily negated one, is then refused.
 
     Returns
     -------
@@ -52,7 +54,7 @@ def normalize(name: str, array: Any, *, is_written: bool = False) -> Any:
     TypeError
         For anything else.
     NotImplementedError
-        For a tensor of torch of which something would be lost, as a tangent.
+        For a tensor of torch that carries more than its values, such as a tangent.
     """
     array = resolved(name, array, is_written=is_written)
     if array is not None and is_torch_on_gpu(array):
@@ -137,7 +139,7 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
         For a number that float32 does not hold.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
-        # An append may compute and write them.
+        # An append that computes scales writes them to this array.
         return normalize(name, scale, is_written=True)
     if not on_host:
         return number_on_gpu(name, scale)
@@ -145,15 +147,18 @@ def normalize_scale(name: str, scale: Any, *, on_host: bool) -> Any:
 
 
 def number_on_gpu(name: str, number: Any, *, like: Any = None) -> Any:
-    """A new array of a number, filled on the current stream; see `normalize_scale`.
+    """Return a new float32 array of no axes that holds a number; see `normalize_scale`.
 
     Parameters
     ----------
-    name, number
-        Of the argument, for messages, and its value.
+    name
+        Name of the argument, for messages.
+    number
+        Value of the argument.
     like
-        A tensor of torch on a GPU, for a tensor on its device, filled on torch's current stream;
-        else it is an array of CuPy on the current device.
+        Array that the number goes with. If it is a tensor of torch on a GPU, the result is a tensor
+        on its device, filled on torch's current stream. Otherwise the result is a CuPy array on the
+        current device, filled on CuPy's current stream.
 
     Raises
     ------
@@ -214,7 +219,7 @@ def normalize_int32(name: str, array: Any, *, on_host: bool) -> Any:
 
 
 def host_array_on_gpu(name: str, array: Any) -> Any:
-    """A CuPy array of what a NumPy array or a list of int32 holds; anything else as it is."""
+    """Return a NumPy array, or a list of int32, as a CuPy array; anything else unchanged."""
     if isinstance(array, (list, tuple)):
         array = _int32_of_list(name, array)
     if not isinstance(array, np.ndarray):
@@ -225,7 +230,7 @@ def host_array_on_gpu(name: str, array: Any) -> Any:
 
 
 def unshared(array: Any) -> Any:
-    """A copy of an array of NumPy or CuPy, or of a list; anything else as it is."""
+    """Return a copy of a NumPy array, a CuPy array or a list; anything else unchanged."""
     return array.copy() if isinstance(array, (np.ndarray, list)) or is_cupy(array) else array
 
 
@@ -315,8 +320,11 @@ def to_torch(result: Any) -> Any:
             order(*reversed(streams))
         return result
     torch = _torch()
-    if dtype_name(result) == "bfloat16" and isinstance(result, np.ndarray):
-        return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+    name = dtype_name(result)
+    if name == FLOAT8 or (name == "bfloat16" and isinstance(result, np.ndarray)):
+        # DLPack of NumPy and CuPy knows no float8, and that of NumPy no bfloat16.
+        bits = torch.from_dlpack(result.view(f"int{8 * result.itemsize}"))
+        return bits.view(getattr(torch, name))
     return torch.from_dlpack(result)
 
 

@@ -60,6 +60,13 @@ def array_module(array: Any) -> Any:
     return importlib.import_module("cupy") if is_cupy(array) else np
 
 
+def taken_by(xp: Any, array: Any) -> Any:
+    """The NumPy or CuPy array as functions of module `xp` take it, a copy if `xp` is the other."""
+    if xp is np:
+        return array.get() if is_cupy(array) else array
+    return xp.asarray(array)
+
+
 def require_layout(layout: str) -> None:
     """Raise ValueError for an unknown layout."""
     if layout not in LAYOUTS:

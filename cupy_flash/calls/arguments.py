@@ -127,7 +127,7 @@ def modified(
     return arguments, modifiers, functions
 
 
-# Users name what their functions capture.
+# Bounded, as the names are those of captures, which users choose.
 @functools.lru_cache(maxsize=1024)
 def _record_with(record: Any, names: tuple[str, ...]) -> Any:
     fields = (*record._fields, *names)
@@ -256,13 +256,10 @@ def normalized(given: Any, written: tuple[str, ...] = ("out",)) -> tuple[Any, Ca
             continue
         if name in FLOAT8_SCALES:
             found[name] = normalize_scale(name, array, on_host=on_host)
+        elif name in written:
+            found[name] = normalize_out(name, array)
         else:
-            is_cache = name in CACHES
-            found[name] = (
-                normalize_out(name, array)
-                if name in written
-                else normalize(name, array, is_written=is_cache)
-            )
+            found[name] = normalize(name, array, is_written=name in CACHES)
         if isinstance(found[name], np.ndarray) != on_host:
             host, device = (first, name) if on_host else (name, first)
             raise TypeError(f"{host} lies in host memory and {device} on a GPU; move one of them")

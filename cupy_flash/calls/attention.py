@@ -68,9 +68,10 @@ class Call:
     qkv_step
         Bytes between the parts of qkv; None where they are arrays of their own.
     is_cleared
-        Whether there are rows, and no key that they could see, or none that belongs to a sequence.
+        Whether the call writes the results of rows that see no key, as no kernel does: the caches
+        have no keys, or no row belongs to a sequence.
     is_unowned
-        Whether the rows belong to no sequence.
+        Whether no row of packed queries belongs to a sequence, so that sinks do not count.
     rotated_at
         Where in the scratch rotated queries begin.
     append
@@ -82,7 +83,7 @@ class Call:
     parts
         Where in the scratch parts begin that kernels are given an address of.
     of_torch
-        Whether scratch is torch's memory.
+        Whether scratch, and the block map that a graph captures, are torch's memory.
     pull_backs
         Calls of its gradients, see `recorded.py`.
     """
@@ -204,7 +205,7 @@ def prepare(
         scratch = rotated_at + q.size * q.itemsize
     appends = layout.new_keys > 0 or arguments.rotary_cos is not None
     has_no_keys = is_cached and problem.seqlen_k == 0
-    # The kernels clear such rows, but none is launched where a sequence has no row.
+    # Kernels clear rows of no sequence, but none is launched if no sequence can have rows.
     is_unowned = layout.packed_q and problem.is_empty and q.size > 0
     spec = map_spec(plan)
     parts, map_place = _PARTS_OF_QKV if qkv is not None else (), (_MAP,) if spec else ()

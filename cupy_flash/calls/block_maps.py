@@ -46,7 +46,7 @@ def map_of_mask(
     arguments
         With the arrays that it reads; by default those that it captured.
     of_torch
-        Whether the call's workspace is torch's memory, and so that of a map in a graph.
+        Whether the call's workspace is torch's memory. A map that a graph captures then is, too.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def map_spec(plan: Plan) -> MapSpec | None:
         problem.seqlen_q,
         problem.seqlen_k,
         problem.q_offset,
-        # With prefixes more is seen.
+        # A prefix is visible in spite of causality and the window, so neither bounds the map.
         *((False, None, None) if score.prefix else (problem.causal, score.left, score.right)),
         family.map_parts(plan.tile),
     )

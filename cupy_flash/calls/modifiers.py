@@ -47,8 +47,8 @@ class Modifiers(NamedTuple):
     score_mod, mask_mod
         What was traced of the user's functions, see `Functions`.
     numbers
-        That those capture, by the names that they have among all captures, as `number_key` gives
-        them.
+        Numbers that those capture, by their names among all captures, as keys that `number_key`
+        makes.
     derivable
         Of a backward pass, whose text has derivatives: what those of score_mod are taken of. One
         that does not give the gradients of all captures may leave some out.

@@ -32,7 +32,7 @@ _FIRST_LENGTHS = Arguments._fields.index("cu_seqlens_q")
 _NO_LENGTHS_AT = (0, 0, 0)
 _LENGTHS = slice(_FIRST_LENGTHS, _FIRST_LENGTHS + len(_NO_LENGTHS_AT))
 _ALL_ROWS = (True,) * len(ROWS)
-# Backward calls that are kept of a forward call: dout may have ever other strides.
+# Most backward calls kept for one forward call: there is one for each strides of dout.
 _MAX_PULL_BACKS = 64
 
 
@@ -61,7 +61,7 @@ class Recorded(NamedTuple):
 def run(arrays: tuple[Any, ...], options: Options) -> tuple[tuple[Any, Any], Any] | None:
     """Attention of tensors on a GPU, without modifications, where a call like it was made before.
 
-    They are whole, see `torch_arrays.require_whole`.
+    The caller has passed the tensors to `torch_arrays.require_whole`.
 
     Parameters
     ----------
@@ -121,8 +121,8 @@ def gradients(
     recorded
         The call.
     saved
-        q, k, v, out and lse; behind them cu_seqlens_q, cu_seqlens_k and, if it is given, seqused_k
-        of packed sequences.
+        q, k, v, out and lse; for packed sequences also cu_seqlens_q, cu_seqlens_k and seqused_k,
+        each only if it was given.
     dout, dlse
         None where nothing depends on it.
     needed

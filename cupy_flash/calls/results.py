@@ -60,7 +60,7 @@ def memory_maker(size: int, *, of_torch: bool) -> MemoryMaker | None:
 
 
 def new_torch_memory(size: int) -> tuple[Any, int]:
-    """Memory of torch of so many bytes, and its address; for what is made once."""
+    """Allocate `size` bytes of torch's memory; return the tensor and its address."""
     tensor = new_bytes(size)
     return tensor, tensor.data_ptr()
 

@@ -91,7 +91,7 @@ def attention(
     options = options.with_modifiers(modifiers).of_parts()
     as_qkv = None
     if arguments.qkv is not None and arguments.qkv.__class__ is not np.ndarray:
-        # Cut up as an array of NumPy or CuPy: others make copies of parts, or cannot be cut.
+        # NumPy and CuPy slice without a copy; JAX copies, and DLPack alone has no slices.
         qkv = kinds.read("qkv", arguments.qkv)
         as_qkv = kinds.way_back("qkv", arguments.qkv)
         arguments = arguments._replace(qkv=qkv)
@@ -212,7 +212,7 @@ def _as_copied(arguments: Arguments) -> Arguments:
 
 
 def _written(arguments: Arguments, options: Options) -> tuple[Any, ...]:
-    """The arrays that a call writes besides new ones: out, and caches that are appended to."""
+    """Return the given arrays that a call writes: out, then caches and scales of an append."""
     if options.kind != "cached" or arguments.k is None:
         return (arguments.out,)
     names = IN_PLACE if options.compute_scales else CACHES

@@ -7,13 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.kinds import (
-    no_array,
-    on_torch_stream,
-    read,
-    require_mutable,
-    way_back,
-)
+from cupy_flash.arrays.kinds import no_array, normalize_out, on_torch_stream, read, way_back
 from cupy_flash.arrays.strided import (
     array_module,
     as_cupy,
@@ -155,8 +149,7 @@ def gradient_of_qkv(
         dtype = options.grad_dtype or packed.dtype
         written = array_module(packed).empty(packed.shape, dtype)
     else:
-        require_mutable("dqkv", dqkv)
-        written = read("dqkv", dqkv, is_written=True)
+        written = as_cupy(normalize_out("dqkv", dqkv))
         require_shape("dqkv", written, tuple(packed.shape), "as qkv")
     parts = {name: packed[:, :, i] for i, name in enumerate(ROWS)}
     parts |= {f"d{name}": written[:, :, i] for i, name in enumerate(ROWS)}

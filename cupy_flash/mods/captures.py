@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import dtype_name, is_aligned, is_cupy, kind_of
+from cupy_flash.arrays.strided import dtype_name, is_aligned, kind_of, taken_by
 from cupy_flash.mods.expression import ARRAY, BOOL, INT, REAL, UINT64, Node
 from cupy_flash.mods.symbols import Symbol, TracedArray, require_indices
 
@@ -199,10 +199,7 @@ class HostArray:
         self._name, self._xp = name, xp
         types = {BOOL: np.bool_, INT: np.int32, UINT64: np.uint64, REAL: dtype}
         self._dtype = types[ELEMENT_TYPES[dtype_name(array)]]
-        if xp is np:
-            self._array = array.get() if is_cupy(array) else array
-        else:
-            self._array = xp.asarray(array)
+        self._array = taken_by(xp, array)
 
     def __getitem__(self, index: Any) -> Any:
         indices = index if isinstance(index, tuple) else (index,)

@@ -18,8 +18,8 @@ from cupy_flash.parallel.exchange import Message, bytes_of
 # Of no meaning, but not what a program's own messages are likely to have. Each call has another, by
 # its number, up to what every MPI has: calls of ranks that are apart do not take each other's.
 _TAG, _TAGS = 20847, 8192
-# Most bytes of a message. MPI before version 4 counts them in an int, so that 2 GiB are too many. A
-# longer array is carried in parts, and MPI keeps the order of a rank's messages.
+# Most bytes of a message. MPI before version 4 counts bytes in an int, which 2 GiB overflow. A
+# longer array is sent in parts: MPI keeps the order of a rank's messages.
 _MOST_BYTES = 1 << 30
 # Looks at messages without a pause, and the pause from then on, in seconds: short exchanges are not
 # held up, and where ranks share cores the one that computes gets them.

@@ -21,7 +21,7 @@ from cupy_flash.arrays.strided import array_module
 from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.problem.arrays import FLOAT8, FLOAT8_OUTPUTS
-from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8
+from cupy_flash.reference.eight_bits import dequantized, rounded_to_float8, widened
 from cupy_flash.reference.modifications import fitting_modifications, read_scale
 from cupy_flash.reference.rows import (
     as_bhsd,
@@ -123,7 +123,7 @@ def attention_reference(
         causal=causal,
         softmax_scale=softmax_scale,
         q_offset=q_offset,
-        modified=fitting_modifications(modifications, sizes_of(q, k), causal=causal),
+        modified=fitting_modifications(modifications, q, sizes_of(q, k), causal=causal),
     )
     if layout == "bshd":
         out = array_module(q).ascontiguousarray(out.swapaxes(1, 2))
@@ -226,7 +226,7 @@ def attention_naive(
         q_offset=q_offset,
         dtype=np.dtype(dtype),
         as_float8=is_float8 if as_float8 is None else as_float8,
-        modified=fitting_modifications(modifications, sizes_of(q, k), causal=causal),
+        modified=fitting_modifications(modifications, q, sizes_of(q, k), causal=causal),
     )
     return convert(out.swapaxes(1, 2) if layout == "bshd" else out)
 
@@ -281,12 +281,12 @@ def naive_formula(
 
 
 def _scaled(q: Any, k: Any, v: Any, scales: tuple[Any, Any, Any], dtype: Any) -> Any:
-    """What (batch, heads, seqlen, dim) arrays stand for that have scales; as they are without."""
+    """Numbers of (batch, heads, seqlen, dim) arrays: products of `dtype` if there are scales."""
     if all(scale is None for scale in scales):
-        return q, k, v
+        return tuple(map(widened, (q, k, v)))
     return tuple(
-        dequantized(x.swapaxes(1, 2), read_scale("a scale", scale), dtype).swapaxes(1, 2)
-        for x, scale in zip((q, k, v), scales, strict=True)
+        dequantized(x.swapaxes(1, 2), read_scale(name, scale, x), dtype).swapaxes(1, 2)
+        for name, x, scale in zip(("q_scale", "k_scale", "v_scale"), (q, k, v), scales, strict=True)
     )
 
 

@@ -6,8 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from cupy_flash.arrays.strided import array_module
-from cupy_flash.problem.arrays import LARGEST_QUANTIZED
+from cupy_flash.arrays.strided import array_module, dtype_name
+from cupy_flash.problem.arrays import FLOAT8, LARGEST_QUANTIZED
+
+# Code of NaN in e4m3. The codes below it are those of the numbers from 0 on, in ascending order.
+_NAN = 0x7F
+
+
+def as_bytes(array: Any) -> Any:
+    """Return a float8 array as a uint8 view of its memory, and any other array unchanged.
+
+    CuPy copies and indexes no float8 arrays.
+    """
+    return array.view(np.uint8) if dtype_name(array) == FLOAT8 else array
+
+
+def widened(array: Any) -> Any:
+    """Return a float8 array as float32, which is exact, and any other array unchanged."""
+    if dtype_name(array) != FLOAT8:
+        return array
+    # CuPy converts no float8 arrays: a table holds the number of each code.
+    numbers = np.arange(256, dtype=np.uint8).view(array.dtype).astype(np.float32)
+    return array_module(array).asarray(numbers)[array.view(np.uint8)]
 
 
 def dequantized(stored: Any, scale: Any, dtype: Any = np.float64) -> Any:
@@ -22,11 +42,11 @@ def dequantized(stored: Any, scale: Any, dtype: Any = np.float64) -> Any:
     dtype
         Dtype of the products. Float64 holds the product of 8 bits and a float32 scale exactly.
     """
-    xp = array_module(stored)
+    numbers = widened(stored).astype(dtype)
     if scale is None:
-        return stored.astype(dtype)
+        return numbers
     with np.errstate(all="ignore"):
-        return stored.astype(dtype) * xp.asarray(scale, dtype)[..., None]
+        return numbers * array_module(stored).asarray(scale, dtype)[..., None]
 
 
 def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
@@ -42,10 +62,16 @@ def quantized(rows: Any, scales: Any, dtype: np.dtype[Any]) -> Any:
         quotient = xp.where(divisor == 0, np.float32(0), rows.astype(np.float32) / divisor)
         quotient = xp.minimum(xp.maximum(quotient, -largest), largest)
         if dtype.kind == "i":
-            quotient = xp.where(xp.isnan(quotient), 0, xp.rint(quotient))
-        else:
-            quotient = rounded_to_float8(quotient, xp)
-        return quotient.astype(dtype)
+            return xp.where(xp.isnan(quotient), 0, xp.rint(quotient)).astype(dtype)
+        return _encoded(rounded_to_float8(quotient, xp), dtype, xp)
+
+
+def _encoded(x: Any, dtype: np.dtype[Any], xp: Any) -> Any:
+    """Return float32 numbers that e4m3 represents exactly, or NaN, as e4m3."""
+    numbers = np.arange(_NAN, dtype=np.uint8).view(dtype).astype(np.float32)
+    # The search places NaN after all numbers, which is its code.
+    codes = xp.searchsorted(xp.asarray(numbers), abs(x)).astype(np.uint8)
+    return (codes | xp.signbit(x).astype(np.uint8) << 7).view(dtype)
 
 
 def largest_scales(rows: Any, dtype: np.dtype[Any]) -> Any:

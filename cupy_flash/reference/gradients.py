@@ -26,6 +26,7 @@ from cupy_flash.mods.modified import Modified
 from cupy_flash.mods.scores import FIRST, Pairs, Scores
 from cupy_flash.mods.slopes import apply_with_slope, behind_softcap, capture_gradients
 from cupy_flash.reference.dense import error_bound
+from cupy_flash.reference.eight_bits import widened
 from cupy_flash.reference.modifications import fitting_modifications
 from cupy_flash.reference.rows import (
     Rows,
@@ -371,10 +372,10 @@ def dense_gradients(
     def swapped(_: str, x: Any) -> Any:
         return x.swapaxes(1, 2) if layout == "bshd" else x
 
-    operands = as_bhsd(q, k, v, layout)
     q, k, v, dout, out, dlse = read_all(q=q, k=k, v=v, dout=dout, out=out, dlse=dlse)
+    operands = as_bhsd(q, k, v, layout)
     check_rows(dout, out, dlse, (*q.shape[:3], v.shape[3]), operands[0].shape[:3])
-    modified = fitting_modifications(modifications, sizes_of(*operands[:2]), causal=causal)
+    modified = fitting_modifications(modifications, q, sizes_of(*operands[:2]), causal=causal)
     gradients = Gradients({"q": q, "k": k, "v": v}, modifications, modified, wrt, arithmetic)
     gradient_formula(
         swapped("q", dout),
@@ -392,9 +393,12 @@ def dense_gradients(
 
 
 def read_all(**arrays: Any) -> list[Any]:
-    """Arrays of any kind as `read` has them; None stays where nothing has to be given."""
+    """Arrays of any kind as `read` has them, float8 as float32; out and dlse may be None."""
     optional = "out", "dlse"
-    return [None if x is None and name in optional else read(name, x) for name, x in arrays.items()]
+    return [
+        None if x is None and name in optional else widened(read(name, x))
+        for name, x in arrays.items()
+    ]
 
 
 def check_rows(

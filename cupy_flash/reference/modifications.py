@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupy_flash.arrays.kinds import read
-from cupy_flash.arrays.strided import dtype_name, is_cupy
+from cupy_flash.arrays.strided import array_module, dtype_name, taken_by
 from cupy_flash.mods.block_list import BlockList, require_fit
 from cupy_flash.mods.keywords import ARRAYS, checked_softcap, given, window_of
 from cupy_flash.mods.modified import Modified
@@ -16,8 +16,19 @@ from cupy_flash.mods.scores import Scores
 from cupy_flash.mods.shapes import Sizes, fitted, require_limit
 
 
-def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False) -> Modified:
+def read_modifications(
+    modifications: Mapping[str, Any], *, packed: bool = False, xp: Any = np
+) -> Modified:
     """What the keyword arguments of a public function ask for.
+
+    Parameters
+    ----------
+    modifications
+        The keyword arguments.
+    packed
+        Whether sequences are packed.
+    xp
+        NumPy or CuPy, for the side that the formula computes on: arrays of the other are copied.
 
     Raises
     ------
@@ -28,7 +39,7 @@ def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False
     if not found:
         return Modified()
     arrays = {
-        name: read(name, found[name])
+        name: taken_by(xp, read(name, found[name]))
         for name in ("alibi_slopes", "bias", "mask", "tree_mask", "sinks")
         if name in found
     }
@@ -58,16 +69,17 @@ def read_modifications(modifications: Mapping[str, Any], *, packed: bool = False
 
 
 def fitting_modifications(
-    modifications: Mapping[str, Any], sizes: Sizes, *, causal: bool
+    modifications: Mapping[str, Any], q: Any, sizes: Sizes, *, causal: bool
 ) -> Modified:
-    """`read_modifications` of a call of such sizes.
+    """`read_modifications` of a call of such queries and sizes.
 
     Raises
     ------
     TypeError, ValueError
         Also for arrays of wrong shapes, and for prefix_lens without a causal mask or a window.
     """
-    modified = read_modifications(modifications, packed=sizes.total_q is not None)
+    packed, xp = sizes.total_q is not None, array_module(q)
+    modified = read_modifications(modifications, packed=packed, xp=xp)
     scores, fields = modified.scores, {**modified.scores._asdict(), **modified._asdict()}
     fitted({name: fields[name] for name in ARRAYS if fields[name] is not None}, sizes)
     if isinstance(scores.mask_mod, BlockList):
@@ -80,9 +92,17 @@ def fitting_modifications(
     return modified._replace(scores=scores._replace(real=real))
 
 
-def read_scale(name: str, scale: Any) -> Any:
-    """A scale, which is a number, None, or an array of any library."""
-    return read(name, scale) if hasattr(scale, "__dlpack__") else scale
+def read_scale(name: str, scale: Any, q: Any) -> Any:
+    """A scale, which is a number, None, or an array of any library, as the functions of q take it.
+
+    Raises
+    ------
+    TypeError
+        For an array that cannot be read, naming the argument.
+    """
+    if not hasattr(scale, "__dlpack__"):
+        return scale
+    return taken_by(array_module(q), read(name, scale))
 
 
 def integers(array: Any) -> Any:
@@ -91,4 +111,4 @@ def integers(array: Any) -> Any:
         return None
     if hasattr(array, "__dlpack_device__"):
         array = read("an array of integers", array)
-    return array.get() if is_cupy(array) else np.asarray(array)
+    return np.asarray(taken_by(np, array))

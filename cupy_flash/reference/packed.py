@@ -19,7 +19,13 @@ from cupy_flash.mods.scores import FIRST, Pairs
 from cupy_flash.mods.shapes import Sizes, refuse_seqlens
 from cupy_flash.problem.arrays import LARGEST_QUANTIZED
 from cupy_flash.reference.dense import formula
-from cupy_flash.reference.eight_bits import dequantized, largest_scales, quantized
+from cupy_flash.reference.eight_bits import (
+    as_bytes,
+    dequantized,
+    largest_scales,
+    quantized,
+    widened,
+)
 from cupy_flash.reference.modifications import fitting_modifications, integers, read_scale
 from cupy_flash.reference.rotary import rotated
 from cupy_flash.reference.sequences import (
@@ -125,7 +131,8 @@ def attention_varlen_reference(
     """
     convert = way_back("q", q)
     q, k, v = (read(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
+    q = widened(q)
+    k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
     xp = array_module(q)
     out = xp.zeros((*q.shape[:2], v.shape[-1]), np.float64)
     lse = xp.full((q.shape[1], q.shape[0]), -np.inf, np.float64)
@@ -160,7 +167,7 @@ def packed_modifications(
     refuse_seqlens(modifications.get("seqlens_k"), "seqused_k")
     batch = len(integers(cu_seqlens_q)) - 1
     sizes = Sizes(dtype_name(q), batch, heads_q, max_seqlen_q, max_seqlen_k, total_q)
-    return fitting_modifications(modifications, sizes, causal=causal)
+    return fitting_modifications(modifications, q, sizes, causal=causal)
 
 
 def packed_sequences(
@@ -271,12 +278,13 @@ def attention_with_kvcache_reference(
     take the nearest row of it.
     """
     convert, block_table = way_back("q", q), integers(block_table)
-    k_scale, v_scale = read_scale("k_scale", k_scale), read_scale("v_scale", v_scale)
     q, k_cache, v_cache = (
         read(name, x) for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
+    q = widened(q)
+    k_scale, v_scale = read_scale("k_scale", k_scale, q), read_scale("v_scale", v_scale, q)
     k, v, rotary_cos, rotary_sin = (
-        None if x is None else read(name, x)
+        None if x is None else widened(read(name, x))
         for name, x in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin))
     )
     xp = array_module(q)
@@ -295,7 +303,7 @@ def attention_with_kvcache_reference(
         q = turn(q, positions=first + advance, interleaved=rotary_interleaved)
         new = first + np.arange(k.shape[1])
         k = turn(k, positions=new, interleaved=rotary_interleaved).astype(k.dtype)
-    k_cache, v_cache = k_cache.copy(), v_cache.copy()
+    k_cache, v_cache = (as_bytes(x).copy().view(x.dtype) for x in (k_cache, v_cache))
     is_quantized = dtype_name(k_cache) in LARGEST_QUANTIZED
     k_scale, v_scale = (
         _scales(scale, k_cache, of_rows=compute_scales) if is_quantized else None
@@ -312,7 +320,7 @@ def attention_with_kvcache_reference(
     refuse_seqlens(modifications.get("seqlens_k"), "cache_seqlens")
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     sizes = Sizes(dtype_name(q), batch, heads_q, seqlen_q, capacity)
-    modified = fitting_modifications(modifications, sizes, causal=causal)
+    modified = fitting_modifications(modifications, q, sizes, causal=causal)
     for b in range(batch):
         own = places[b][: after[b]]
         one = q[b], _standing_for(k_cache, k_scale, own), _standing_for(v_cache, v_scale, own)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupy_flash.arrays.strided import array_module
+from cupy_flash.reference.eight_bits import as_bytes
 
 Ints = NDArray[Any]
 
@@ -76,20 +77,24 @@ def cached_rows(caches: Ints, blocks: int, capacity: int) -> list[Ints]:
 
 def flat(blocks: Any) -> Any:
     """Return an array (blocks, rows, ...) as (blocks * rows, ...), a view if its memory allows."""
-    return blocks.reshape(blocks.shape[0] * blocks.shape[1], *blocks.shape[2:])
+    rows = as_bytes(blocks).reshape(blocks.shape[0] * blocks.shape[1], *blocks.shape[2:])
+    return rows.view(blocks.dtype)
 
 
 def take(array: Any, rows: Ints) -> Any:
     """Return rows of an array by their indices; missing rows are zeros."""
-    xp = array_module(array)
-    taken = xp.zeros((len(rows), *array.shape[1:]), array.dtype)
+    xp, stored = array_module(array), as_bytes(array)
+    taken = xp.zeros((len(rows), *stored.shape[1:]), stored.dtype)
     there = rows != MISSING
-    taken[xp.asarray(there)] = array[xp.asarray(rows[there])]
-    return taken
+    taken[xp.asarray(there)] = stored[xp.asarray(rows[there])]
+    return taken.view(array.dtype)
 
 
 def put(array: Any, rows: Ints, new: Any) -> None:
-    """Write new rows to an array at their indices; missing rows are dropped."""
+    """Write new rows to an array at their indices; missing rows are dropped.
+
+    New rows of a float8 array are float8.
+    """
     xp = array_module(array)
     there = rows != MISSING
-    array[xp.asarray(rows[there])] = new[xp.asarray(there)]
+    as_bytes(array)[xp.asarray(rows[there])] = as_bytes(new)[xp.asarray(there)]

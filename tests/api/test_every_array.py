@@ -19,9 +19,11 @@ from support.every_array import (
     functions_of,
     kind_of,
 )
+from support.every_array_bounds import check_results
 from support.libraries import (
     Library,
     dlpack_library,
+    host_array,
     jax_library,
     numpy_library,
     torch_library,
@@ -32,6 +34,12 @@ import cupy_flash
 FUNCTIONS = functions_of(cupy_flash)
 # float16, because kernels support some arguments only with 16-bit queries, and plans need a kernel.
 CALLS = [call for function in FUNCTIONS for call in calls_of(function, np.float16)]
+# The float64 references of the functions.
+EXACT = {
+    "flash_attention": cupy_flash.attention_reference,
+    "flash_attention_varlen": cupy_flash.attention_varlen_reference,
+    "flash_attention_with_kvcache": cupy_flash.attention_with_kvcache_reference,
+}
 LIBRARIES = {
     "torch": lambda: torch_library("cpu"),
     "jax": lambda: jax_library("cpu"),
@@ -67,7 +75,7 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
     found, written = call.run(convert, **options)
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, np.ndarray):
-            host = _host(one, library)
+            host = host_array(one)
             # JAX holds no float64.
             np.testing.assert_array_equal(host, other.astype(host.dtype))
             # Results are arrays of the same library as the first argument.
@@ -76,13 +84,29 @@ def test_arrays_of_any_library_give_what_numpys_do(call: Call, library: Library)
         elif isinstance(other, cupy_flash.Plan):
             assert (one.family, one.tile) == (other.family, other.tile)
     for name, array in written.items():
-        np.testing.assert_array_equal(_host(array, library), expected_written[name])
+        np.testing.assert_array_equal(host_array(array), expected_written[name])
         # What is returned is what was given.
         assert name.endswith(("cache", "scale")) or any(array is one for one in found)
 
 
-def _host(array: Any, library: Library) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else library.to_numpy(array)
+JUDGED = [call for call in CALLS if call.function.__name__.startswith(("flash", "comb", "att"))]
+
+
+@pytest.mark.parametrize("call", JUDGED, ids=str)
+def test_the_bounds_of_a_gpu_hold_on_the_cpu_and_find_a_wrong_element(call: Call) -> None:
+    expected, _ = call.run(lambda array: array, backend="cpu")
+    exact = expected
+    if (reference := EXACT.get(call.function.__name__)) is not None:
+        others = {"out"} if reference is cupy_flash.attention_reference else {"out", "return_lse"}
+        values = {name: x for name, x in call.values.items() if name not in others}
+        exact, _ = Call(reference, call.argument, values).run(lambda array: array)
+    check_results(call, expected, exact[: len(expected)])
+    for i, result in enumerate(expected):
+        wrong = result.copy()
+        at = np.unravel_index(np.argmax(np.abs(result.astype(np.float64))), result.shape)
+        wrong[at] = result[at] / 2
+        with pytest.raises(AssertionError):
+            check_results(call, [*expected[:i], wrong, *expected[i + 1 :]], exact)
 
 
 def test_every_argument_has_a_case_or_is_known_to_be_no_array() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.every_array import Call, calls_of, functions_of
-from support.libraries import jax_library, torch_library
+from support.libraries import host_array, jax_library, torch_library
 
 import cupy_flash
 
@@ -68,7 +68,7 @@ def test_tensors(call: Call, device: str) -> None:
     found = {"out": out, "lse": lse} | {f"d{n}": x.grad for n, x in inputs.items()}
     if "qkv" in given:
         found = {n: x for n, x in found.items() if n in ("out", "lse", "dqkv")}
-    assert_alike({n: library.to_numpy(x) for n, x in found.items()}, call)
+    assert_alike({n: host_array(x) for n, x in found.items()}, call)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.every_array import Call, calls_of, functions_of
+from support.every_array_bounds import check_results, check_stored
 from support.libraries import (
     Library,
     cupy_library,
     dlpack_library,
+    host_array,
     jax_library,
     numpy_library,
     torch_library,
@@ -22,6 +24,7 @@ from support.libraries import (
 
 import cupy_flash
 from cupy_flash.cli.measure.check import why_no_matmul
+from cupy_flash.gpu.environment import device_for_id
 
 pytestmark = pytest.mark.gpu
 
@@ -33,8 +36,6 @@ LIBRARIES: dict[str, Callable[[], Library]] = {
     "jax": lambda: jax_library("gpu"),
     "dlpack": lambda: dlpack_library(cupy_library()),
 }
-# Of sums of at most 16 float16 products of order 1, and of the results' own rounding.
-TOLERANCE = 2.0**-7
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -47,6 +48,8 @@ def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(call: Call, librar
     name = call.function.__name__
     if name == "plot_mask":
         pytest.importorskip("matplotlib").use("agg")
+    if name == "flash_attention" and "q_scale" in call.values and device_for_id(0).arch != 90:
+        pytest.skip("products of float8 are for Hopper only")
     if name.startswith("attention") and library.name != "numpy" and (reason := why_no_matmul()):
         pytest.skip(reason)
     if library.is_immutable and call.writes:
@@ -63,30 +66,17 @@ def test_arrays_of_any_library_give_what_numpys_do_on_the_cpu(call: Call, librar
     if name == "check_mod":
         return
     if name.startswith("plan"):
-        expected, expected_written = call.run(cupy_library().convert)
-    else:
-        expected, expected_written = call.run(lambda array: array, backend="cpu")
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(other, np.ndarray):
-            assert_close(host_array(one, library), other)
-            if name.startswith(("flash", "combine", "attention")):
-                assert type(one) is type(given[0])
-        elif isinstance(other, cupy_flash.Plan):
-            assert (one.family, one.tile) == (other.family, other.tile)
-    for argument, array in written.items():
-        assert_close(host_array(array, library), expected_written[argument])
-        assert argument.endswith(("cache", "scale")) or any(array is one for one in found)
-
-
-def host_array(array: Any, library: Library) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else library.to_numpy(array)
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    if expected.dtype.kind in "biu":
-        np.testing.assert_array_equal(found, expected)
+        expected, _ = call.run(cupy_library().convert)
+        assert [(x.family, x.tile) for x in found] == [(x.family, x.tile) for x in expected]
         return
-    largest = float(np.abs(expected[np.isfinite(expected)]).max(initial=1))
-    np.testing.assert_allclose(
-        found.astype(np.float64), expected.astype(np.float64), rtol=0, atol=TOLERANCE * largest
-    )
+    expected, expected_written = call.run(lambda array: array, backend="cpu")
+    if name == "seen_pairs":
+        np.testing.assert_array_equal(found[0], expected[0])
+    elif name != "plot_mask":
+        assert all(type(one) is type(given[0]) for one in found)
+        check_results(call, [host_array(one) for one in found], expected)
+    for argument, array in written.items():
+        if argument.endswith(("cache", "scale")):
+            check_stored(host_array(array), expected_written[argument])
+        else:
+            assert any(array is one for one in found)

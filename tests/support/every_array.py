@@ -289,7 +289,7 @@ class _World:
             "rotary_sin": self._rotary,
             "q_scale": self._scales,
             "k_scale": self._scales,
-            "v_scale": self._scales,
+            "v_scale": lambda v: self._scales(v, FLOAT8),
         }
         assert name in makers, f"{self.function.__name__}: no case of {name}"
         return makers[name](values)
@@ -344,8 +344,8 @@ class _World:
         tables = {n: self._values(CAPACITY, DIM // 2) for n in ("rotary_cos", "rotary_sin")}
         return self._new_rows(values) | tables
 
-    def _scales(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of keys and values of 8 bits; of float8, of queries as well."""
+    def _scales(self, values: dict[str, Any], dtype: Any = np.int8) -> dict[str, Any]:
+        """Keys and values of 8 bits with scales; for equal lengths, float8 and queries as well."""
         if self.kind == "equal":
             found = {n: values[n].astype(np.float32).astype(FLOAT8) for n in ("q", "k", "v")}
             scales = {
@@ -354,7 +354,7 @@ class _World:
             }
             return found | scales
         names = ("k", "v") if self.kind == "packed" else ("k_cache", "v_cache")
-        found = {n: self.rng.integers(-127, 128, values[n].shape).astype(np.int8) for n in names}
+        found = {n: self.rng.integers(-127, 128, values[n].shape).astype(dtype) for n in names}
         scale = (1, HEADS_KV) if self.kind == "packed" else (1, 1, HEADS_KV)
         return found | {
             n: (self.rng.random(scale) / 64).astype(np.float32) for n in ("k_scale", "v_scale")

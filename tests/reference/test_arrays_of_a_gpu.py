@@ -1,0 +1,211 @@
+"""Arrays of GPU memory as the reference takes them, by stand-ins that have CuPy's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.libraries import cupy_library, host_array
+
+from cupy_flash import (
+    attention_backward_reference,
+    attention_reference,
+    attention_varlen_reference,
+    attention_with_kvcache_reference,
+    seen_pairs,
+)
+from cupy_flash.cli.measure.check import why_no_matmul
+from cupy_flash.reference.dense import attention_naive
+from cupy_flash.reference.packed_gradients import attention_varlen_backward_reference
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+BATCH, QUERIES, KEYS, HEADS, HEADS_KV, DIM = 2, 5, 7, 4, 2, 8
+
+
+class OnGpu:
+    """An array that only a copy to the host reads, as CuPy's do for functions of NumPy."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+
+    @property
+    def itemsize(self) -> int:
+        return self._array.itemsize
+
+    def get(self) -> np.ndarray:
+        return self._array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise AssertionError("an array of CuPy is not read through DLPack")
+
+    __dlpack__ = __dlpack_device__
+
+
+# The module is how `cupy_flash.arrays.strided` recognizes CuPy's arrays.
+OnGpu.__module__ = "cupy"
+
+
+class LikeCupy(np.ndarray):
+    """An array that neither converts nor copies float8, as CuPy's do not."""
+
+    def _refuse_float8(self, *dtypes: Any) -> None:
+        if FLOAT8 in (self.dtype, *map(np.dtype, dtypes)):
+            raise ValueError("Unsupported dtype float8_e4m3fn")
+
+    def astype(self, dtype: Any, *arguments: Any, **options: Any) -> Any:
+        self._refuse_float8(dtype)
+        return super().astype(dtype, *arguments, **options)
+
+    def copy(self, *arguments: Any, **options: Any) -> Any:
+        self._refuse_float8()
+        return super().copy(*arguments, **options)
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, np.ndarray) for part in parts):
+            self._refuse_float8()
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_float8(np.asarray(value).dtype)
+        super().__setitem__(index, value)
+
+
+@pytest.fixture
+def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    return {
+        "mask": rng.random((BATCH, HEADS, QUERIES, KEYS)) < 0.6,
+        "tree_mask": rng.integers(0, 2**QUERIES, (BATCH, QUERIES), dtype=np.uint64),
+        "prefix_lens": np.array([3, 1], np.int32),
+        "seqlens_k": np.array([4, 6], np.int32),
+        "bias": rng.standard_normal((BATCH, HEADS, QUERIES, KEYS)).astype(np.float32),
+        "alibi_slopes": rng.random(HEADS).astype(np.float32),
+        "sinks": rng.standard_normal(HEADS).astype(np.float32),
+    }
+
+
+NAMES = ("mask", "tree_mask", "prefix_lens", "seqlens_k", "bias", "alibi_slopes", "sinks")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs_are_those_of_host_arrays(name: str, arrays: dict[str, np.ndarray]) -> None:
+    given = {"b": 1, "h": 2, "causal": name == "prefix_lens"}
+    seen = seen_pairs(QUERIES, KEYS, **given, **{name: OnGpu(arrays[name])})
+    np.testing.assert_array_equal(seen, seen_pairs(QUERIES, KEYS, **given, **{name: arrays[name]}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modifications_of_host_queries_may_lie_on_a_gpu(
+    name: str, arrays: dict[str, np.ndarray], rng: np.random.Generator
+) -> None:
+    q = rng.standard_normal((BATCH, QUERIES, HEADS, DIM))
+    k, v = rng.standard_normal((2, BATCH, KEYS, HEADS_KV, DIM))
+    given = {"causal": name == "prefix_lens"}
+    for function, inputs in (
+        (attention_reference, (q, k, v)),
+        (attention_naive, (q, k, v)),
+        (attention_backward_reference, (q, q, k, v)),
+    ):
+        found = function(*inputs, **given, **{name: OnGpu(arrays[name])})
+        np.testing.assert_equal(found, function(*inputs, **given, **{name: arrays[name]}))
+
+
+def test_scales_of_host_arrays_may_lie_on_a_gpu(rng: np.random.Generator) -> None:
+    q = rng.standard_normal((BATCH, QUERIES, HEADS, DIM)).astype(FLOAT8)
+    scale = rng.random((BATCH, 1, HEADS)).astype(np.float32)
+    names = "q_scale", "k_scale", "v_scale"
+    found = attention_reference(q, q, q, **dict.fromkeys(names, OnGpu(scale)))
+    expected = attention_reference(q, q, q, **dict.fromkeys(names, scale))
+    np.testing.assert_array_equal(found, expected)
+
+
+def dense(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
+    def call(convert: Callable[[Any], Any]) -> Any:
+        return function(*map(convert, inputs), **scales)
+
+    q, k, v = (
+        rng.standard_normal((BATCH, rows, heads, DIM)).astype(FLOAT8)
+        for rows, heads in ((QUERIES, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV))
+    )
+    inputs = (q, k, v) if "backward" not in function.__name__ else (q, q, k, v)
+    return call
+
+
+def packed(rng: np.random.Generator, function: Callable[..., Any], **scales: Any) -> Any:
+    def call(convert: Callable[[Any], Any]) -> Any:
+        return function(*map(convert, inputs), *lengths, **scales)
+
+    q, k, v = (
+        rng.standard_normal((rows, heads, DIM)).astype(FLOAT8)
+        for rows, heads in ((QUERIES, HEADS), (KEYS, HEADS_KV), (KEYS, HEADS_KV))
+    )
+    lengths = np.array([0, 2, 5]), np.array([0, 4, 7]), 3, 4
+    inputs = (q, k, v) if "backward" not in function.__name__ else (q, q, k, v)
+    return call
+
+
+def cached(rng: np.random.Generator, **options: Any) -> Any:
+    def call(convert: Callable[[Any], Any]) -> Any:
+        of_8_bits = (convert(x) for x in (q, k_cache, v_cache))
+        result = attention_with_kvcache_reference(
+            *of_8_bits, convert(k), convert(v), cache_seqlens=[2, 6], **options
+        )
+        # The codes of float8, with the sign of 0.
+        caches = (x.view(np.uint8) for x in (result.k_cache, result.v_cache))
+        return (*result[:2], *caches, *result[4:])
+
+    q = rng.standard_normal((BATCH, 2, HEADS, DIM)).astype(FLOAT8)
+    k_cache, v_cache = rng.standard_normal((2, BATCH, 8, HEADS_KV, DIM)).astype(FLOAT8)
+    k, v = 300 * rng.standard_normal((2, BATCH, 2, HEADS_KV, DIM)).astype(np.float16)
+    k[0, 0, 0, :3] = [np.nan, -0.0, -1e-4]
+    return call
+
+
+CALLS: dict[str, Callable[[np.random.Generator], Any]] = {
+    "dense": lambda rng: dense(rng, attention_reference),
+    "dense with scales": lambda rng: dense(rng, attention_reference, q_scale=2.0, v_scale=0.3),
+    "naive": lambda rng: dense(rng, attention_naive, dtype=np.float32),
+    "gradients": lambda rng: dense(rng, attention_backward_reference),
+    "packed": lambda rng: packed(rng, attention_varlen_reference),
+    "packed with scales": lambda rng: packed(rng, attention_varlen_reference, k_scale=0.3),
+    "gradients of packed": lambda rng: packed(rng, attention_varlen_backward_reference),
+    "cached": cached,
+    "cached with scales": lambda rng: cached(rng, k_scale=0.3, v_scale=2.0),
+    "cached with computed scales": lambda rng: cached(rng, compute_scales=True),
+    "paged": lambda rng: cached(rng, block_table=np.array([[0], [1]], np.int32)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_float8_is_read_and_written_by_its_codes(name: str, rng: np.random.Generator) -> None:
+    call = CALLS[name](rng)
+    results = call(lambda array: array.view(LikeCupy))
+    np.testing.assert_equal(results, call(lambda array: array))
+
+
+# The naive formula rounds to float8, where the last bit of an exponential may decide.
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"naive"}))
+def test_float8_of_cupy(name: str, rng: np.random.Generator) -> None:
+    if reason := why_no_matmul():
+        pytest.skip(reason)
+    call = CALLS[name](rng)
+    results, expected = call(cupy_library().convert), call(lambda array: array)
+    if not isinstance(expected, tuple):
+        results, expected = (results,), (expected,)
+    for one, other in zip(results, expected, strict=True):
+        if other is None:
+            assert one is None
+        elif other.dtype == np.uint8:
+            # NaN has a code of either sign.
+            codes = host_array(one), other
+            np.testing.assert_array_equal(*(x.view(FLOAT8).astype(np.float32) for x in codes))
+        else:
+            # Scores of up to 2^12, sums of 8 products, are off by 2^-37, and move results by twice
+            # as much of the largest value.
+            largest = np.abs(other[np.isfinite(other)]).max(initial=1)
+            np.testing.assert_allclose(host_array(one), other, rtol=0, atol=2.0**-36 * largest)

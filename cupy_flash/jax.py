@@ -167,7 +167,7 @@ def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
 
 def _differentiable(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     # The caller may overwrite NumPy and CuPy arrays before the gradients are computed.
-    call = _with_arrays(call, lambda _, array: unshared(array))
+    call = _with_arrays(call.with_functions_kept(), lambda _, array: unshared(array))
     attention = jax.custom_vjp(lambda *inputs: _run(call, inputs))
 
     def forward(*inputs: Any) -> tuple[Any, Any]:

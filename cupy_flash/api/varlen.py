@@ -110,11 +110,11 @@ def flash_attention_varlen(
     Returns
     -------
     out : array, shape (total_q, heads_q, head_dim_v)
-        Of the inputs' kind and dtype. A row that sees no key is 0; one that belongs to no sequence
-        is undefined.
+        Output, of the inputs' kind and dtype. A row that sees no key, or belongs to no sequence, is
+        0.
     lse : array, shape (heads_q, total_q)
         Only with return_lse. Natural logarithm; float32, for float64 inputs float64. -inf for a
-        row that sees no key; undefined for one that belongs to no sequence.
+        row that sees no key, or belongs to no sequence.
 
     Raises
     ------

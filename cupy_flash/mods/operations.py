@@ -447,6 +447,7 @@ def operation(op: str, *args: Node) -> Node:
     if row.commutes and args[0].is_constant:
         args = args[::-1]
     kind = args[1].type if op == "where" else args[0].type
+    assert kind in row.types, f"{op} of {kind}"
     result = BOOL if row.compares else kind
     if op in ("strict", "free") and not args[0].args:
         return args[0]

@@ -85,12 +85,11 @@ class FunctionCall:
     # ---- Calls
 
     def options(self, xp: Any) -> dict[str, Any]:
-        mod = modification(self.function)
         captured = {
             name: xp.asarray(x) if isinstance(x, np.ndarray) and xp is not np else x
-            for name, x in mod.captures.items()
+            for name, x in self.function.captures.items()
         }
-        made = type(mod)(mod.function, **captured)
+        made = modification(self.function, captured)
         options: dict[str, Any] = {
             "softmax_scale": SCALE,
             "q_offset": self.q_offset,

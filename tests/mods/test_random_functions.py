@@ -208,8 +208,8 @@ def test_sums_of_products_that_overflow_are_left_out_where_contraction_matters()
         assert not np.any(found.e)
         return np.broadcast_to(found.s, scores.shape)
 
-    small = leaf(1e-3, REAL)
-    for op, args in (("multiply", (large, large)), ("square", (large,)), ("divide", (large, small))):
+    operands = {"multiply": (large, large), "square": (large,), "divide": (large, leaf(0.01, REAL))}
+    for op, args in operands.items():
         product = Expr(op, REAL, args)
         negative = Expr("negative", REAL, (Expr("negative", REAL, (product,)),))
         for term in (product, negative):

@@ -110,7 +110,10 @@ class FunctionCall:
         gradients = flash_attention_backward(
             xp.asarray(dout[None]), q, k, v, out, lse, **options, family=backward
         )
-        self._check_dv(np.asarray(_host(gradients[2]))[0], dout)
+        dq, dk, dv = (np.asarray(_host(x))[0] for x in gradients[:3])
+        self._check_dv(dv, dout)
+        if self.function.kind == "mask":
+            self._check_dq_and_dk(dq, dk, dout)
 
     def _check_forward(self, out: np.ndarray, lse: np.ndarray) -> None:
         dtype = DTYPES[self.function.inputs]
@@ -164,6 +167,36 @@ class FunctionCall:
         # What nobody sees has no gradient at all.
         unseen = ~self.seen.any(-2).T
         assert not dv[unseen].any(), f"dv of keys that no query sees: {self}"
+
+    def _check_dq_and_dk(self, dq: np.ndarray, dk: np.ndarray, dout: np.ndarray) -> None:
+        """Compare where no derivative of a function is needed: a mask has none."""
+        dtype = DTYPES[self.function.inputs]
+        _, _, lse = self.formula(np.float64, np.float64)
+        right = self._mask_gradients(dout, np.float64, np.float64)
+        naive = self._mask_gradients(dout, dtype, self.function.real)
+        for name, found, exact, rounded in zip(("dq", "dk"), (dq, dk), right, naive, strict=True):
+            allowed = error_bound(rounded, exact, dtype, lse=lse)
+            off = np.abs(found.astype(np.float64) - exact)
+            assert (off <= allowed).all(), (
+                f"{name} of {(~(off <= allowed)).any(-1).sum()} rows, by {off.max():.3g}, allowed "
+                f"{allowed:.3g}: {self}"
+            )
+        # One key gives its row whatever its score is.
+        alone = (self.seen.sum(-1) <= 1).T
+        assert not dq[alone].any(), f"dq of rows that see one key or none: {self}"
+        unseen = ~(self.seen & (self.seen.sum(-1, keepdims=True) > 1)).any(-2).T
+        assert not dk[unseen].any(), f"dk of keys that no query sees among others: {self}"
+
+    def _mask_gradients(self, dout: np.ndarray, dtype: Any, real: Any) -> tuple[Any, Any]:
+        """Return dq and dk by the formula, in a precision."""
+        p, out, _ = self.formula(dtype, real)
+        q, k, v = (self.arrays[name].astype(real) for name in "qkv")
+        wide = dout.astype(real)
+        dp = np.einsum("ihd,jhd->hij", wide, v)
+        delta = np.einsum("ihd,ihd->hi", wide, out.astype(real))
+        ds = (p * (dp - delta[..., None])).astype(dtype).astype(real)
+        dq, dk = np.einsum("hij,jhd->ihd", ds, k), np.einsum("hij,ihd->jhd", ds, q)
+        return (SCALE * dq).astype(dtype), (SCALE * dk).astype(dtype)
 
 
 def _host(array: Any) -> Any:

@@ -27,9 +27,7 @@ def random_map_spec(function: Function) -> MapSpec:
         heads_q=2,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        q_offset=int(
-            rng.choice([0, seqlen_k - seqlen_q, -30, 1000, 2**24 - 50, 2**30 - 1024, 2**30 + 300])
-        ),
+        q_offset=int(rng.choice(offsets)),
         causal=bool(rng.integers(4) == 0),
         left=maybe(150),
         right=maybe(150),

@@ -150,7 +150,7 @@ class Printer:
         is_double = self.captures[load.args[0].value].dtype == "float64"
         if load.type != REAL or is_double == (self.real == "double"):
             return text
-        return _call("exact_narrowed", [text]) if is_double else f"Real({text})"
+        return _call("exact_narrowed" if is_double else "exact_widened", [text])
 
     def offsets(self, array: str, indices: Indices) -> list[str]:
         """How far indices lead behind the first element of an array."""

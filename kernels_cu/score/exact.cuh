@@ -40,6 +40,7 @@ __device__ inline bool exact_ne(T x, T y) {
 }
 
 __device__ inline float exact_narrowed(double x) { return ptx::cvt_rn_f32_f64(x); }
+__device__ inline double exact_widened(float x) { return ptx::cvt_f64_f32(x); }
 
 // NaN if either is.
 __device__ inline float exact_min(float x, float y) { return ptx::min_nan(x, y); }

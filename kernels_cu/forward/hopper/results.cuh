@@ -45,10 +45,6 @@ struct HopperResults {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool may_be_one_key = one_of_lanes(state[half].sum != 0);
-      if constexpr (Config::Mods::has_low_scores && !Cta::transposes_values) {
-        if (any_of_lanes(state[half].sum < 0)) state[half].base = -0x1.fffffep127f;
-        state[half].sum = fabsf(state[half].sum);
-      }
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;

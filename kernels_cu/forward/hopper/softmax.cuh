@@ -41,17 +41,14 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether scores may be as low as numbers go, as a bias of that size makes them. No base could be
-  // subtracted from such scores. A row that has seen no others keeps its first base, counts those
-  // that are as large as its largest, and has minus their number as its sum until a larger score
-  // comes.
+  // Whether scores may be as low as numbers go, as a bias of that size makes them.
   static constexpr bool may_be_low = Config::Mods::has_low_scores;
-  static constexpr float low_score = -0x1p120f;
+  using LowScores = LowScoreRow<may_be_low>;
 
   const float scale_log2;
   Row rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low ones
-  float low_max[may_be_low ? 2 : 1];  // the largest score of a row that has seen low ones alone
+  LowScores low_rows[2];
+  bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low scores
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -59,6 +56,8 @@ struct HopperSoftmax {
   __device__ void reset() {
     rows[0].reset();
     rows[1].reset();
+    low_rows[0].reset();
+    low_rows[1].reset();
     if constexpr (Config::bounded) rows[0].base = rows[1].base = 0;
     some_are_fresh = true;
   }
@@ -100,29 +99,21 @@ struct HopperSoftmax {
     float sums[2];
     take_exponentials(scores, probabilities, sums);
     bool changes = false;
+    const bool were_fresh = some_are_fresh;
     // bfloat16 and the sums hold whatever p bounded scores make, without a maximum to refer to.
     if constexpr (!Config::bounded) {
       changes =
           __any_sync(~0u, some_are_fresh | Row::is_too_large(sums[0]) | Row::is_too_large(sums[1]));
       if (changes) changes = bases_must_change(sums);
-      bool are_low[2] = {};
-      if (changes) changes = change_bases(scores, sums, rescale, are_low);
-      if (changes) {
-        take_exponentials(scores, probabilities, sums);
-        if constexpr (may_be_low) {
-          if (are_low[0]) sums[0] = -sums[0];
-          if (are_low[1]) sums[1] = -sums[1];
-        }
-      }
+      if (changes) changes = change_bases(scores, sums, rescale);
+      if (changes) take_exponentials(scores, probabilities, sums);
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
+    if constexpr (may_be_low) {
+      if (were_fresh) changes = count_low_scores(scores, probabilities, changes, rescale);
+    }
     return changes;
-  }
-
-  // Whether this lane holds a p of the row, of scores that are not low.
-  __device__ bool has_seen(int half) const {
-    return may_be_low ? !(rows[half].sum <= 0) : rows[half].sum != 0;
   }
 
   // Whether any base of the warp must, for all that sums tell. First keys seldom ask for it.
@@ -130,9 +121,8 @@ struct HopperSoftmax {
     bool may_change = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      bool is_settled =
-          any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || has_seen(half));
-      if constexpr (may_be_low) is_settled &= !any_of_lanes(rows[half].sum < 0);
+      const bool is_settled =
+          any_of_lanes(Row::is_large_enough(sums[half], Bc / 4) || rows[half].sum != 0);
       may_change |= !is_settled || Row::is_too_large(sums[half]);
     }
     const bool must_change = __any_sync(~0u, may_change);
@@ -173,24 +163,19 @@ struct HopperSoftmax {
 
   // Of rows whose p are too large, or whose first keys these are and whose p are too small. Returns
   // whether there were any in the warp: none where all keys of a block are hidden.
-  __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2],
-                               bool (&are_low)[2]) {
+  __device__ bool change_bases(Scores& scores, const float (&sums)[2], float (&rescale)[2]) {
     bool any_remains_fresh = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      const bool is_fresh = !any_of_lanes(has_seen(half));
+      float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
+      const bool is_fresh = rows[half].is_fresh();
+      // No base could be subtracted from low scores.
+      if constexpr (may_be_low) {
+        if (max <= LowScores::limit) max = -SoftmaxMath<float>::infinity();
+      }
       any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
-      float change;
-      if constexpr (may_be_low) {
-        any_remains_fresh |= is_fresh && max <= low_score;
-        are_low[half] = is_fresh && max <= low_score && max > -SoftmaxMath<float>::infinity();
-        change = change_low(max, outgrown, is_fresh, are_low[half], half, rescale[half]);
-        any_changes |= are_low[half] || rescale[half] == 0;
-      } else {
-        change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
-      }
+      const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
       if constexpr (Config::Mods::changes_scores) {
 #pragma unroll
@@ -204,23 +189,63 @@ struct HopperSoftmax {
     return __any_sync(~0u, any_changes);
   }
 
-  // Row::change_base() of a row whose scores may be low. What is subtracted from those leaves 0 of
-  // the largest.
-  __device__ float change_low(float max, bool outgrown, bool is_fresh, bool is_low, int half,
-                              float& rescale) {
-    const bool was_low = any_of_lanes(rows[half].sum < 0);
-    float change = 0;
-    if (is_low) {
-      const bool is_larger = !was_low || max > low_max[half];
-      rescale = was_low && is_larger ? 0 : 1;
-      if (is_larger) low_max[half] = max;
-      change = low_max[half];
-    } else {
-      change = rows[half].change_base(max, outgrown, is_fresh, rescale);
-      if (was_low && max > low_score) rescale = 0;
+  // At the end of a query tile: what rows have summed up that have seen low scores alone. Their base is
+  // as low as numbers go.
+  __device__ void settle_low_rows() {
+    if constexpr (may_be_low) {
+      if (!some_are_fresh) return;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (rows[half].is_fresh() && low_rows[half].has_seen()) {
+          rows[half] = {-0x1.fffffep127f, low_rows[half].count};
+        }
+      }
     }
-    rows[half].sum = rescale == 0 ? 0 : rows[half].sum;
-    return change;
+  }
+
+  // Rows that have seen low scores alone: of the largest of these p is 1, of the others 0. Returns
+  // whether what was summed up before is to be multiplied by `rescale`.
+  __device__ bool count_low_scores(const Scores& scores, Probabilities& probabilities, bool changes,
+                                   float (&rescale)[2]) {
+    bool is_low[2], drops[2];
+    bool any = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float max = max_of_lanes(largest_of_lane<Bc>(scores, half));
+      const bool is_fresh = rows[half].is_fresh();
+      is_low[half] = is_fresh && max <= LowScores::limit && max > -SoftmaxMath<float>::infinity();
+      // What was counted is dropped when a larger score comes.
+      drops[half] = low_rows[half].has_seen() && (!is_fresh || low_rows[half].is_below(max));
+      if (is_low[half]) low_rows[half].see(max);
+      any |= is_low[half] || drops[half];
+    }
+    if (!__any_sync(~0u, any)) return changes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!changes) rescale[half] = 1;
+      if (drops[half]) {
+        rescale[half] = 0;
+        low_rows[half].count = 0;
+      }
+      float count = 0;
+#pragma unroll
+      for (int i = half; i < Bc / 4; i += 2) {
+        float p[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          p[c] = low_rows[half].is_largest(scores[2 * i + c]) ? 1 : 0;
+          count += p[c];
+        }
+        unsigned pieces[Operand::pieces];
+        Operand::split(p[0], p[1], pieces);
+#pragma unroll
+        for (int piece = 0; piece < Operand::pieces; ++piece) {
+          if (is_low[half]) probabilities[piece][i] = pieces[piece];
+        }
+      }
+      if (is_low[half]) low_rows[half].count = low_rows[half].count + count;
+    }
+    return true;
   }
 };
 

@@ -183,13 +183,14 @@ def _may_be_constant(node: Expr, given: dict[str, bool]) -> bool:
         return _may_be_constant(node.value.body, dict(zip(names, are_constant, strict=True)))
     if node.op in ("power", "float_power"):
         return are_constant[0] or node.args[1].value == 0
-    if node.op == "where" and are_constant[0]:
-        return any(are_constant[1:])
-    if node.op == "multiply" or (node.type == BOOL and node.op not in _COMPARISONS):
-        # One operand may decide.
-        return any(are_constant)
-    # A value may be compared with itself.
-    return all(are_constant) or (node.op in _COMPARISONS and node.args[0].op == node.args[1].op)
+    if node.op in _COMPARISONS:
+        # A value may be compared with itself.
+        return True
+    if node.op == "where":
+        return all(are_constant[1:]) or (are_constant[0] and any(are_constant[1:]))
+    # One factor, and one bool, may decide.
+    may_decide = node.op == "multiply" or node.type == BOOL
+    return any(are_constant) if may_decide else all(are_constant)
 
 
 def _other(value: Any) -> Any:

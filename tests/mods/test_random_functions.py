@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.function_calls import function_calls
 from support.function_oracle import BOOL, INT, REAL, UINT64, Expr, Oracle, Value
 from support.function_runs import (
     Case,
@@ -17,7 +19,7 @@ from support.function_runs import (
     wrong_on_cpu,
     wrong_on_host_text,
 )
-from support.random_functions import nodes_of, random_function, random_pairs
+from support.random_functions import DTYPES, nodes_of, random_function, random_pairs
 
 from cupy_flash.mods.expression import postorder
 from cupy_flash.mods.functions import FUNCTIONS
@@ -60,6 +62,12 @@ def test_the_cpu_backend_and_device_text_compute_all(begin: int, tmp_path: Path)
     found = {case.function.number: wrong_on_cpu(case) for case in some}
     require_none({number: why for number, why in found.items() if why}, some)
     require_none(wrong_on_host_text(tmp_path, some), some)
+
+
+@pytest.mark.parametrize("inputs", DTYPES)
+def test_attention_and_its_gradients_see_the_same_pairs(inputs: str) -> None:
+    for call in itertools.islice(function_calls(DTYPES.index(inputs) + 1, inputs), 10):
+        call.check(np)
 
 
 # ---- What is tried

@@ -74,9 +74,10 @@ class FunctionCall:
         """Probabilities, output (rows, heads, head_dim) and log-sum-exp, in a precision."""
         scores = np.where(self.seen, self.scores, -np.inf).astype(real)
         top = scores.max(-1, keepdims=True)
-        weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
-        total = weights.sum(-1, keepdims=True)
+        # Differences of scores near the ends of the range overflow to -inf, whose weight is 0.
         with np.errstate(all="ignore"):
+            weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
+            total = weights.sum(-1, keepdims=True)
             p = np.where(total > 0, weights / total, 0).astype(dtype).astype(real)
             lse = (top + np.log(total))[..., 0]
         out = np.einsum("hij,jhd->ihd", p, self.arrays["v"].astype(real)).astype(dtype)

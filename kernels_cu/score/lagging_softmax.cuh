@@ -76,30 +76,3 @@ struct LaggingSoftmaxRow {
     return sum == 0 ? -Math::infinity() : (base + Math::log2(sum)) * Math::ln_2;
   }
 };
-
-// A row whose every score so far is so low that no base could be subtracted from it: each lane counts
-// those of its scores that are as large as the row's largest. Rows without such scores hold nothing.
-template <bool MayBeLow>
-struct LowScoreRow {
-  __device__ void reset() {}
-};
-template <>
-struct LowScoreRow<true> {
-  static constexpr float limit = -0x1p120f;
-
-  // In local memory, which costs nothing where there are no such rows; registers would.
-  volatile float count;
-  volatile float largest;
-
-  __device__ void reset() {
-    count = 0;
-    largest = -SoftmaxMath<float>::infinity();
-  }
-  // Of the four lanes, all of which call this.
-  __device__ bool has_seen() const { return largest > -SoftmaxMath<float>::infinity(); }
-  __device__ bool is_below(float score) const { return largest < score; }
-  __device__ bool is_largest(float score) const { return largest == score; }
-  __device__ void see(float max) {
-    if (max > largest) largest = max;
-  }
-};

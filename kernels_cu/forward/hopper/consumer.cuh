@@ -103,7 +103,6 @@ struct HopperConsumer {
     if (product_turns) take_turn();
     products.start_output(accumulate);
     if (product_turns && consumer < consumers - 1) pass_turn();
-    softmax.settle_low_rows();
     float normalizer[2];
     results().finish_softmax(softmax.rows, normalizer);
     products.await_output();
@@ -125,7 +124,6 @@ struct HopperConsumer {
     if (softmax_turns) take_turn();
     ptx::wgmma_wait_group<1>();
     products.leave_scores(2, tile_ends, !Config::noted && block == begin);
-    if (tile_ends) softmax.settle_low_rows();
     const SoftmaxRow finished[2] = {softmax.rows[0], softmax.rows[1]};
     if (tile_ends) softmax.reset();
     // Slots that hold keys and values are few, and whoever waits for the other block can as well
@@ -223,7 +221,6 @@ struct HopperConsumer {
     if (!note.begins_tile() && !note.is_end()) return;
     if (accumulate) {
       const HopperResults<Config> of_tile = {cta, products, Cta::next_visit(visit)};
-      softmax.settle_low_rows();
       float normalizer[2];
       of_tile.finish_softmax(softmax.rows, normalizer);
       of_tile.write_output(normalizer);

@@ -42,9 +42,6 @@ struct HopperSoftmax<Config, true> {
 
   __device__ void reset() { rows[0] = rows[1] = {-Math::infinity(), 0}; }
 
-  // Its bases may be as low as scores.
-  __device__ static void settle_low_rows() {}
-
   // Each visit has scales of its own.
   template <class Visit>
   __device__ void enter(const Visit& visit, const Params& p) {

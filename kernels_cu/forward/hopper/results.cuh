@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward/hopper/cta.cuh"
+#include "forward/hopper/low_rows.cuh"
 #include "forward/hopper/products.cuh"
 #include "forward/hopper/softmax.cuh"
 #include "ptx/base.cuh"
@@ -38,13 +39,30 @@ struct HopperResults {
   static constexpr bool finds_only_keys =
       Config::modified && !Config::sinks && !Cta::transposes_values;
 
+  // Whether a row of this consumer may see one key. Where nothing but places hides keys, the first or
+  // the last of its rows sees the fewest.
+  __device__ bool rows_may_see_one_key() const {
+    using Mods = typename Config::Mods;
+    if constexpr (Mods::hides_pairs || Mods::may_hide_scores) {
+      return true;
+    } else {
+      const Visit& visit = finished_visit();
+      const Mask<Config> mask = visit.template mask<Config>(cta.p);
+      const int first = products.first_row_of(visit.work);
+      const int last = min(first + 64, visit.sequence(cta.p).seqlen_q) - 1;
+      return min(mask.visible_end(first) - mask.visible_begin(first),
+                 mask.visible_end(last) - mask.visible_begin(last)) <= 1;
+    }
+  }
+
   // The factors that the output's rows are to be multiplied by; writes the log-sum-exp. Of a row of
   // which one lane alone has seen keys, minus the sum.
   __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
+    const bool may_see_one_key = finds_only_keys && rows_may_see_one_key();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool may_be_one_key = one_of_lanes(state[half].sum != 0);
+      const bool may_be_one_key = may_see_one_key && one_of_lanes(state[half].sum != 0);
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
@@ -82,6 +100,28 @@ struct HopperResults {
       write_partial(visit.work);
     } else {
       write_rows(visit);
+    }
+    if constexpr (Config::Mods::has_low_scores && !Cta::transposes_values) {
+      settle_low_rows(visit, normalizer);
+    }
+  }
+
+  // Rows that came out empty may have seen scores that count as none.
+  __device__ void settle_low_rows(const Visit& visit, const float (&normalizer)[2]) const {
+    if (!__any_sync(~0u, normalizer[0] == 0 || normalizer[1] == 0)) return;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const float of_half = half ? normalizer[1] : normalizer[0];
+      const int row = row_of(visit.work, half);
+      const bool is_empty = of_half == 0 && row < visit.sequence(cta.p).seqlen_q;
+      // Of each four lanes that hold a row, the first.
+      unsigned left = __ballot_sync(~0u, is_empty) & 0x11111111;
+#pragma unroll 1
+      for (; left != 0; left &= left - 1) {
+        // Each row was written by several lanes.
+        __syncwarp();
+        HopperLowRows<Config>{cta, visit, __shfl_sync(~0u, row, __ffs(left) - 1)}.settle();
+      }
     }
   }
 

@@ -41,14 +41,17 @@ struct HopperSoftmax {
   static_assert(!Config::bounded || (Config::Mods::changes_scores && Row::highest < 0),
                 "scores are exponents of two, and p that are not held to a maximum need bfloat16");
 
-  // Whether scores may be as low as numbers go, as a bias of that size makes them.
-  static constexpr bool may_be_low = Config::Mods::has_low_scores;
-  using LowScores = LowScoreRow<may_be_low>;
+  // Whether a score counts as none. No base could be subtracted from scores that are as low as numbers
+  // go, as a bias of that size makes them: a row that sees no others is settled at its end
+  // (low_rows.cuh).
+  __device__ static bool is_nothing(float score) {
+    if constexpr (Config::Mods::has_low_scores) return score <= -0x1p60f;
+    return score == -SoftmaxMath<float>::infinity();
+  }
 
   const float scale_log2;
   Row rows[2];
-  LowScores low_rows[2];
-  bool some_are_fresh;  // whether a row of the warp may have seen no key yet, or only low scores
+  bool some_are_fresh;  // whether a row of the warp may have seen no key yet
 
   __device__ explicit HopperSoftmax(const Params& p)
       : scale_log2(exponent_scale<Config, float>(p)) {}
@@ -56,8 +59,6 @@ struct HopperSoftmax {
   __device__ void reset() {
     rows[0].reset();
     rows[1].reset();
-    low_rows[0].reset();
-    low_rows[1].reset();
     if constexpr (Config::bounded) rows[0].base = rows[1].base = 0;
     some_are_fresh = true;
   }
@@ -99,7 +100,6 @@ struct HopperSoftmax {
     float sums[2];
     take_exponentials(scores, probabilities, sums);
     bool changes = false;
-    const bool were_fresh = some_are_fresh;
     // bfloat16 and the sums hold whatever p bounded scores make, without a maximum to refer to.
     if constexpr (!Config::bounded) {
       changes =
@@ -110,9 +110,6 @@ struct HopperSoftmax {
     }
     rows[0].sum += sums[0];
     rows[1].sum += sums[1];
-    if constexpr (may_be_low) {
-      if (were_fresh) changes = count_low_scores(scores, probabilities, changes, rescale);
-    }
     return changes;
   }
 
@@ -167,13 +164,10 @@ struct HopperSoftmax {
     bool any_remains_fresh = false, any_changes = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
-      const bool is_fresh = rows[half].is_fresh();
-      // No base could be subtracted from low scores.
-      if constexpr (may_be_low) {
-        if (max <= LowScores::limit) max = -SoftmaxMath<float>::infinity();
-      }
-      any_remains_fresh |= is_fresh && max == -SoftmaxMath<float>::infinity();
+      const float max = max_of_lanes(exponent(largest_of_lane<Bc>(scores, half), half));
+      bool is_fresh = rows[half].is_fresh();
+      any_remains_fresh |= is_fresh && is_nothing(max);
+      if constexpr (Config::Mods::has_low_scores) is_fresh = is_fresh && !is_nothing(max);
       const bool outgrown = any_of_lanes(Row::is_too_large(sums[half]));
       const float change = rows[half].change_base(max, outgrown, is_fresh, rescale[half]);
       any_changes |= change != 0;
@@ -187,65 +181,6 @@ struct HopperSoftmax {
     }
     some_are_fresh = __any_sync(~0u, any_remains_fresh);
     return __any_sync(~0u, any_changes);
-  }
-
-  // At the end of a query tile: what rows have summed up that have seen low scores alone. Their base is
-  // as low as numbers go.
-  __device__ void settle_low_rows() {
-    if constexpr (may_be_low) {
-      if (!some_are_fresh) return;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (rows[half].is_fresh() && low_rows[half].has_seen()) {
-          rows[half] = {-0x1.fffffep127f, low_rows[half].count};
-        }
-      }
-    }
-  }
-
-  // Rows that have seen low scores alone: of the largest of these p is 1, of the others 0. Returns
-  // whether what was summed up before is to be multiplied by `rescale`.
-  __device__ bool count_low_scores(const Scores& scores, Probabilities& probabilities, bool changes,
-                                   float (&rescale)[2]) {
-    bool is_low[2], drops[2];
-    bool any = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float max = max_of_lanes(largest_of_lane<Bc>(scores, half));
-      const bool is_fresh = rows[half].is_fresh();
-      is_low[half] = is_fresh && max <= LowScores::limit && max > -SoftmaxMath<float>::infinity();
-      // What was counted is dropped when a larger score comes.
-      drops[half] = low_rows[half].has_seen() && (!is_fresh || low_rows[half].is_below(max));
-      if (is_low[half]) low_rows[half].see(max);
-      any |= is_low[half] || drops[half];
-    }
-    if (!__any_sync(~0u, any)) return changes;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!changes) rescale[half] = 1;
-      if (drops[half]) {
-        rescale[half] = 0;
-        low_rows[half].count = 0;
-      }
-      float count = 0;
-#pragma unroll
-      for (int i = half; i < Bc / 4; i += 2) {
-        float p[2];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          p[c] = low_rows[half].is_largest(scores[2 * i + c]) ? 1 : 0;
-          count += p[c];
-        }
-        unsigned pieces[Operand::pieces];
-        Operand::split(p[0], p[1], pieces);
-#pragma unroll
-        for (int piece = 0; piece < Operand::pieces; ++piece) {
-          if (is_low[half]) probabilities[piece][i] = pieces[piece];
-        }
-      }
-      if (is_low[half]) low_rows[half].count = low_rows[half].count + count;
-    }
-    return true;
   }
 };
 

@@ -349,7 +349,9 @@ def _require_operands(name: str, nodes: list[Node]) -> None:
         raise TypeError(f"{base.value!r} ** x of a traced exponent; write {instead}")
     values = nodes[1:] if name == "where" else nodes
     ints = [node for node in values if node.type == INT]
-    if name in _SHIFTS or all(node.is_constant and node.value >= 0 for node in ints):
+    # Each operand of a logical function is a bool of its own.
+    is_apart = name in _SHIFTS or name.startswith("logical_")
+    if is_apart or all(node.is_constant and node.value >= 0 for node in ints):
         return
     for node in values:
         if node.is_constant and node.type == UINT64:

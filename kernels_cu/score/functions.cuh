@@ -67,19 +67,16 @@ __device__ inline float mod_max(float x, float y) { return ptx::max_nan(x, y); }
 __device__ inline int mod_min(int x, int y) { return ::min(x, y); }
 __device__ inline int mod_max(int x, int y) { return ::max(x, y); }
 
-__device__ inline float mod_trunc(float x) { return ::truncf(x); }
-__device__ inline double mod_trunc(double x) { return ::trunc(x); }
-
-// Returns x to the power n, a constant that is not a small integer. Finite negative x give NaN
-// unless n is an integer.
-template <class T>
-__device__ inline T mod_power_approx(T x, T n) {
-  const T size = mod_abs(x);
-  const T power = mod_exp2(n * mod_log2(size));
-  const bool is_nan = x < 0 && size < mod_infinity<T>() && n != mod_trunc(n);
-  const bool is_negative = x < 0 && mod_trunc(n / 2) * 2 != n && n == mod_trunc(n);
-  return is_nan ? T(0) * mod_infinity<T>() : is_negative ? -power : power;
+// Returns x to the power n, a constant that is not a small integer. Finite negative x give NaN unless
+// n is an integer. There is no hardware logarithm of doubles, so pow() is as fast and more accurate.
+__device__ inline float mod_power_approx(float x, float n) {
+  const float size = ::fabsf(x);
+  const float power = mod_exp2(n * mod_log2(size));
+  const bool is_nan = x < 0 && size < mod_infinity<float>() && n != ::truncf(n);
+  const bool is_negative = x < 0 && ::truncf(n / 2) * 2 != n && n == ::truncf(n);
+  return is_nan ? 0 * mod_infinity<float>() : is_negative ? -power : power;
 }
+__device__ inline double mod_power_approx(double x, double n) { return ::pow(x, n); }
 
 // Returns the power of two by which a very large or very small divisor y is multiplied, so that its
 // inverse is a normal number.

@@ -11,6 +11,7 @@ from support.function_runs import modification
 from support.random_functions import Function, random_function
 
 from cupy_flash.calls.block_maps import mask_text
+from cupy_flash.gpu import block_maps
 from cupy_flash.mods.modification import MaskMod
 
 COUNT, PART = 360, 12
@@ -39,3 +40,26 @@ def test_a_map_hides_no_seen_pair_and_shows_no_hidden_one(begin: int, tmp_path: 
         maps = spec.maps(mask_text(mod, inputs))
         why = wrong_map(host.build(spec), function, spec, maps)
         assert why is None, f"{why}\n{spec}\n{function}"
+
+
+def test_a_band_of_2_30_without_a_bound_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = []
+    for number in range(1, 400, 2):
+        function = random_function(number, "mask", "float32")
+        spec = random_map_spec(function)
+        if spec.q_offset > 2**30 and spec.left is None:
+            far.append((function, spec))
+    mods = [mod for function, _ in far[:6] if isinstance(mod := modification(function), MaskMod)]
+    hosts = compiled_masks(tmp_path, mods, builds=True)
+
+    def wrong() -> list[str | None]:
+        return [
+            wrong_map(host.build(spec), function, spec, spec.maps(mask_text(mod, "float32")))
+            for (function, spec), mod, host in zip(far, mods, hosts, strict=False)
+        ]
+
+    assert not any(wrong())
+    monkeypatch.setattr(block_maps, "UNBOUNDED", 2**30)
+    assert any(wrong())

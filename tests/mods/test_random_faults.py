@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.function_faults import FAULTS
-from support.function_runs import Case, modification, wrong_on_host_text
+from support.function_runs import Case, modification
 from support.random_functions import random_function
 
 # Functions to choose from, and how many of those are tried in which a fault may show.
@@ -30,11 +31,9 @@ def test_a_fault_that_is_put_back_is_found(
         if len(tried) == TRIED:
             break
     with fault.put_back(tmp_path) as headers:
-        wrong = wrong_on_host_text(tmp_path, tried, kernel_dir=headers, rewrite=fault.rewrite)
-    # Text that does not compile, or is not printed, says nothing of the fault.
-    found = {n: why for n, why in wrong.items() if not why.startswith(("raises", "does not"))}
+        found = fault.found(tmp_path, tried, headers)
     # What finds it is right without the fault.
     by_number = {case.function.number: case for case in tried}
     some = [by_number[number] for number in sorted(found)[:8]]
-    wrong_anyway = wrong_on_host_text(tmp_path, some)
+    wrong_anyway = replace(fault, rule=None).found(tmp_path, some)
     assert found.keys() - wrong_anyway.keys(), f"none of {len(tried)} functions finds it"

@@ -187,6 +187,13 @@ def test_unsigned_words_are_chosen_and_combined_with_literals() -> None:
     assert mask.evaluate(0, 0, 0, np.arange(3)).all()
 
 
+@pytest.mark.parametrize("name", ["logical_and", "logical_or", "logical_xor"])
+def test_logical_functions_take_a_word_beside_an_int32(name: str) -> None:
+    function, j = getattr(np, name), np.arange(4, dtype=np.int32)
+    found = MaskMod(lambda j: function(np.uint64(2**64 - 1), j)).evaluate(b=0, h=0, i=0, j=j)
+    np.testing.assert_array_equal(found, function(True, j))
+
+
 def test_unsigned_words_are_not_mixed_with_positions() -> None:
     with pytest.raises(TypeError, match=r"write x.astype\(np.uint64\)"):
         MaskMod(lambda i, j, words: words[i] >> j & 1 != 0, words=WORDS)

@@ -80,12 +80,12 @@ def test_block_maps_hide_no_seen_pair_and_show_no_hidden_one(begin: int) -> None
     inputs = DTYPES[begin // 10 % 3]
     for number in range(begin, begin + 10):
         function = random_function(2 * number + 1, "mask", inputs)
-        mod = modification(function)
         captured = {
             name: cupy.asarray(x) if isinstance(x, np.ndarray) else x
-            for name, x in mod.captures.items()
+            for name, x in function.captures.items()
         }
-        on_gpu = MaskMod(mod.function, **captured)
+        on_gpu = modification(function, captured)
+        assert isinstance(on_gpu, MaskMod)
         spec = random_map_spec(function)
         ready = map_of(on_gpu, spec, inputs)
         map = ready.map

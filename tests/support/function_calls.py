@@ -74,9 +74,10 @@ class FunctionCall:
         """Return probabilities, output (rows, heads, head_dim) and log-sum-exp in a precision."""
         scores = np.where(self.seen, self.scores, -np.inf).astype(real)
         top = scores.max(-1, keepdims=True)
-        weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
-        total = weights.sum(-1, keepdims=True)
+        # Differences of scores near the ends of the range overflow to -inf, whose weight is 0.
         with np.errstate(all="ignore"):
+            weights = np.exp(scores - np.where(np.isfinite(top), top, 0)).astype(real)
+            total = weights.sum(-1, keepdims=True)
             p = np.where(total > 0, weights / total, 0).astype(dtype).astype(real)
             lse = (top + np.log(total))[..., 0]
         out = np.einsum("hij,jhd->ihd", p, self.arrays["v"].astype(real)).astype(dtype)
@@ -85,12 +86,11 @@ class FunctionCall:
     # ---- Calls
 
     def options(self, xp: Any) -> dict[str, Any]:
-        mod = modification(self.function)
         captured = {
             name: xp.asarray(x) if isinstance(x, np.ndarray) and xp is not np else x
-            for name, x in mod.captures.items()
+            for name, x in self.function.captures.items()
         }
-        made = type(mod)(mod.function, **captured)
+        made = modification(self.function, captured)
         options: dict[str, Any] = {
             "softmax_scale": SCALE,
             "q_offset": self.q_offset,
@@ -111,7 +111,10 @@ class FunctionCall:
         gradients = flash_attention_backward(
             xp.asarray(dout[None]), q, k, v, out, lse, **options, family=backward
         )
-        self._check_dv(np.asarray(_host(gradients[2]))[0], dout)
+        dq, dk, dv = (np.asarray(_host(x))[0] for x in gradients[:3])
+        self._check_dv(dv, dout)
+        if self.function.kind == "mask":
+            self._check_dq_and_dk(dq, dk, dout)
 
     def _check_forward(self, out: np.ndarray, lse: np.ndarray) -> None:
         dtype = DTYPES[self.function.inputs]
@@ -165,6 +168,36 @@ class FunctionCall:
         # Keys that no query sees have gradients of exactly 0.
         unseen = ~self.seen.any(-2).T
         assert not dv[unseen].any(), f"dv of keys that no query sees: {self}"
+
+    def _check_dq_and_dk(self, dq: np.ndarray, dk: np.ndarray, dout: np.ndarray) -> None:
+        """Compare where no derivative of a function is needed: a mask has none."""
+        dtype = DTYPES[self.function.inputs]
+        _, _, lse = self.formula(np.float64, np.float64)
+        right = self._mask_gradients(dout, np.float64, np.float64)
+        naive = self._mask_gradients(dout, dtype, self.function.real)
+        for name, found, exact, rounded in zip(("dq", "dk"), (dq, dk), right, naive, strict=True):
+            allowed = error_bound(rounded, exact, dtype, lse=lse)
+            off = np.abs(found.astype(np.float64) - exact)
+            assert (off <= allowed).all(), (
+                f"{name} of {(~(off <= allowed)).any(-1).sum()} rows, by {off.max():.3g}, allowed "
+                f"{allowed:.3g}: {self}"
+            )
+        # One key gives its row whatever its score is.
+        alone = (self.seen.sum(-1) <= 1).T
+        assert not dq[alone].any(), f"dq of rows that see one key or none: {self}"
+        unseen = ~(self.seen & (self.seen.sum(-1, keepdims=True) > 1)).any(-2).T
+        assert not dk[unseen].any(), f"dk of keys that no query sees among others: {self}"
+
+    def _mask_gradients(self, dout: np.ndarray, dtype: Any, real: Any) -> tuple[Any, Any]:
+        """Return dq and dk by the formula, in a precision."""
+        p, out, _ = self.formula(dtype, real)
+        q, k, v = (self.arrays[name].astype(real) for name in "qkv")
+        wide = dout.astype(real)
+        dp = np.einsum("ihd,jhd->hij", wide, v)
+        delta = np.einsum("ihd,ihd->hi", wide, out.astype(real))
+        ds = (p * (dp - delta[..., None])).astype(dtype).astype(real)
+        dq, dk = np.einsum("hij,jhd->ihd", ds, k), np.einsum("hij,ihd->jhd", ds, q)
+        return (SCALE * dq).astype(dtype), (SCALE * dk).astype(dtype)
 
 
 def _host(array: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cupy_flash.families.contract import KERNEL_DIR
-from cupy_flash.mods import emit, lower
+from cupy_flash.mods import compose, lower, modification
 from cupy_flash.mods.analysis import EXACT, ORDERED, Analysis
 from cupy_flash.mods.expression import (
     INT,
@@ -31,7 +31,10 @@ from cupy_flash.mods.expression import (
     fold,
     postorder,
 )
+from cupy_flash.mods.modification import Modification
 from cupy_flash.mods.operations import INT_RANGE, Range, cast, operation, rebuilt
+from cupy_flash.mods.signature import parameters_of
+from support.function_runs import Case, wrong_on_cpu, wrong_on_host_text
 from support.random_functions import Function
 
 Rule = Callable[[Node, tuple[Node, ...]], "Node | None"]
@@ -52,6 +55,10 @@ class Fault:
         A file in the folder of kernels, text in it, and the text that replaces this.
     concerns
         What the Python text of a function has to hold for the fault to show.
+    on_cpu
+        Whether it is the CPU backend that has the fault.
+    stops
+        Whether device text with the fault does not compile.
     """
 
     rule: Rule | None = None
@@ -60,6 +67,8 @@ class Fault:
     old: str = ""
     new: str = ""
     concerns: str = ""
+    on_cpu: bool = False
+    stops: bool = False
 
     def rewrite(self, expression: Node) -> Node:
         """Return the expression with the fault."""
@@ -83,6 +92,20 @@ class Fault:
             for owner, name, make in self.patches:
                 patch.setattr(owner, name, make(getattr(owner, name)))
             yield headers
+
+    def found(
+        self, folder: Path, cases: Sequence[Case], headers: Path = KERNEL_DIR
+    ) -> dict[int, str]:
+        """Return what is wrong with functions because of the fault, by their numbers."""
+        if self.on_cpu:
+            wrong = {case.function.number: wrong_on_cpu(case) for case in cases}
+        else:
+            wrong = dict(
+                wrong_on_host_text(folder, cases, kernel_dir=headers, rewrite=self.rewrite)
+            )
+        # Text that is not printed, or does not compile, says nothing of most faults.
+        others = ("raises",) if self.stops else ("raises", "does not compile")
+        return {n: why for n, why in wrong.items() if why and not why.startswith(others)}
 
     def may_show(self, function: Function, expression: Node) -> bool:
         """Return whether the fault may show in a function."""
@@ -248,10 +271,28 @@ def _all_summands(summands: Any) -> Any:
     return of
 
 
-def _no_large_leaves(exponent: Any) -> Any:
-    return lambda score, analysis, is_large, **how: exponent(
-        score, analysis, lambda leaf: False, **how
-    )
+def _none_is_large(may_be_large: Any) -> Any:
+    return lambda term, is_large: False
+
+
+def _same_key(number_key: Any) -> Any:
+    """A number as its own key: 0.0 equals -0.0."""
+    return lambda value: value
+
+
+def _unprefixed(prefixed: Any) -> Any:
+    return lambda kind, name: name
+
+
+def _traced_anew(evaluate: Any) -> Any:
+    """A function that is evaluated with what the program's variables hold by then."""
+
+    def evaluated(self: Modification, *args: Any) -> Any:
+        names = parameters_of(self.function, self._first, self.specs)
+        object.__setattr__(self, "_graph", self._traced(self.function, names, self.specs))
+        return evaluate(self, *args)
+
+    return evaluated
 
 
 _LARGE = r"e\+38"
@@ -277,7 +318,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "5: scores overflow times log2(e)": Fault(_scaled, concerns=_LARGE),
     "5: a sum with a large leaf is like any other": Fault(
-        patches=((emit, "exponent", _no_large_leaves),), concerns=_LARGE
+        patches=((lower, "_may_be_large", _none_is_large),), concerns=_LARGE
     ),
     "6: a whole quotient by infinity": Fault(_floor_of_quotient),
     "6: inverses of large divisors are flushed": Fault(_inverse_flushed),
@@ -289,6 +330,17 @@ FAULTS: dict[str, Fault] = {
         concerns=r"\*\*|power",
     ),
     "6: zeros without a sign": Fault(_one_zero),
+    "6: calls with 0.0 and -0.0 are one": Fault(
+        patches=((modification, "number_key", _same_key),), concerns="reciprocal|/"
+    ),
+    "6: captures have the names of parameters": Fault(
+        patches=((modification, "prefixed", _unprefixed), (compose, "prefixed", _unprefixed)),
+        concerns=r"\b(xor|bitand|typeid)\b",
+        stops=True,
+    ),
+    "6: the CPU backend follows what helpers read": Fault(
+        patches=((Modification, "_evaluate", _traced_anew),), concerns=r"\bg0\b", on_cpu=True
+    ),
     "casts wrap": Fault(_cast_wraps),
     "whole quotients round toward zero": Fault(
         header="score/functions.cuh",

@@ -19,6 +19,7 @@ def random_map_spec(function: Function) -> MapSpec:
 
     seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 200, 2))
     parts = int(rng.choice([1, 2, 3]))
+    offsets = [0, seqlen_k - seqlen_q, -30, 1000, 2**24 - 50, 2**30 - 1024, 2**30 + 300]
     return MapSpec(
         Br=parts * int(rng.choice([8, 16, 24, 64, 64])),
         Bc=int(rng.choice([8, 16, 80, 128, 160])),
@@ -26,7 +27,7 @@ def random_map_spec(function: Function) -> MapSpec:
         heads_q=2,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        q_offset=int(rng.choice([0, seqlen_k - seqlen_q, -30, 1000, 2**24 - 50, 2**30 - 1024])),
+        q_offset=int(rng.choice(offsets)),
         causal=bool(rng.integers(4) == 0),
         left=maybe(150),
         right=maybe(150),
@@ -57,10 +58,12 @@ def wrong_map(
     seen, known = pairs_of(function, spec)
     # If a mask does not depend on the sequence or the head, all of them share one map.
     seen, known = (x[: maps[0], : maps[1]] for x in (seen, known))
-    left, right = spec.band
-    i = np.arange(spec.seqlen_q)[:, None] + spec.q_offset
-    j = np.arange(spec.seqlen_k)
-    band = (j >= i - left) & (j <= i + right)
+    behind = np.arange(spec.seqlen_q)[:, None] + spec.q_offset - np.arange(spec.seqlen_k)
+    band = behind >= 0 if spec.causal else np.ones(behind.shape, bool)
+    if spec.left is not None:
+        band &= behind <= spec.left
+    if spec.right is not None:
+        band &= -behind <= spec.right
     some_seen = of_blocks(seen & known & band, spec)
     some_hidden = of_blocks(~seen & band & known, spec)
     if (hides := some_seen & ~found.visited).any():

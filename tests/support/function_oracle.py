@@ -79,11 +79,15 @@ class Value:
         a decision is open. A float64 array, or the number 0.0.
     s
         The same where the value reaches the score, and products and sums may be contracted.
+    overflows
+        Whether the value is infinite only because a result of finite operands was rounded. A sum
+        that is contracted with such a product does not round it.
     """
 
     v: Array
     e: Array = 0.0
     s: Array = 0.0
+    overflows: Array = False
 
 
 class Oracle:
@@ -258,7 +262,7 @@ class Oracle:
         chosen = np.where(condition.v, x.v, y.v)
         e = np.where(condition.e > 0, np.inf, np.where(condition.v, x.e, y.e))
         s = np.where(condition.e > 0, np.inf, np.where(condition.v, x.s, y.s))
-        return Value(chosen, e, s)
+        return Value(chosen, e, s, np.where(condition.v, x.overflows, y.overflows))
 
     def _logical(self, op: str, args: list[Value]) -> Value:
         if op == "not":
@@ -285,7 +289,7 @@ class Oracle:
     def _of_reals(self, op: str, args: list[Value]) -> Value:
         x = args[0]
         if op in ("negative", "positive", "absolute", "fabs"):
-            return Value(getattr(np, op)(x.v), x.e, x.s)
+            return Value(getattr(np, op)(x.v), x.e, x.s, x.overflows)
         if op in ("floor", "ceil", "trunc", "rint", "sign"):
             function = getattr(np, op)
             low, high = map(function, self._ends(x))
@@ -303,7 +307,14 @@ class Oracle:
         v = function(*(y.v for y in args))
         e = self._spread(op, args, v, [y.e for y in args], contracts=False)
         s = self._spread(op, args, v, [self._in_score(y) for y in args], contracts=True)
-        return Value(v, e, s)
+        if op in ("add", "subtract"):
+            x, y = args
+            # The sum of an infinity and of a product that overflows to the other one is NaN, but
+            # that infinity where the product is not rounded.
+            differs = np.isinf(x.v) & np.isinf(y.v) & np.isnan(v)
+            differs &= np.asarray(x.overflows) | np.asarray(y.overflows)
+            return Value(v, e, np.where(differs, np.inf, s))
+        return Value(v, e, s, _overflows(v, *(y.v for y in args)))
 
     def _in_score(self, x: Value) -> Array:
         """Return the error bound of an operand that enters the score; subnormal values may be 0."""
@@ -374,7 +385,7 @@ class Oracle:
         if zeros.any():
             e, s = (np.where(zeros, np.maximum(d, self._tiny), d) for d in (e, s))
         # Where both are far apart, the error is that of the one that it is.
-        return Value(v, e, s)
+        return Value(v, e, s, np.asarray(x.overflows) | np.asarray(y.overflows))
 
     def _floored(self, op: str, x: Value, y: Value) -> Value:
         v = getattr(np, op)(x.v, y.v)
@@ -434,7 +445,7 @@ class Oracle:
         e = own + self._carried(x.v, x.e, exact, function, bounded_slope)
         s = own + self._carried(x.v, self._in_score(x), exact, function, bounded_slope)
         s = s + self._approximation(op, wide, exact)
-        return Value(v, e, s)
+        return Value(v, e, s, _overflows(v, x.v))
 
     def _flushed(self, x: Array, exact: Array, function: Callable[[Array], Array]) -> Array:
         """Return the error if subnormal arguments and results are taken for 0."""
@@ -541,6 +552,13 @@ def _open(*args: Value) -> Array:
         return 0.0
     total = sum(errors)
     return np.where(np.asarray(total) > 0, np.inf, 0.0)
+
+
+def _overflows(v: Array, *args: Array) -> Array:
+    found = np.isinf(v)
+    for x in args:
+        found = found & np.isfinite(x)
+    return found
 
 
 def _where(condition: Array, x: Array, y: Array) -> Array:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cupy_flash.calls.modifiers import Modifiers, read_modifiers
 from cupy_flash.families.contract import KERNEL_DIR
+from cupy_flash.mods.captures import number_of
 from cupy_flash.mods.compose import prefixed_text
 from cupy_flash.mods.emit import HEADERS
 from cupy_flash.mods.expression import Node
-from cupy_flash.mods.modification import MaskMod, ScoreMod, prefixed
+from cupy_flash.mods.modification import MaskMod, ScoreMod
 from cupy_flash.mods.traced import Traced
 from support.device_text import COMPILER, FOLDER, Text
 from support.function_oracle import REAL, Expr, Value
@@ -31,10 +34,53 @@ COLUMNS = ("b", "h", "i", "row", "q_start", "k_start", "first_key", "step", "las
 LN_2 = 0.6931471805599453
 
 
-def modification(function: Function) -> ScoreMod | MaskMod:
-    """The library's object of a function."""
+def modification(
+    function: Function, captures: Mapping[str, Any] | None = None
+) -> ScoreMod | MaskMod:
+    """Return the library's object of a function.
+
+    Parameters
+    ----------
+    function
+        The function.
+    captures
+        Its captures elsewhere, such as on a GPU.
+    """
     kind = ScoreMod if function.kind == "score" else MaskMod
-    return kind(function.function(), **function.captures)
+    called = function.function()
+    made = kind(called, **(function.captures if captures is None else captures))
+    # The object keeps the numbers of the program, whatever the program does to them later.
+    for name in function.variables:
+        called.__globals__[name] = _other_number(called.__globals__[name])
+    return made
+
+
+def _other_number(value: Any) -> Any:
+    if isinstance(value, (bool, np.bool_)):
+        return not value
+    return type(value)(2 if value == 3 else 3)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_numbers(modifiers: Modifiers) -> dict[str, Any]:
+    """Return captured numbers as a call packs them, once for all calls that are equal."""
+    return {name: number_of(key) for name, key in modifiers.numbers}
+
+
+def _numbers_of_call(mod: ScoreMod | MaskMod, kind: str) -> dict[str, Any]:
+    found = read_modifiers({kind: mod})
+    assert found is not None
+    return _kept_numbers(found[0])
+
+
+def _with_other_zeros(function: Function) -> Function | None:
+    """Return a function whose captured zeros have the other sign; None if there is none."""
+    others = {
+        name: -value
+        for name, value in function.captures.items()
+        if isinstance(value, float) and value == 0
+    }
+    return replace(function, captures=function.captures | others) if others else None
 
 
 Rewrite = Callable[[Node], Node]
@@ -51,10 +97,14 @@ def text_of(function: Function, rewrite: Rewrite | None = None) -> Text:
         Changes what was traced before it is printed.
     """
     mod, kind = modification(function), f"{function.kind}_mod"
+    if (other := _with_other_zeros(function)) is not None:
+        # A call before this one, from which it must differ.
+        _numbers_of_call(modification(other), kind)
     expression, specs = prefixed_text(mod.traced, kind)
+    arrays = dict(zip(mod.array_names, mod.arrays, strict=True))
     parts = {
         "traced": Traced(rewrite(expression) if rewrite else expression, specs),
-        "captures": {prefixed(kind, name): value for name, value in mod.captures.items()},
+        "captures": arrays | _numbers_of_call(mod, kind),
     }
     for name, part in parts.items():
         object.__setattr__(mod, name, part)

@@ -6,8 +6,8 @@ A function depends on its number only, so that the number is enough to repeat a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -83,6 +83,8 @@ class Function:
         Python text that defines ``function``.
     captures
         Arrays and numbers by name.
+    variables
+        Names of the program's numbers that functions read which `text` calls.
     """
 
     number: int
@@ -91,6 +93,7 @@ class Function:
     root: Expr
     text: str
     captures: dict[str, Any]
+    variables: tuple[str, ...] = ()
 
     @property
     def real(self) -> Any:
@@ -125,13 +128,78 @@ def random_function(number: int, kind: str | None = None, inputs: str | None = N
     drawn = str(rng.choice(DTYPES, p=(0.4, 0.2, 0.2, 0.2)))
     inputs = inputs or drawn
     depth = int(rng.integers(1, 13))
-    for _ in range(_ATTEMPTS):
+    attempts = 0
+    while True:
         maker = _Maker(rng, kind)
         root = maker.root(depth)
-        made = Function(number, kind, inputs, root, _text(root, kind, maker), maker.captures)
-        if _varies(made):
-            break
-    return made
+        text, variables = _text(root, kind, maker)
+        made = Function(number, kind, inputs, root, text, maker.captures, variables)
+        if _names_element_below(made):
+            continue
+        attempts += 1
+        if attempts == _ATTEMPTS or _varies(made):
+            return made
+
+
+def nodes_of(function: Function) -> Iterator[Expr]:
+    """Yield every operation of a function once, with those of its helpers."""
+    stack, seen = [function.root], set()
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            stack += [*node.args, *([node.value.body] if node.op == "call" else [])]
+
+
+def _names_element_below(function: Function) -> bool:
+    """Return whether an index is a negative constant, which is refused when a function is traced.
+
+    The text may hide a constant, as ``~(x ** 0)`` does. Its value is the same for all pairs and
+    whatever is captured.
+    """
+    loads = [node for node in nodes_of(function) if node.op == "load"]
+    indices = [index for node in loads for index in node.args if _may_be_constant(index, {})]
+    if not indices:
+        return False
+    pairs = random_pairs(function)
+    others = replace(
+        function, captures={name: _other(value) for name, value in function.captures.items()}
+    )
+    for index in indices:
+        found = [np.asarray(pairs.oracle(x).value(index).v) for x in (function, others)]
+        if all((x < 0).all() and (x == found[0].flat[0]).all() for x in found):
+            return True
+    return False
+
+
+def _may_be_constant(node: Expr, given: dict[str, bool]) -> bool:
+    """Return whether a value may follow from the text alone, with that of a helper's parameters."""
+    if not node.args:
+        return node.op == "literal" or (node.op == "parameter" and given[node.value])
+    are_constant = [_may_be_constant(x, given) for x in node.args]
+    if node.op == "call":
+        names = (leaf.value for leaf in node.value.parameters)
+        return _may_be_constant(node.value.body, dict(zip(names, are_constant, strict=True)))
+    if node.op in ("power", "float_power"):
+        return are_constant[0] or node.args[1].value == 0
+    if node.op in _COMPARISONS:
+        # A value may be compared with itself.
+        return True
+    if node.op == "where":
+        return all(are_constant[1:]) or (are_constant[0] and any(are_constant[1:]))
+    # One factor, and one bool, may decide.
+    may_decide = node.op == "multiply" or node.type == BOOL
+    return any(are_constant) if may_decide else all(are_constant)
+
+
+def _other(value: Any) -> Any:
+    """Return another capture of the same kind: no element is the same."""
+    if isinstance(value, np.ndarray):
+        return 1 - value if value.dtype.kind not in "biu" else ~value
+    if isinstance(value, (bool, np.bool_)):
+        return not value
+    return -1 - value if isinstance(value, (int, np.integer)) else 1 - value
 
 
 def _varies(function: Function) -> bool:
@@ -966,19 +1034,23 @@ _OF_SCORES = (_reassociated, _least_bias)
 # ---- Text
 
 
-def _text(root: Expr, kind: str, maker: _Maker) -> str:
-    """Python text; what is used more than once has a name."""
+def _text(root: Expr, kind: str, maker: _Maker) -> tuple[str, tuple[str, ...]]:
+    """Return Python text, and the names of the program's numbers; shared values have names."""
     first = ("score",) if kind == "score" else ()
     names = [*first, *_POSITIONS, *maker.captures]
+    variables: dict[str, str] = {}
     parts = [
         f"def {helper.name}({', '.join(x.value for x in helper.parameters)}):\n"
-        + _body(helper.body)
+        + _body(helper.body, variables)
         for helper in maker.helpers
     ]
-    return "".join([*parts, f"def function({', '.join(names)}):\n", _body(root)])
+    numbers = [f"{name} = {text}\n" for name, text in variables.items()]
+    text = "".join([*numbers, *parts, f"def function({', '.join(names)}):\n", _body(root)])
+    return text, tuple(variables)
 
 
-def _body(root: Expr) -> str:
+def _body(root: Expr, variables: dict[str, str] | None = None) -> str:
+    """Return the lines of a function; every second number becomes one of `variables`."""
     uses: dict[int, int] = {}
     order: list[Expr] = []
     stack = [(root, False)]
@@ -995,11 +1067,16 @@ def _body(root: Expr) -> str:
         stack.append((node, True))
         stack += [(x, False) for x in node.args]
     texts: dict[int, str] = {}
-    lines = []
+    lines, numbers = [], 0
     for node in order:
         text = node.form.format(*(texts[id(x)] for x in node.args)) if node.args else node.form
         if node.args and node is not root and (uses[id(node)] > 1 or len(text) > 400):
             lines.append(f"    t{len(lines)} = {text}\n")
             text = f"t{len(lines) - 1}"
+        if node.op == "literal" and variables is not None:
+            numbers += 1
+            if numbers % 2:
+                name = f"g{len(variables)}"
+                variables[name], text = text, name
         texts[id(node)] = text
     return "".join([*lines, f"    return {texts[id(root)]}\n"])

@@ -47,11 +47,14 @@ struct HopperResults {
       return true;
     } else {
       const Visit& visit = finished_visit();
-      const Mask<Config> mask = visit.template mask<Config>(cta.p);
-      const int first = products.first_row_of(visit.work);
-      const int last = min(first + 64, visit.sequence(cta.p).seqlen_q) - 1;
-      return min(mask.visible_end(first) - mask.visible_begin(first),
-                 mask.visible_end(last) - mask.visible_begin(last)) <= 1;
+      const auto& sequence = visit.sequence(cta.p);
+      const int q_offset =
+          Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
+      const int first = products.first_row_of(visit.work) + q_offset;
+      // Rows at such positions see their own key and, by causality or a window, the one before.
+      bool is_single = first < 1 || first + 64 > sequence.seqlen_k;
+      if constexpr (Config::window_left) is_single |= cta.p.mods.window_left < 1;
+      return is_single;
     }
   }
 

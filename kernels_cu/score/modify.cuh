@@ -14,7 +14,6 @@ struct NoMods {
   static constexpr bool hides_pairs = false;
   static constexpr bool calls_functions = false;
   static constexpr bool has_low_scores = false;
-  static constexpr bool may_hide_scores = false;
 };
 
 // A row of a score matrix, as modifications know it.

@@ -319,6 +319,7 @@ class HopperFamily(Family[HopperTile]):
             "values_in_keys": latent.holds_values_in_keys(problem),
             "noted": scores.is_noted(problem, tile),
             "bounded": scores.is_bounded(problem),
+            "finds_only_keys": scores.finds_only_keys(problem),
             "bias_stages": scores.BIAS_STAGES if scores.streams_bias(problem) else 0,
             "shared_memory": self.shared_memory(problem, tile),
             **(float8.config(problem, tile) if problem.is_float8 else {}),

@@ -32,41 +32,15 @@ struct HopperResults {
     return *cta.visit(next == 0 ? Cta::visits - 1 : next - 1);
   }
 
-  // Whether rows that attend to one key are recognized by their sums. Modifications and scores of
-  // -inf hide keys, so no mask shows which rows these are, and P of their key can be any number.
-  // Rows with sinks are left out, as the sink adds to the sum, and so is float8, whose P are powers
-  // of two.
-  static constexpr bool finds_only_keys =
-      Config::modified && !Config::sinks && !Cta::transposes_values;
-
-  // Whether some row of this consumer may attend to exactly one key. If only positions hide keys,
-  // the first or the last row attends to the fewest.
-  __device__ bool rows_may_see_one_key() const {
-    using Mods = typename Config::Mods;
-    if constexpr (Mods::hides_pairs || Mods::may_hide_scores) {
-      return true;
-    } else {
-      const Visit& visit = finished_visit();
-      const auto& sequence = visit.sequence(cta.p);
-      const int q_offset =
-          Config::sequences ? sequence.template q_offset<Config>(cta.p) : cta.p.q_offset;
-      const int first = products.first_row_of(visit.work) + q_offset;
-      // Rows at such positions see their own key and, by causality or a window, the one before.
-      bool is_single = first < 1 || first + 64 > sequence.seqlen_k;
-      if constexpr (Config::window_left) is_single |= cta.p.mods.window_left < 1;
-      return is_single;
-    }
-  }
-
   // Computes the factors that the rows of the output are multiplied by, and writes the log-sum-exp.
-  // If finds_only_keys, the factor of a row of which just one lane has seen keys is minus the sum,
-  // for normalize_only_keys().
+  // With Config::finds_only_keys, rows that attend to one key are recognized by their sums, as P of
+  // their key can be any number: the factor of a row of which just one lane has seen keys is minus
+  // the sum, for normalize_only_keys().
   __device__ void finish_softmax(const SoftmaxRow (&finished)[2], float (&normalizer)[2]) const {
     SoftmaxRow state[2] = {finished[0], finished[1]};
-    const bool may_see_one_key = finds_only_keys && rows_may_see_one_key();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool may_be_one_key = may_see_one_key && one_of_lanes(state[half].sum != 0);
+      const bool may_be_one_key = one_of_lanes(state[half].sum != 0);
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
@@ -74,7 +48,7 @@ struct HopperResults {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
       }
-      if (finds_only_keys && may_be_one_key) normalizer[half] = -state[half].sum;
+      if (Config::finds_only_keys && may_be_one_key) normalizer[half] = -state[half].sum;
     }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return;
     const Visit& visit = finished_visit();
@@ -91,7 +65,7 @@ struct HopperResults {
 
   __device__ void write_output(float (&normalizer)[2]) const {
     const Visit& visit = finished_visit();
-    if constexpr (finds_only_keys) normalize_only_keys(normalizer);
+    if constexpr (Config::finds_only_keys) normalize_only_keys(normalizer);
     products.scale_output(normalizer);
     if constexpr (Config::modified) {
       // The sign marks rows that grid/low_rows.cuh has to compute again if they have seen low scores.

@@ -70,6 +70,11 @@ struct HopperSoftmax {
     }
   }
 
+  // Whether nothing but positions hides keys, so that the only key of a row is known here.
+  static constexpr bool positions_hide_keys =
+      !Config::modified ||
+      !(Config::finds_only_keys || Config::Mods::changes_scores || Config::Mods::hides_pairs);
+
   // Hides the keys from visible_end(half) on, counted from the first that this lane holds.
   template <class VisibleEnd>
   __device__ void mask(Scores& scores, bool is_first_of_keys, VisibleEnd visible_end) {
@@ -77,7 +82,7 @@ struct HopperSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int visible = visible_end(half);
       // The only key of a row is the first that the first of its lanes holds.
-      if (!Config::modified && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
+      if (positions_hide_keys && visible == 1 && is_first_of_keys && threadIdx.x % 4 == 0) {
         rows[half].see_only(scores[2 * half] * scale_log2);
       }
       fill_row_from<Bc / 8>(scores + 2 * half, visible, -SoftmaxMath<float>::infinity());

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from cupy_flash.mods.analysis import ORDERED, Analysis
+from cupy_flash.mods.analysis import Analysis
 from cupy_flash.mods.arguments import (
     Captures,
     arguments_struct,
@@ -65,10 +65,9 @@ def emit(
     """C++ of the structs through which a kernel changes scores and hides pairs.
 
     ``Mods`` has the constants ``changes_scores``, ``hides_pairs``, ``calls_functions`` (each score
-    takes the unit of special functions), ``has_low_scores`` (a finite score may become the lowest
-    finite exponent of two) and ``may_hide_scores`` (a score may become -infinity). It also has
-    these functions, of which the first is called for a query row, the second for that row and a run
-    of keys, and the others for each pair:
+    takes the unit of special functions) and ``has_low_scores`` (a finite score may become the
+    lowest finite exponent of two). It also has these functions, of which the first is called for a
+    query row, the second for that row and a run of keys, and the others for each pair:
 
     - ``Row row(a, b, h, i, row, q_start, k_start, base)``,
     - ``Keys keys(a, row, first_key)``,
@@ -154,7 +153,6 @@ class _Emission:
             f"static constexpr bool has_bounds = {_bool(bool(members.bounds))};",
             f"static constexpr bool calls_functions = {_bool(self._calls_functions(power))};",
             f"static constexpr bool has_low_scores = {_bool(_has_low_scores(power))};",
-            f"static constexpr bool may_hide_scores = {_bool(_may_hide_scores(power))};",
             *constants,
             *_struct("Row", row_fields),
             *_struct("Keys", keys_fields),
@@ -280,11 +278,6 @@ class _Emission:
         if argument.op != "array":
             return C_TYPES[argument.type]
         return f"const {capture_type(self._captures[argument.value], self._real)}&"
-
-
-def _may_hide_scores(power: Node) -> bool:
-    """Return whether a changed score may be -infinity, by a user's function or a bias."""
-    return any(node.op in ("load", "cuda") or node.value == ORDERED for node in postorder(power))
 
 
 def _has_low_scores(power: Node) -> bool:

@@ -100,11 +100,18 @@ class DifferentiableCall(NamedTuple):
 
     def with_functions_kept(self) -> DifferentiableCall:
         """Return the same call with copies of its functions' captures; see `Modification.kept`."""
+        return self._with_functions(lambda mod: mod.kept())
+
+    def with_captures(self, change: Callable[[str, Any], Any]) -> DifferentiableCall:
+        """Return the same call with each captured array as `change(name, array)`."""
+        return self._with_functions(lambda mod: mod.with_arrays(change))
+
+    def _with_functions(self, change: Callable[[Any], Any]) -> DifferentiableCall:
         functions = {n: mod for n in MODS if (mod := self.modifications.get(n)) is not None}
-        kept = {name: mod.kept() for name, mod in functions.items()}
-        if all(kept[name] is mod for name, mod in functions.items()):
+        changed = {name: change(mod) for name, mod in functions.items()}
+        if all(changed[name] is mod for name, mod in functions.items()):
             return self
-        return self._replace(modifications={**self.modifications, **kept})
+        return self._replace(modifications={**self.modifications, **changed})
 
     def with_numbers(self) -> DifferentiableCall:
         """Return the same call with window_size and softcap as numbers, which cannot change."""

@@ -150,7 +150,7 @@ def _placed(
     if device.platform != "gpu":
         return call, inputs
     # They become CuPy arrays, as JAX would narrow the uint64 of a tree_mask to uint32.
-    return _with_arrays(call, host_array_on_gpu), inputs
+    return _with_arrays(call.with_captures(host_array_on_gpu), host_array_on_gpu), inputs
 
 
 def _run(call: DifferentiableCall, inputs: tuple[Any, ...]) -> tuple[Any, Any]:

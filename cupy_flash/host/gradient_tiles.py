@@ -29,9 +29,9 @@ Part = tuple[Array, Array]
 # Weight above which a row counts as attending to one key only. The output of such a row is that
 # key's value, and its scores have no gradient: the weight is 1, and dp equals delta. Both are
 # summed in different orders, so their computed difference would be a small number instead of 0.
-# Rows with one key by position are known exactly. For other rows above this weight, the true
-# gradients are below the rounding errors of delta and dp: see `p_of_one_key` in
-# kernels_cu/backward/params.cuh.
+# In rows with more keys above this weight, the true gradients are below the rounding errors of
+# delta and dp: see `p_of_one_key` in kernels_cu/backward/params.cuh. Rows with one key by position
+# are checked as well, as lse may be that of more keys, or include a sink.
 _WEIGHT_OF_ONE_KEY = {
     "float16": 1 - 2.0**-14,
     "bfloat16": 1 - 2.0**-11,
@@ -99,11 +99,10 @@ class _Tile:
         # If lse has a gradient of its own or includes a sink, rows with one key have gradients.
         settles = sinks is None and work.dlse is None
         self.rows_of_one_key = np.flatnonzero(counts == 1) if settles else rows[:0]
-        self.weight_of_one_key: float | None = None
+        self.weight = _WEIGHT_OF_ONE_KEY[job.q.dtype.name]
         scores = modified.scores
         hiding = (self.mask_mod, scores.score_mod, scores.bias, scores.mask, scores.tree_mask)
-        if settles and any(x is not None for x in hiding):
-            self.weight_of_one_key = _WEIGHT_OF_ONE_KEY[job.q.dtype.name]
+        self.is_hiding = settles and any(x is not None for x in hiding)
         delta = np.einsum("...d,...d->...", dout[..., :-1], out)
         if work.dlse is not None:
             delta -= work.dlse[where]
@@ -196,9 +195,11 @@ class _Tile:
         # Selected, not multiplied by a weight of 0: values of hidden keys may be NaN.
         _hide(pairs, hidden)
         if self.rows_of_one_key.size:
-            pairs[..., self.rows_of_one_key, :] = 0
-        if self.weight_of_one_key is not None:
-            np.copyto(ds, 0, where=p > self.weight_of_one_key)
+            weights = p.reshape(pairs.shape)[..., self.rows_of_one_key, :]
+            own = pairs[..., self.rows_of_one_key, :]
+            pairs[..., self.rows_of_one_key, :] = np.where(weights > self.weight, 0, own)
+        if self.is_hiding:
+            np.copyto(ds, 0, where=p > self.weight)
         if work.bias is not None:
             parts += self._of_bias(pairs, start, stop)
         if scaled is not None and at is not None:

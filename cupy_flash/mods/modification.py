@@ -271,6 +271,14 @@ class Modification:
             return self
         return self._of_captures({**self.captures, **self.tensors, **copies})
 
+    def with_arrays(self, change: Callable[[str, Any], Any]) -> Self:
+        """Return the same with each captured array as `change(name, array)`."""
+        names = [name for name, spec in self.specs.items() if spec.rank is not None]
+        changed = {name: change(name, self.captures[name]) for name in names}
+        if all(changed[name] is self.captures[name] for name in names):
+            return self
+        return self._of_captures({**self.captures, **self.tensors, **changed})
+
     def _of_captures(self, captures: Mapping[str, Any]) -> Self:
         made: Self = object.__new__(type(self))
         made._set_options(self._options())

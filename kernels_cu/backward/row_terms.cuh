@@ -62,7 +62,7 @@ struct RowTermsOf {
       sees_nothing |= is_zero && lse_log2 == sink_of(p, head_q) * SoftmaxMath<T>::log2_e;
     }
     // The output of a row that sees no key depends on nothing, whatever its dout holds.
-    T delta = Config::inspects && sees_nothing ? T(0) : sum;
+    T delta = (Config::inspects || Config::sinks) && sees_nothing ? T(0) : sum;
     if constexpr (Config::has_dlse) delta -= static_cast<const T*>(p.dlse)[index];
     const T infinity = Config::sinks ? SoftmaxMath<T>::infinity() : -lse;
     row_terms<Config>(p)[index] = {sees_nothing ? infinity : lse_log2, delta};

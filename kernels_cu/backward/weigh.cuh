@@ -49,7 +49,8 @@ struct Weigh {
           // If functions hide pairs, scores of -inf hide them, too.
           bool counts = Config::conceals ? probability != 0 : seen;
           if constexpr (may_see_one) counts = counts && !(probability > one * limit);
-          gradient(r, n) = counts && !sees_one ? of_score : T(0);
+          if (sees_one) counts = counts && !(probability > one * limit);
+          gradient(r, n) = counts ? of_score : T(0);
         },
         0, Queries);
   }
@@ -67,16 +68,19 @@ struct Weigh {
   }
 
   // Sets the gradients of rows that attend to one key by position to 0. Few rows are such, so the
-  // first and the last of the rows, which are in order, are checked first.
-  template <class RowOf, class Gradient>
-  __device__ void settle(RowOf row_of, Gradient gradient) const {
+  // first and the last of the rows, which are in order, are checked first. P is checked, too: of a
+  // part of all keys, lse may be that of more keys, or include a sink.
+  template <class RowOf, class Score, class Gradient>
+  __device__ void settle(RowOf row_of, Score score, Gradient gradient) const {
     if constexpr (settles_one_key<Config>) {
       if (count(row_of(0)) > 1 && count(row_of(Queries - 1)) > 1) return;
 #pragma unroll
       for (int r = 0; r < Queries; ++r) {
         if (count(row_of(r)) != 1) continue;
 #pragma unroll
-        for (int n = 0; n < Keys; ++n) gradient(r, n) = 0;
+        for (int n = 0; n < Keys; ++n) {
+          if (score(r, n) > p_of_one_key<typename Config::Element>) gradient(r, n) = 0;
+        }
       }
     }
   }

@@ -135,6 +135,11 @@ def test_gradients_of_lazy_tensors_are_those_of_resolved_ones(lazy: Any, device:
 def test_lazy_tensors_are_not_written(lazy: Any, device: str) -> None:
     x = numbers(device)
     written = lazy(numbers(device))
+    if lazy is zeros and device == "cuda":
+        # Calls of tensors on a GPU read addresses before anything else.
+        with pytest.raises(NotImplementedError, match="has no memory"):
+            cupy_flash.flash_attention(x, x, x, out=written)
+        return
     with pytest.raises(TypeError, match=r"out is a lazy view, .*; pass out\.clone\(\)"):
         cupy_flash.flash_attention(x, x, x, out=written)
     caches = {"k_cache": cache_of(x), "v_cache": cache_of(x)}

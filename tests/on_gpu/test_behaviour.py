@@ -517,6 +517,6 @@ def test_prebuilt_kernels_are_used_if_their_name_says_that_they_fit(
 
 
 def stale_name(unit: Any, device: Any) -> str:
-    """The name of a kernel whose sources differ in one character."""
-    changed = dataclasses.replace(unit, text=unit.text.replace("sources ", "sources 0", 1))
+    """Return the name of a kernel whose sources differ in one declaration."""
+    changed = dataclasses.replace(unit, text=unit.text + "static_assert(true);\n")
     return prebuilt_name(changed, device)

@@ -375,6 +375,7 @@ def test_scales_that_are_ever_other_numbers_leave_no_memory_behind(library: str)
         # Sums in float16 would be too coarse to differ.
         sums = out.float() if library == "torch" else out.astype(np.float32)
         outs[number] = sums.sum().item()
+        del out, sums
     assert (used(), cupy_used()) == before
     assert len(set(outs.values())) == len(outs)
 

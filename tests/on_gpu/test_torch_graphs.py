@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,11 @@ def foreign_arrays(stream: Any) -> list[Any]:
     import cupy
 
     found = []
-    for own in (cupy.cuda.ExternalStream(stream.cuda_stream), cupy.cuda.Stream.null):
+    with warnings.catch_warnings():
+        # Its successor takes streams of fewer versions of torch.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        of_torch = cupy.cuda.ExternalStream(stream.cuda_stream)
+    for own in (of_torch, cupy.cuda.Stream.null):
         with own:
             found += [cupy.zeros(512 * n, np.uint8) for n in range(1, 300)]
             own.synchronize()

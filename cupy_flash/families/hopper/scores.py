@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from cupy_flash.families.contract import ceil_div, may_have_block_map
 from cupy_flash.families.hopper.sm90 import WARPGROUP_ROWS
 from cupy_flash.families.hopper.tiles import HopperTile
@@ -72,8 +74,10 @@ def finds_only_keys(problem: Problem) -> bool:
         return False
     if score.changes_scores or score.hides_pairs or score.prefix or not problem.layout.is_equal:
         return True
-    sees_previous = score.left is None or score.left >= 1
-    return not sees_previous or problem.q_offset + problem.seqlen_q > problem.seqlen_k
+    # The number of keys grows from row to row, then stays, then falls.
+    rows = np.unique(np.linspace(0, problem.seqlen_q - 1, 3, dtype=np.int64))
+    begins, ends = problem.mask.begins(rows), problem.mask.ends(rows)
+    return bool(np.any((ends - begins == 1) & (begins > 0)))
 
 
 def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:

@@ -316,10 +316,12 @@ struct HopperGradientProducts {
   // Makes dS exactly 0 in rows that attend to one key only. `of` is dS itself, or the P that dS is
   // computed from. With Config::conceals such rows are recognized by their P alone: checking
   // positions as well takes registers that kernels with functions do not have.
-  __device__ void settle(Scores& of, const Scores& scores, const Step& step, int part,
+  __device__ void settle(Scores& of, Scores& scores, const Step& step, int part,
                          bool is_masked) const {
     if constexpr (!Config::conceals) {
-      if (is_masked) weigh_part(step).settle(rows_of_part(step, part), element(of));
+      if (is_masked) {
+        weigh_part(step).settle(rows_of_part(step, part), element(scores), element(of));
+      }
     } else if constexpr (settles_one_key<Config>) {
 #pragma unroll
       for (int i = 0; i < columns / 2; ++i) of[i] = scores[i] > p_of_one_key<Element> ? 0 : of[i];

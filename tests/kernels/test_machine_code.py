@@ -82,10 +82,12 @@ def most_spilled(kernel: Any, plan: Plan) -> int:
         return (48 if more else 32) + (64 if all_in_use else 0)
     # The one tile that is faster than smaller ones although it spills, see its family.
     if kernel.family == "hopper backward":
-        # A consumer of packed sequences keeps its place among them, too: 28 bytes with NVRTC 13.5,
-        # 40 with 13.0.
-        return 0 if plan.problem.layout.is_equal else 40
+        # A consumer of packed sequences keeps its place among them, and looks for rows that attend
+        # to one key: 48 bytes with NVRTC 13.5.
+        return 0 if plan.problem.layout.is_equal else 48
     problem = plan.problem
+    if kernel.family == "mma backward" and not problem.layout.is_equal:
+        return 8
     return 16 if (problem.dtype, problem.head_dim, kernel.arch) == ("float32", 128, 90) else 0
 
 

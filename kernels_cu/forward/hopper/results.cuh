@@ -40,7 +40,7 @@ struct HopperResults {
     SoftmaxRow state[2] = {finished[0], finished[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool may_be_one_key = one_of_lanes(state[half].sum != 0);
+      const bool may_be_one_key = Config::finds_only_keys && one_of_lanes(state[half].sum != 0);
       state[half].sum = sum_of_lanes(state[half].sum);
       normalizer[half] = state[half].sum == 0 ? 0 : ptx::rcp_approx(state[half].sum);
       if constexpr (Cta::transposes_values) normalizer[half] *= finished_visit().scales.values;
@@ -48,7 +48,7 @@ struct HopperResults {
         float lse = state[half].log_sum_exp();
         normalizer[half] *= take_sink<Config>(cta.p, finished_visit().work.head, lse);
       }
-      if (Config::finds_only_keys && may_be_one_key) normalizer[half] = -state[half].sum;
+      if (may_be_one_key) normalizer[half] = -state[half].sum;
     }
     if (Cta::rank() != 0 || (!Config::split_keys && cta.p.lse == nullptr)) return;
     const Visit& visit = finished_visit();

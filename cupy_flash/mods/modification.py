@@ -405,7 +405,7 @@ class ScoreMod(Modification):
         sequence; ``h``, the query head; ``i``, the query's position among the keys, which is its
         row plus ``q_offset``; ``j``, the key's; ``q_start`` and ``k_start``, the rows at which a
         packed sequence begins in q and in k; and the captures. The score is scaled already.
-        Integers have 32 bits, and what is compared with one another should stay below 2^30.
+        Integers have 32 bits and wrap; docs/masks.md says what each operation means.
     cuda
         The body of a CUDA C++ function with the same parameters, in place of what would be traced:
         ``Real`` is its number type, a captured array is called, ``table(h, i - j)``. It is

@@ -15,7 +15,7 @@ import pytest
 from cupy_flash import MaskMod, ScoreMod, plan
 from cupy_flash.errors import CompileError, UnsupportedError
 from cupy_flash.families.contract import TranslationUnit
-from cupy_flash.families.hopper import HopperFamily, HopperTile
+from cupy_flash.families.hopper import HopperFamily, HopperTile, scores
 from cupy_flash.families.schedule import TensorMapSpec
 from cupy_flash.gpu.compiler import Cubin, compile_cubin
 from cupy_flash.planning.planner import Plan, make_plan, plan_tile
@@ -895,3 +895,22 @@ def test_the_maximum_of_bounded_scores_is_not_looked_for(dtype, more, is_bounded
     unit = plan(q, q, q, arch="sm_90", family="hopper", **more | arrays).unit
     assert unit is not None
     assert f"bool bounded = {str(is_bounded).lower()};" in unit.text
+
+
+def test_windows_with_a_row_of_one_later_key_are_looked_through():
+    rng = np.random.default_rng(7)
+    found = set()
+    for _ in range(300):
+        seqlen_q, seqlen_k = (int(n) for n in rng.integers(1, 24, 2))
+        left, right = (int(n) for n in rng.integers(0, 6, 2))
+        q = np.empty((1, seqlen_q, 2, 64), ml_dtypes.bfloat16)
+        k = np.empty((1, seqlen_k, 2, 64), ml_dtypes.bfloat16)
+        offset = int(rng.integers(0, 12))
+        case = plan(q, k, k, window_size=(left, right), q_offset=offset, arch="sm_90").problem
+        rows = np.arange(seqlen_q)
+        begins, ends = case.mask.begins(rows), case.mask.ends(rows)
+        has_only_keys = bool(np.any((begins > 0) & (ends - begins == 1)))
+        looks = scores.finds_only_keys(case)
+        assert looks or not has_only_keys, (left, right, case.mask)
+        found.add((has_only_keys, looks))
+    assert found >= {(True, True), (False, False)}

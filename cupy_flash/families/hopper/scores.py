@@ -74,16 +74,18 @@ def finds_only_keys(problem: Problem) -> bool:
         return False
     if score.changes_scores or score.hides_pairs or score.prefix or not problem.layout.is_equal:
         return True
-    # The number of keys grows from row to row, then stays, then falls.
-    rows = np.unique(np.linspace(0, problem.seqlen_q - 1, 3, dtype=np.int64))
-    begins, ends = problem.mask.begins(rows), problem.mask.ends(rows)
-    return bool(np.any((ends - begins == 1) & (begins > 0)))
+    # From row to row the number of keys grows while the first key is among them, and then stays or
+    # falls. So if the last row attends to several keys, no row attends to a later key alone.
+    last = np.array([problem.seqlen_q - 1])
+    begin, end = problem.mask.begins(last)[0], problem.mask.ends(last)[0]
+    return bool(begin > 0 and end - begin <= 1)
 
 
 def low_row_launches(problem: Problem, device: Device) -> tuple[Launch, ...]:
     """Return the launch that computes rows of low scores, see ``kernels_cu/grid/low_rows.cuh``.
 
-    There is none if no score is so low, and none beside sinks, which such a row leaves nothing to.
+    There is no launch if no score is so low. There is none with sinks either: next to a sink, the
+    weights of low scores are 0.
     """
     score = problem.score
     if score is None or not score.has_low_scores or score.sinks or problem.is_float8:
